@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_diag.reports.finding_words import NAMES, about, where
-from attn_diag.reports.opening import command, of_observations, opening
+from attn_diag.reports.finding_words import about, where
+from attn_diag.reports.head_labels import LETTERS, NAMES
+from attn_diag.reports.opening import command, next_command, of_observations, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
 from attn_diag.results.grouping import step_of
@@ -23,6 +25,8 @@ _MEANING: dict[Kind, str] = {
     "biased": "The errors lean to one side: over many rows and steps they add up instead of cancelling.",
     "ill_conditioned": "These inputs amplify any rounding: another kernel of this format would do no better.",
 }
+# A word of a command, an option together with what follows it.
+_OPTIONS = re.compile(r"--[\w-]+ (?!-)\S+|\S+")
 _ASKED = {"What": "Measured", "Since": "Since when", "Matters": "For training", "Sure": "How sure"}
 
 
@@ -42,8 +46,8 @@ class Bar:
 class Card:
     """One finding."""
 
-    labels: tuple[tuple[Kind, str], ...]
-    """Its labels, and what a reader calls them."""
+    labels: tuple[tuple[Kind, str, str], ...]
+    """Its labels, their letters, and what a reader calls them."""
     title: str
     """Where, and since when."""
     meaning: str
@@ -52,8 +56,12 @@ class Card:
     """What is asked, and the answer."""
     bars: tuple[Bar, ...]
     """Step by step; empty where there is one step."""
-    command: str
-    """What to run next."""
+    of: str
+    """Of how many heads a bar tells: "its 4 heads"; without a number where that changes."""
+    purpose: str
+    """What the command shows; empty where that is not known."""
+    command: tuple[str, ...]
+    """What to run next, in parts that stay on one line: an option with its value."""
     worst: str
     """The head to look at."""
     place: str | None
@@ -65,15 +73,21 @@ def cards(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Card, ...]:
 
     Args:
         diagnosis: What was found.
-        places: Addresses by the identity of a head's diagnosis.
+        places: Addresses by the identity of a head's diagnosis; none for a text without links.
     """
-    addresses: dict[WorstHead, str] = {}
+    addresses: dict[WorstHead, str | None] = {}
+    unjudged: dict[str, str | None] = {}
     for capture, observation, head in diagnosis.entries():
         # Where there is one batch item a finding names none.
         for batch in {head.batch, None}:
             found = WorstHead(capture.source, observation.name, head.layer, head.head, batch, step_of(capture))
-            addresses.setdefault(found, places[id(head)])
-    return tuple(_card(finding, addresses.get(finding.worst), diagnosis) for finding in diagnosis.findings)
+            addresses.setdefault(found, places.get(id(head)))
+        # Of a capture that could not be judged no head is the worst.
+        unjudged.setdefault(capture.source, places.get(id(head)))
+    return tuple(
+        _card(f, unjudged.get(f.worst.source) if f.worst.head is None else addresses.get(f.worst), diagnosis)
+        for f in diagnosis.findings
+    )
 
 
 def nothing(diagnosis: Diagnosis) -> tuple[tuple[str, str], ...]:
@@ -87,17 +101,29 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
     facts = [(_ASKED[line.about], _capital(line.said)) for line in about(finding)]
     if not finding.captured:
         facts.append(("Seen in", "An emulated recipe, run on these inputs; not in what a kernel returned."))
+    following, run = next_command(diagnosis), command(diagnosis, finding) if finding.captured else ""
+    if not finding.captured and not following.command:
+        facts.append(("Next", _capital(following.said)))
     worst = finding.worst
+    heads = {s.of for s in finding.by_step}
     return Card(
-        labels=tuple((label, NAMES[label]) for label in labels),
+        labels=tuple((label, LETTERS[label], NAMES[label]) for label in labels),
         title=_capital(where(finding)) + (of_observations(diagnosis, finding) if finding.captured else ""),
         meaning=_MEANING.get(finding.label, ""),
         facts=tuple(facts),
         bars=_bars(finding.by_step),
-        command=command(diagnosis, finding) if finding.captured else "",
-        worst=head_name(worst.layer, worst.head) + ("" if worst.step is None else f", step {worst.step}"),
+        of=f"the {heads.pop()} heads" if len(heads) == 1 and heads != {1} else "the heads",
+        purpose=_capital(following.purpose) if following.said == run else "",
+        command=tuple(_OPTIONS.findall(run)),
+        worst=_head(worst) + ("" if worst.step is None else f", step {worst.step}"),
         place=place,
     )
+
+
+def _head(worst: WorstHead) -> str:
+    if worst.head is not None:
+        return head_name(worst.layer, worst.head)
+    return "the capture" if worst.layer is None else f"layer {worst.layer}"
 
 
 def _capital(text: str) -> str:
@@ -110,6 +136,9 @@ def _bars(steps: tuple[FindingAtStep, ...]) -> tuple[Bar, ...]:
         return ()
     size = -(-len(steps) // _BARS)
     shown = [steps[min(i + size, len(steps)) - 1] for i in range(0, len(steps), size)]
-    return tuple(
-        Bar(s.step, round(100 * s.heads / s.of), f"step {s.step}: {s.heads} of {s.of} heads", s.label) for s in shown
-    )
+    return tuple(Bar(s.step, round(100 * s.heads / s.of), _in_words(s), s.label) for s in shown)
+
+
+def _in_words(step: FindingAtStep) -> str:
+    name = f" {NAMES[step.label]}" if step.label else ""
+    return f"step {step.step}: {step.heads} of {step.of} heads{name}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from attn_diag.reports.glossary import Word
 
 Value = float | None
 # Names of colours in the style sheet, told apart in light, dark and print.
@@ -103,3 +106,5 @@ class Gallery:
     sections: tuple[Section, ...]
     footer: str = ""
     """Versions and backend of what made the numbers."""
+    glossary: Mapping[str, tuple[Word, ...]] = field(default_factory=dict)
+    """Words that are explained where they stand and at its end, by heading."""

@@ -18,11 +18,11 @@ _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] f
 # So many failures; the rest are in the JSON.
 _SHOWN = 12
 # The gravest first: what is not this attention at all needs no words on its bias.
-_ORDER = ("fit", "nonfinite", "wrong", "determinism", "bias", "lossy", "growth", "bits")
+_ORDER = ("fit", "nonfinite", "wrong", "invariance", "determinism", "bias", "lossy", "growth", "bits")
 # The first is what the others are made from.
 _MADE_FROM = ("o", "lse", "delta", "dv", "dq", "dk")
 # No chance makes these.
-_CERTAIN = ("fit", "nonfinite", "wrong", "determinism", "bits")
+_CERTAIN = ("fit", "nonfinite", "wrong", "determinism", "invariance", "bits")
 _KINDS = {
     "wrong": "wrong in some cases",
     "determinism": "other in its bits from run to run",
@@ -92,7 +92,7 @@ def _what(found: CheckReport, first: Failure) -> str:
         return f"{suspect}{_also_wrong(beside)}"
     if first.kind == "nonfinite":
         return f"{name} holds NaN or Inf{_in_cases(found, 'nonfinite')}"
-    if first.kind == "fit":
+    if first.kind in ("fit", "invariance"):
         return first.message.partition(": ")[2] or first.message
     if first.kind == "wrong":
         case = next((c for c in found.cases if c.name == first.case), None)
@@ -180,9 +180,11 @@ def _passed(found: CheckReport) -> str:
     judged = together([SYMBOLS[name] for name in outputs]) if outputs else "outputs"
     missing = "" if any(name in outputs for name in ("dq", "dk", "dv")) else "; gradients were not checked"
     held = "the baseline's" if found.baseline_key else "a well-rounded kernel's"
+    arranged = len({p.arrangement for p in found.arrangements if p.status not in ("not-run", "refused")})
+    same = f" Nothing but rounding differs between {arranged} arrangements of a call." if arranged else ""
     return (
-        f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}. A healthy "
-        f"kernel fails by chance in at most {percent(found.level, 'g')} of runs."
+        f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}.{same} A "
+        f"healthy kernel fails by chance in at most {percent(found.level, 'g')} of runs."
     )
 
 

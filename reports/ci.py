@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from attn_diag.printing import inert, made_printable
 from attn_diag.reports.check import against, suspected, suspects, verdict
-from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure, Kind
+from attn_diag.results.check import ARRANGED, KINDS, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.results.wording import plural
 
 # The gravest first: what is not this attention at all needs no words on its bias.
-_ORDER = ("fit", "nonfinite", "wrong", "determinism", "bias", "lossy", "growth", "bits")
+_ORDER = ("fit", "nonfinite", "wrong", "invariance", "determinism", "bias", "lossy", "growth", "bits")
 _LABEL = 12  # columns of "look closer "
 _MESSAGE_LINES = 4
 _MOST_GROUPS, _MOST_SUSPECTS = 4, 2
@@ -164,6 +164,7 @@ def _looked_at(case: CheckedCase, kind: Kind) -> bool:
         "nonfinite": bool(case.outputs),
         "wrong": bool(case.quantities),
         "determinism": case.deterministic is not None,
+        "invariance": case.name == ARRANGED,
         "bits": case.same_bits is not None,
         "bias": bool(case.biases),
         "lossy": any(size.limit is None for size in case.sizes.values()) and bool(case.quantities),

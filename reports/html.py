@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,9 +18,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import cards, embedding, glossary, quantities, story, timeline, words
+from attn_diag.reports import cards, embedding, glossary, head_labels, opening, quantities, story, timeline, words
 from attn_diag.reports.charts import Gallery
-from attn_diag.reports.finding_words import grows
+from attn_diag.reports.finding_words import grows, style_of
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
@@ -32,6 +33,10 @@ _HEADS = 144
 _LISTED = 400
 # Findings that are shown at once; the others are a click away.
 _CARDS = 6
+# A notebook shows the tables of so many captures; those of more are a click away.
+_OPEN = 2
+# Over several findings there is room for so many rows of verdicts.
+_SHORT = 5
 _COLUMNS = (
     quantities.FACTOR, quantities.DQ_ERROR, quantities.DW_Q_ERROR, quantities.NOISE_FACTOR, quantities.CONDITIONING,
     quantities.SMALLEST_P, quantities.REPEATED_MAXIMA, quantities.MAX_LOGIT,
@@ -57,10 +62,13 @@ _REPORT_SCRIPTS = (
     *_SCRIPTS, "vocabulary", "glossary", "entries", "rows", "figures", "when", "map", "microscope", "head", "report",
 )  # fmt: skip
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
+_EXPLAINED_SCRIPTS = (*_SCRIPTS, "glossary", "gallery")
 _STYLES = ("base", "report", "print")
 _REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
 _GALLERY = "attn-diag-gallery"
+# What begins a number, or stands for one that there is none of.
+_NUMBER = re.compile(r"[-+<\d−–∞]|NaN|Inf")
 # Cells of so many characters are sentences, not numbers.
 _LONG = 30
 # What could end a script element or be read as markup, and what older JavaScript takes for a line's end.
@@ -94,25 +102,30 @@ def html_document(diagnosis: Diagnosis) -> str:
     found = cards.cards(diagnosis, places)
     first = next((card.place for card in found if card.place), None)
     ranked = [entry for entry in diagnosis.ranked() if entry[2].verdict is not None]
-    # The page opens on the head that shows its first finding best.
-    worst = next((entry for entry in ranked if first in (None, places[id(entry[2])])), None)
+    # The page opens on the head that shows its first finding best, though that be one without a verdict.
+    among = ranked if first is None else diagnosis.entries()
+    worst = next((e for e in among if first in (None, places[id(e[2])])), None)
     shown = {
         "diagnosis": diagnosis,
         "headline": story.headline(diagnosis),
         "steps": story.next_steps(diagnosis),
         "timelines": times,
-        "names": timeline.NAMES,
+        "names": head_labels.NAMES,
+        "letters": head_labels.LETTERS,
         "legend": timeline.legend(times),
+        "layout": _layout(len(found), sum(len(t.lines) for t in times)),
         "glossary": glossary.GROUPS,
         "cards": found,
         "listed_cards": _CARDS,
         "kernel_judged": any(observation.outputs for _, observation, _ in ranked),
+        "passed": opening.style(diagnosis) == style_of("clean"),
         "nothing": cards.nothing(diagnosis),
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS)),
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
+        "worst_kinds": head_labels.kinds(worst[0], worst[2]) if worst else (),
         "worst_place": places[id(worst[2])] if worst else None,
         "evidence": _evidence(worst[2], diagnosis.findings[0]) if worst and found else (),
     }
@@ -125,8 +138,14 @@ def html_document(diagnosis: Diagnosis) -> str:
 
 def html_fragment(diagnosis: Diagnosis) -> str:
     """The report's body for a notebook cell: no script, as Jupyter would remove it."""
-    fragment = _environment().get_template("fragment.html.j2")
-    return fragment.render(diagnosis=diagnosis, headline=story.headline(diagnosis), columns=_NOTEBOOK_COLUMNS)
+    shown = {
+        "headline": story.headline(diagnosis),
+        "cards": cards.cards(diagnosis, {}),
+        "nothing": cards.nothing(diagnosis),
+        "open": len(diagnosis.captures) <= _OPEN,
+        "columns": _NOTEBOOK_COLUMNS,
+    }
+    return _environment().get_template("fragment.html.j2").render(diagnosis=diagnosis, **shown)
 
 
 def gallery_document(gallery: Gallery) -> str:
@@ -137,12 +156,18 @@ def gallery_document(gallery: Gallery) -> str:
     """
     charts = [[asdict(chart) for chart in section.charts] for section in gallery.sections]
     data = _json_element(_GALLERY, charts)
-    return _page("gallery.html.j2", _GALLERY_SCRIPTS, gallery=gallery, data=data, text_columns=_text_columns)
+    scripts: tuple[str, ...] = _EXPLAINED_SCRIPTS if gallery.glossary else _GALLERY_SCRIPTS
+    styles: tuple[str, ...] = _REPORT_STYLES if gallery.glossary else _STYLES
+    return _page("gallery.html.j2", scripts, styles, gallery=gallery, data=data, text_columns=_text_columns)
 
 
 def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
-    """Columns to be set flush left, as they hold a long text."""
-    return {i for line in table[1:] for i, cell in enumerate(line) if len(cell) >= _LONG}
+    """Columns to be set flush left, as they hold a long text, or nothing that is or stands for a number."""
+    columns = list(zip(*table[1:], strict=True))
+    return {
+        i for i, cells in enumerate(columns)
+        if any(len(cell) >= _LONG for cell in cells) or not any(_NUMBER.match(cell) for cell in cells)
+    }  # fmt: skip
 
 
 def _rows(diagnosis: Diagnosis) -> Iterator[Row]:
@@ -167,6 +192,18 @@ def _key(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
+def _layout(findings: int, rows: int) -> tuple[str, bool]:
+    """How the first screen is laid out: its class, and whether the findings stand before the verdicts over steps.
+
+    Args:
+        findings: How many there are.
+        rows: Of the tables of verdicts over steps; 0 where there is one step, and the map of heads stands there.
+    """
+    name = "several" if findings > 1 else "single" if findings else ""
+    # So much above several findings that the first screen would not hold them.
+    return name, not rows or (findings > 1 and rows > _SHORT)
+
+
 def _undecided(diagnosis: Diagnosis) -> str:
     """How many heads stay open; empty where none does."""
     heads = sum(found.heads for found in diagnosis.undecided)
@@ -176,9 +213,9 @@ def _undecided(diagnosis: Diagnosis) -> str:
 
 def _evidence(head: HeadDiagnosis, finding: SharedFinding) -> tuple[tuple[bool, str], ...]:
     """Each step, and whether it is reached; none where rounding is no cause."""
-    if {"wrong", "nonfinite"} & set(quantities.label_names(head)):
+    if head.verdict is None or {"wrong", "nonfinite"} & set(quantities.label_names(head)):
         return ()
-    stated = head.verdict.evidence if head.verdict else "none"
+    stated = head.verdict.evidence
     found = removed = False
     if head.attribution is not None and stated != "none":
         main = "dq" if "dq" in head.attribution.totals else "o"
@@ -233,7 +270,8 @@ def _page(template: str, scripts: tuple[str, ...], styled: tuple[str, ...] = _ST
 def _script(names: tuple[str, ...]) -> str:
     """Our scripts in one; "vocabulary" stands for the names that the page shares with the other reports."""
     columns = [asdict(q) | {"path": q.path if isinstance(q.path, str) else ""} for q in _COLUMNS]
-    more = {"columns": columns, "labels": {n: [letter, timeline.NAMES[n]] for n, letter in quantities.LETTERS.items()}}
+    kinds = {kind: [letter, head_labels.NAMES[kind]] for kind, letter in head_labels.LETTERS.items()}
+    more = {"columns": columns, "labels": kinds, "calm": sorted(map(str, head_labels.CALM))}
     vocabulary = f"attnDiag.vocabulary = {_json(quantities.vocabulary() | more)};"
     return "\n".join(vocabulary if name == "vocabulary" else _static(f"{name}.js") for name in names)
 

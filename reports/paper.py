@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from attn_diag.reports import paper_terms, words
 from attn_diag.reports import paper_words as say
-from attn_diag.reports import words
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Section, Series
 from attn_diag.reports.html import gallery_document
 from attn_diag.results.paper import (
@@ -33,6 +33,11 @@ from attn_diag.results.wording import DASH, head_name
 _MAX_LINES = 12
 _FIGURE_4 = f"After Figure 4 of {say.PAPER}"
 
+# What these figures leave open.
+_NEXT = (
+    "The figures follow the cause of failed training that Qiu & Yao describe, an error of delta that adds up. What "
+    "else may be wrong, since when, how sure that is and what to do next, attn-diag inspect says of these captures."
+)
 # Paragraphs and charts.
 _Drawn = tuple[Sequence[str], Sequence[Chart]]
 
@@ -63,8 +68,10 @@ def paper_gallery(f: PaperFigures) -> Gallery:
         sections.append(Section("Not drawn", table=(("figure", "why"), *listed)))
     if f.notes:
         sections.append(Section("Notes", paragraphs=f.notes))
-    title = f"Figures after {say.PAPER}"
-    return Gallery(title, say.lead(f), tuple(sections), f"{say.CAVEAT} {words.tool_line(f.tool)}")
+    verdict, what, told = say.said_first(f)
+    title = f"{verdict}: {what}."
+    lead = " ".join([*told, say.lead(f), _NEXT])
+    return Gallery(title, lead, tuple(sections), f"{say.CAVEAT} {words.tool_line(f.tool)}", paper_terms.WORDS)
 
 
 def _spectral_norms(found: SpectralNorms) -> _Drawn:

@@ -66,6 +66,12 @@ def paper_renderables(f: PaperFigures) -> Iterator[RenderableType]:
 
 def first_lines(f: PaperFigures) -> Iterator[RenderableType]:
     """Whether delta's error adds up beyond what unbiased rounding does, where, and over which steps."""
+    verdict, what, told = said_first(f)
+    yield from opening(verdict, what, told)
+
+
+def said_first(f: PaperFigures) -> tuple[str, str, list[str]]:
+    """The verdict on that, its sentence, and what is to be known of it."""
     c = f.chosen
     steps = f", steps {c.steps[0]} to {c.steps[-1]}" if len(c.steps) > 1 else ""
     drawn = sum(bool(_lines(f, name)) for name in TITLES)
@@ -89,9 +95,7 @@ def first_lines(f: PaperFigures) -> Iterator[RenderableType]:
     ]
     if c.emulated:
         told.insert(0, f"Emulated (recipe {c.observation}): no captured O was looked at.")
-    yield from opening(
-        "FOUND" if outside else "OK" if outside is False else "UNKNOWN", f"{c.name}{steps}: {what}", told
-    )
+    return "FOUND" if outside else "OK" if outside is False else "UNKNOWN", f"{c.name}{steps}: {what}", told
 
 
 def _lines(f: PaperFigures, name: str) -> Sequence[str | Sized]:

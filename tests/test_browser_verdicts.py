@@ -82,7 +82,8 @@ def test_the_table_by_keyboard(text: str, show: Open) -> None:
     page.locator("table.when a[tabindex='-1']").first.wait_for(state="attached")
     usual = page.locator(".when-words").inner_text()
     page.locator("table.when a:not([tabindex='-1'])").focus()
-    for key in ("ArrowDown",) * 7 + ("ArrowRight",) * 9:
+    # Layers in which nothing was found stand together.
+    for key in ("ArrowDown",) * 3 + ("ArrowRight",) * 9:
         page.keyboard.press(key)
     assert page.locator(".when-words").inner_text() == "layer 7, step 400: 4 of 4 heads biased."
     focused = "getComputedStyle(document.activeElement)"
@@ -150,7 +151,7 @@ def test_nothing_leaves_the_page(text: str, show: Open, width: int, scheme: str)
         assert not page.evaluate(OUTSIDE)
     # WCAG 2's contrast of a text.
     found = [contrast(pair) for pair in page.evaluate(COLOURS)]
-    assert len(found) > 36
+    assert len(found) > 20
     assert min(found) >= 4.5
 
 

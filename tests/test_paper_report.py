@@ -59,7 +59,9 @@ def test_charts_can_be_drawn(gallery: Gallery) -> None:
     assert len(drawn) == sum(len(s.charts) for s in gallery.sections), "names of files must differ"
     for chart in drawn.values():
         assert not list(faults(chart)), chart.name
-    assert "2510.04212" in gallery.title
+    # The page opens on what the figures show, and says whose they are.
+    assert gallery.title.startswith(("OK: ", "FOUND: ", "UNKNOWN: "))
+    assert "2510.04212" in gallery.lead
     broken = drawn["figure-13-head"]
     assert list(faults(replace(broken, series=(replace(broken.series[0], y=(1.0,)),), caption="no end")))
     assert list(faults(replace(drawn["figure-4-pk"], x=replace(broken.x, names=("one",)))))

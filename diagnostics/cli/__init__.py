@@ -21,8 +21,10 @@ from attn_diag.cli.env import env
 from attn_diag.cli.figures import figures
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
+from attn_diag.cli.invariance import invariance
 from attn_diag.cli.microscope import microscope
 from attn_diag.cli.probe import probe
+from attn_diag.cli.replay import replay
 from attn_diag.cli.report import report
 from attn_diag.cli.selftest import selftest
 from attn_diag.cli.what_if import what_if
@@ -66,7 +68,8 @@ app = typer.Typer(
 )
 # As the help page lists them.
 for _command in (
-    inspect, report, diff, identify, attribute, what_if, microscope, figures, probe, check, convert,
+    inspect, report, diff, identify, attribute, what_if, microscope, figures, replay, probe, check, invariance,
+    convert,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings=SETTINGS)(dtypes)

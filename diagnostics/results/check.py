@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from attn_diag.results.base import Number, Result, Tool
+from attn_diag.results.invariance import PathFinding
 from attn_diag.results.quality import QuantityVerdict
 
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
-# although bits were demanded; "nonfinite", "wrong" and "lossy": the verdicts of ``inspect``.
-Kind = Literal["fit", "nonfinite", "determinism", "wrong", "bits", "bias", "lossy", "growth"]
-KINDS: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong", "bits", "bias", "lossy", "growth")
+# although bits were demanded; "nonfinite", "wrong" and "lossy": the verdicts of ``inspect``; "invariance": a call
+# depends on what should not matter to it.
+Kind = Literal["fit", "nonfinite", "determinism", "wrong", "invariance", "bits", "bias", "lossy", "growth"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# The case that has no inputs of its own to be judged on.
+ARRANGED = "arrangements"
 # What is broken is never accepted as a baseline.
-BROKEN: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong")
+BROKEN: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong", "invariance")
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Failure:
 
     kind: Kind
     """fit: not this attention, or it raised; nonfinite: NaN or Inf; determinism: two runs differ; wrong: no rounding
-    makes this error; bits; bias; lossy: above 1.25 times a well-rounded kernel's error; growth."""
+    makes this error; invariance: the outputs depend on what should not matter; bits; bias; lossy: above 1.25 times a
+    well-rounded kernel's error; growth."""
     case: str
     """The case's name."""
     quantity: str
@@ -153,6 +158,9 @@ class CheckReport(Result):
     """How many p-values were adjusted together."""
     saved: Literal["saved", "updated"] | None = None
     """What was done to the baseline file; null: nothing was written."""
+    arrangements: tuple[PathFinding, ...] = ()
+    """Every way to make one call of the case "arrangements"; empty where that was not run, and in documents of older
+    versions."""
     schema: Literal["attn-diag-check"] = "attn-diag-check"
     schema_version: Literal[1] = 1
 

@@ -1,1 +1,1 @@
-"""Kernels in, result out: ``probe``, ``check``, ``assert_unbiased``, ``selftest`` and ``round_to``."""
+"""Kernels in, result out: ``probe``, ``check``, ``replay``, ``assert_unbiased``, ``selftest`` and ``round_to``."""

@@ -52,6 +52,6 @@ def _keyword(option: str) -> str:
         return f", dtype=torch.{_TORCH[value]}"
     if name == "shape":
         return f", shape=({value.replace(',', ', ')})"
-    if name == "probes":
-        return f", probes={value.split(',')!r}"
+    if name in ("probes", "only", "allow"):
+        return f", {name}={value.split(',')!r}"
     return f", {name}={value!r}" if name == "causal" else f", {name}={value}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, get_args
@@ -23,20 +23,17 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
+# A tensor -> one of the same values, with other strides or at another place in memory.
+Place = Callable[[Tensor], Tensor]
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
 RECIPE_DTYPES = (torch.bfloat16, torch.float16)
-SDPA = {
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "math": "MATH",
-}
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -72,6 +69,21 @@ class CaseInputs:
     """What is masked."""
     capture: Capture | None = None
     """Where the inputs come from, if from a file of the user's."""
+    window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 unlimited."""
+    softcap: float | None = None
+    """c of S = c tanh(alpha q.k / c)."""
+    mask: Tensor | None = None
+    """Broadcastable to [B, Hq, Tq, Tk]: bool (true = attend) or additive."""
+    positions: Tensor | None = None
+    """[Tq]: where only chosen query rows are kept, the last key that a causal row sees."""
+
+    def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
+        """The mask of one head, [Tq, Tk], if there is one."""
+        if self.mask is None:
+            return None
+        full = (self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
+        return self.mask.expand(full)[batch, head].to(device)
 
     @property
     def fingerprint(self) -> str:
@@ -116,7 +128,8 @@ class Target:
 
         Args:
             given: A callable ``fn(q, k, v)`` (a module is one), the name of a preset or a recipe, "sdpa",
-                "sdpa:flash" (efficient, cudnn, math), or "MODULE:FUNCTION" (also of the working directory).
+                "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", "flash_attn_2", …), or
+                "MODULE:FUNCTION" (also of the working directory).
             name: What reports call it; by default its own name.
             dtype: Of the inputs.
             head_dim: Of the inputs.
@@ -126,8 +139,10 @@ class Target:
             InputError: ``given`` is none of these, cannot be imported, or is a recipe that is not complete or whose
                 inputs are not BF16 or FP16.
         """
-        if isinstance(given, str) and given.partition(":")[0] == "sdpa":
-            return cls(name or given, backend_name(device), device, fn=_sdpa(given))
+        if isinstance(given, str) and given in LIBRARIES:
+            return cls(name or given, backend_name(device), device, fn=LIBRARIES[given].call)
+        if isinstance(given, str) and given.startswith("sdpa:"):
+            raise InputError(f"no SDPA backend {given.partition(':')[2]!r}; known: {', '.join(SDPA)}")
         if isinstance(given, str) and ":" in given:
             name = name or given
             given = imported(given)
@@ -143,8 +158,13 @@ class Target:
         recipe = _recipe(given, dtype, head_dim)
         return cls(name or recipe.name, f"emulation on {backend_name(device)}", device, recipe=recipe)
 
-    def call(self, inputs: CaseInputs, *, gradients: bool = False) -> Returned:
+    def call(self, inputs: CaseInputs, *, gradients: bool = False, place: Place = lambda x: x) -> Returned:
         """Call it once, without autograd or with it.
+
+        Args:
+            inputs: What to call it with.
+            gradients: Whether dq, dk and dv are wanted.
+            place: Puts each input elsewhere in memory, with the same values; an emulation takes them as they are.
 
         Returns:
             Outputs detached, on the device and in the dtype in which they came.
@@ -156,7 +176,8 @@ class Target:
             return Returned(emulate(self.recipe, inputs, self.device, with_gradients=gradients))
         assert self.fn is not None
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-        copies = [x.to(self.device, copy=True).requires_grad_(gradients) for x in originals.values()]
+        copies = [place(x.to(self.device, copy=True)).detach() for x in originals.values()]
+        copies = [x.requires_grad_(gradients) for x in copies]
         with _reported("", inputs), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
         o, *rest = found if isinstance(found, tuple | list) and found else [found]
@@ -164,19 +185,19 @@ class Target:
         if rest and isinstance(rest[0], Tensor) and rest[0].shape == o.shape[:3] and rest[0].is_floating_point():
             outputs["lse"] = rest[0].detach()
         if gradients:
-            outputs |= self._gradients(o, copies, inputs)
+            outputs |= self._gradients(o, copies, inputs, place)
         overwritten = [
             n for (n, x), y in zip(originals.items(), copies, strict=True)
             if not torch.equal(_bits(x), _bits(y.detach().cpu()))
         ]  # fmt: skip
         return Returned(outputs, tuple(overwritten))
 
-    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs) -> dict[str, Tensor]:
+    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: Place) -> dict[str, Tensor]:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
         with _reported(" in its backward", inputs):
-            found = torch.autograd.grad(o, copies, inputs.do.to(self.device, o.dtype), allow_unused=True)
+            found = torch.autograd.grad(o, copies, place(inputs.do.to(self.device, o.dtype)), allow_unused=True)
         if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
         return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
@@ -234,7 +255,8 @@ def emulate(
         b, h = place
         q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
         head_do = None if do is None else do[b, h].to(device).double()
-        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, Masking(causal=case.causal)))
+        masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions)
+        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap))
         names = ("o", "lse", *GRADIENTS) if do is not None else ("o", "lse")
         return {n: getattr(found, n).cpu() for n in names}
 
@@ -306,25 +328,6 @@ def _recipe(given: str | Recipe, dtype: torch.dtype, head_dim: int) -> Recipe:
     except RecipeNotSupportedError as error:
         raise InputError(str(error)) from None
     return recipe
-
-
-def _sdpa(target: str) -> Callable[[Tensor, Tensor, Tensor, CaseInputs], Tensor]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backend = target.partition(":")[2]
-    if target != "sdpa" and backend not in SDPA:
-        raise InputError(f"no SDPA backend {backend!r}; known: {', '.join(SDPA)}")
-    chosen = getattr(SDPBackend, SDPA[backend]) if backend else None
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, case: CaseInputs) -> Tensor:
-        if case.causal == "bottom-right" and q.shape[2] != k.shape[2]:
-            raise InputError(f"{case.name}: torch's is_causal is top-left, and Tq and Tk differ; leave it out")
-        with nullcontext() if chosen is None else sdpa_kernel([chosen]):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=case.causal != "none", scale=case.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return fn
 
 
 def _required(o: Any, inputs: CaseInputs) -> Tensor:

@@ -1,7 +1,8 @@
 // The diagnosis as a list of entries (one head of one observation of one capture), and how the map arranges them.
 attnDiag.entries = (() => {
   const { finite, number, percent, times } = attnDiag.numbers;
-  const { tests, quantities, labels } = attnDiag.vocabulary;
+  const { tests, quantities, labels, calm } = attnDiag.vocabulary;
+  const distinct = (values) => [...new Set(values)];
 
   // The page's diagnosis, what completes a head of it with what its figures show, and where an entry ranks (0: worst).
   const read = async (id) => {
@@ -65,7 +66,19 @@ attnDiag.entries = (() => {
   const logarithmic = (...ends10) => ({ at: (value) => (value > 0 ? Math.log10(value) : null), back: (x) => 10 ** x, ends10 });
   const linear = { at: (x) => x, back: (x) => x };
   const factor = ({ head }) => (head.quantities ?? []).map((q) => finite(q.factor)).reduce((a, b) => (b !== null && (a === null || b > a) ? b : a), null);
-  const gravest = ({ head }) => Object.keys(labels).find((label) => head.verdict?.labels.includes(label)) ?? null;
+  // What a head is found to be: a capture that could not be compared with what it states of itself is a finding too.
+  const kinds = ({ capture, head }) => head.verdict?.labels ?? (capture.assumptions.ok === false ? ["unjudged"] : []);
+  const gravest = (entry) => Object.keys(labels).find((label) => kinds(entry).includes(label)) ?? null;
+  // The ranks at fault, where others computed the head too; else the one that holds it. None where all share it.
+  const ranks = (entry) => {
+    const { capture: { metadata }, head } = entry;
+    const found = kinds(entry).filter((kind) => !calm.includes(kind));
+    const parts = (head.quantities ?? []).filter((q) => found.length === 1 && q.answer === found[0]).map((q) => q.ranks ?? []);
+    if (parts.length && parts.every((part) => part.length)) return distinct(parts.flat());
+    if (metadata.rank_of_heads) return metadata.rank_of_heads.split(",").slice(head.head - Number(metadata.head_offset ?? 0)).slice(0, 1);
+    return metadata.rank == null ? [] : [metadata.rank];
+  };
+  const severalRanks = (entries) => distinct(entries.flatMap((e) => (e.capture.metadata.ranks ?? e.capture.metadata.rank ?? "").split(",")).filter(Boolean)).length > 1;
   const metrics = [
     { key: "verdict", title: "Verdict", named: true, value: gravest, at: (label) => Object.keys(labels).indexOf(label), show: (label) => labels[label][1], words: "" },
     { key: "factor", title: "× well-rounded", raw: factor, value: factor, show: times, ...logarithmic(-0.1, 1),
@@ -85,7 +98,6 @@ attnDiag.entries = (() => {
   // The map's rows are whatever there are several of: layers, else steps (or files), else observations.
   // What is left with several values is chosen above the map.
   const fileName = (source) => source.split("/").pop() || source;
-  const distinct = (values) => [...new Set(values)];
   const dimensions = (entries) => {
     const steps = distinct(entries.map((e) => e.captureIndex));
     const layers = distinct(entries.map((e) => e.head.layer));
@@ -107,5 +119,5 @@ attnDiag.entries = (() => {
     return { all, rows, chosen };
   };
 
-  return { read, list, name, at, judged, strongest, factor, quantity, metrics, dimensions, fileName };
+  return { read, list, name, at, judged, kinds, ranks, severalRanks, strongest, factor, quantity, metrics, dimensions, fileName };
 })();

@@ -7,5 +7,7 @@
     const charts = sections[Number(place.dataset.section)];
     place.append(...charts.map((chart) => attnDiag.charts.figure(chart, { wide: charts.length === 1, height: chart.map ? 340 : 280 })));
   });
+  // Of pages that explain their words.
+  attnDiag.glossary?.start();
   document.documentElement.dataset.ready = "yes";
 })();

@@ -2,13 +2,14 @@
 attnDiag.head = (() => {
   const { el } = attnDiag;
   const { DASH, number, percent, signed, times } = attnDiag.numbers;
-  const { name, judged, fileName, quantity } = attnDiag.entries;
+  const { name, judged, kinds, fileName, quantity } = attnDiag.entries;
   const vocabulary = attnDiag.vocabulary;
 
   const UNITS = "In units: ulp is the spacing of O's format, a floor what one correct rounding of O gives delta. n_eff: how many rows or clusters carry the test in effect. Detectable: the mean that would be found with 80 % power. Reference ±: what the float64 reference's own error can have added.";
 
   const part = (title, ...content) => el("section", { class: "part" }, el("h2", {}, title), content);
-  const chips = (head) => (head.verdict?.labels ?? []).map((label) => el("span", { class: `chip ${label}` }, vocabulary.labels[label][1]));
+  const chip = (kind) => el("span", { class: `chip ${kind}`, "data-letter": vocabulary.labels[kind][0] }, vocabulary.labels[kind][1]);
+  const chips = (entry) => (kinds(entry).length ? kinds(entry).map(chip) : el("span", { class: "chip none" }, "no verdict"));
 
   const keys = (entry) => {
     const known = Object.keys(vocabulary.quantities).map(quantity).map((q) => [q.title, q.show(q.raw(entry))]);
@@ -22,7 +23,7 @@ attnDiag.head = (() => {
     const line = (q) => {
       const [low, high] = q.factor_ci95 ?? [];
       const figures = [percent(q.relative_error), percent(q.relative_error_well_rounded), times(q.factor), low == null ? DASH : `${times(low)} to ${times(high)}`];
-      return el("tr", {}, el("th", { scope: "row" }, vocabulary.symbols[q.quantity] ?? q.quantity), el("td", { class: `answer ${q.answer}` }, q.answer), figures.map((text) => el("td", {}, text)));
+      return el("tr", {}, el("th", { scope: "row" }, vocabulary.symbols[q.quantity] ?? q.quantity), el("td", { class: "answer" }, vocabulary.labels[q.answer] ? chip(q.answer) : q.answer), figures.map((text) => el("td", {}, text)));
     };
     return el("section", { class: "part" }, el("h2", {}, "Is it as good as a well-rounded kernel?"),
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Each captured quantity" }, el("table", { class: "captured" },
@@ -101,7 +102,7 @@ attnDiag.head = (() => {
     const place = document.getElementById("head");
     attnDiag.charts.dispose(place);
     const { capture, observation, head } = entry;
-    const title = el("h2", {}, `${name(entry)} `, el("bdi", {}, observation.name), judged(entry) ? chips(head) : el("span", { class: "chip none" }, "no verdict"));
+    const title = el("h2", {}, `${name(entry)} `, el("bdi", {}, observation.name), chips(entry));
     const from = el("p", { class: "from" }, el("bdi", {}, fileName(capture.source)), ` · ${observation.backend}`);
     if (!judged(entry)) {
       place.replaceChildren(title, from, el("p", {}, "No verdict, and no figures: the capture contradicts what was assumed of it. ", capture.assumptions.message), part("Provenance", provenance(entry)));
@@ -109,7 +110,7 @@ attnDiag.head = (() => {
       const figures = attnDiag.figures.of(entry);
       const reasons = el("ul", { class: "reasons" }, (head.verdict?.reasons ?? []).map((r) => el("li", { dir: "auto" }, r)));
       const suggestions = el("ul", { class: "suggestions" }, (head.verdict?.suggestions ?? []).map((r) => el("li", { dir: "auto" }, r)));
-      place.replaceChildren(title, from, keys(entry), reasons, suggestions,
+      const content = [title, from, keys(entry), reasons, suggestions,
         el("div", { class: "figures" }, figures.filter((f) => f.chart).map(drawn)),
         el("div", { class: "lacking" }, figures.filter((f) => f.missing).map(drawn)),
         head.quantities?.length ? captured(entry) : null,
@@ -117,7 +118,8 @@ attnDiag.head = (() => {
         head.microscope ? part("The worst addition, bit by bit", microscope(entry)) : microscope(entry),
         part("Is there a bias?", tests(entry), el("p", { class: "faint" }, UNITS), checked(entry)),
         part("Where the gradients' errors come from", gradients(entry)),
-        part("Provenance and assumptions", provenance(entry)));
+        part("Provenance and assumptions", provenance(entry))];
+      place.replaceChildren(...content.flat().filter(Boolean));
     }
     place.hidden = false;
   };

@@ -1,13 +1,14 @@
 // The map of heads: colour by a metric, choose by click or keyboard.
 attnDiag.map = (() => {
   const { el, theme, options } = attnDiag;
-  const { metrics, dimensions, name, judged, fileName } = attnDiag.entries;
-  const { labels } = attnDiag.vocabulary;
+  const { metrics, dimensions, name, judged, kinds, ranks, severalRanks, fileName } = attnDiag.entries;
+  const { labels, calm } = attnDiag.vocabulary;
 
   // More cells than this are drawn as a picture.
   const MANY = 1000;
-  // So many labels are findings; undecided and clean come after them.
-  const FINDINGS = Object.keys(labels).length - 2;
+  // A cell so wide has room for "L rank 2", and one so wide for "L r2".
+  const WORD = 64;
+  const SHORT = 34;
 
   const start = (entries, onChoose, first) => {
     const card = document.getElementById("overview");
@@ -33,13 +34,15 @@ attnDiag.map = (() => {
     const cellAt = (row, column) => cells.find((c) => c.row === row && c.column === column);
     const cellOf = (entry) => cells.find((c) => c.entry === entry);
 
-    const value = (entry) => (judged(entry) ? state.metric.value(entry) : null);
+    const ranked = severalRanks(entries);
+    const value = (entry) => (judged(entry) || state.metric.named ? state.metric.value(entry) : null);
     const position = (entry) => {
       const v = value(entry);
       return v === null ? null : state.metric.at(v, entry);
     };
-    const labelsOf = (entry) => (entry.head.verdict?.labels ?? ["no verdict"]).join(", ").replaceAll("_", "-");
-    const spoken = (entry) => `${name(entry)}, ${entry.observation.name}: ${judged(entry) ? `${state.metric.title} ${state.metric.show(value(entry))}, ${labelsOf(entry)}` : "no verdict"}`;
+    const owners = (entry) => (ranked ? ranks(entry) : []);
+    const labelsOf = (entry) => [...kinds(entry).map((kind) => labels[kind][1]), owners(entry).length ? `rank ${owners(entry).join(", ")}` : null].filter(Boolean).join(", ") || "no verdict";
+    const spoken = (entry) => `${name(entry)}, ${entry.observation.name}: ${judged(entry) ? `${state.metric.title} ${state.metric.show(value(entry))}, ` : ""}${labelsOf(entry)}`;
 
     const option = () => {
       const narrow = place.clientWidth < 560;
@@ -69,7 +72,7 @@ attnDiag.map = (() => {
           // By number: ECharts copies all that it is given, and a whole diagnosis hangs on a cell.
           index,
           itemStyle: { color: fill, borderColor: focused ? theme.color("second") : current ? theme.color("ink") : theme.color("card"), borderWidth: focused || current ? 3 : 2, borderRadius: 4 },
-          label: { show: !small || named, color: x === null ? theme.color("soft") : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
+          label: { show: !small || named, color: x === null ? theme.color("soft") : named ? theme.color(`t-${value(cell.entry)}`) : theme.readable(fill), fontSize: 10.5, fontFamily: theme.font(), formatter: () => short(cell.entry) },
           z: focused || current ? 3 : 1,
         };
       });
@@ -99,13 +102,13 @@ attnDiag.map = (() => {
     const keyed = () => Boolean(grid?.matches(":focus-visible"));
     const hover = ({ entry }) => options.lines(name(entry), [
       judged(entry) ? `${state.metric.title}: ${state.metric.show(value(entry))}` : "no verdict: the assumptions do not hold",
-      ...(judged(entry) ? [labelsOf(entry)] : []),
+      labelsOf(entry),
       `${entry.observation.name}, ${fileName(entry.capture.source)}`,
     ]);
     const short = (entry) => {
       const v = value(entry);
       if (v === null) return "";
-      if (state.metric.named) return letters(entry);
+      if (state.metric.named) return marked(entry);
       return state.metric.show === attnDiag.numbers.percent ? attnDiag.numbers.number(100 * v, 2) : attnDiag.numbers.number(v, 2);
     };
     const verdict = (entry) => {
@@ -113,7 +116,13 @@ attnDiag.map = (() => {
       return theme.along([color, color], 0);
     };
     // Of every finding, the gravest first.
-    const letters = ({ head: { verdict } }) => Object.entries(labels).filter(([label], i) => verdict.labels.includes(label) && (i < FINDINGS || verdict.labels.length === 1)).map(([, [letter]]) => letter).join("");
+    const letters = (found) => Object.entries(labels).filter(([label]) => found.includes(label) && (!calm.includes(label) || found.length === 1)).map(([, [letter]]) => letter).join("");
+    const room = () => gridSides(axes.names).width / axes.columns.length;
+    const marked = (entry) => {
+      const owner = owners(entry).join(",");
+      const before = !owner || room() < SHORT ? "" : room() < WORD ? " r" : " rank ";
+      return letters(kinds(entry)) + (before && before + owner);
+    };
     const cellHeight = () => (axes.names.length > 16 ? 20 : axes.names.length > 4 ? 30 : 40);
     const height = () => cellHeight() * axes.names.length + (state.metric.named ? 52 : 92);
     // Few heads make no wide bricks.
@@ -132,7 +141,7 @@ attnDiag.map = (() => {
       markUsable();
     };
     const markUsable = () => {
-      const known = (m) => cells.some((c) => judged(c.entry) && m.value(c.entry) !== null);
+      const known = (m) => cells.some((c) => (judged(c.entry) || m.named) && m.value(c.entry) !== null);
       for (const button of document.getElementById("metrics").children) {
         button.disabled = !known(metrics.find((m) => m.key === button.dataset.metric));
       }
@@ -141,9 +150,10 @@ attnDiag.map = (() => {
 
     // What the colours of verdicts mean; only those that the page has.
     const key = () => {
-      const seen = new Set(entries.filter(judged).flatMap(({ head }) => head.verdict.labels));
+      const seen = new Set(entries.flatMap(kinds));
       return el("span", { class: "legend" }, Object.entries(labels).filter(([label]) => seen.has(label)).map(([label, [letter, words]]) =>
-        el("span", {}, el("span", { class: `swatch ${label}`, "aria-hidden": "true" }, letter), " ", el("span", {}, words))));
+        el("span", {}, el("span", { class: `swatch ${label}`, "aria-hidden": "true" }, letter), " ", el("span", {}, words))),
+        entries.some((e) => owners(e).length) ? el("span", {}, "r2: rank 2") : null);
     };
     const setMetric = (metric) => {
       state.metric = metric;
@@ -205,7 +215,7 @@ attnDiag.map = (() => {
     }
 
     card.hidden = false;
-    const usable = metrics.filter((m) => entries.some((e) => judged(e) && m.value(e) !== null));
+    const usable = metrics.filter((m) => entries.some((e) => (judged(e) || m.named) && m.value(e) !== null));
     document.getElementById("metrics").append(...metrics.map((m) => el("button", { type: "button", "data-metric": m.key, onclick: () => setMetric(m) }, m.title)));
     setMetric(usable[0] ?? metrics.find((m) => m.key === "dq_error"));
     arrange();

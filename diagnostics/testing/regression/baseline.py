@@ -49,6 +49,17 @@ def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> Bas
     return max(same, key=lambda e: (e.device == device, e.versions == versions), default=None)
 
 
+def which_words(path: Path, subject: str, key: str, entry: BaselineEntry | None) -> list[str]:
+    """Notes for the report where the entry that is compared with is not that of ``key``."""
+    if entry is None:
+        return [
+            f"{path} has no entry for {subject}: errors are held to a published recipe's instead; add it with --save"
+        ]
+    if entry.key != key:
+        return [f"{path} has no entry for {key}: compared with that of {entry.key}, without bits"]
+    return []
+
+
 def refuse_to_overwrite(path: Path, key: str) -> None:
     """Raise InputError where the file already has an entry of this key."""
     if path.exists() and key in read(path).entries:

@@ -20,6 +20,7 @@ from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
+from attn_diag.results.check import ARRANGED
 from attn_diag.testing.probing import inputs as drawn
 from attn_diag.testing.target import (
     DTYPES,
@@ -61,7 +62,7 @@ LENGTH = 192
 
 def choose(names: Iterable[str] | None) -> list[str]:
     """These cases in the suite's order; all for None. Raises InputError for unknown names, for a str and for none."""
-    return choose_names("case", names, NAMES)
+    return choose_names("case", names, (*NAMES, ARRANGED))
 
 
 def draw(
@@ -113,26 +114,32 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
     names = [Path(c.source).name for c in captures]
     if len(set(names)) < len(names):
         names = [c.source for c in captures]
-    found = []
-    for name, capture in zip(names, captures, strict=True):
+    for capture in captures:
         _refuse_what_is_not_run(capture)
-        tensors = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in capture.tensors}
-        case = CaseInputs(
-            name, tensors["q"], tensors["k"], tensors["v"], tensors.get("do"), capture.scale,
-            capture.metadata.causal, capture,
-        )  # fmt: skip
-        found.append(case)
-    return found
+    return [replace(case_of_capture(c), name=name) for name, c in zip(names, captures, strict=True)]
 
 
-def stored_outputs(capture: Capture, observation: str) -> dict[str, Tensor]:
-    """What a capture holds of an observation. Raises InputError where that has no o."""
+def case_of_capture(capture: Capture) -> CaseInputs:
+    """All inputs of a capture's call. Raises InputError for FP8, whose factors no kernel here is given."""
+    m, tensors = capture.metadata, capture.tensors
+    if "q_descale" in tensors:
+        raise InputError(f"{capture.source}: kernels are not run on FP8 inputs; leave this capture out")
+    given = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in tensors}
+    more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions") if n in tensors}
+    return CaseInputs(
+        capture.source, given["q"], given["k"], given["v"], given.get("do"), capture.scale, m.causal, capture,
+        m.window, m.softcap, more.get("mask"), more.get("q_positions"),
+    )  # fmt: skip
+
+
+def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -> dict[str, Tensor]:
+    """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
         if name == "dq_pre" or (name == "lse" and capture.metadata.lse_base == "2"):
             continue
         outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
-    if "o" not in outputs:
+    if need_o and "o" not in outputs:
         raise InputError(f"{capture.source}: observation {observation!r} has no o to check")
     return outputs
 
@@ -210,6 +217,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     own = [
         draw(n, asked.seed, dtype=asked.dtype, causal=asked.causal, head_dim=asked.head_dim, scale=asked.scale)
         for n in names
+        if n != ARRANGED
     ]
     for case in captures:
         same = case.causal == asked.causal and abs(case.scale - asked.scale) <= 1e-6 * asked.scale
@@ -222,8 +230,8 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     called = [case.name for case in inputs]
     if len(set(called)) < len(called):
         raise InputError(f"cases must have names of their own, got {', '.join(called)}")
-    if not called:
-        raise InputError(f"cases must name at least one; known: {', '.join(NAMES)}")
+    if not called and ARRANGED not in names:
+        raise InputError(f"cases must name at least one; known: {', '.join((*NAMES, ARRANGED))}")
 
     def outputs(case: CaseInputs) -> tuple[list[dict[str, Tensor]], bool | None, list[str]]:
         first, notes = kernel.run(case, backward=backward)
@@ -271,10 +279,10 @@ def capture_of_case(
         case: The name of the failing case.
 
     Returns:
-        None where there is nothing to inspect: the kernel raises, or returns no attention's shape; or ``target`` is
-        captures, which are files already.
+        None where there is nothing to inspect: the kernel raises, or returns no attention's shape; the case is two
+        calls that differ; or ``target`` is captures, which are files already.
     """
-    if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)):
+    if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)) or case == ARRANGED:
         return None
     alpha = head_dim**-0.5 if scale is None else scale
     case = case.removesuffix(SECOND)

@@ -17,7 +17,7 @@ from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
-from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, Kind
+from attn_diag.results.check import ARRANGED, BROKEN, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.again import USUAL_SHAPE, Again
@@ -26,7 +26,16 @@ from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
-from attn_diag.testing.regression.baseline import device_words, nearest, read, refuse_to_overwrite, store, versions
+from attn_diag.testing.regression.arranged import Arranging
+from attn_diag.testing.regression.baseline import (
+    device_words,
+    nearest,
+    read,
+    refuse_to_overwrite,
+    store,
+    versions,
+    which_words,
+)
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import (
@@ -129,6 +138,7 @@ def check(
     asked = suite.Asked(dtype, causal_of(causal), head_dim, head_dim**-0.5 if scale is None else scale, seed)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
+    arranging = None
     if stored is not None:
         if cases is not None or captures:
             raise InputError("stored observations are judged as they are: cases and captures need a kernel to run")
@@ -139,7 +149,15 @@ def check(
         if head_dim < 8:
             raise InputError(f"head_dim must be at least 8, got {head_dim}")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        subject = suite.run_by(kernel, asked, suite.choose(cases), suite.of_captures(captures), backward)
+        names = suite.choose(cases)
+        if cases is None and kernel.recipe is not None:
+            # An emulation takes one head after the other, wherever it lies.
+            names.remove(ARRANGED)
+        subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
+        if ARRANGED in names:
+            arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
+    if (save or update) and not subject.inputs:
+        raise InputError("a baseline holds numbers of cases: name at least one besides arrangements")
     key = " | ".join((subject.key, device_words(where), versions()))
     if save and path is not None:
         refuse_to_overwrite(path, key)
@@ -147,7 +165,7 @@ def check(
     if path is not None and not save and not update:
         entry = nearest(read(path), subject.key, device_words(where), versions())
     run = _Check(
-        subject, asked, where, level, exact or (entry is not None and entry.exact), path, key, entry,
+        subject, asked, where, level, exact or (entry is not None and entry.exact), path, key, entry, arranging,
         save="update" if update else "save" if save else None,
     )  # fmt: skip
     return run.run(progress)
@@ -165,14 +183,16 @@ class _Check:
     path: Path | None
     key: str
     entry: BaselineEntry | None
+    arranging: Arranging | None
     save: Literal["save", "update"] | None
     notes: list[str] = field(default_factory=list)
 
     def run(self, progress: Progress | None) -> CheckReport:
         """Everything, and the report."""
-        self._say_which_entry()
-        ran = []
-        count = len(self.subject.inputs)
+        if self.path is not None and self.save is None:
+            self.notes += which_words(self.path, self.subject.key, self.key, self.entry)
+        ran: list[_Ran] = []
+        count = len(self.subject.inputs) + (self.arranging is not None)
         for number, inputs in enumerate(self.subject.inputs):
             ran += self._runs(inputs)
             if progress is not None:
@@ -188,6 +208,11 @@ class _Check:
         self._name_culprits(ran)
         self.notes += words_of([r.case for r in ran])
         failures = [f for r in ran for f in r.failures]
+        arranged = None if self.arranging is None or any(r.other for r in ran) else self.arranging.run()
+        if arranged is not None:
+            failures, self.notes = [*failures, *arranged.failures], [*self.notes, *arranged.notes]
+            if progress is not None:
+                progress(count, count)
         saved = None
         if self.save is not None:
             failures, saved = self._store(ran, failures)
@@ -201,25 +226,13 @@ class _Check:
             exact=self.exact,
             baseline=None if self.path is None else str(self.path),
             baseline_key=None if self.entry is None else self.entry.key,
-            cases=tuple(r.case for r in ran),
+            cases=(*(r.case for r in ran), *([] if arranged is None else [arranged.case])),
+            arrangements=() if arranged is None else arranged.paths,
             failures=tuple(failures),
             notes=tuple(dict.fromkeys(self.notes)),
             tests=tests,
             saved=saved,
         )
-
-    def _say_which_entry(self) -> None:
-        if self.path is None or self.save is not None:
-            return
-        if self.entry is None:
-            self.notes.append(
-                f"{self.path} has no entry for {self.subject.key}: errors are held to a published recipe's instead; "
-                "add it with --save"
-            )
-        elif self.entry.key != self.key:
-            self.notes.append(
-                f"{self.path} has no entry for {self.key}: compared with that of {self.entry.key}, without bits"
-            )
 
     def _runs(self, inputs: CaseInputs) -> list[_Ran]:
         """What the kernel made of a case; where a second run returned other bits, of that as well."""
@@ -265,8 +278,9 @@ class _Check:
                 f"{inputs.name}: bias is not tested with fewer than {MIN_SEQUENCES} sequences; "
                 "attn-diag inspect --fail-on biased does"
             )
-        case, failures = self._compared(case, known, bits)
         same_key = self.entry is not None and self.entry.key == self.key
+        case, failures, notes = judge.compared(case, known, bits, exact=self.exact, same_key=same_key)
+        self.notes += notes
         biases = judge.biases_of(measured, inputs.q.shape[2], known, same_key=same_key)
         same_inputs = known is not None and case.inputs_fingerprint == known.inputs_fingerprint
         if known is not None and same_inputs and bits == known.fingerprint:
@@ -294,36 +308,6 @@ class _Check:
         named = source in PRESETS or source.partition(":")[0] == "sdpa" or ":" in source
         shape = (*USUAL_SHAPE[:3], asked.head_dim)
         return Again(source if named else None, DTYPES[asked.dtype], asked.causal, asked.scale, shape)
-
-    def _compared(self, case: CheckedCase, known: BaselineCase | None, bits: str) -> tuple[CheckedCase, list[Failure]]:
-        """Determinism and bits."""
-        failures = []
-        if case.deterministic is False:
-            words = f"{case.name}: two runs on the same inputs differ in their bits"
-            if self.exact:
-                failures.append(Failure("determinism", case.name, "o", f"{words}, although bits are demanded"))
-            elif not case.name.endswith(suite.SECOND):
-                self.notes.append(f"{words}: both are judged, and bits cannot be compared")
-        if known is not None and known.outputs != case.outputs:
-            words = f"{', '.join(known.outputs)} in the baseline, {', '.join(case.outputs)} now"
-            failures.append(Failure("fit", case.name, "o", f"{case.name}: other outputs: {words}"))
-            return case, failures
-        same_key = self.entry is not None and self.entry.key == self.key
-        if known is None or not same_key or case.deterministic is False:
-            return case, failures
-        if known.inputs_fingerprint != case.inputs_fingerprint:
-            if self.exact:
-                self.notes.append(f"{case.name}: other inputs than the baseline's (seed?): bits were not compared")
-            return case, failures
-        same = known.fingerprint == bits
-        if not same:
-            words = f"{case.name}: outputs differ in their bits from the baseline's on the same inputs"
-            if self.exact:
-                words = f"{words}, device and versions; {judge.worst_words(case)}"
-                failures.append(Failure("bits", case.name, "o", words))
-            else:
-                self.notes.append(f"{words} (no failure without exact)")
-        return replace(case, same_bits=same), failures
 
     def _name_culprits(self, ran: list[_Ran]) -> None:
         """Fill in ``suspect`` and ``look_closer``."""

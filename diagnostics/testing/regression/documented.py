@@ -16,7 +16,7 @@ on real heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import sqrt
 
@@ -49,15 +49,19 @@ def judged(verdict: QuantityVerdict) -> bool:
 
 
 def explained(
-    quantities: Sequence[QuantityVerdict], inputs: CaseInputs, outputs: dict[str, Tensor], where: torch.device
-) -> dict[str, str]:
-    """The lossy or wrong quantities of a case that a published kernel returns so too, and in words which, and why."""
+    quantities: Sequence[QuantityVerdict], inputs: CaseInputs, outputs: dict[str, Tensor], where: torch.device,
+    run: Callable[[str], Mapping[str, Tensor]] | None = None,
+) -> dict[str, str]:  # fmt: skip
+    """The lossy or wrong quantities of a case that a published kernel returns so too, and in words which, and why.
+
+    ``run`` gives a published kernel's outputs (none where it does not run); by default it is called here.
+    """
     bad = {q.quantity: q for q in quantities if q.answer in ("lossy", "wrong") and q.quantity in outputs}
     bad = {name: q for name, q in bad.items() if q.relative_error and judged(q)}
     found: dict[str, str] = {}
     if not bad:
         return found
-    for words, made in _published(inputs, where, gradients="dq" in outputs):
+    for words, made in _published(inputs, where, run, gradients="dq" in outputs):
         for name, verdict in bad.items():
             seen = outputs[name].double()
             left = float((made[name].double() - seen).norm()) if name in made else float("inf")
@@ -83,9 +87,14 @@ def words_of(cases: Sequence[CheckedCase]) -> list[str]:
     ]
 
 
-def _published(inputs: CaseInputs, where: torch.device, *, gradients: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _published(
+    inputs: CaseInputs, where: torch.device, run: Callable[[str], Mapping[str, Tensor]] | None, *, gradients: bool
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     for name, (words, device) in _KERNELS.items():
         if device not in (None, where.type):
+            continue
+        if run is not None:
+            yield words, run(name)
             continue
         target = Target.of(name, dtype=inputs.q.dtype, head_dim=inputs.q.shape[3], device=where)
         # A backend that refuses these inputs made nothing of them.

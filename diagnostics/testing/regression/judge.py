@@ -14,6 +14,7 @@ from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Siz
 from attn_diag.results.wording import chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
+from attn_diag.testing.regression.cases import SECOND
 from attn_diag.testing.regression.documented import judged
 from attn_diag.testing.regression.figures import Measured
 
@@ -23,6 +24,46 @@ _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 _WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
 _DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
+
+
+def compared(
+    case: CheckedCase, known: BaselineCase | None, bits: str, *, exact: bool, same_key: bool
+) -> tuple[CheckedCase, list[Failure], list[str]]:
+    """Determinism and bits: the case with what was compared, failures, and notes for the report.
+
+    Args:
+        case: What was run, ``deterministic`` known.
+        known: The baseline's case.
+        bits: The fingerprint of its outputs.
+        exact: Whether equal bits are demanded.
+        same_key: As in ``biases_of``.
+    """
+    failures, notes = [], []
+    if case.deterministic is False:
+        words = f"{case.name}: two runs on the same inputs differ in their bits"
+        if exact:
+            failures.append(Failure("determinism", case.name, "o", f"{words}, although bits are demanded"))
+        elif not case.name.endswith(SECOND):
+            notes.append(f"{words}: both are judged, and bits cannot be compared")
+    if known is not None and known.outputs != case.outputs:
+        words = f"{', '.join(known.outputs)} in the baseline, {', '.join(case.outputs)} now"
+        failures.append(Failure("fit", case.name, "o", f"{case.name}: other outputs: {words}"))
+        return case, failures, notes
+    if known is None or not same_key or case.deterministic is False:
+        return case, failures, notes
+    if known.inputs_fingerprint != case.inputs_fingerprint:
+        if exact:
+            notes.append(f"{case.name}: other inputs than the baseline's (seed?): bits were not compared")
+        return case, failures, notes
+    same = known.fingerprint == bits
+    if not same:
+        words = f"{case.name}: outputs differ in their bits from the baseline's on the same inputs"
+        if exact:
+            words = f"{words}, device and versions; {worst_words(case)}"
+            failures.append(Failure("bits", case.name, "o", words))
+        else:
+            notes.append(f"{words} (no failure without exact)")
+    return replace(case, same_bits=same), failures, notes
 
 
 def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, CheckedBias]:

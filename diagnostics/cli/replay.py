@@ -1,0 +1,71 @@
+"""``attn-diag replay``: is it the kernel or the head? A capture through every kernel that is installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.options import (
+    Device,
+    Html,
+    Inputs,
+    Level,
+    ObservationName,
+    Overrides,
+    Places,
+    command,
+    labels,
+    listed,
+)
+
+if TYPE_CHECKING:
+    from attn_diag.results.replay import Replay
+
+_FAILURES = ("kernel", "metadata", "head", "undecided", "failed")
+
+
+@command
+def replay(
+    *,
+    inputs: Inputs,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Kernels, separated by commas or repeated: installed (default), sdpa:flash, flex_attention, "
+            "flash_attn_4, …, a recipe, or MODULE:FUNCTION of fn(q, k, v) -> o.",
+        ),
+    ] = None,
+    observation: ObservationName = None,
+    places: Places,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="How long each kernel may take.")] = 300.0,
+    level: Level = 0.01,
+    device: Device = "auto",
+    delivery: Delivery,
+    html: Html = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(metavar="ANSWERS", help=f"Exit with 1 if it is one of these: {','.join(_FAILURES)}."),
+    ] = None,
+    overrides: Overrides,
+) -> int:
+    """Run a capture's inputs through every installed kernel, each in a process of its own: the kernel, or the head?"""
+    from attn_diag.testing.replaying.replay import replay_captures
+
+    wanted = labels(fail_on, _FAILURES)
+    names = None if against is None else [name for text in against for name in listed(text) or ()]
+    captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
+    selection = places.selection(observation)
+    with progress_bar("kernels") as progress:
+        found = replay_captures(
+            captures, against=names, selection=selection, limit_s=limit, level=level, device=device,
+            progress=progress, unreadable=unreadable, skip=complain,
+        )  # fmt: skip
+    delivery.deliver(found, html)
+    return 2 if found.unreadable else int(bool(_answers(found) & wanted))
+
+
+def _answers(found: Replay) -> set[str]:
+    return {c.cause for c in found.captures} | ({"failed"} if found.failed else set())

@@ -1,0 +1,92 @@
+"""Making the calls of a kernel, and comparing what two of them returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import format_of, ulp
+from attn_diag.results.invariance import PathDifference
+from attn_diag.testing.invariance.arrangements import Path
+from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
+from attn_diag.testing.target import GRADIENTS, CaseInputs, Target
+
+Outputs = dict[str, Tensor]
+# Another rounding, however coarse, makes no more of a quantity than this; beyond it a call is wrong, not noisy.
+ROUNDS_TO = 0.05
+
+
+@dataclass
+class Calls:
+    """A kernel, what its calls returned, and what is expected of these."""
+
+    target: Target
+    overwritten: set[str] = field(default_factory=set)
+    """Inputs that a call has changed in place."""
+    _first: dict[int, tuple[CaseInputs, Outputs, Expected]] = field(default_factory=dict)
+
+    def first(self, inputs: CaseInputs) -> tuple[Outputs, Expected]:
+        """The outputs of a call that others are compared with, and what is expected of it; made once."""
+        if id(inputs) not in self._first:
+            outputs = self.made(Path("", inputs))
+            formats = {n: format_of(x.dtype) for n, x in outputs.items() if n != "lse"}
+            self._first[id(inputs)] = inputs, outputs, expected_of(inputs, formats, self.target.device)
+        return self._first[id(inputs)][1:]
+
+    def made(self, path: Path) -> Outputs:
+        """The outputs of a path's call, on the CPU, in memory of their own."""
+        target, inputs = path.target or self.target, path.inputs
+        with path.around():
+            if path.before is not None:
+                self._call(target, path.before, path)
+            parts = [self._call(target, one, path) for one in (inputs, *path.further)]
+            if path.after is not None:
+                self._call(target, path.after, path)
+        # What a kernel keeps and writes to again must not change what it has returned.
+        found = [{n: x.cpu().clone() for n, x in part.items()} for part in parts]
+        if path.further:
+            own = {n: x for n, x in found[0].items() if n in GRADIENTS}
+            return {n: torch.stack([part[n].double() for part in found]).sum(0).to(x.dtype) for n, x in own.items()}
+        return found[0]
+
+    def _call(self, target: Target, inputs: CaseInputs, path: Path) -> Mapping[str, Tensor]:
+        gradients = inputs.do is not None and path.gradients
+        returned = target.call(inputs, gradients=gradients, place=path.place)
+        self.overwritten.update(returned.overwritten)
+        return returned.outputs
+
+
+def compared(path: Path, first: Outputs, second: Outputs, expected: Expected) -> list[PathDifference]:
+    """What a path's outputs and those of the call that it must agree with differ by."""
+    found = []
+    for name in (n for n in expected.truth if n in first and n in second):
+        of_first, of_second = path.select(name, first[name]), path.align(name, second[name])
+        truth, variance, sane = (path.select(name, x[name]) for x in (expected.truth, expected.variance, expected.sane))
+        if of_first is None or of_second is None or truth is None or variance is None or sane is None:
+            continue
+        # Of a kernel that is wrong in one of the two calls, the other tells its noise.
+        own = min(own_noise(of_first, truth, sane), own_noise(of_second, truth, sane))
+        fmt = format_of(of_second.dtype)
+        of_first = of_first.to(of_second.dtype)
+        if path.terms > 1 and name in ("dk", "dv"):
+            rounded = path.terms * ulp(of_first.double(), fmt).square() / 12
+            variance, sane = variance + rounded, sane + rounded
+        found.append(difference(name, of_first, of_second, variance, own**2 * sane, fmt))
+    return found
+
+
+def own_noise(observed: Tensor, truth: Tensor, variance: Tensor) -> float:
+    """How many times a well-rounded kernel's error one is off by, as far as that can be rounding; at least 1."""
+    own = own_error(observed.double(), truth, variance)
+    return 1.0 if own is None else min(max(own, 1.0), rounds_to(truth, variance))
+
+
+def rounds_to(truth: Tensor, variance: Tensor) -> float:
+    """How many times a well-rounded kernel's error another rounding can be off by; at least 1."""
+    good = truth.isfinite() & variance.isfinite()
+    size, noise = float(truth[good].square().sum()), float(variance[good].sum())
+    return max(ROUNDS_TO * math.sqrt(size / noise), 1.0) if noise > 0 else 1.0

@@ -1,0 +1,99 @@
+"""The case "arrangements" of the suite: one call in every arrangement that should not matter, as ``invariance`` has it.
+
+What more than rounding changes is a failure, and so is any bit that later tokens, other batch items or other heads
+change. Other bits for another batch size or order are none: kernels choose their schedule by it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from attn_diag.errors import InputError
+from attn_diag.kernels import Recipe
+from attn_diag.results.check import ARRANGED, CheckedCase, Failure
+from attn_diag.results.invariance import Invariance, PathFinding
+from attn_diag.results.wording import listed
+from attn_diag.testing.again import Again
+from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES
+from attn_diag.testing.invariance.invariance import invariance
+from attn_diag.testing.regression.cases import Asked
+from attn_diag.testing.target import DTYPES, Attention
+
+# Items on both sides of an edge, two groups of query heads, and a length off the tiles of every kernel we know.
+_SHAPE = (2, 4, 173)
+# Compiling takes longer than all the others.
+_LEFT_OUT = ("compiled",)
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """What came of the case."""
+
+    case: CheckedCase
+    failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    paths: tuple[PathFinding, ...] = ()
+    """Every way to make the call; none where it could not be made at all."""
+
+
+@dataclass(frozen=True)
+class Arranging:
+    """The case, ready to run."""
+
+    kernel: Attention | str | Recipe
+    name: str | None
+    """What reports call it."""
+    asked: Asked
+    backward: bool | None
+    device: torch.device
+
+    def run(self) -> Arranged:
+        """Make the calls and say what is wrong."""
+        started, asked = time.perf_counter(), self.asked
+        shape = (*_SHAPE, asked.head_dim)
+        case = CheckedCase(ARRANGED, shape, str(asked.dtype).removeprefix("torch."))
+        try:
+            found = invariance(
+                self.kernel, name=self.name, dtype=asked.dtype, shape=shape, causal=asked.causal, scale=asked.scale,
+                backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT], allow=MOVES,
+                schedules=False, seed=asked.seed, device=self.device.type,
+            )  # fmt: skip
+        except InputError as error:
+            return Arranged(case, [Failure("fit", ARRANGED, "o", f"{ARRANGED}: {error}")])
+        outputs = tuple(e.quantity for e in found.errors)
+        case = CheckedCase(ARRANGED, shape, case.dtype, outputs, seconds=time.perf_counter() - started)
+        return Arranged(case, self._failures(found), self._notes(found), found.paths)
+
+    def _failures(self, found: Invariance) -> list[Failure]:
+        """One an arrangement, as its worst path has it, the likeliest cause first."""
+        failures = []
+        for name in found.failed:
+            paths = [p for p in found.paths if p.arrangement == name and p.status in ("bits", "fault")]
+            path = next((p for p in paths if p.status == "fault"), paths[0])
+            first = next(d.quantity for d in path.differences if d.differing)
+            words = f"{ARRANGED}: {name}, {path.path}: {path.words}"
+            failures.append(Failure("invariance", ARRANGED, first, words, look_closer=self._closer(name)))
+        if not failures and not found.passed:
+            failures.append(Failure("fit", ARRANGED, "o", f"{ARRANGED}: {found.headline}"))
+        return failures
+
+    def _notes(self, found: Invariance) -> list[str]:
+        notes = []
+        refused = list(dict.fromkeys(p.words for p in found.paths if p.status == "refused"))
+        if refused:
+            notes.append(f"{ARRANGED}: not every call was taken: {listed(refused, 2)}")
+        if moved := list(dict.fromkeys(p.arrangement for p in found.paths if p.status == "allowed")):
+            notes.append(
+                f"{ARRANGED}: other bits, by rounding alone, in {listed(moved, 5)} (no failure here; "
+                f"{self._closer(*moved)} names the schedules)"
+            )
+        return notes
+
+    def _closer(self, *names: str) -> str:
+        named = self.kernel if isinstance(self.kernel, str) else None
+        asked = self.asked
+        again = Again(named, DTYPES[asked.dtype], asked.causal, asked.scale, (*_SHAPE, asked.head_dim))
+        return again.command("invariance", [f"--only {','.join(names)}"])

@@ -1,0 +1,76 @@
+"""``check``'s case "arrangements": what a call may not depend on is a failure, a schedule by the batch size is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import invariance_kernels as kernels
+import pytest
+from builders import some
+
+import attn_diag
+from attn_diag.errors import InputError
+from attn_diag.results.check import CheckReport
+from attn_diag.testing.regression.cases import NAMES
+
+
+def kinds(found: CheckReport) -> set[str]:
+    return {f.kind for f in found.failures}
+
+
+class _EnoughError(Exception):
+    pass
+
+
+def cases_of(kernel: str) -> int:
+    """How many a check of all cases has, seen at its first."""
+    counts = []
+
+    def progress(_: int, total: int) -> None:
+        counts.append(total)
+        raise _EnoughError
+
+    with pytest.raises(_EnoughError):
+        attn_diag.check(kernel, backward=False, device="cpu", progress=progress)
+    return counts[0]
+
+
+ARRANGED: dict[str, tuple[Any, str, str | None]] = {
+    "key heads interleaved": (kernels.interleaved_key_heads, "none", "gqa"),
+    "later tokens change a scale": (kernels.future_scale, "top-left", "future-token"),
+    "memory never written": (kernels.unwritten_keys, "none", "uninitialised"),
+    "a schedule by the batch size": (kernels.batch_split, "none", None),
+    "sound": (kernels.plain_causal, "top-left", None),
+}
+
+
+@pytest.mark.parametrize(("kernel", "causal", "named"), ARRANGED.values(), ids=ARRANGED)
+def test_what_a_call_depends_on_fails_but_no_schedule(kernel: Any, causal: str, named: str | None) -> None:
+    found = attn_diag.check(kernel, causal=causal, cases=["arrangements"], device="cpu")
+    assert found.passed == (named is None)
+    assert {p.arrangement for p in found.arrangements} >= {"gqa", "future-token", "uninitialised", "batch-size"}
+    if named is not None:
+        assert kinds(found) == {"invariance"}
+        assert found.report().startswith(f"FAIL {kernel.__name__} (certain): {named}, ")
+        assert f"only=['{named}']" in some(found.failures[0].look_closer)
+    elif kernel is kernels.batch_split:
+        assert "other bits, by rounding alone, in batch-size" in found.notes[0]
+
+
+def test_arrangements_are_of_kernels_that_are_run(tmp_path: Path) -> None:
+    assert cases_of("fa2") + 1 == cases_of("sdpa") == len(NAMES) + 1
+    broken = attn_diag.check(kernels.plain_causal, cases=["arrangements"], device="cpu")
+    assert kinds(broken) == {"fit"}
+    assert "a causal mask" in broken.failures[0].message or "top-left" in broken.failures[0].message
+    path = tmp_path / "baseline.json"
+    with pytest.raises(InputError, match="besides arrangements"):
+        attn_diag.check(kernels.plain, cases=["arrangements"], baseline=path, save=True, device="cpu")
+    saved = attn_diag.check(kernels.plain, cases=["ones", "arrangements"], baseline=path, save=True, device="cpu")
+    assert saved.saved == "saved"
+    again = attn_diag.check(kernels.plain, cases=["ones", "arrangements"], baseline=path, exact=True, device="cpu")
+    assert again.passed, again.report()
+    leaking = attn_diag.check(
+        kernels.interleaved_key_heads, cases=["ones", "arrangements"], baseline=path, update=True, device="cpu"
+    )
+    assert leaking.saved is None, "what is broken is no baseline"
