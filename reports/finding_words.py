@@ -257,7 +257,7 @@ def when(finding: SharedFinding) -> str:
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
-        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "It does not grow"
+        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "Not doubled since"
         said.append(f"{trend}: {errors}.")
     return " ".join(said)
 
@@ -288,7 +288,8 @@ def matters(finding: SharedFinding) -> str:
         said = f"dQ is {how}{percent(finding.dq_error)} off{beside}"
         return f"{_ANOTHER}; {said}."
     size = f"the gradient dQ is {how}up to {percent(finding.dq_error)} off{beside}"
-    return f"{_degree(finding)}: {size}{weights}."
+    alone = " in one step (whether the errors add up over steps is not known)" if finding.label == "biased" else ""
+    return f"{_degree(finding)}{alone}: {size}{weights}."
 
 
 def _degree(finding: SharedFinding) -> str:
@@ -327,7 +328,7 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "wrong":
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
-        return "certain: metadata or kernel are wrong. The rest waits until they fit."
+        return "certain: metadata or kernel are wrong; nothing else is judged."
     if finding.label == "biased" and finding.p_adjusted is not None:
         return f"an unbiased kernel shows that {chance(finding.p_adjusted)}: {_fault(finding)}, not the inputs'."
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
@@ -337,5 +338,5 @@ def sure(finding: SharedFinding) -> str:
         beside = f"{times(low)} to {times(high)} times FlashAttention-2's error on the same inputs{alike}"
         return f"{beside} (95 % interval; {rule}): {_fault(finding)}, not the inputs'."
     if finding.label == "ill_conditioned":
-        return "both ran on the same inputs, so that the kernel is not at fault."
+        return "a well-rounded kernel was run on the same inputs: this one is not at fault."
     return "seen, not tested."

@@ -72,7 +72,7 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
 def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     """What to do about a finding, and what the next command shows."""
     if _MERGED.fullmatch(finding.worst.source) is not None:
-        return "judge each rank by itself"
+        return "judge each rank by itself, which may name the rounding"
     if finding.label == "unjudged":
         return "judged under what fits" if fitting(finding) else "see what was tried"
     if finding.label in ("wrong", "nonfinite"):

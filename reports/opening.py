@@ -129,10 +129,19 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> st
         parts.append("no fault of the kernel")
     if finding.label == "unjudged":
         fits = fitting(finding)
-        parts.append(f"O fits {together(fits)}" if fits else "no mask or scale tried fits")
+        judged_as = _judged_as(diagnosis, finding, fits)
+        parts.append(f"{judged_as}O fits {together(fits)}" if fits else "no mask or scale tried fits")
     if finding.kernel and len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def _judged_as(diagnosis: Diagnosis, finding: SharedFinding, fits: Sequence[str]) -> str:
+    """Under what a capture was judged that something else fits: "judged as causal=top-left, "; empty if unknown."""
+    metadata = next((c.metadata for c in diagnosis.captures if c.source == finding.worst.source), {})
+    keys = dict.fromkeys(found.partition("=")[0] for found in fits)
+    known = [f"{key}={metadata[key]}" for key in keys if metadata.get(key) is not None]
+    return f"judged as {together(known)}, " if known else ""
 
 
 def _name(entry: Entry) -> str:
@@ -164,9 +173,9 @@ def _others(diagnosis: Diagnosis, entries: Sequence[Entry], found: Sequence[Shar
         return
     counted = steps and clean + undecided > 1
     if len(found) > 1 and undecided:
-        yield f"Of {plural(clean + undecided, 'other')}{' (per step)' * counted} {clean} pass, {undecided} undecided."
+        yield f"Others{' (heads × steps)' * counted}: {clean} pass, {undecided} undecided."
         return
-    others = plural(clean + undecided, "other head") + " (each step counts)" * counted
+    others = plural(clean + undecided, "other" if counted else "other head") + " (heads × steps)" * counted
     if not undecided:
         yield f"{others} {'passes' if clean == 1 else 'pass'}."
         return
@@ -249,7 +258,8 @@ def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[L
     for finding in undecided[:1]:
         yield Line("Open", f"{where(finding, terse=True)}: {_lower(finding.words)}", label="undecided")
     if (errors := _dq_errors(entries)) is not None:
-        yield Line("Matters", errors)
+        all_pass = all("clean" in label_names(e[2]) for e in entries)
+        yield Line("Matters", f"not, beyond ordinary rounding: {errors}" if all_pass else errors)
     clean = [e[2] for e in entries if "clean" in label_names(e[2])]
     known = []
     if factors := [value for head in clean if (value := FACTOR.value(head)) is not None]:

@@ -35,10 +35,10 @@ def _on_ranks(finding: SharedFinding) -> str:
     """On which ranks alone it is, and what is known of the others."""
     if not finding.ranks:
         return ""
-    of = f"{_ranks(finding.ranks)} alone"
+    alone = f"{_ranks(finding.ranks)} alone"
     if finding.other_ranks:
-        return f", on {of}; not found in the same heads on {_ranks(finding.other_ranks)}"
-    return f"; {of} {'hold' if len(finding.ranks) > 1 else 'holds'} these heads"
+        return f", on {alone}; not found in the same heads on {_ranks(finding.other_ranks)}"
+    return f"; {alone} {'hold' if len(finding.ranks) > 1 else 'holds'} these heads"
 
 
 def _ranks(names: tuple[str, ...]) -> str:

@@ -38,13 +38,13 @@ SAID = {
     ),
     "one_finding": (
         "LOSSY: layer 3, all 4 heads, from step 200 on (the kernel's fault: scores in BF16)", "not found at 100",
-        "does not grow", "times FlashAttention-2's error on the same inputs (95 % interval; lossy: all above 1.25)",
+        "Not doubled since", "times FlashAttention-2's error on the same inputs (95 % interval; lossy: all above 1.25)",
         "dQ is up to", "dW_Q", "keep scores in fp32",
         "attn-diag what-if one_finding/step000300_layer03.safetensors --head 1 --only fp32-scores",
     ),
     "two_findings": (
         "LOSSY: layer 3, all 4 heads, from step 200 on (scores in BF16).",
-        "BIASED: layer 7, all 4 heads, from step 300 on.", "Of 28 others (per step) 26 pass, 2 undecided.",
+        "BIASED: layer 7, all 4 heads, from step 300 on.", "Others (heads × steps): 26 pass, 2 undecided.",
         "Since step 200 (not 100). Sure: 1.50 to 2.30 times at 95 %; the kernel's fault. Matters little: dQ",
         "attn-diag what-if two_findings/step000300_layer03.safetensors --head 1 --only fp32-scores",
         "|O| is 0.095 of its last bit too small on average (L7H0). Since step 300 (not 200). Sure: chance makes it in "
@@ -60,7 +60,7 @@ SAID = {
     "one_rank": (
         "LOSSY: layer 2, all 4 heads, step 500, on rank 2 alone; not found in the same heads on ranks 0, 1 and 3 (the "
         "kernel's fault)", "95 % interval", "only step 500 was looked at; inspect an earlier step too",
-        "judge each rank by itself: attn-diag inspect one_rank --no-merge-ranks --layer 2",
+        "judge each rank by itself, which may name the rounding: attn-diag inspect one_rank --no-merge-ranks --layer 2",
     ),
     "one_tensor_rank": (
         "LOSSY: layer 2, heads 4-5, step 500; rank 2 alone holds these heads (the kernel's fault)", "95 % interval",
@@ -80,7 +80,7 @@ SAID = {
         "attn-diag inspect nan_at_a_step/step000300_layer05.safetensors --head 1",
     ),
     "wrong_mask": (
-        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (O fits causal=none)", "86.2 % off",
+        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (judged as causal=top-left, O fits causal=none)", "86.2 % off",
         "certain: metadata or kernel are wrong",
         "much if the kernel is not what was meant; not at all if the metadata alone are wrong",
         "attn-diag inspect wrong_mask/step000100_layer06.safetensors --causal none",
@@ -92,7 +92,7 @@ SAID = {
     ),
     "ill_conditioned": (
         "ILL-CONDITIONED: layer 2, all 4 heads, step 700 (no fault of the kernel)", "amplify ordinary rounding",
-        "both ran on the same inputs, so that the kernel is not at fault", "without O's rounding; what that gains:",
+        "a well-rounded kernel was run on the same inputs: this one is not at fault", "without O's rounding; what that gains:",
         "attn-diag what-if ill_conditioned/step000700_layer02.safetensors --head 3 --only fp32-o-delta --only delta-",
     ),
     "undecided": (
@@ -215,7 +215,7 @@ def test_720_heads_are_two_findings(found: Callable[[str], Path]) -> None:
     first = flat("\n".join(lines[:3]))
     assert first.startswith(
         "LOSSY: layer 3, all 12 heads, from step 200 on (scores in BF16). "
-        "BIASED: layer 7, all 12 heads, from step 300 on. 660 other heads (each step counts) pass."
+        "BIASED: layer 7, all 12 heads, from step 300 on. 660 others (heads × steps) pass."
     )
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("head ")) + 1 :]
     rows = [line.split()[0] for line in table if line.startswith("L") and " step " in line and "(" not in line]
@@ -434,7 +434,7 @@ def test_captures_that_cannot_be_judged_are_grouped_by_what_fits(found: Callable
 def test_nothing_could_be_judged() -> None:
     capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
     diagnosis = attn_diag.inspect_captures([capture], device="cpu")
-    assert headline(diagnosis).startswith("MASK OR SCALE NOT AS STATED: all 8 heads (O fits causal=top-left")
+    assert headline(diagnosis).startswith("MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits causal=top-left")
 
 
 def test_numbers_in_plain_words() -> None:

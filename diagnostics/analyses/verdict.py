@@ -144,8 +144,8 @@ def judge(
         labels.append("undecided")
         listed = together([f"row {r.row} ({r.share:.0%})" for r in top_rows[:3]])
         reasons.append(
-            "Too few independent rows to test for a bias: rows with the same top key err together, and about "
-            f"{delta.n_eff:.2g} such groups make delta's error (at least {MIN_EFFECTIVE} are needed)"
+            "Too few independent rows to test for a bias: rows that attend most to the same key err together, and "
+            f"only about {delta.n_eff:.2g} groups of such rows make delta's error (at least {MIN_EFFECTIVE} are needed)"
             f"{f'; most of it is in {listed}' if listed else ''}."
         )
     untested = {n: e for n in PRIMARY if (e := getattr(bias, n)) is not None and e.rms and e.p_value is None}
