@@ -302,3 +302,64 @@ def test_nothing_is_kept_of_what_runs_in_a_cuda_graphs_memory(tmp_path: Path, ca
         steps(Tiny(tiny.model, lambda _: tiny.loss(compiled), ()), 2)
     assert not recorder.written
     assert "CUDA graph" in caplog.text
+
+
+def test_where_a_graph_breaks_ours_is_not_compiled(tmp_path: Path) -> None:
+    """Neither an operator's kernel of ours nor a hook: no frame, no break and no graph more than without us."""
+
+    def run(watching: contextlib.AbstractContextManager[Any]) -> tuple[list[Tensor], dict[str, dict[str, int]]]:
+        torch._dynamo.reset()
+        counters.clear()
+        tiny = nano_gpt(layers=3)
+        mlp, attention = tiny.model.get_submodule("h.0.mlp"), tiny.model.get_submodule("h.1.attn")
+        own, own_mlp = attention.forward, mlp.forward
+
+        def broken(x: Tensor) -> Any:
+            torch._dynamo.graph_break()
+            y = own(x)
+            torch._dynamo.graph_break()
+            return y
+
+        def looked_at(x: Tensor) -> Any:
+            y = own_mlp(x)
+            y.sum().item()
+            return y
+
+        attention.forward, mlp.forward = broken, looked_at
+        bits = train(tiny, torch.compile(tiny.model, backend="aot_eager"), watching, count=3)
+        return bits, {name: dict(counters[name]) for name in ("frames", "graph_break", "stats", "recompiles")}
+
+    alone, expected = run(contextlib.nullcontext())
+    recorder = attn_diag.capture(None, tmp_path, batch=None)
+    watched, counted = run(recorder)
+    assert counted == expected
+    assert all(map(torch.equal, watched, alone))
+    assert len(recorder.written) == 3 * 3
+
+
+def test_blocks_that_a_reentrant_checkpoint_makes_again_are_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing else is said of them: the first run of a checkpoint has no gradients, and is not counted."""
+    tiny = nano_gpt(checkpointing=True)
+    for name in ("h.0", "h.1"):
+        tiny.model.get_submodule(name).compile(backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path, batch=None):
+        steps(tiny, 2)
+    found = captures(tmp_path)
+    assert sorted(found) == [(step, layer) for step in (0, 1) for layer in (0, 1)]
+    assert all(set(QUANTITIES) <= capture.tensors.keys() for capture in found.values())
+    assert "not seen" not in caplog.text
+
+
+def test_a_layer_that_a_graph_calls_thrice_is_one(tmp_path: Path) -> None:
+    """As ALBERT's: which module makes q is read off each product, not off the order of calls."""
+    tiny = nano_gpt(layers=1)
+    tiny.model.h = nn.ModuleList([tiny.model.get_submodule("h.0")] * 3)
+    run: Any = torch.compile(tiny.model, backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path, batch=None, calls=None):
+        steps(Tiny(tiny.model, lambda _: tiny.loss(run), tiny.attentions))
+    found = [attn_diag.load(path).metadata for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [(m.layer, m.extra["module"], m.extra["call"]) for m in found] == [
+        (0, "h.0.attn", str(call)) for call in range(3)
+    ]

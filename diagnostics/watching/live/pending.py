@@ -14,6 +14,7 @@ from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
+from attn_diag.watching.live.untraced import passed_by, untraced
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,12 +30,15 @@ class Hook:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """Do what the hook is for, where it was put."""
-        return self._run(*args)
+        """Do what the hook is for, where it was put; nothing of it belongs in a graph that is traced."""
+        return None if torch.compiler.is_compiling() else untraced(self._run, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # nullcontext().__exit__(*anything) is None: whoever unpickles the model needs nothing of ours.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+passed_by(Hook.__call__.__code__)
 
 
 class Pending:

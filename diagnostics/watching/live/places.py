@@ -256,7 +256,7 @@ class CallPlaces:
         if key not in self._told_by:
             attentions, code = self._attentions_of(root), caller.site[0][0]
             # What another watch has read off the stack it has named too.
-            if code not in self._code or self._calls_in(code) >= len(attentions):
+            if code not in self._code or self._calls_in(code) == len(attentions):
                 return caller
             if (found := find(attentions)) is None:
                 return caller
@@ -300,8 +300,8 @@ class CallPlaces:
         self._runs[key] = run
         run.sites.add(caller.site)
         run.index += 1
-        if not recomputing and run.index > self.most.get(root, 0):
-            self.most[root] = run.index
+        # Also of what is made again: a reentrant checkpoint's first run has no gradients, and does not count.
+        self.most[root] = max(run.index, self.most.get(root, 0))
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
         """The run that the call belongs to: of the graph as it is compiled now."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.clock import Clock
+from attn_diag.watching.live.clock import BY_PARAMETERS, Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
+from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.pipeline import Stage, stage_running
+from attn_diag.watching.live.pipeline import stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
@@ -56,19 +57,6 @@ def _run_harmlessly(watch: Watch, what: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-class Met(NamedTuple):
-    """A call that is about to run, or has run, and counts."""
-
-    place: CallPlace
-    caller: Caller
-    recomputing: bool
-    """Whether a backward pass runs it once more."""
-    wanted: bool
-    """Whether the listener is to be told."""
-    stage: Stage | None = None
-    """Of a pipeline, where there is one."""
-
-
 class Watch:
     """Tells a listener of the attention calls of a model between ``start`` and ``stop``.
 
@@ -95,6 +83,7 @@ class Watch:
         self._with_gradients: set[tuple[int, int]] = set()
         self._trains = False
         self._calls_this_step = self._forwards_this_step = 0
+        self._steps_behind = -1
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -242,6 +231,9 @@ class Watch:
         self._notice_training(caller.owner or self.model, gradients=gradients)
         if self._other(caller) or (self._trains and not gradients):
             return None
+        if not recomputing and self._clock.parameters_changed() and self._calls_this_step:
+            self.warn_once(BY_PARAMETERS)
+            self.end_step()
         name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
             self.end_step()  # as no hook of ours stands in a compiled model
@@ -343,7 +335,8 @@ class Watch:
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
         self._projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
-        intercept.look(self, wanted=wanted or at_least or not self._trains)
+        # Nor is there a look that tells of steps where no optimizer does.
+        intercept.look(self, wanted=wanted or at_least or not self._trains or self._clock.by_parameters)
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -382,8 +375,13 @@ class Watch:
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         if in_cuda_graph():  # it steps when that is replayed
             intercept.recordings.at_replays(self, self.guarded(lambda: self._stepped(optimizer)))
-        else:
+        elif (backward := torch._C._current_graph_task_id()) == -1:
             self._stepped(optimizer)
+        elif self._clock.is_ours(optimizer) and backward != self._steps_behind:
+            # One that steps as soon as its gradients are there: other calls still wait for theirs.
+            self._steps_behind = backward
+            stepped = self.guarded(lambda: self._stepped(optimizer))
+            torch.autograd.Variable._execution_engine.queue_callback(stepped)
 
     def _stepped(self, optimizer: Any) -> None:
         intercept.tell_of_warm_ups()

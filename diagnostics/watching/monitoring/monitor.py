@@ -34,6 +34,8 @@ _log = logging.getLogger("attn_diag")
 # Weight of the newest check in the average of the predicted errors' directions: about the last ten count.
 _NEWEST = 0.1
 _HISTORY = 1000
+# Of so many calls of a layer samples are kept, at most, until one has its backward.
+_MOST_WAITING = 4
 # A layer's number and its module's name.
 Key = tuple[int, str | None]
 
@@ -119,7 +121,8 @@ class Monitor:
                 self._alarm_state.update(check)
         self._raised_at_newest, self._ended_at = 0, first_step
         self._taken: set[Key] = set()
-        self._open: dict[Key, Sample] = {}
+        self._open: dict[Key, dict[int, Sample]] = {}
+        self._in_vain: set[Key] = set()
         self._done: dict[Key, HeadSums] = {}
         self._past: dict[Key, Tensor] = {}
         self._sent: deque[_Sent] = deque()
@@ -198,10 +201,16 @@ class Monitor:
         return step % self.every == 0
 
     def wants(self, place: CallPlace) -> bool:
-        """Want the first call of each layer; one without gradients only in a loop that has none."""
+        """Want the first call of each layer; one without gradients only in a loop that has none.
+
+        Where the first waited for a backward in vain once (a GAN makes an image whose gradients it drops), want all
+        until one has it.
+        """
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
-        return (place.layer, place.module) not in self._taken and (place.gradients or not self._trains)
+        key = place.layer, place.module
+        wanted = key not in self._taken or (key in self._in_vain and key not in self._done)
+        return wanted and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
         """Copy the sample; where no backward is to come, compute at once."""
@@ -216,15 +225,19 @@ class Monitor:
             self._trains = True
             self._taken.add(key)
         if call.awaits_backward:
-            self._open[key] = sample
+            waiting = self._open.setdefault(key, {})
+            waiting[call.place.call] = sample
+            if len(waiting) > _MOST_WAITING:
+                del waiting[next(iter(waiting))]
         else:
             self._done[key] = head_sums(sample)
 
     def backward(self, call: AttentionCall) -> None:
         """Compute on the device, now that the gradient is there."""
         key = call.place.layer, call.place.module
-        sample = self._open.pop(key, None)
+        sample = self._open.get(key, {}).get(call.place.call)
         if sample is not None:
+            del self._open[key]
             self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key), alone=self._reduction is None)
 
     def step_ended(self, step: int) -> None:
@@ -247,6 +260,7 @@ class Monitor:
     def _finish(self, step: int) -> None:
         done, self._done = self._done, {}
         self._taken.clear()
+        self._in_vain.update(self._open)
         self._open.clear()
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
