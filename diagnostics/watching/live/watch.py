@@ -219,7 +219,8 @@ class Watch:
             caller = made_by.caller
             if operator is not None and caller.site is not None:
                 q = operator.inputs[0]
-                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
+                find = partial(self._projections.maker, q=q, among_others=caller.owner is None)
+                caller = self._places.told_by(caller, find)
         else:
             caller = self._places.seen_from_here(made_by.caller)
         recomputing = made_by.recomputing
