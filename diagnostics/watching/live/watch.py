@@ -28,7 +28,7 @@ from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 from attn_diag.watching.live.stream_capture import in_cuda_graph
-from attn_diag.watching.live.unseen import Unseen
+from attn_diag.watching.live.unseen import IN_A_FUNCTION, Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -170,11 +170,11 @@ class Watch:
             self._unseen.nothing()
         return blind
 
-    def warn_once(self, message: str) -> None:
-        """Warn the user, of the same thing only once."""
+    def warn_once(self, message: str, about: str = "") -> None:
+        """Warn the user, of the same thing only once; ``about``: the first that it is true of."""
         if message not in self._warned:
             self._warned.add(message)
-            _log.warning(message)
+            _log.warning(about + message)
 
     # What the interception calls.
 
@@ -232,7 +232,7 @@ class Watch:
         self._notice_training(caller.owner or self.model, gradients=gradients)
         if self._other(caller) or (self._trains and not gradients):
             return None
-        if not recomputing and self._clock.parameters_changed() and self._calls_this_step:
+        if gradients and not recomputing and self._clock.parameters_changed() and self._calls_this_step:
             self.warn_once(BY_PARAMETERS)
             self.end_step()
         name, layer, call = self._places.of(caller, recomputing=recomputing)
@@ -283,6 +283,8 @@ class Watch:
             # A ring may run below autograd.
             inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or operator.differentiable
+        elif place.gradients and met.caller.differentiated and not call.awaits_backward:
+            self.warn_once(IN_A_FUNCTION, f"{place.module}: " if place.module else "")
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,7 +22,7 @@ from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table, with_growth
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
 
@@ -128,7 +127,7 @@ class Monitor:
         self._sent: deque[_Sent] = deque()
         self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
-        self._log_path = _prepared(log)
+        self._log_file = LogFile(None if rank() else log)
         self._watch: Watch | None = Watch(model, self, first_step)
         self._watch.start()
 
@@ -222,7 +221,9 @@ class Monitor:
         sample = Sample.of(call, self._sequences, self._rows)
         call.let_go()
         if call.place.gradients:
-            self._trains = True
+            if not self._trains:
+                self._trains = True
+                self._take_back(call.place.step)
             self._taken.add(key)
         if call.awaits_backward:
             waiting = self._open.setdefault(key, {})
@@ -253,9 +254,16 @@ class Monitor:
     def forked(self) -> None:
         """Be closed: what is on its way from the device, and the log, are the parent's."""
         self._of_parent = self._watch, self._sent
-        self._watch, self._sent, self._log_path = None, deque(), None
+        self._watch, self._sent, self._log_file = None, deque(), LogFile(None)
 
     # Ourselves.
+
+    def _take_back(self, step: int) -> None:
+        """Forget the checks, from a step on, of an evaluation before training: that counts its steps anew."""
+        self._sent = deque(sent for sent in self._sent if sent.step < step)
+        while self.history and self.history[-1].step >= step:
+            self.history.pop()
+        self._log_file.take_back(step)
 
     def _finish(self, step: int) -> None:
         done, self._done = self._done, {}
@@ -302,21 +310,12 @@ class Monitor:
         while self._sent and (wait or self._sent[0].ready()):
             check = self._sent.popleft().check(self.history[-1] if self.history else None)
             self.history.append(check)
-            self._write(check)
+            if (lost := self._log_file.write(check)) is not None:
+                self._warn(f"the monitor's log is not written any more: {lost}")
             found = self._alarm_state.update(check)
             self._raised_at_newest = len(found)
             for alarm in found:
                 self._raise(alarm)
-
-    def _write(self, check: MonitorCheck) -> None:
-        if self._log_path is None:
-            return
-        try:
-            with self._log_path.open("a") as file:
-                file.write(check.to_json() + "\n")
-        except OSError as error:
-            self._warn(f"the monitor's log is not written any more: {error}")
-            self._log_path = None
 
     def _raise(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
@@ -376,15 +375,3 @@ def _alone(group: ProcessGroup | None) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_world_size(group) < 2
-
-
-def _prepared(log: str | os.PathLike[str] | None) -> Path | None:
-    if log is None or rank():
-        return None
-    path = Path(log)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise InputError(f"cannot write the monitor's log {path}: {error.strerror}; choose another file") from None
-    return path
