@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import some
+from builders import holds, some
 from tiny_models import Tiny, nano_gpt, steps, transformers_model
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -364,3 +365,31 @@ def test_a_layer_that_a_graph_calls_thrice_is_one(tmp_path: Path) -> None:
     assert [(m.layer, m.extra["module"], m.extra["call"]) for m in found] == [
         (0, "h.0.attn", str(call)) for call in range(3)
     ]
+
+
+def test_compiled_autograd_around_an_eager_model(tmp_path: Path) -> None:
+    """Its graph holds nothing of ours: it is compiled as often as without, and gradients come from the operators."""
+
+    def run(watch: Callable[[nn.Module], Any]) -> tuple[list[Tensor], dict[str, dict[str, int]]]:
+        torch._dynamo.reset()
+        counters.clear()
+        tiny = nano_gpt(layers=1)
+        optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+        with watch(tiny.model):
+            for _ in range(3):
+                optimizer.zero_grad()
+                with compiled_autograd._enable(torch.compile(backend="eager")):
+                    torch.autograd.backward(tiny.loss(tiny.model))
+                optimizer.step()
+        bits = [p.detach().clone() for p in tiny.model.parameters()]
+        return bits, {name: dict(counters[name]) for name in ("compiled_autograd", "stats", "graph_break")}
+
+    alone, expected = run(contextlib.nullcontext)
+    watched, counted = run(lambda model: attn_diag.capture(model, tmp_path, steps={1, 2}, batch=None))
+    assert expected["compiled_autograd"] == {"captures": 1}
+    assert counted == expected
+    assert all(map(torch.equal, watched, alone))
+    found = captures(tmp_path)
+    assert sorted(found) == [(1, 0), (2, 0)]
+    assert all(capture.tensors.keys() >= {*QUANTITIES, "x", "w_q", "dq_pre"} for capture in found.values())
+    assert all(map(holds, found.values()))

@@ -6,10 +6,12 @@ a hook. That costs seconds, counts as graph breaks of the user's, and what we do
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch._C._dynamo import eval_frame
 
 _skip = eval_frame.set_code_exec_strategy
@@ -28,6 +30,15 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         eval_frame.set_eval_frame(prior)
+
+
+def backward_is_compiled() -> bool:
+    """Whether compiled autograd runs the backward, as far as a forward knows.
+
+    Hooks of ours would be in its graph, which is compiled once more for them, and tell nothing there.
+    """
+    found = sys.modules.get("torch._dynamo.compiled_autograd")
+    return found is not None and (found.compiled_autograd_enabled or torch._dynamo.config.compiled_autograd)
 
 
 def traced_again(function: Callable[..., Any]) -> Callable[..., Any]:
