@@ -299,7 +299,7 @@ class Recomputed(torch.autograd.Function):
     """Attention that keeps q, k and v alone, and is called once more in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
         ctx.save_for_backward(*given)
         return functional.scaled_dot_product_attention(*given)
 
