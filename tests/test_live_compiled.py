@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import some
+from builders import holds, some
 from tiny_models import Tiny, nano_gpt, steps, transformers_model
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -244,21 +245,22 @@ class Mixer(Attention):
     """Its name tells nothing."""
 
 
-@pytest.mark.parametrize(("layers", "named"), [((Attention, 1), True), ((Attention, 2), False), ((Mixer, 1), False)])
+# The second call of a module has no projection of its own that tells whose it is.
+@pytest.mark.parametrize(
+    ("kind", "calls", "names"), [(Attention, 1, ["0", "1"]), (Attention, 2, ["0", "1", "", ""]), (Mixer, 1, ["", ""])]
+)
 def test_a_layer_has_a_name_only_where_it_is_known(
-    layers: tuple[type[Attention], int], named: bool, tmp_path: Path
+    kind: type[Attention], calls: int, names: list[str], tmp_path: Path
 ) -> None:
-    kind, calls = layers
     model = nn.Sequential(*(kind(calls) for _ in range(2)))
     run = not_lowered(model)
     with attn_diag.capture(model, tmp_path, calls=None) as recorder:
         for _ in range(2):
             torch.autograd.backward(run(torch.ones(2, 6, 16)).sum())
     found = [attn_diag.load(path).metadata for path in recorder.written]
-    assert sorted((c.layer, c.extra["call"]) for c in found) == [
-        (layer, call) for layer in range(2 * calls) for call in "01"
+    assert sorted((c.layer, c.extra["call"], c.extra["module"]) for c in found) == [
+        (layer, call, names[layer]) for layer in range(2 * calls) for call in "01"
     ]
-    assert {c.extra["module"] for c in found} == ({"0", "1"} if named else {""})
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
@@ -302,3 +304,92 @@ def test_nothing_is_kept_of_what_runs_in_a_cuda_graphs_memory(tmp_path: Path, ca
         steps(Tiny(tiny.model, lambda _: tiny.loss(compiled), ()), 2)
     assert not recorder.written
     assert "CUDA graph" in caplog.text
+
+
+def test_where_a_graph_breaks_ours_is_not_compiled(tmp_path: Path) -> None:
+    """Neither an operator's kernel of ours nor a hook: no frame, no break and no graph more than without us."""
+
+    def run(watching: contextlib.AbstractContextManager[Any]) -> tuple[list[Tensor], dict[str, dict[str, int]]]:
+        torch._dynamo.reset()
+        counters.clear()
+        tiny = nano_gpt(layers=3)
+        mlp, attention = tiny.model.get_submodule("h.0.mlp"), tiny.model.get_submodule("h.1.attn")
+        own, own_mlp = attention.forward, mlp.forward
+
+        def broken(x: Tensor) -> Any:
+            torch._dynamo.graph_break()
+            y = own(x)
+            torch._dynamo.graph_break()
+            return y
+
+        def looked_at(x: Tensor) -> Any:
+            y = own_mlp(x)
+            y.sum().item()
+            return y
+
+        attention.forward, mlp.forward = broken, looked_at
+        bits = train(tiny, torch.compile(tiny.model, backend="aot_eager"), watching, count=3)
+        return bits, {name: dict(counters[name]) for name in ("frames", "graph_break", "stats", "recompiles")}
+
+    alone, expected = run(contextlib.nullcontext())
+    recorder = attn_diag.capture(None, tmp_path, batch=None)
+    watched, counted = run(recorder)
+    assert counted == expected
+    assert all(map(torch.equal, watched, alone))
+    assert len(recorder.written) == 3 * 3
+
+
+def test_blocks_that_a_reentrant_checkpoint_makes_again_are_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing else is said of them: the first run of a checkpoint has no gradients, and is not counted."""
+    tiny = nano_gpt(checkpointing=True)
+    for name in ("h.0", "h.1"):
+        tiny.model.get_submodule(name).compile(backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path, batch=None):
+        steps(tiny, 2)
+    found = captures(tmp_path)
+    assert sorted(found) == [(step, layer) for step in (0, 1) for layer in (0, 1)]
+    assert all(set(QUANTITIES) <= capture.tensors.keys() for capture in found.values())
+    assert "not seen" not in caplog.text
+
+
+def test_a_layer_that_a_graph_calls_thrice_is_one(tmp_path: Path) -> None:
+    """As ALBERT's: which module makes q is read off each product, not off the order of calls."""
+    tiny = nano_gpt(layers=1)
+    tiny.model.h = nn.ModuleList([tiny.model.get_submodule("h.0")] * 3)
+    run: Any = torch.compile(tiny.model, backend="aot_eager")
+    with attn_diag.capture(tiny.model, tmp_path, batch=None, calls=None):
+        steps(Tiny(tiny.model, lambda _: tiny.loss(run), tiny.attentions))
+    found = [attn_diag.load(path).metadata for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [(m.layer, m.extra["module"], m.extra["call"]) for m in found] == [
+        (0, "h.0.attn", str(call)) for call in range(3)
+    ]
+
+
+def test_compiled_autograd_around_an_eager_model(tmp_path: Path) -> None:
+    """Its graph holds nothing of ours: it is compiled as often as without, and gradients come from the operators."""
+
+    def run(watch: Callable[[nn.Module], Any]) -> tuple[list[Tensor], dict[str, dict[str, int]]]:
+        torch._dynamo.reset()
+        counters.clear()
+        tiny = nano_gpt(layers=1)
+        optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+        with watch(tiny.model):
+            for _ in range(3):
+                optimizer.zero_grad()
+                with compiled_autograd._enable(torch.compile(backend="eager")):
+                    torch.autograd.backward(tiny.loss(tiny.model))
+                optimizer.step()
+        bits = [p.detach().clone() for p in tiny.model.parameters()]
+        return bits, {name: dict(counters[name]) for name in ("compiled_autograd", "stats", "graph_break")}
+
+    alone, expected = run(contextlib.nullcontext)
+    watched, counted = run(lambda model: attn_diag.capture(model, tmp_path, steps={1, 2}, batch=None))
+    assert expected["compiled_autograd"] == {"captures": 1}
+    assert counted == expected
+    assert all(map(torch.equal, watched, alone))
+    found = captures(tmp_path)
+    assert sorted(found) == [(1, 0), (2, 0)]
+    assert all(capture.tensors.keys() >= {*QUANTITIES, "x", "w_q", "dq_pre"} for capture in found.values())
+    assert all(map(holds, found.values()))

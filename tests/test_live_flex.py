@@ -198,17 +198,22 @@ def test_blocks_compiled_alone_have_their_own_names(tmp_path: Path) -> None:
 
 
 def test_a_function_around_the_model(tmp_path: Path) -> None:
-    """Two models in one graph: only which of them has a name of its own is known by the graph."""
+    """Two models in one graph: whose weights make a q is known, also where both have the same values in them."""
     model, other = Layers(), Layers()
     run = torch.compile(lambda x: model(x, {}), backend=graphs([]))
     with attn_diag.capture(model, tmp_path) as recorder:
         torch.autograd.backward(run(x_of(0)).sum())
     assert [c.metadata.extra["module"] for c in written(recorder)] == ["blocks.0", "blocks.1"]
     torch._dynamo.reset()
-    both = torch.compile(lambda x: model(x, {}) + other(x, {}), backend=graphs([]))
+    expected = {c.metadata.extra["module"]: c.tensors["do"][...] for c in written(recorder)}
+    both = torch.compile(lambda x: 2 * other(x, {}) + model(x, {}), backend=graphs([]))
     with attn_diag.capture(model, tmp_path / "both") as recorder:
         torch.autograd.backward(both(x_of(0)).sum())
-    assert not {"blocks.0", "blocks.1"} & {c.metadata.extra.get("module") for c in written(recorder)}
+    found = [(c.metadata.extra.get("module") or "", c.tensors["do"][...]) for c in written(recorder)]
+    assert sorted(name for name, _ in found) == ["", "", "blocks.0", "blocks.1"]
+    for name, do in found:
+        # Only the other's are twice as large.
+        assert any(torch.equal(do, 2 * t) for t in expected.values()) if not name else torch.equal(do, expected[name])
 
 
 def test_gradients_are_left_out_where_the_lse_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,11 @@ import torch
 from tiny_models import LENGTH, WIDTH, Tiny, nano_gpt, tokens, transformer_encoder, transformers_model
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag.watching.live.recorder import Recorder
+from attn_diag.watching.live.unseen import IN_A_FUNCTION
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
 
@@ -291,3 +293,43 @@ def test_one_module_called_often_is_not_many(tmp_path: Path, caplog: pytest.LogC
     model, loss = stack(shared, shared, shared)
     watched(model, loss, compiled(model, "whole"), tmp_path)
     assert not words(caplog)
+
+
+class Recomputed(torch.autograd.Function):
+    """Attention that keeps q, k and v alone, and is called once more in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given)
+        return functional.scaled_dot_product_attention(*given)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            given = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            o = functional.scaled_dot_product_attention(*given)
+        return torch.autograd.grad(o, given, do)
+
+
+class RecomputedAttention(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.qkv, self.function = nn.Linear(WIDTH, 3 * WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        o: Tensor = self.function(*(t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)))
+        return o.transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["a function", "a checkpoint"])
+def test_an_attention_whose_backward_calls_another_is_named(
+    seen: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def checkpointed(*given: Tensor) -> Any:
+        return checkpoint(functional.scaled_dot_product_attention, *given, use_reentrant=False)
+
+    model = nn.Sequential(*(RecomputedAttention(checkpointed if seen else Recomputed.apply) for _ in range(2)))
+    recorder = watched(model, lambda run: run(torch.ones(2, LENGTH, WIDTH)).sum(), model, tmp_path)
+    assert all(("dq" in attn_diag.load(path).tensors) == seen for path in recorder.written)
+    assert words(caplog).count(f"0: {IN_A_FUNCTION}") == (not seen)
+    assert caplog.text.count(IN_A_FUNCTION) == (not seen)

@@ -294,6 +294,25 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert same(monitor.history[0], plain[0])
 
 
+@pytest.mark.parametrize("forwards", [1, 4])
+def test_an_evaluation_before_training_counts_for_nothing(forwards: int, tmp_path: Path) -> None:
+    """As a framework's sanity check: its checks are of an evaluation, and the training's steps are counted anew."""
+    plain, model, log = watched(nano_gpt().model, steps=3), nano_gpt().model, tmp_path / "log.jsonl"
+    log.write_text("a line of an earlier run\n")
+    with Monitor(model, every=2, log=log) as monitor:
+        model.eval()
+        with torch.no_grad():
+            for step in range(forwards):
+                model(tokens(step))
+        model.train()
+        train(model, 3)
+    assert len(monitor.history) == len(plain) == 2
+    assert all(map(same, monitor.history, plain))
+    first, *lines = log.read_text().splitlines()
+    assert first == "a line of an earlier run"
+    assert lines == [check.to_json() for check in monitor.history]
+
+
 def test_the_call_lets_go_of_what_autograd_does_not_keep() -> None:
     model, calls = nano_gpt().model, list[AttentionCall]()
     with Monitor(model, every=1) as monitor:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+
+# So many of the parameters are looked at.
+_SAMPLE = 8
+# So many steps of others are waited for one of the model's own that is there and has not stepped yet.
+_PATIENCE = 20
+BY_PARAMETERS = (
+    "the parameters changed and no optimizer's step() was seen (in a compiled function, it tells nobody): steps are "
+    "counted by that, for which calls are looked for on every one"
+)
 
 
 class Clock:
@@ -18,12 +31,16 @@ class Clock:
 
     Attributes:
         owns: whether one that holds the model's parameters is known.
+        by_parameters: whether steps are told by the change of the model's parameters, as no optimizer is heard of.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model, self.owns = model, model is None
         self._leader: weakref.ref[Any] | None = None
         self._others: set[int] = set()
+        self.by_parameters = self._heard = False
+        self._versions: dict[int, int] | None = None
+        self._waited = 0
 
     def is_ours(self, optimizer: Any) -> bool:
         """Not the optimizer of another model (a GAN's critic), once one that holds our parameters is known.
@@ -32,10 +49,37 @@ class Clock:
         """
         if self._model is None:
             return True
-        own = {id(p) for p in self._model.parameters()}
-        holds = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        holds = self._holds(optimizer, own := {id(p) for p in self._model.parameters()})
         self.owns |= holds
-        return holds or not self.owns
+        if holds or self.owns:
+            return holds
+        if not self._waited:
+            # By their types: some objects answer with a warning to whoever asks what they are.
+            optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+            self._waited = 1 if any(self._holds(one, own) for one in optimizers) else _PATIENCE
+        self._waited += 1
+        return self._waited > _PATIENCE
+
+    def _holds(self, optimizer: Any, parameters: set[int]) -> bool:
+        groups = getattr(optimizer, "param_groups", ())  # one that is being made has none yet
+        return any(id(p) in parameters for group in groups for p in group["params"])
+
+    def parameters_changed(self) -> bool:
+        """Whether the parameters are others than when this was asked last, and no optimizer is heard of.
+
+        A compiled ``optimizer.step()`` runs no hook.
+        """
+        if self._heard or self._model is None or "torch._dynamo" not in sys.modules:
+            return False
+        trained = [p for p in self._model.parameters() if p.requires_grad and not p.is_inference()]
+        versions = {id(p): p._version for p in trained[:: max(1, len(trained) // _SAMPLE)]}
+        before, self._versions = self._versions, versions
+        # torch.func puts others in their place.
+        changed = before is not None and before != versions and before.keys() == versions.keys()
+        if changed and _in_step():
+            self._heard, changed = True, False  # LBFGS calls the model within its step
+        self.by_parameters |= changed
+        return changed
 
     def ticks(self, optimizer: Any, *, seen: bool) -> bool:
         """Whether this ``step()`` of one of ours ends a step.
@@ -44,6 +88,7 @@ class Clock:
             optimizer: Whose.
             seen: Whether attention was called since the last one ended: then it does.
         """
+        self._heard, self.by_parameters = True, False
         leader = None if self._leader is None else self._leader()
         # Who steps twice while the leader does not has taken over.
         if not seen and leader is not None and optimizer is not leader and id(optimizer) not in self._others:
@@ -52,3 +97,14 @@ class Clock:
         self._leader = weakref.ref(optimizer)
         self._others.clear()
         return True
+
+
+def _in_step() -> bool:
+    """Whether what runs is called by an optimizer's ``step()``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # A look at a training loop's variables would keep them alive, before Python 3.13.
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False

@@ -174,23 +174,38 @@ class GraphProjections:
         return _found(ran, layer, made, q)
 
     @torch.no_grad()
-    def maker(self, modules: Iterable[nn.Module], q: Tensor) -> nn.Module | None:
-        """Which of several modules made ``q`` [B, H, T, D]: whose projection gives that, or rows as long."""
+    def maker(self, modules: Iterable[nn.Module], q: Tensor, *, among_others: bool) -> nn.Module | None:
+        """Which of several modules made ``q`` [B, H, T, D]: whose projection gives that, or rows as long.
+
+        Args:
+            modules: Those.
+            q: Of the call that has run.
+            among_others: Whether the graph may hold modules that are not among these: a copy of one has its values too.
+        """
         batch, _, rows, _ = q.shape
         near = [ran for ran in (*reversed(self._recent), *reversed(self._older)) if ran.rows == batch * rows]
         if not near or not bool(q[:1, :, :ROWS].any()):
             return None
-        for module in modules:
-            made = [(ran, layer) for ran in near if (layer := self._layer_of(ran, module)) is not None]
-            if any(_multiplies(ran, layer) for ran, layer in made):  # a region may be the code of several modules
-                return module
-            layers = [layer for layer in module.modules() if is_linear(layer)]
-            new = [(ran, ran.y[None, :rows]) for ran in near if ran.y is not None]
-            for y in [y for ran, y in new if any(_multiplies(ran, layer) for layer in layers)]:
-                found = search([(y, "", y)], q)
-                if found is not None and (found.exact or same_norms(found.slice.of(y), q[:1, :, :ROWS])):
-                    return module
+        modules = list(modules)
+        for alike in (_is,) if among_others else (_is, _multiplies):
+            if found := [module for module in modules if self._makes(module, near, q, alike)]:
+                return found[0] if len(found) == 1 else None
         return None
+
+    def _makes(self, module: nn.Module, near: list[_Ran], q: Tensor, alike: Callable[[_Ran, nn.Module], bool]) -> bool:
+        """Whether one of these products made ``q`` with a weight of the module's."""
+        made = [(ran, layer) for ran in near if (layer := self._layer_of(ran, module)) is not None]
+        if any(alike(ran, layer) for ran, layer in made):  # a region may be the code of several modules
+            return True
+        layers = [layer for layer in module.modules() if is_linear(layer)]
+        for ran in near:
+            if ran.y is None or not any(alike(ran, layer) for layer in layers):
+                continue
+            y = ran.y[None, : q.shape[2]]
+            found = search([(y, "", y)], q)
+            if found is not None and (found.exact or same_norms(found.slice.of(y), q[:1, :, :ROWS])):
+                return True
+        return False
 
     def follow(self, pending: Pending, found: FoundProjection, module: str) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -274,8 +289,14 @@ def _found(ran: _Ran, layer: nn.Module, made: _MakesQ, q: Tensor) -> FoundProjec
     return FoundProjection(projection, x, projection.weight(ran.factor.shape[0]), made.keeps_norms)
 
 
+def _is(ran: _Ran, layer: nn.Module) -> bool:
+    """Whether a product's second factor is the weight of a layer."""
+    weight = own_weight(layer)
+    return weight is not None and type(weight) is Tensor and ran.factor == _Factor.of(weight)
+
+
 def _multiplies(ran: _Ran, layer: nn.Module) -> bool:
-    """Whether a product's second factor is the weight of a layer, or a cast of it."""
+    """Whether a product's second factor is the weight of a layer, or has its values, as a cast of it."""
     weight = own_weight(layer)
     if weight is None or type(weight) is not Tensor:
         return False

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,8 @@ class CapturedProjection:
         return getattr(self.layer, "bias", None) is not None
 
 
-@dataclass(eq=False)
+# No text of its tensors in a message.
+@dataclass(eq=False, repr=False)
 class _Seen:
     layer: nn.Module
     name: str
@@ -148,7 +150,8 @@ class Projections:
         seen = next((s for s in near if s.layer is found.layer), None)
         if seen is None:
             return None
-        self._recent.remove(seen)
+        with suppress(ValueError):  # another thread's newer ones have pushed it out
+            self._recent.remove(seen)
         x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
 

@@ -27,6 +27,7 @@ from torch.library import Library, get_kernel
 
 from attn_diag.watching.live.kernels import FusedOperator, operators
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
+from attn_diag.watching.live.untraced import passed_by, traced_again, untraced
 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
 Meets = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -56,7 +57,7 @@ class Kernels:
         found: list[tuple[str, str, Callable[..., Any]]] = []
         for name, key, ours in wanted:
             if (name, key) not in self._there and (kernel := _kernel(name, key)) is not None:
-                found.append((name, key, ours(partial(_boxed, kernel), _arguments(name))))
+                found.append((name, key, ours(kernel.call_boxed, _arguments(name))))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that an operator is overridden
             for name, key, kernel in found:
@@ -106,9 +107,6 @@ class OperatorOverrides:
         with suppress(ImportError):
             import_module("attn_diag.kernels.attention")
         self._known = len(sys.modules), len(operators())
-        if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-            for code in self._codes:
-                dynamo.skip_code(code)
         # Above autograd alone: with a kernel of a device's the operator would be one that nobody may take apart, in a
         # graph that is exported meanwhile, and without that of autograd one that has no gradient.
         devices = {device: None for operator in operators() for device in operator.devices}
@@ -153,6 +151,7 @@ class OperatorOverrides:
         def run(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if torch.compiler.is_compiling() else ours(*args, **kwargs)
 
+        passed_by(run.__code__)
         self._codes.add(run.__code__)
         return functools.wraps(function)(run)
 
@@ -163,8 +162,9 @@ class OperatorOverrides:
             # A subclass (a DTensor, a fake one) takes the operator apart: what is inside is met on plain tensors.
             if type(args[0]) not in (Tensor, torch.nn.Parameter):
                 return kernel(keys, *args, **kwargs)
-            return composite(partial(kernel, keys), args, kwargs)
+            return untraced(composite, traced_again(partial(kernel, keys)), args, kwargs)
 
+        passed_by(run.__code__)
         return run
 
     def _ran(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
@@ -186,7 +186,6 @@ class OperatorOverrides:
         tell: Callable[[tuple[Any, ...], dict[str, Any], Any], None],
     ) -> Callable[..., Any]:
         within, first = self._within, 0 if operator.is_function else 1
-        untraced: list[Callable[..., None]] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if getattr(within, "one", False):
@@ -196,19 +195,12 @@ class OperatorOverrides:
                 result = kernel(*args, **kwargs)
             finally:
                 within.one = False
-            if not untraced:
-                # Where a graph breaks around a function, what runs between its parts is compiled too, ours with it.
-                dynamo = sys.modules.get("torch._dynamo") if operator.is_function else None
-                untraced.append(getattr(dynamo, "disable", _itself)(tell))
-            untraced[0](args[first:], kwargs, result)
+            untraced(tell, args[first:], kwargs, result)
             return result
 
+        passed_by(run.__code__)
         self._codes.add(run.__code__)
         return run
-
-
-def _boxed(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    return kernel.call_boxed(keys, *args, **kwargs)
 
 
 def _kernel(name: str, key: str) -> Any | None:
@@ -244,7 +236,3 @@ def _parted(name: str) -> tuple[str, str]:
     """The operator's name and its overload's."""
     whole, _, overload = name.partition(".")
     return whole, overload
-
-
-def _itself(function: Callable[..., None]) -> Callable[..., None]:
-    return function

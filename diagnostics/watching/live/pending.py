@@ -14,12 +14,15 @@ from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
+from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _MAX_STEPS = 6
 _NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused")
 _PASSING = ("Slice", "Transpose", "Permute", "View", "UnsafeView", "ToCopy", "Clone", "Alias", "Unsqueeze", "Squeeze")
+
+COMPILED_BACKWARD = "gradients are left out: compiled autograd runs the backward, and no fused operator is in it"
 
 
 class Hook:
@@ -29,12 +32,15 @@ class Hook:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """Do what the hook is for, where it was put."""
-        return self._run(*args)
+        """Do what the hook is for, where it was put; nothing of it belongs in a graph that is traced."""
+        return None if torch.compiler.is_compiling() else untraced(self._run, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # nullcontext().__exit__(*anything) is None: whoever unpickles the model needs nothing of ours.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+passed_by(Hook.__call__.__code__)
 
 
 class Pending:
@@ -64,7 +70,7 @@ class Pending:
         if projection.exact:
             self.copy_dq = projection.biased
             return
-        if not y.requires_grad:
+        if not y.requires_grad or backward_is_compiled():
             return
         self._missing.add("dq_pre")
         batch, _, rows, _ = self.call.q.shape
@@ -87,8 +93,20 @@ class Pending:
             self.call.dq_pre = self._slice.of(gradient.detach().reshape(batch, rows, -1))
         self._arrived("dq_pre")
 
-    def follow(self, o: Tensor, graph: Graph) -> None:
-        """Hook the kernel's own autograd node; where there is none, the tensors."""
+    def follow(self, o: Tensor, graph: Graph, within: OperatorCall | None = None) -> None:
+        """Hook the kernel's own autograd node; where there is none, the tensors.
+
+        Args:
+            o: what the call returned.
+            graph: where its gradients arrive.
+            within: the fused operator that did it, if one did.
+        """
+        if backward_is_compiled():
+            if within is not None:
+                self.follow_operator(within)
+            else:
+                self.call.notes.append(COMPILED_BACKWARD)
+            return
         node = _attention_node(o)
         if node is not None:
             self._missing.add("kernel")

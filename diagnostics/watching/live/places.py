@@ -237,13 +237,15 @@ class CallPlaces:
         if run.index < len(within):
             module = within[run.index]
             return self._names.get(id(module)), self._layer(module), run.number
-        name = self._names.get(id(caller.owner))
-        return name, self._numbered((key[0], run.index), run.index), run.number
+        # What is not named has numbers above those of its fellows that are.
+        name, root = self._names.get(id(caller.owner)), id(self._root(caller.owner))
+        first = next((len(self._attentions[of]) for of, _ in self._told_by if of == root), 0)
+        return name, self._numbered((key[0], run.index), first + run.index), run.number
 
     def told_by(self, caller: Caller, find: Callable[[list[nn.Module]], nn.Module | None]) -> Caller:
-        """The caller with its module, where a graph makes fewer calls than it has attention modules.
+        """The caller with its module, where a graph makes fewer or more calls than it has attention modules.
 
-        Their order tells nothing then: some are no operators in it (or it is one part of several).
+        Their order tells nothing then: some are no operators in it (or it is one part of several), or are one module's.
 
         Args:
             caller: As read off the stack.
@@ -256,7 +258,7 @@ class CallPlaces:
         if key not in self._told_by:
             attentions, code = self._attentions_of(root), caller.site[0][0]
             # What another watch has read off the stack it has named too.
-            if code not in self._code or self._calls_in(code) >= len(attentions):
+            if code not in self._code or self._calls_in(code) == len(attentions):
                 return caller
             if (found := find(attentions)) is None:
                 return caller
@@ -300,8 +302,8 @@ class CallPlaces:
         self._runs[key] = run
         run.sites.add(caller.site)
         run.index += 1
-        if not recomputing and run.index > self.most.get(root, 0):
-            self.most[root] = run.index
+        # Also of what is made again: a reentrant checkpoint's first run has no gradients, and does not count.
+        self.most[root] = max(run.index, self.most.get(root, 0))
 
     def _run(self, key: tuple[Any, bool], caller: Caller) -> _Run:
         """The run that the call belongs to: of the graph as it is compiled now."""
@@ -314,12 +316,10 @@ class CallPlaces:
         return _Run(run.number + 1) if again else run
 
     def _calls_in(self, code: int) -> int:
-        """How many attention calls the code of a graph makes."""
-        if code not in self._code:
-            return 0  # another watch has read it
-        if code not in self._calls:
+        """How many attention calls the code of a graph makes; 0 where another watch has read it."""
+        if code not in self._calls and code in self._code:
             self._calls[code] = attention_calls(self._code[code])
-        return self._calls[code]
+        return self._calls.get(code, 0)
 
     def _over(self, owner: Any, run: _Run, *, recomputing: bool) -> None:
         root = id(self._model) if owner is None else owner

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from attn_diag.watching.live.operator_calls import Arguments
 from attn_diag.watching.live.operators import Kernels, Makes
 from attn_diag.watching.live.places import graph_site, in_cuda_graphs_memory
 from attn_diag.watching.live.stream_capture import in_cuda_graph
+from attn_diag.watching.live.untraced import passed_by, untraced
 
 # By name: which of its arguments is the first factor.
 _PRODUCTS = {"aten::mm": 0, "aten::mm.out": 0, "aten::addmm": 1, "aten::addmm.out": 1, "aten::addmm_": 1}
@@ -36,7 +37,6 @@ class Product(NamedTuple):
 Told = Callable[[Product], None]
 _KEYS = ("CPU", "CUDA")
 _listeners: list[Told] = []
-_codes: set[CodeType] = set()
 _lock = threading.Lock()
 
 
@@ -62,10 +62,6 @@ def listen(told: Told, *, wanted: bool) -> None:
             _kernels.remove()
         elif not _kernels.there:
             _kernels.put((name, key, _makes(first)) for name, first in _PRODUCTS.items() for key in _KEYS)
-            # Where a graph breaks, what runs between its parts is compiled too, ours with it.
-            if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-                for code in _codes:
-                    dynamo.skip_code(code)
 
 
 def are_met() -> bool:
@@ -77,16 +73,20 @@ def _makes(first: int) -> Makes:
     def makes(kernel: Any, arguments: Arguments) -> Callable[..., Any]:  # noqa: ARG001 - as of all kernels
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             y = kernel(keys, *args, **kwargs)
-            if not (y.is_cuda and (in_cuda_graph() or in_cuda_graphs_memory())):
-                product = Product(args[first], args[first + 1], y, graph_site(sys._getframe().f_back))
-                for told in tuple(_listeners):
-                    told(product)
+            untraced(_tell, args[first], args[first + 1], y, sys._getframe().f_back)
             return y
 
-        _codes.add(run.__code__)
+        passed_by(run.__code__)
         return run
 
     return makes
+
+
+def _tell(x: Tensor, w: Tensor, y: Tensor, frame: FrameType | None) -> None:
+    if not (y.is_cuda and (in_cuda_graph() or in_cuda_graphs_memory())):
+        product = Product(x, w, y, graph_site(frame))
+        for told in tuple(_listeners):
+            told(product)
 
 
 _kernels = Kernels()

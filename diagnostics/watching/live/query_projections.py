@@ -78,9 +78,12 @@ class QueryProjections:
         self._in_graphs.step_ended()
         self._in_graphs.forget()
 
-    def maker(self, modules: list[nn.Module], q: Tensor) -> nn.Module | None:
-        """Which of several attention modules made ``q`` [B, H, T, D] in a graph, where its products tell."""
-        return self._in_graphs.maker(modules, q)
+    def maker(self, modules: list[nn.Module], q: Tensor, *, among_others: bool) -> nn.Module | None:
+        """Which of several attention modules made ``q`` [B, H, T, D] in a graph, where its products tell.
+
+        ``among_others``: the graph may hold other modules.
+        """
+        return self._in_graphs.maker(modules, q, among_others=among_others)
 
     def take(
         self,

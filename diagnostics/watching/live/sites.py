@@ -17,8 +17,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attn_diag.watching.live.tap import Tap
 
-# Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive; and,
-# where the site knows better than the watch, "projection" (x, w_q, whether a bias is added).
+# Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive;
+# "within", the fused operator that did it; and, where the site knows better than the watch, "projection" (x, w_q,
+# whether a bias is added).
 Fields = dict[str, Any]
 # do, dq, dk, dv -> the tensor in autograd's graph that gets this gradient, and what makes [B, H, T, D] of it.
 LayOut = Callable[[Tensor], Tensor]
@@ -128,6 +129,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     }
     found: Fields = tensors | {
         "graph": gradients(result, q, k, v, lambda t: t[spread]),
+        "within": tap.operator if fused else None,
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": causal,
         "scale": a["scale"],

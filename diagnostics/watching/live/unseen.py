@@ -61,6 +61,10 @@ MULTI_HEAD_IN_GRAPH = (
     "in a compiled graph nn.MultiheadAttention is seen where a fused kernel does it, not where it returns its weights "
     "(nor on a CPU with dropout): call it with need_weights=False"
 )
+IN_A_FUNCTION = (
+    "gradients are left out of attention that an autograd function calls in its forward, as its backward does not go "
+    "through that call; torch.utils.checkpoint.checkpoint(..., use_reentrant=False) around attention is seen with them"
+)
 # Who calls SDPA, or chooses between it and others by a table.
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
 _ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.clock import Clock
+from attn_diag.watching.live.clock import BY_PARAMETERS, Clock
 from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
+from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.pipeline import Stage, stage_running
+from attn_diag.watching.live.pipeline import stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 from attn_diag.watching.live.stream_capture import in_cuda_graph
-from attn_diag.watching.live.unseen import Unseen
+from attn_diag.watching.live.unseen import IN_A_FUNCTION, Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -56,19 +57,6 @@ def _run_harmlessly(watch: Watch, what: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-class Met(NamedTuple):
-    """A call that is about to run, or has run, and counts."""
-
-    place: CallPlace
-    caller: Caller
-    recomputing: bool
-    """Whether a backward pass runs it once more."""
-    wanted: bool
-    """Whether the listener is to be told."""
-    stage: Stage | None = None
-    """Of a pipeline, where there is one."""
-
-
 class Watch:
     """Tells a listener of the attention calls of a model between ``start`` and ``stop``.
 
@@ -95,6 +83,7 @@ class Watch:
         self._with_gradients: set[tuple[int, int]] = set()
         self._trains = False
         self._calls_this_step = self._forwards_this_step = 0
+        self._steps_behind = -1
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -181,11 +170,11 @@ class Watch:
             self._unseen.nothing()
         return blind
 
-    def warn_once(self, message: str) -> None:
-        """Warn the user, of the same thing only once."""
+    def warn_once(self, message: str, about: str = "") -> None:
+        """Warn the user, of the same thing only once; ``about``: the first that it is true of."""
         if message not in self._warned:
             self._warned.add(message)
-            _log.warning(message)
+            _log.warning(about + message)
 
     # What the interception calls.
 
@@ -230,7 +219,8 @@ class Watch:
             caller = made_by.caller
             if operator is not None and caller.site is not None:
                 q = operator.inputs[0]
-                caller = self._places.told_by(caller, lambda modules: self._projections.maker(modules, q))
+                find = partial(self._projections.maker, q=q, among_others=caller.owner is None)
+                caller = self._places.told_by(caller, find)
         else:
             caller = self._places.seen_from_here(made_by.caller)
         recomputing = made_by.recomputing
@@ -242,6 +232,9 @@ class Watch:
         self._notice_training(caller.owner or self.model, gradients=gradients)
         if self._other(caller) or (self._trains and not gradients):
             return None
+        if gradients and not recomputing and self._clock.parameters_changed() and self._calls_this_step:
+            self.warn_once(BY_PARAMETERS)
+            self.end_step()
         name, layer, call = self._places.of(caller, recomputing=recomputing)
         if caller.site is not None and call and not self._trains:
             self.end_step()  # as no hook of ours stands in a compiled model
@@ -269,6 +262,7 @@ class Watch:
         place, fields = numbered, dict(fields)
         operator: OperatorCall | None = fields.pop("operator", None)
         graph: Graph = fields.pop("graph", {})
+        within: OperatorCall | None = fields.pop("within", None)
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {
             name: v.detach() if isinstance(v, Tensor) and v.requires_grad else v for name, v in fields.items()
@@ -290,6 +284,8 @@ class Watch:
             # A ring may run below autograd.
             inside |= call.own is not None and place.gradients
             call.awaits_backward = inside or operator.differentiable
+        elif place.gradients and met.caller.differentiated and not call.awaits_backward:
+            self.warn_once(IN_A_FUNCTION, f"{place.module}: " if place.module else "")
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
         self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
@@ -297,7 +293,7 @@ class Watch:
             with self._lock:
                 self._pending[id(pending)] = pending
             if operator is None:
-                pending.follow(o, graph)
+                pending.follow(o, graph, within)
             else:
                 pending.follow_operator(operator, reused=self._places.crowded(met.caller))
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
@@ -343,7 +339,8 @@ class Watch:
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
         self._projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
-        intercept.look(self, wanted=wanted or at_least or not self._trains)
+        # Nor is there a look that tells of steps where no optimizer does.
+        intercept.look(self, wanted=wanted or at_least or not self._trains or self._clock.by_parameters)
 
     def _drop_pending(self) -> None:
         with self._lock:
@@ -382,8 +379,13 @@ class Watch:
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         if in_cuda_graph():  # it steps when that is replayed
             intercept.recordings.at_replays(self, self.guarded(lambda: self._stepped(optimizer)))
-        else:
+        elif (backward := torch._C._current_graph_task_id()) == -1:
             self._stepped(optimizer)
+        elif self._clock.is_ours(optimizer) and backward != self._steps_behind:
+            # One that steps as soon as its gradients are there: other calls still wait for theirs.
+            self._steps_behind = backward
+            stepped = self.guarded(lambda: self._stepped(optimizer))
+            torch.autograd.Variable._execution_engine.queue_callback(stepped)
 
     def _stepped(self, optimizer: Any) -> None:
         intercept.tell_of_warm_ups()

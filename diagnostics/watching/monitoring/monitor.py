@@ -6,7 +6,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,7 +22,7 @@ from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, flat_metrics, table, with_growth
+from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table, with_growth
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
 
@@ -34,6 +33,8 @@ _log = logging.getLogger("attn_diag")
 # Weight of the newest check in the average of the predicted errors' directions: about the last ten count.
 _NEWEST = 0.1
 _HISTORY = 1000
+# Of so many calls of a layer samples are kept, at most, until one has its backward.
+_MOST_WAITING = 4
 # A layer's number and its module's name.
 Key = tuple[int, str | None]
 
@@ -119,13 +120,14 @@ class Monitor:
                 self._alarm_state.update(check)
         self._raised_at_newest, self._ended_at = 0, first_step
         self._taken: set[Key] = set()
-        self._open: dict[Key, Sample] = {}
+        self._open: dict[Key, dict[int, Sample]] = {}
+        self._in_vain: set[Key] = set()
         self._done: dict[Key, HeadSums] = {}
         self._past: dict[Key, Tensor] = {}
         self._sent: deque[_Sent] = deque()
         self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
-        self._log_path = _prepared(log)
+        self._log_file = LogFile(None if rank() else log)
         self._watch: Watch | None = Watch(model, self, first_step)
         self._watch.start()
 
@@ -198,10 +200,16 @@ class Monitor:
         return step % self.every == 0
 
     def wants(self, place: CallPlace) -> bool:
-        """Want the first call of each layer; one without gradients only in a loop that has none."""
+        """Want the first call of each layer; one without gradients only in a loop that has none.
+
+        Where the first waited for a backward in vain once (a GAN makes an image whose gradients it drops), want all
+        until one has it.
+        """
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
-        return (place.layer, place.module) not in self._taken and (place.gradients or not self._trains)
+        key = place.layer, place.module
+        wanted = key not in self._taken or (key in self._in_vain and key not in self._done)
+        return wanted and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
         """Copy the sample; where no backward is to come, compute at once."""
@@ -213,18 +221,24 @@ class Monitor:
         sample = Sample.of(call, self._sequences, self._rows)
         call.let_go()
         if call.place.gradients:
-            self._trains = True
+            if not self._trains:
+                self._trains = True
+                self._take_back(call.place.step)
             self._taken.add(key)
         if call.awaits_backward:
-            self._open[key] = sample
+            waiting = self._open.setdefault(key, {})
+            waiting[call.place.call] = sample
+            if len(waiting) > _MOST_WAITING:
+                del waiting[next(iter(waiting))]
         else:
             self._done[key] = head_sums(sample)
 
     def backward(self, call: AttentionCall) -> None:
         """Compute on the device, now that the gradient is there."""
         key = call.place.layer, call.place.module
-        sample = self._open.pop(key, None)
+        sample = self._open.get(key, {}).get(call.place.call)
         if sample is not None:
+            del self._open[key]
             self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key), alone=self._reduction is None)
 
     def step_ended(self, step: int) -> None:
@@ -240,13 +254,21 @@ class Monitor:
     def forked(self) -> None:
         """Be closed: what is on its way from the device, and the log, are the parent's."""
         self._of_parent = self._watch, self._sent
-        self._watch, self._sent, self._log_path = None, deque(), None
+        self._watch, self._sent, self._log_file = None, deque(), LogFile(None)
 
     # Ourselves.
+
+    def _take_back(self, step: int) -> None:
+        """Forget the checks, from a step on, of an evaluation before training: that counts its steps anew."""
+        self._sent = deque(sent for sent in self._sent if sent.step < step)
+        while self.history and self.history[-1].step >= step:
+            self.history.pop()
+        self._log_file.take_back(step)
 
     def _finish(self, step: int) -> None:
         done, self._done = self._done, {}
         self._taken.clear()
+        self._in_vain.update(self._open)
         self._open.clear()
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
@@ -288,21 +310,12 @@ class Monitor:
         while self._sent and (wait or self._sent[0].ready()):
             check = self._sent.popleft().check(self.history[-1] if self.history else None)
             self.history.append(check)
-            self._write(check)
+            if (lost := self._log_file.write(check)) is not None:
+                self._warn(f"the monitor's log is not written any more: {lost}")
             found = self._alarm_state.update(check)
             self._raised_at_newest = len(found)
             for alarm in found:
                 self._raise(alarm)
-
-    def _write(self, check: MonitorCheck) -> None:
-        if self._log_path is None:
-            return
-        try:
-            with self._log_path.open("a") as file:
-                file.write(check.to_json() + "\n")
-        except OSError as error:
-            self._warn(f"the monitor's log is not written any more: {error}")
-            self._log_path = None
 
     def _raise(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
@@ -362,15 +375,3 @@ def _alone(group: ProcessGroup | None) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_world_size(group) < 2
-
-
-def _prepared(log: str | os.PathLike[str] | None) -> Path | None:
-    if log is None or rank():
-        return None
-    path = Path(log)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise InputError(f"cannot write the monitor's log {path}: {error.strerror}; choose another file") from None
-    return path

@@ -8,12 +8,14 @@ import math
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from attn_diag.errors import InputError
 from attn_diag.printing import inert
 
 Values = npt.NDArray[np.float64]
@@ -79,6 +81,50 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[MonitorCheck]:
         for line in file:
             if line.endswith("\n"):
                 yield MonitorCheck.from_json(line)
+
+
+class LogFile:
+    """The monitor's log, as it is written.
+
+    Args:
+        log: Where; None: nowhere.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+
+    def __init__(self, log: str | os.PathLike[str] | None) -> None:
+        self._path = None if log is None else Path(log)
+        # Where the lines start that were written here, by step.
+        self._starts: dict[int, int] = {}
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.touch()
+            except OSError as error:
+                raise InputError(
+                    f"cannot write the monitor's log {log!s}: {error.strerror}; choose another file"
+                ) from None
+
+    def write(self, check: MonitorCheck) -> OSError | None:
+        """Append a check; returns why it is not written, nor any more."""
+        if self._path is not None:
+            try:
+                with self._path.open("a") as file:
+                    self._starts.setdefault(check.step, file.tell())
+                    file.write(check.to_json() + "\n")
+            except OSError as error:
+                self._path = None
+                return error
+        return None
+
+    def take_back(self, step: int) -> None:
+        """Take what was written back, from a step on."""
+        starts = [start for written, start in self._starts.items() if written >= step]
+        if starts and self._path is not None:
+            with suppress(OSError):
+                os.truncate(self._path, min(starts))
+        self._starts.clear()
 
 
 def _plain(value: float) -> float | str | None:
