@@ -45,11 +45,11 @@ def test_junit_has_a_testcase_for_every_case_and_kind(failed: CheckReport) -> No
     root = ET.fromstring(junit_document(failed))
     (suite,) = root.findall("testsuite")
     for element in (root, suite):
-        assert (element.get("tests"), element.get("failures"), element.get("errors")) == ("16", "2", "0")
+        assert (element.get("tests"), element.get("failures"), element.get("errors")) == ("18", "2", "0")
         assert float(element.get("time", "")) == 2.0
-    assert [child.tag for child in suite] == ["properties", *["testcase"] * 16, "system-out"]
+    assert [child.tag for child in suite] == ["properties", *["testcase"] * 18, "system-out"]
     cases = suite.findall("testcase")
-    assert len({c.get("name") for c in cases}) == 16
+    assert len({c.get("name") for c in cases}) == 18
     assert all(c.get("classname") and float(c.get("time", "")) >= 0 for c in cases)
     broken = [c for c in cases if c.find("failure") is not None]
     assert [f.get("type") for c in broken for f in c.findall("failure")] == ["bias", "growth"]
