@@ -150,7 +150,8 @@ attnDiag.map = (() => {
 
     // What the colours of verdicts mean; only those that the page has.
     const key = () => {
-      const seen = new Set(entries.flatMap(kinds));
+      // What stayed open beside a finding is drawn nowhere.
+      const seen = new Set(entries.map(kinds).flatMap((found) => found.filter((kind) => found.length === 1 || !calm.includes(kind))));
       return el("span", { class: "legend" }, Object.entries(labels).filter(([label]) => seen.has(label)).map(([label, [letter, words]]) =>
         el("span", {}, el("span", { class: `swatch ${label}`, "aria-hidden": "true" }, letter), " ", el("span", {}, words))),
         entries.some((e) => owners(e).length) ? el("span", {}, "r2: rank 2") : null);
