@@ -59,11 +59,11 @@ def run_apart(name: str, inputs: Path, folder: Path, device: str, limit_s: float
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _stop(process)
+            stop(process)
     return _left(folder, code, limit_s)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """End the process and its children: a kernel's compiler may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -85,10 +85,11 @@ def _left(folder: Path, code: int | None, limit_s: float) -> Ran:
         return Ran("timed-out", stage, f"it was stopped after {limit_s:g} s", outputs)
     said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
     last = f": {said[-1].strip()}" if said else ""
-    return Ran("crashed", stage, f"its process {_ending(code)}{last}", outputs)
+    return Ran("crashed", stage, f"its process {ending(code)}{last}", outputs)
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process ended, in words that follow "its process"."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

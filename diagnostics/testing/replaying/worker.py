@@ -32,7 +32,8 @@ from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradi
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
-    r"no (available kernel|viable backend)|support|must be|should be|requires?\b|expected|not implemented|not compiled",
+    r"no (available kernel|viable backend)|support|must (be|match)|should be|requires?\b|expected|not implemented|not compiled"
+    r"|out of (memory|resource)|too (large|many resources)|invalid configuration",
     re.IGNORECASE,
 )
 _REFUSALS = (InputError, NotImplementedError, ImportError, AssertionError, ValueError, TypeError)
@@ -59,7 +60,7 @@ def main(folder: Path, name: str, device: str) -> None:
             outcome["deterministic"] = outcome.get("deterministic", True) and same
             outcome |= _times(target, case, stage)
     except Exception as error:
-        outcome |= {"outcome": "refused" if _refuses(error) else "raised", "stage": stage, "message": str(error)}
+        outcome |= {"outcome": "refused" if refuses(error) else "raised", "stage": stage, "message": str(error)}
     write_atomically(folder / "outcome.json", lambda path: Path(path).write_text(json.dumps(outcome)))
 
 
@@ -70,7 +71,7 @@ def _outputs(target: Target, case: CaseInputs, *, gradients: bool) -> dict[str, 
     return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}
 
 
-def _refuses(error: Exception) -> bool:
+def refuses(error: Exception) -> bool:
     """Whether an exception says that a kernel does not take these inputs, rather than that it failed."""
     cause = error.__cause__ if isinstance(error, MisfitError) else error
     if isinstance(error, NoGradientError) or isinstance(cause, _REFUSALS):
