@@ -52,6 +52,10 @@ class CaseVerdict:
     passed: bool = False
     """Outputs were judged, and none is wrong."""
 
+    def without_outputs(self) -> CaseVerdict:
+        """What is kept of it."""
+        return replace(self, ran=None)
+
 
 @dataclass(frozen=True)
 class Judge:
