@@ -35,12 +35,14 @@ from .results.dtypes import DtypeDrift as DtypeDrift
 from .results.explanation import Explanation as Explanation
 from .results.hardware import HardwareProfile as HardwareProfile
 from .results.identification import Identification as Identification
+from .results.invariance import Invariance as Invariance
 from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
 from .results.replay import Replay as Replay
 from .results.several import Several as Several
 from .results.what_if import WhatIf as WhatIf
+from .testing.invariance.invariance import invariance as invariance
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check
 from .testing.replaying.replay import replay as replay

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.reports.finding_words import NAMES, about, where
-from attn_diag.reports.opening import command, opening
+from attn_diag.reports.opening import command, of_observations, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
 from attn_diag.results.grouping import step_of
@@ -90,7 +90,7 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
     worst = finding.worst
     return Card(
         labels=tuple((label, NAMES[label]) for label in labels),
-        title=_capital(where(finding)),
+        title=_capital(where(finding)) + (of_observations(diagnosis, finding) if finding.captured else ""),
         meaning=_MEANING.get(finding.label, ""),
         facts=tuple(facts),
         bars=_bars(finding.by_step),

@@ -31,9 +31,16 @@ class Line:
     """What it is about: What, Since, Matters, Sure, Next."""
     said: str
     command: bool = False
-    """Whether it can be typed as it stands."""
+    """Whether ``said`` can be typed as it stands."""
+    purpose: str = ""
+    """What it shows, of a command."""
     label: Kind | None = None
     """The finding's label, for its colour; None: no finding."""
+
+    @property
+    def whole(self) -> str:
+        """What is said, a command after what it shows."""
+        return f"{self.purpose}: {self.said}" if self.purpose else self.said
 
 
 def style_of(label: Kind | Label) -> str:
@@ -47,14 +54,15 @@ def about(finding: SharedFinding) -> Iterator[Line]:
     yield Line("What", f"{what(finding)}{_site(finding)}", label=finding.label)
     if since := when(finding):
         yield Line("Since", since)
-    yield Line("Sure", f"{sure(finding)}{_count(finding)}")
+    yield Line("Sure", sure(finding))
     if effect := matters(finding):
         yield Line("Matters", effect)
 
 
-def brief(finding: SharedFinding) -> Line:
-    """The same in a paragraph, for one of several findings."""
-    said = f"{what(finding)} Sure: {sure(finding)}"
+def brief(finding: SharedFinding, observations: str = "") -> Line:
+    """The same in a paragraph, for one of several findings; ``observations``: " in paper", where that tells it."""
+    said = f"In{observations.removeprefix(' in')}: {what(finding)}" if observations else what(finding)
+    said += f" Sure: {sure(finding)}"
     said += f" {grown}" if finding.earlier and (grown := when(finding)) else ""
     said += f" Matters: {effect}" if (effect := matters(finding)) else ""
     title = {"nonfinite": "NaN", "unjudged": "Metadata", "ill_conditioned": "Fragile"}
@@ -70,7 +78,7 @@ def where(finding: SharedFinding) -> str:
     if left := finding.places[_MOST_PLACES:]:
         layers = sorted({layer for place in left for layer in place.layers})
         said.append(f"layers {ranges(layers)}" if len(layers) > 1 else "others")
-    ranks = f", rank {', '.join(finding.ranks)} alone" if finding.ranks else ""
+    ranks = f", rank {', '.join(finding.ranks)} alone (not what other ranks computed)" if finding.ranks else ""
     return "; ".join(said) + (spans.pop() if len(spans) == 1 else "") + ranks
 
 
@@ -91,7 +99,7 @@ def _span(place: FindingPlace) -> str:
     if steps == looked:
         return f", at all {len(steps)} steps ({steps[0]} to {steps[-1]})"
     if len(steps) == 1:
-        return f", at step {steps[0]}{', the last' if steps == looked[-1:] else ' alone'}"
+        return f", at step {steps[0]}{', the last looked at' if steps == looked[-1:] else ' alone'}"
     if len([step for step in looked if steps[0] <= step <= steps[-1]]) > len(steps):
         return f", at {len(steps)} of {len(looked)} steps from {steps[0]} on"
     return f", from step {steps[0]} on" if steps[-1] == looked[-1] else f", steps {steps[0]} to {steps[-1]}"
@@ -141,19 +149,27 @@ def _bias(finding: SharedFinding) -> str:
 
 
 def when(finding: SharedFinding) -> str:
-    """Its onset, what was before, and whether it grows; empty where a single step, or none, is known."""
+    """Its onset, what was before, and whether it grows; empty where that cannot be."""
     steps, there = finding.by_step, [s for s in finding.by_step if s.heads]
+    looked_at = sorted({step for place in finding.places for step in place.steps_looked})
+    if len(looked_at) == 1:
+        return f"not known: step {looked_at[0]} alone was looked at."
+    if not looked_at and finding.worst.source.endswith(".safetensors"):
+        return "not known: the captures state no step."
     if len(steps) < 2 or not there:
         return ""
     before = [s.step for s in steps if s.step < there[0].step]
     looked = f"{len(steps)} steps looked at, {steps[0].step} to {steps[-1].step}"
     onset = f"not found at step {before[-1]}; {looked}" if before else f"the first looked at; {looked}"
-    said = [f"step {there[0].step} ({onset})."]
+    first = next((s.step for s in there if s.label == finding.label), there[0].step)
+    graver = f", {NAMES[finding.label]} since {first}" if finding.earlier and first > there[0].step else ""
+    lesser = f"{NAMES[there[0].label]} since " if graver and there[0].label is not None else ""
+    said = [f"{lesser}step {there[0].step}{graver} ({onset})."]
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
-        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else ""
-        said.append(f"{trend}: {errors}." if trend else "It does not grow.")
+        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "It does not grow"
+        said.append(f"{trend}: {errors}.")
     return " ".join(said)
 
 
@@ -166,9 +182,9 @@ def grows(finding: SharedFinding) -> bool:
 def matters(finding: SharedFinding) -> str:
     """What it does to the gradients that train; empty where nothing could be judged."""
     if finding.label == "unjudged":
-        return ""
+        return "much if the kernel is not what was meant; not at all if the metadata alone are wrong."
     if finding.label == "nonfinite":
-        return "NaN spreads to every weight within one step: the run stops learning."
+        return "NaN spreads to every weight within a step that is not skipped: the run stops learning."
     if finding.gradients is None and finding.dw_q_error is None:
         return "not known; without dO (and dQ) the gradients cannot be judged."
     size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0)
@@ -178,28 +194,26 @@ def matters(finding: SharedFinding) -> str:
     said += "" if other is None else f" (a well-rounded kernel's: {percent(other)})"
     said += "" if finding.dw_q_error is None else f", dW_Q up to {percent(finding.dw_q_error)}"
     if (finding.dw_q_error or 0.0) >= _LARGE:
-        said += ". Training runs that blew up had 11 to 42 % of dW_Q off shortly before"
-    return f"{'much: ' if size >= _LARGE else 'little so far: ' if size < _LITTLE else ''}{said}."
+        said += ". In runs that blew up (benchmarks/failing_run) dW_Q was 11 to 42 % off shortly before"
+    if finding.label == "wrong" and "o" in finding.quantities:
+        return f"much: O is wrong, so that the model computes another function than was meant ({said})."
+    return f"{'much: ' if size >= _LARGE else 'little: ' if size < _LITTLE else ''}{said}."
 
 
 def sure(finding: SharedFinding) -> str:
     """How certain it is, in plain words."""
     if finding.label == "nonfinite":
-        return "certain: the exact result is finite there."
+        return "certain: the exact result is finite there, so that the kernel is at fault."
     if finding.label == "wrong":
-        return "certain: no rounding can do that."
+        return "certain: no rounding can do that; the kernel is at fault, or the capture is damaged."
     if finding.label == "unjudged":
         return "certain that either the metadata or the kernel is wrong; nothing else is judged until they fit."
     if finding.label == "biased" and finding.p_adjusted is not None:
         return f"an unbiased kernel shows that {chance(finding.p_adjusted)}."
     if finding.label == "lossy" and finding.factor_ci95 is not None:
         low, high = finding.factor_ci95
-        return f"the factor is {times(low)} to {times(high)} (95 % interval); good kernels stay below 1.1."
+        beside = "FlashAttention-2's roundings on the same inputs"
+        return f"{times(low)} to {times(high)} times {beside} (95 % interval); up to 1.1 passes, above 1.25 is lossy."
     if finding.label == "ill_conditioned":
         return "a well-rounded kernel, run on the same inputs, is as far off: the kernel is not at fault."
     return "seen, not tested."
-
-
-def _count(finding: SharedFinding) -> str:
-    steps = " (each step counts)" if len(finding.by_step) > 1 else ""
-    return "" if finding.of == finding.heads else f" In {finding.heads} of {finding.of} heads looked at{steps}."

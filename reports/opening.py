@@ -53,7 +53,7 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
     if len(found) == 1:
         yield from about(found[0])
     else:
-        yield from map(brief, found[:_MOST_FINDINGS])
+        yield from (brief(f, of_observations(diagnosis, f)) for f in found[:_MOST_FINDINGS])
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)
 
@@ -70,7 +70,7 @@ def next_command(diagnosis: Diagnosis) -> Line:
     """The one thing to do next, with its options filled in."""
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     if found:
-        return Line("Next", command(diagnosis, found[0]), command=True)
+        return Line("Next", command(diagnosis, found[0]), command=True, purpose=_purpose(found[0]))
     if not entries:
         return Line("Next", "capture what the kernel returns (o, best with do and dq) too, and inspect that.")
     if all("clean" not in label_names(e[2]) for e in entries):
@@ -93,8 +93,17 @@ def _judged(diagnosis: Diagnosis) -> list[Entry]:
 def _shouted(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     """The finding's name, and in which of several observations it is."""
     name = "NaN OR INF" if finding.label == "nonfinite" else NAMES[finding.label].upper()
+    return f"{name}{of_observations(diagnosis, finding)}"
+
+
+def of_observations(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """ " in paper": where it is, with a blank before it; empty where that is in all observations."""
     observations = {o.name for c in diagnosis.captures for o in c.observations if o.outputs}
-    return f"{name} in {together(finding.observations)}" if len(observations) > len(finding.observations) else name
+    return (
+        f" in {together([repr(n) for n in finding.observations])}"
+        if len(observations) > len(finding.observations)
+        else ""
+    )
 
 
 def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
@@ -131,11 +140,19 @@ def _count(entries: Sequence[Entry]) -> str:
 
 def _others(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[str]:
     """What the heads are that the findings are not about."""
-    if len(entries) > 1:
-        clean = sum("clean" in label_names(e[2]) for e in entries)
-        open_ = sum(f.heads for f in _captured(diagnosis.undecided))
-        undecided = f"; {open_} {'is' if open_ == 1 else 'are'} undecided" if open_ else ""
-        yield f"{clean or 'None'} of {_count(entries)} {'passes' if clean < 2 else 'pass'}{undecided}."
+    clean = sum("clean" in label_names(e[2]) for e in entries)
+    open_ = _captured(diagnosis.undecided)
+    undecided = sum(f.heads for f in open_)
+    steps = len({e[0].metadata.get("step") for e in entries}) > 1
+    if not clean + undecided:
+        return
+    others = plural(clean + undecided, "other head") + " (each step counts)" * (steps and clean + undecided > 1)
+    if not undecided:
+        yield f"{others} {'passes' if clean == 1 else 'pass'}."
+        return
+    places = "; ".join(where(f) for f in open_[:_MOST_NAMED]) + "; …" * (len(open_) > _MOST_NAMED)
+    passed = "" if not clean else f"{clean} {'passes' if clean == 1 else 'pass'}, "
+    yield f"Of {others} {passed}{undecided} {'is' if undecided == 1 else 'are'} undecided ({places})."
 
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
@@ -234,6 +251,17 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     if finding.label in ("wrong", "nonfinite"):
         return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
     return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
+
+
+def _purpose(finding: SharedFinding) -> str:
+    """What the next command shows."""
+    if _MERGED.fullmatch(finding.worst.source) is not None:
+        return "each rank by itself"
+    if finding.label == "unjudged":
+        return "judged under what fits"
+    if finding.label in ("wrong", "nonfinite"):
+        return "where and how, in pictures"
+    return "what would remove it" if finding.label == "ill_conditioned" else "which rounding makes it"
 
 
 def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None:

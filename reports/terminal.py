@@ -75,7 +75,7 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield layout.paragraph(story.headline(diagnosis), style=style(diagnosis))
     for line in opening(diagnosis):
         colour = "bold" if line.command else style_of(line.label) if line.label is not None else ""
-        yield layout.Hanging(f"{line.about:<{_ABOUT}} ", Text(line.said, colour))
+        yield layout.Hanging(f"{line.about:<{_ABOUT}} ", Text(line.whole, colour))
     for warning in words.warnings(diagnosis):
         yield layout.paragraph(f"warning: {warning}", style="yellow")
     if entries:
@@ -290,7 +290,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     entries = story.judged_entries(diagnosis)
     yield layout.line("verdict", story.headline(diagnosis))
     for line in opening(diagnosis):
-        yield layout.line("opening", f"{line.about}: {line.said}")
+        yield layout.line("opening", f"{line.about}: {line.whole}")
     yield layout.line("summary", diagnosis.summary.sentence)
     yield from (layout.line("warning", w) for w in words.warnings(diagnosis))
     yield from (layout.line("next", step) for step in story.next_steps(diagnosis))

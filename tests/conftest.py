@@ -31,7 +31,11 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 # Test modules are imported by path; what several of them share, and the studies that they run small, by name.
 sys.path += [str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmarks/failing_run")]
 
-from command_line import Done, Programs, Run  # noqa: E402 - found by the line above
+from browsers import browser, open_page, show  # noqa: E402 - found by the line above
+from command_line import Done, Programs, Run  # noqa: E402 - likewise
+
+# One browser a process: another beside it cannot start.
+__all__ = ["browser", "open_page", "show"]
 
 
 def pytest_report_header() -> str:

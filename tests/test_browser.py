@@ -6,16 +6,16 @@ Needs playwright and a Chromium in PATH; skipped without, unless ATTN_DIAG_BROWS
 from __future__ import annotations
 
 import csv
-import os
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import browsers
 import pytest
+from browsers import Open
 from builders import SHARED, inspected, some, stored
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
@@ -29,66 +29,6 @@ from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-REQUIRED = os.environ.get("ATTN_DIAG_BROWSER") == "required"
-Open = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """One browser for all tests."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        program = None
-    if program is None:
-        why = "needs playwright and Chromium in PATH"
-        if REQUIRED:
-            pytest.fail(f"{why}, and ATTN_DIAG_BROWSER=required")
-        pytest.skip(why)
-    with sync_playwright() as playwright:
-        # The sandbox needs privileges that containers lack; the only pages opened are our own.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a file; at the end the test fails for any error in the console or the page, and any other request."""
-    contexts, faults = [], []
-
-    def opened(file: Path, *, width: int = 1280, fragment: str = "", **options: Any) -> Page:
-        options.setdefault("reduced_motion", "reduce")
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(30_000)
-        page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: faults.append(f"page: {error}"))
-        page.on("request", lambda r: faults.append(f"request: {r.url[:80]}") if not own(r.url, file) else None)
-        page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
-        page.goto(f"{file.as_uri()}{fragment}")
-        page.wait_for_selector("html[data-ready=yes]", state="attached")
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert not faults
-
-
-@pytest.fixture
-def show(tmp_path: Path, open_page: Open) -> Open:
-    """Opens a page of this text."""
-
-    def shown(text: str, **options: Any) -> Page:
-        file = tmp_path / "page.html"
-        file.write_text(text, encoding="utf-8", newline="")
-        return open_page(file, **options)
-
-    return shown
-
 
 @pytest.fixture
 def draw(show: Open) -> Open:
@@ -100,11 +40,6 @@ def draw(show: Open) -> Open:
         return page
 
     return drawn
-
-
-def own(url: str, file: Path) -> bool:
-    # A saved file's address is one of the page's own memory.
-    return url.partition("#")[0] == file.as_uri() or url.startswith("blob:")
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +158,7 @@ def test_a_console_error_fails_a_test(browser: Browser, tmp_path: Path) -> None:
     file.write_text(
         "<html data-ready=yes><script>console.error('x'); fetch('http://127.0.0.1:9/x').catch(() => 0)</script>"
     )
-    opening = open_page.__wrapped__(browser)  # type: ignore[attr-defined]
+    opening = browsers.open_page.__wrapped__(browser)  # type: ignore[attr-defined]
     next(opening)(file).wait_for_timeout(100)
     with pytest.raises(AssertionError, match=r"console: x.*request: http"):
         next(opening)

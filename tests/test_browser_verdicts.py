@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from browsers import Open
 from synthetic_reports import planted_run
-from test_browser import Open, browser, open_page, show, until
 from test_browser import contrast as wcag
+from test_browser import until
 
 from attn_diag.reports import glossary, html_document
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["browser", "open_page", "show"]
 # What lies outside the page's sides, though it is seen.
 OUTSIDE = """() => [...document.querySelectorAll("main *, .word-tip")]
     .filter((e) => e.checkVisibility() && !e.closest(".scroll, svg, .spoken"))

@@ -364,8 +364,9 @@ def test_a_difference_that_comes_has_its_onset() -> None:
     assert trend.beyond == (False,) * 3 + (True,) * 5
     assert (trend.onset, trend.outcome) == (300, "since")
     assert trend.values[:3] == pytest.approx([1, 1, 1])
-    assert "it is there from a later step on in 1 head, the first from step 300" in found.summary
+    assert "it is there from step 300 on in L3H0" in found.summary
     assert found.trends[0].outcome == "since", "the clearest first"
+    assert wording.head_names([(3, 1), (3, 0), (None, 4), (7, 2), (3, 3)]) == "H4, L3H0-1, L3H3, L7H2"
     shown = found.report(100)
     assert "Over the steps" in shown
     assert "step 300 on" in shown

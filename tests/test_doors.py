@@ -153,6 +153,11 @@ COMMANDS: dict[str, Command] = {
     "probe": lambda f, n: ("probe", kernels(f, n), "--probes", "ones", "--shape", "1,1,64,16", "--device", "cpu"),
     "probe missing": lambda _, n: ("probe", text(n)),
     "replay": lambda f, n: ("replay", capture(f, n), "--against", kernels(f, n), "--html", f / "page.html"),
+    "invariance": lambda f, n: (
+        "invariance", kernels(f, n), "--only", "run-to-run", "--shape", "1,1,16,16", "--device", "cpu",
+        "--html", f / "page.html",
+    ),
+    "invariance missing": lambda _, n: ("invariance", text(n)),
     "check": lambda f, n: ("check", kernels(f, n), *CHECK, "--github", "--junit", f / "junit.xml"),
     "check capture": lambda f, n: ("check", kernels(f, n), *CHECK, "--capture", capture(f, n), "--plain", "--github"),
     "check stored": lambda f, n: ("check", capture(f, n), "--device", "cpu", "--github", "--junit", f / "junit.xml"),

@@ -63,7 +63,8 @@ def t5(encoder_alone: bool = False) -> Tiny:
     import transformers
 
     shape: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    ids: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.T5Config(**shape, **ids, dropout_rate=0.0)
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config)
 

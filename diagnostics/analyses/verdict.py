@@ -142,11 +142,11 @@ def judge(
     delta = tests.get("delta")
     if delta is not None and sequences < MIN_SEQUENCES and _leans_on_few(delta, level):
         labels.append("undecided")
-        listed = ", ".join(f"{r.row} ({r.share:.0%})" for r in top_rows[:3])
+        listed = together([f"row {r.row} ({r.share:.0%})" for r in top_rows[:3]])
         reasons.append(
-            "Too few independent rows to test for a bias: delta's mean rests on about "
-            f"{delta.n_eff:.2g} groups of rows with the same top key (at least {MIN_EFFECTIVE} needed)"
-            f"{f'; rows with most of delta’s squared error: {listed}' if listed else ''}."
+            "Too few independent rows to test for a bias: rows with the same top key err together, and about "
+            f"{delta.n_eff:.2g} such groups make delta's error (at least {MIN_EFFECTIVE} are needed)"
+            f"{f'; most of it is in {listed}' if listed else ''}."
         )
     untested = {n: e for n in PRIMARY if (e := getattr(bias, n)) is not None and e.rms and e.p_value is None}
     if untested:

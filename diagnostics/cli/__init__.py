@@ -21,6 +21,7 @@ from attn_diag.cli.env import env
 from attn_diag.cli.figures import figures
 from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
+from attn_diag.cli.invariance import invariance
 from attn_diag.cli.microscope import microscope
 from attn_diag.cli.probe import probe
 from attn_diag.cli.replay import replay
@@ -67,7 +68,8 @@ app = typer.Typer(
 )
 # As the help page lists them.
 for _command in (
-    inspect, report, diff, identify, attribute, what_if, microscope, figures, replay, probe, check, convert,
+    inspect, report, diff, identify, attribute, what_if, microscope, figures, replay, probe, check, invariance,
+    convert,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings=SETTINGS)(dtypes)

@@ -221,6 +221,15 @@ def listed(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
+def shape_of(text: str) -> tuple[int, int, int, int]:
+    """The shape that ``--shape`` names. Raises InputError for one that is none."""
+    try:
+        b, h, t, d = (int(n) for n in text.split(","))
+    except ValueError:
+        raise InputError(f"--shape must be B,H,T,D (four integers), got {text!r}") from None
+    return b, h, t, d
+
+
 def labels(text: str | None, known: tuple[str, ...]) -> frozenset[str]:
     """The labels that ``--fail-on`` names. Raises InputError for unknown ones, or none."""
     names = frozenset(listed(text) or ())

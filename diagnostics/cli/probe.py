@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Level, command, labels, listed
+from attn_diag.cli.options import Device, Level, command, labels, listed, shape_of
 from attn_diag.errors import InputError
 
 
@@ -52,7 +52,7 @@ def probe(
     with progress_bar("probes") as progress:
         found = run(
             target, name=target, dtype=dtypes[dtype], causal=causal,
-            shape=DEFAULT_SHAPE if shape is None else _shape(shape), scale=scale, probes=listed(probes), seed=seed,
+            shape=DEFAULT_SHAPE if shape is None else shape_of(shape), scale=scale, probes=listed(probes), seed=seed,
             level=level, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(found)
@@ -60,11 +60,3 @@ def probe(
         complain(f"no verdict: {found.summary[0]}")
         return 2
     return 1 if found.outcome == "fail" or wanted & found.labels else 0
-
-
-def _shape(text: str) -> tuple[int, int, int, int]:
-    try:
-        b, h, t, d = (int(n) for n in text.split(","))
-    except ValueError:
-        raise InputError(f"--shape must be B,H,T,D (four integers), got {text!r}") from None
-    return b, h, t, d

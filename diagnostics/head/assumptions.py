@@ -93,7 +93,8 @@ def _message(check: Misfit) -> str:
     found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
-    return f"{found} {check.better} fits within {check.better_error:.2g}: correct the metadata or pass it as an option."
+    near = percent(check.better_error)
+    return f"{found} {check.better} fits within {near}: correct the metadata or pass it as an option."
 
 
 def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from decimal import Decimal
 
 DASH = "–"
@@ -167,6 +167,17 @@ def head_name(layer: int | None, head: int | None) -> str:
     if head is None:
         return "all"
     return f"H{head}" if layer is None else f"L{layer}H{head}"
+
+
+def head_names(heads: Collection[tuple[int | None, int]]) -> str:
+    """Heads by the model's numbers, neighbours together: "L3H0-3, L7H1 and 2 more"."""
+    layers: dict[int | None, list[int]] = {}
+    for layer, head in sorted(heads, key=lambda place: (-1 if place[0] is None else place[0], place[1])):
+        layers.setdefault(layer, []).append(head)
+    spans = [(layer, *span) for layer, found in layers.items() for span in runs(found)]
+    names = [head_name(layer, first) + (f"-{last}" if last > first else "") for layer, first, last in spans[:4]]
+    left = sum(last - first + 1 for _, first, last in spans[4:])
+    return ", ".join(names) + (f" and {left} more" if left else "")
 
 
 def file_name(source: str) -> str:

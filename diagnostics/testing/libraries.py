@@ -42,7 +42,7 @@ class Options(Protocol):
     def positions(self) -> Tensor | None: ...  # noqa: D102
 
 
-Call = Callable[[Tensor, Tensor, Tensor, Any], Any]
+Call = Callable[..., Any]
 """(q, k, v [B, H, T, D], Options) -> o, or (o, lse)."""
 
 
@@ -56,6 +56,8 @@ class Library:
     """The distribution that it comes in."""
     cuda: bool = True
     """Whether it needs a GPU."""
+    splits: bool = False
+    """Whether ``call`` takes ``num_splits``, into how many parts the keys are split."""
     by_design: str | None = None
     """What it rounds more coarsely on purpose, in words."""
 
@@ -185,25 +187,25 @@ def _flash_2(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     return _returned(found)
 
 
-def _flash_3(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _flash_3(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -> tuple[Tensor, ...]:
     from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     refuse_options("flash_attn 3", options, "window", "softcap")
     found = flash_attn_func(
         *_swapped(q, k, v), softmax_scale=options.scale, causal=_bottom_right("flash_attn 3", q, k, options),
-        window_size=options.window or (-1, -1), softcap=options.softcap or 0.0,
+        window_size=options.window or (-1, -1), softcap=options.softcap or 0.0, **splits,
     )  # fmt: skip
     return _returned(found)
 
 
-def _flash_4(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _flash_4(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -> tuple[Tensor, ...]:
     from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     refuse_options("flash_attn 4", options, "window", "softcap")
     left, right = (None if n < 0 else n for n in options.window or (-1, -1))
     found = flash_attn_func(
         *_swapped(q, k, v), softmax_scale=options.scale, causal=_bottom_right("flash_attn 4", q, k, options),
-        window_size=(left, right), softcap=options.softcap or 0.0,
+        window_size=(left, right), softcap=options.softcap or 0.0, **splits,
     )  # fmt: skip
     return _returned(found)
 
@@ -291,8 +293,8 @@ LIBRARIES = {
     "flex_attention": Library(_flex(compiled=False), cuda=False),
     "flex_attention:compiled": Library(_flex(compiled=True), cuda=False),
     "flash_attn_2": Library(_flash_2, "flash-attn"),
-    "flash_attn_3": Library(_flash_3, "flash-attn-3"),
-    "flash_attn_4": Library(_flash_4, "flash-attn-4"),
+    "flash_attn_3": Library(_flash_3, "flash-attn-3", splits=True),
+    "flash_attn_4": Library(_flash_4, "flash-attn-4", splits=True),
     "xformers": Library(_xformers, "xformers"),
     "sageattention": Library(_sage, "sageattention", by_design="the scores come from INT8"),
     "transformer_engine": Library(_transformer_engine, "transformer-engine"),

@@ -27,6 +27,7 @@ _UNEVEN = 0.02
 _FITTED = 2e-3
 # Rows of a longer call would cost V = e_j too many calls, and tell no more.
 _LONGEST = 512
+_UNEXPLAINED = "returns an O that no mask, scale or layout tried explains"
 _MASKS = {
     "none": "no causal mask",
     "top-left": "a causal mask (top-left)",
@@ -59,7 +60,7 @@ class OtherFunction:
 
 
 def fit_of(
-    case: CaseInputs, o: Tensor, target: Target | None, device: torch.device
+    case: CaseInputs, o: Tensor, target: Target | None, device: torch.device, *, patterns: bool = True
 ) -> tuple[float | None, OtherFunction | None]:
     """How far O is from the attention that ``case`` states, and what it is instead where no rounding makes that.
 
@@ -68,6 +69,7 @@ def fit_of(
         o: What it returned, [B, H, T, D].
         target: The kernel; None where only its output is known.
         device: Where O is recomputed.
+        patterns: Look for a pattern in an O that nothing else explains, which takes long.
 
     Returns:
         ||O_obs - O_ref|| / ||O_ref|| over sampled rows, None where no row can be compared; and the other function, None
@@ -83,7 +85,9 @@ def fit_of(
     words = None if target is None else mask_fault(case, target)
     if target is not None and words is not None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
-    return stated.error, OtherFunction(stated.error, words or _pattern_words(capture, device))
+    return stated.error, OtherFunction(
+        stated.error, words or (_pattern_words(capture, device) if patterns else _UNEXPLAINED)
+    )
 
 
 def _whole_mask(case: CaseInputs) -> str:
@@ -168,7 +172,7 @@ def _pattern_words(capture: Capture, device: torch.device) -> str:
             for verdict in head.quantities:
                 if verdict.quantity == "o" and verdict.patterns:
                     return f"returns an O of which {verdict.patterns[0].words}"
-    return "returns an O that no mask, scale or layout tried explains"
+    return _UNEXPLAINED
 
 
 def mask_fault(case: CaseInputs, target: Target) -> str | None:

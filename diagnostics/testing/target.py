@@ -28,8 +28,10 @@ from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
-# {"q": …, "k": …, "v": …, "do": …} -> the same values with other strides.
-Arrange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+# A tensor -> one of the same values, with other strides or at another place in memory.
+Place = Callable[[Tensor], Tensor]
+# The same for the tensors of a call by their names: q, k, v and do.
+PlaceOf = Callable[[str, Tensor], Tensor]
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
@@ -158,13 +160,13 @@ class Target:
         recipe = _recipe(given, dtype, head_dim)
         return cls(name or recipe.name, f"emulation on {backend_name(device)}", device, recipe=recipe)
 
-    def call(self, inputs: CaseInputs, *, gradients: bool = False, arrange: Arrange | None = None) -> Returned:
+    def call(self, inputs: CaseInputs, *, gradients: bool = False, place: PlaceOf = lambda _, x: x) -> Returned:
         """Call it once, without autograd or with it.
 
         Args:
             inputs: What to call it with.
-            gradients: Run the backward too.
-            arrange: Gives copies of q, k, v (and do) on the device other strides; a recipe has none.
+            gradients: Whether dq, dk and dv are wanted.
+            place: Puts each input elsewhere in memory, with the same values; an emulation takes them as they are.
 
         Returns:
             Outputs detached, on the device and in the dtype in which they came.
@@ -176,12 +178,8 @@ class Target:
             return Returned(emulate(self.recipe, inputs, self.device, with_gradients=gradients))
         assert self.fn is not None
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-        given = {n: x.to(self.device, copy=True) for n, x in originals.items()}
-        if gradients and inputs.do is not None:
-            given["do"] = inputs.do.to(self.device, copy=True)
-        if arrange is not None:
-            given = arrange(given)
-        copies = [given[n].detach().requires_grad_(gradients) for n in originals]
+        copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
+        copies = [x.requires_grad_(gradients) for x in copies]
         with _reported("", inputs), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
         o, *rest = found if isinstance(found, tuple | list) and found else [found]
@@ -189,18 +187,19 @@ class Target:
         if rest and isinstance(rest[0], Tensor) and rest[0].shape == o.shape[:3] and rest[0].is_floating_point():
             outputs["lse"] = rest[0].detach()
         if gradients:
-            outputs |= self._gradients(o, copies, given["do"], inputs)
+            outputs |= self._gradients(o, copies, inputs, place)
         overwritten = [
             n for (n, x), y in zip(originals.items(), copies, strict=True)
             if not torch.equal(_bits(x), _bits(y.detach().cpu()))
         ]  # fmt: skip
         return Returned(outputs, tuple(overwritten))
 
-    def _gradients(self, o: Tensor, copies: list[Tensor], do: Tensor, inputs: CaseInputs) -> dict[str, Tensor]:
+    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf) -> dict[str, Tensor]:
+        assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
         with _reported(" in its backward", inputs):
-            found = torch.autograd.grad(o, copies, do.to(o.dtype), allow_unused=True)
+            found = torch.autograd.grad(o, copies, place("do", inputs.do.to(self.device, o.dtype)), allow_unused=True)
         if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
         return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.results.comparison import Comparison, HeadComparison, HeadTrend, TrendOutcome
-from attn_diag.results.wording import plural
+from attn_diag.results.wording import head_names, plural
 from attn_diag.statistics.means import PRIMARY, adjust
 from attn_diag.statistics.orders import kendall
 from attn_diag.statistics.sizes import Sizes, size_changes
 
 _FEWEST_STEPS = 3
+_MOST_ONSETS = 3
 # Sizes that are of the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima", "nonfinite_rows")
 
@@ -77,20 +78,24 @@ def find_trends(
 
 def trend_words(found: Comparison) -> str:
     """The trends in a sentence, with a blank before it; empty where there is none."""
-    grown = {_place(t) for t in found.trends if t.outcome == "grows"}
-    begun = {_place(t): t for t in found.trends if t.outcome in ("since", "grows") and t.onset is not None}
-    begun = {place: t for place, t in begun.items() if t.onset != t.steps[0]}
+    first: dict[tuple[int | None, int], int] = {}
+    for t in found.trends:
+        if t.outcome in ("since", "grows") and t.onset is not None and t.onset != t.steps[0]:
+            first[_place(t)] = min(t.onset, first.get(_place(t), t.onset))
+    onsets = sorted(set(first.values()))
     said = []
-    if grown:
-        said.append(f"the difference grows in {plural(len(grown), 'head')}")
-    if begun:
-        first = min(t.onset for t in begun.values() if t.onset is not None)
-        said.append(f"it is there from a later step on in {plural(len(begun), 'head')}, the first from step {first}")
+    if grown := {_place(t) for t in found.trends if t.outcome == "grows"}:
+        said.append(f"the difference grows in {head_names(grown)}")
+    for step in onsets[:_MOST_ONSETS]:
+        heads = [place for place, onset in first.items() if onset == step]
+        said.append(f"it is there from step {step} on in {head_names(heads)}")
+    if later := [place for place, onset in first.items() if onset not in onsets[:_MOST_ONSETS]]:
+        said.append(f"from later steps on in {plural(len(later), 'more head')}")
     return f" Over the steps {'; '.join(said)}." if said else ""
 
 
-def _place(trend: HeadTrend) -> tuple[object, ...]:
-    return trend.layer, trend.head, trend.batch, trend.rank, trend.b_observation
+def _place(trend: HeadTrend) -> tuple[int | None, int]:
+    return trend.layer, trend.head
 
 
 def _differences(entry: HeadComparison, a: HeadPlace, b: HeadPlace, level: float) -> Iterator[tuple[str, _Seen]]:

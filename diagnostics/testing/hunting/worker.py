@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_diag.head.machine import pick_device
-from attn_diag.testing.hunting.layouts import arranged
+from attn_diag.testing.hunting.layouts import placed
 from attn_diag.testing.replaying.worker import refuses
 from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, Target
 
@@ -62,7 +63,7 @@ def main(folder: Path, name: str, device: str) -> None:
 
 def _outputs(target: Target, case: CaseInputs, layout: str, *, gradients: bool) -> dict[str, Tensor]:
     _poison(case, target.device)
-    found = target.call(case, gradients=gradients, arrange=lambda given: arranged(layout, given))
+    found = target.call(case, gradients=gradients, place=partial(placed, layout))
     if found.overwritten:
         raise MisfitError(f"it changed its input {found.overwritten[0]} in place")
     return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}

@@ -6,6 +6,7 @@ projection tells after a step is its gradient: a new one, that is not zero, has 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -106,13 +107,27 @@ class Unseen:
             if (gradient := _own_gradient(parameter)) is not None:
                 self._before[id(parameter)] = _state(gradient)
 
-    def step_ends(self) -> None:
-        """Of FlexAttention, after the first step in which it was looked for."""
+    def step_ends(self, *, seen: bool) -> None:
+        """Of FlexAttention, after the first step in which it was looked for.
+
+        Args:
+            seen: Whether there was any call until now: a graph that is loaded may be another model's.
+        """
         if self._flex_calls is not None:
-            if self._flex_calls == intercept.flex_calls and flex_graphs.blind():
+            if not seen and self._flex_calls == intercept.flex_calls and flex_graphs.blind() and self._names_flex():
                 self._said = True
                 self._warn(FLEX)
             self._flex_calls = None
+
+    def _names_flex(self) -> bool:
+        """Whether FlexAttention may be the model's: a module's code or configuration names it."""
+        if self._model is None:
+            return True
+        modules = list(self._model.modules())
+        chosen = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
+        forwards = [vars(kind).get("forward") for kind in {type(m) for m in modules}]
+        codes = [f.__code__ for f in map(inspect.unwrap, filter(None, forwards)) if isinstance(f, FunctionType)]
+        return "flex_attention" in chosen or any("flex" in name.lower() for code in codes for name in _names(code))
 
     def optimizer_stepped(self, seen: bool, ours: bool) -> None:
         """Judge a step in which attention was looked for; the gradients are still there.
@@ -121,7 +136,7 @@ class Unseen:
             seen: Whether there was any call until now.
             ours: Whether the optimizer is known to be the model's.
         """
-        self.step_ends()
+        self.step_ends(seen=seen)
         if not seen:
             self._blind_steps += 1
             if ours or self._blind_steps == _BLIND:

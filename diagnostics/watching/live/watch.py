@@ -146,7 +146,7 @@ class Watch:
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
         if intercept.looks(self):
-            self._unseen.step_ends()
+            self._unseen.step_ends(seen=bool(self.calls_seen))
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked

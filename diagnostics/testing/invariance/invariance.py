@@ -1,0 +1,368 @@
+"""``attn_diag.invariance``: runs every path, and says what may differ and what may not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.errors import InputError
+from attn_diag.head.identification import identify_head
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.recipe_candidates import describe_schedule
+from attn_diag.kernels import Recipe
+from attn_diag.reference import format_of, ulp
+from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
+from attn_diag.results.wording import SYMBOLS, listed, percent, times, together
+from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, Arrangement, Path, Setting
+from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
+from attn_diag.testing.libraries import LIBRARIES
+from attn_diag.testing.other_function import OtherFunction, fit_of
+from attn_diag.testing.target import (
+    DTYPES,
+    RECIPE_DTYPES,
+    Attention,
+    CaseInputs,
+    MisfitError,
+    NoGradientError,
+    Target,
+    causal_of,
+    choose_names,
+    imported,
+)
+from attn_diag.work import Progress
+
+# Three batch items, so that one has a neighbour on each side; a length off the tiles of every kernel we know.
+DEFAULT_SHAPE = (3, 4, 333, 64)
+# A well-rounded kernel's error is so much larger before the call itself is worth a word.
+_LARGE = 2.5
+# Fewer rows do not tell schedules apart.
+_FEWEST_ROWS = 16
+# A recipe that shares fewer of the bits is not near.
+_NEAR = 0.75
+Outputs = dict[str, Tensor]
+
+
+def invariance(
+    kernel: Attention | str | Recipe,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shape: Sequence[int] = DEFAULT_SHAPE,
+    causal: bool | str = "none",
+    scale: float | None = None,
+    backward: bool | None = None,
+    only: Sequence[str] | None = None,
+    allow: Sequence[str] = (),
+    schedules: bool = True,
+    seed: int = 0,
+    device: str = "auto",
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Invariance:
+    """Make one call in every arrangement that should not matter, and say which of them does.
+
+        assert attn_diag.invariance(my_attention, causal=True).passed
+
+    What may differ and what may not is described in ``attn_diag.testing.invariance``.
+
+    Args:
+        kernel: fn(q, k, v) -> o, or (o, lse, ...), with q, k, v [B, H, T, D] in ``dtype``; a library's
+            ("sdpa:flash", "flex_attention", "flash_attn_4", …); "MODULE:FUNCTION"; a recipe or its name, which is
+            emulated. A kernel with an option ``num_splits`` is called with several.
+        dtype: torch.bfloat16 or torch.float16.
+        shape: B, H, T, D of the call.
+        causal: What the kernel masks: "none" or False; "top-left" or True; "bottom-right".
+        scale: What it multiplies scores by; by default 1/sqrt(D).
+        backward: None compares gradients where autograd gives them, True demands them, False leaves them out.
+        only: Names out of ``attn_diag.testing.invariance.arrangements.ARRANGEMENTS``; by default all.
+        allow: Arrangements that may change bits within the noise, such as "batch-size" of a kernel that splits the keys
+            by how much there is to do.
+        schedules: Name the recipe and order of keys of the call, and of every path with other bits.
+        seed: Of the inputs.
+        device: auto, cpu or cuda.
+        name: What the report calls the kernel.
+        progress: Called with (done, total) after each arrangement.
+
+    Raises:
+        InputError: Options cannot be used, or the kernel raises or returns another shape or dtype.
+    """
+    if dtype not in RECIPE_DTYPES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
+        raise InputError(f"dtype must be one of {known}, got {dtype}: differences are held to recipes known for these")
+    if len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape) or shape[2] < 4 or shape[3] < 8:
+        raise InputError(f"shape must be B, H, T, D with T of at least 4 and D of at least 8, got {shape}")
+    chosen = [ARRANGEMENTS[n] for n in choose_names("arrangement", only, ARRANGEMENTS)]
+    choose_names("arrangement", allow, ARRANGEMENTS)
+    where, alpha = pick_device(device), shape[3] ** -0.5 if scale is None else float(scale)
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise InputError(f"scale must be a positive number, got {scale}")
+    target = Target.of(kernel, name, dtype=dtype, head_dim=shape[3], device=where)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"invariance {seed}".encode()))
+    q, k, v, do = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(4))
+    base = CaseInputs("invariance", q, k, v, None if backward is False else do, alpha, causal_of(causal))
+    options = _options(kernel, target, partial(Target.of, name=name, dtype=dtype, head_dim=shape[3], device=where))
+    run = _Run(target, Setting(base, target, options, generator), frozenset(allow), schedules, demanded=bool(backward))
+    return run.run(chosen, seed, progress)
+
+
+def _options(
+    kernel: Attention | str | Recipe, target: Target, made: Callable[..., Target]
+) -> Callable[[str, int], Target] | None:
+    """The kernel with an option; None where it has none."""
+    if target.recipe is not None:
+        return None
+    if isinstance(kernel, str) and (library := LIBRARIES.get(kernel)) is not None:
+        call = library.call
+        return (lambda option, value: replace(target, fn=partial(call, **{option: value}))) if library.splits else None
+    fn = imported(kernel) if isinstance(kernel, str) else kernel
+    called: Any = fn
+    try:
+        known = callable(fn) and "num_splits" in inspect.signature(fn).parameters
+    except ValueError:
+        return None
+    return (lambda option, value: made(partial(called, **{option: value}))) if known else None
+
+
+@dataclass
+class _Run:
+    target: Target
+    setting: Setting
+    allowed: frozenset[str]
+    schedules: bool
+    demanded: bool
+    notes: list[str] = field(default_factory=list)
+    _calls: dict[int, tuple[CaseInputs, Outputs, Expected]] = field(default_factory=dict)
+    _unsteady: frozenset[str] = frozenset()
+
+    def run(self, chosen: Sequence[Arrangement], seed: int, progress: Progress | None) -> Invariance:
+        """Every path of every arrangement, and the report."""
+        base = self._base()
+        outputs, expected = self._first(base)
+        one = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
+        other = fit_of(one, outputs["o"][:1], self.target, self.target.device, patterns=False)[1]
+        asked = other is None or not (other.options or other.call)
+        errors = tuple(
+            OwnError(n, own_error(outputs[n].double(), expected.truth[n], expected.variance[n]))
+            for n in expected.truth if n in outputs
+        )  # fmt: skip
+        found: list[PathFinding] = []
+        for number, item in enumerate(chosen if asked else []):
+            # What replaces what must not matter does not depend on which others run.
+            self.setting.generator.manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
+            found += self._arrangement(item)
+            if progress is not None:
+                progress(number + 1, len(chosen))
+        outcome, headline = self._judged(found, other, outputs)
+        b, h, t, d = base.q.shape
+        return Invariance(
+            tool=describe_tool(self.target.device),
+            source=self.target.name,
+            backend=self.target.backend,
+            dtype=DTYPES[base.q.dtype],
+            shape=(b, h, t, d),
+            causal=base.causal,
+            scale=base.scale,
+            seed=seed,
+            outcome=outcome,
+            headline=headline,
+            notes=(*self.notes, *self._further(errors, other if asked else None)),
+            schedule=self._schedule(base, outputs, (0, 0, 0)) if asked else None,
+            errors=errors,
+            paths=tuple(found),
+            next=f"with {' '.join(other.options) or other.call}" if other is not None and not asked else None,
+        )
+
+    def _base(self) -> CaseInputs:
+        """The call, without dO where the kernel has no gradients."""
+        base = self.setting.base
+        try:
+            self._first(base)
+        except NoGradientError as error:
+            if self.demanded:
+                raise InputError(f"{self.target.name}: {error}") from error
+            self.notes.append(f"Gradients were not compared: {error}.")
+            base = replace(base, do=None)
+            self.setting = replace(self.setting, base=base)
+            self._first(base)
+        except MisfitError as error:
+            raise InputError(error.of(self.target.name)) from error
+        return base
+
+    def _first(self, inputs: CaseInputs) -> tuple[Outputs, Expected]:
+        """The outputs of a call that others are compared with, and what is expected of it; made once."""
+        if id(inputs) not in self._calls:
+            outputs = self._call(Path("", inputs))
+            formats = {n: format_of(x.dtype) for n, x in outputs.items() if n != "lse"}
+            self._calls[id(inputs)] = inputs, outputs, expected_of(inputs, formats, self.target.device)
+        return self._calls[id(inputs)][1:]
+
+    def _call(self, path: Path) -> Outputs:
+        with path.around():
+            returned = (path.target or self.target).call(
+                path.inputs, gradients=path.inputs.do is not None, place=lambda _, x: path.place(x)
+            )
+        if returned.overwritten:
+            raise MisfitError(f"it changed its input {returned.overwritten[0]} in place")
+        return {n: x.cpu() for n, x in returned.outputs.items()}
+
+    def _arrangement(self, item: Arrangement) -> list[PathFinding]:
+        paths = item.paths(self.setting)
+        if isinstance(paths, str):
+            return [PathFinding(item.name, "", item.promise, "not-run", paths)]
+        found = [self._path(item, path) for path in paths]
+        if item.name == "run-to-run":
+            self._unsteady = frozenset(d.quantity for f in found for d in f.differences if d.differing)
+        return found
+
+    def _path(self, item: Arrangement, path: Path) -> PathFinding:
+        against = path.against or self.setting.base
+        try:
+            first, expected = self._first(against)
+            second = self._call(path)
+        except (MisfitError, InputError) as error:
+            words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
+            return PathFinding(item.name, path.name, item.promise, "not-run", words)
+        differences = []
+        for name in (n for n in expected.truth if n in first and n in second):
+            of_first = path.select(name, first[name])
+            of_second, variance = path.align(name, second[name]), path.select(name, expected.variance[name])
+            if of_first is None or of_second is None or variance is None:
+                continue
+            truth = path.select(name, expected.truth[name])
+            assert truth is not None
+            # Of a kernel that is wrong in one of the two calls, the other tells its noise.
+            both = [own_error(x.double(), truth, variance) for x in (of_first, of_second)]
+            own = min((x for x in both if x is not None), default=None)
+            fmt = format_of(of_second.dtype)
+            of_first = of_first.to(of_second.dtype)
+            if path.terms > 1 and name in ("dk", "dv"):
+                variance = variance + path.terms * ulp(of_first.double(), fmt).square() / 12
+            differences.append(difference(name, of_first, of_second, variance, own, fmt))
+        status = self._status(item, differences)
+        schedule, moved = None, next((d for d in differences if d.quantity == "o" and d.differing), None)
+        if moved is not None and moved.first is not None and status != "fault":
+            schedule = self._schedule(path.inputs, second, moved.first)
+        words = _words(item, status, differences)
+        return PathFinding(item.name, path.name, item.promise, status, words, tuple(differences), schedule)
+
+    def _status(self, item: Arrangement, differences: Sequence[PathDifference]) -> Status:
+        moved = [d for d in differences if d.differing]
+        if not moved:
+            return "same"
+        if any(d.nonfinite or (d.of_limit or 0.0) > 1 for d in moved):
+            return "fault"
+        if item.promise == "rounding":
+            return "rounding"
+        if item.name in self.allowed:
+            return "allowed"
+        # What the same call changes shows in every other comparison too.
+        own = item.name == "run-to-run" or any(self._steady(d.quantity) for d in moved)
+        return "bits" if own else "rounding"
+
+    def _steady(self, quantity: str) -> bool:
+        """Whether the same call gives the same bits; of gradients, all of them, as few calls show few changes."""
+        of_forward = bool(self._unsteady & {"o", "lse"})
+        return not (of_forward if quantity in ("o", "lse") else self._unsteady)
+
+    def _schedule(self, inputs: CaseInputs, outputs: Outputs, at: tuple[int, int, int]) -> str | None:
+        """The recipe and order of keys of one head, in words; None where the bits do not name them."""
+        if not self.schedules or inputs.q.shape[2] < _FEWEST_ROWS:
+            return None
+        batch, head = min(at[0], len(inputs.q) - 1), min(at[1], inputs.q.shape[1] - 1)
+        group = inputs.q.shape[1] // inputs.k.shape[1]
+        one, key = (
+            (slice(batch, batch + 1), slice(head, head + 1)),
+            (slice(batch, batch + 1), slice(head // group, head // group + 1)),
+        )
+        tensors = {"q": inputs.q[one], "k": inputs.k[key], "v": inputs.v[key], "o": outputs["o"][one]}
+        capture = Capture.from_tensors(tensors, scale=inputs.scale, causal=inputs.causal)
+        found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)
+        if found is None:
+            return None
+        if found.recipe is None or found.outcome == "flawed":
+            near = found.best.match.agreement >= _NEAR
+            return f"not named; nearest: {found.nearest}" if near else None
+        if found.outcome == "unnamed":
+            return found.name
+        return f"{listed(found.names, 2)}: {describe_schedule(found.recipe.schedule)}"
+
+    def _judged(
+        self, found: Sequence[PathFinding], other: OtherFunction | None, outputs: Outputs
+    ) -> tuple[Literal["pass", "fail", "other-function"], str]:
+        """The outcome, and the sentence that names the arrangement."""
+        if other is not None and (other.options or other.call):
+            return "other-function", f"it {other.words}"
+        failed = {
+            p.arrangement: [x for x in found if x.arrangement == p.arrangement and x.status in ("bits", "fault")]
+            for p in found
+            if p.status in ("bits", "fault")
+        }
+        if failed:
+            first = next(iter(failed))
+            worst = next((p for p in failed[first] if p.status == "fault"), failed[first][0])
+            also = f"; also {listed(list(failed)[1:], 4)}" if len(failed) > 1 else ""
+            return "fail", f"{first}, {worst.path}: {worst.words}{also}"
+        broken = [SYMBOLS[n] for n, x in outputs.items() if not bool(x.isfinite().all())]
+        if other is not None:
+            return "fail", f"the call itself: it {other.words}"
+        if broken:
+            return "fail", f"the call itself: {together(broken)} holds NaN or Inf"
+        ran = [p for p in found if p.status != "not-run"]
+        moved = list(dict.fromkeys(p.arrangement for p in ran if p.status != "same"))
+        arranged = len({p.arrangement for p in ran})
+        if not ran:
+            return "fail", f"nothing was compared: {found[0].words}" if found else "nothing was compared"
+        if not moved:
+            return "pass", f"the same bits in {arranged} arrangements"
+        return "pass", f"nothing but rounding in {arranged} arrangements; other bits in {listed(moved, 4)}"
+
+    def _further(self, errors: Sequence[OwnError], other: OtherFunction | None) -> list[str]:
+        """What else is to be known."""
+        said = []
+        large = [e for e in errors if e.of_noise is not None and e.of_noise > _LARGE]
+        if other is not None:
+            far = percent(other.relative_error) if other.relative_error < 1 else "far"
+            said.append(f"The call itself is wrong: O is {far} off softmax(scale Q K^T) V.")
+        elif large:
+            named = together([f"{SYMBOLS[e.quantity]} {times(e.of_noise)}" for e in large])
+            said.append(
+                f"The call itself is further off than a well-rounded kernel ({named} times its error), and its noise "
+                "is held to be so much larger; attn-diag check judges that."
+            )
+        if self._unsteady:
+            said.append(
+                f"The same call changes {together([SYMBOLS[n] for n in sorted(self._unsteady)])}: there no other "
+                "arrangement was held to bits."
+            )
+        return said
+
+
+def _words(item: Arrangement, status: Status, differences: Sequence[PathDifference]) -> str:
+    moved = [d for d in differences if d.differing]
+    if not moved:
+        return "same bits" if differences else "nothing to compare"
+    worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
+    b, h, row = worst.first or (0, 0, 0)
+    place = f"item {b}, head {h}, {'key' if worst.quantity in ('dk', 'dv') else 'row'} {row}"
+    if worst.nonfinite:
+        return (
+            f"it {item.fault}: NaN or Inf in {worst.nonfinite} of {worst.elements} elements of "
+            f"{SYMBOLS[worst.quantity]} (first {place})"
+        )
+    names = together([SYMBOLS[d.quantity] for d in moved])
+    size = f"{times(worst.of_noise)} of a well-rounded kernel's error"
+    if status == "fault":
+        return (
+            f"it {item.fault}: {SYMBOLS[worst.quantity]} moves by {times(worst.of_noise)} times a well-rounded "
+            f"kernel's error, most in {place}"
+        )
+    share = max(d.differing / d.elements for d in moved)
+    return f"other bits in {names} ({percent(share, '.2g')} of the elements), by {size}: rounding alone"

@@ -1,0 +1,184 @@
+"""``invariance``: planted dependences are named with their arrangement, clean kernels pass, and the faces agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from command_line import Run
+from invariance_kernels import CLEAN, PLANTED, batch_split, plain, plain_causal, unwritten_tile
+from torch import Tensor
+
+import attn_diag
+from attn_diag.errors import InputError
+from attn_diag.reference import format_of
+from attn_diag.results.invariance import Invariance
+from attn_diag.testing.invariance.arrangements import ARRANGEMENTS
+from attn_diag.testing.invariance.distance import difference
+
+SHAPE = (2, 4, 45, 16)
+# Another order of adding reaches few elements.
+LONGER = (2, 4, 77, 32)
+# Compiling takes seconds.
+QUICK = [name for name in ARRANGEMENTS if name != "compiled"]
+BF16 = format_of(torch.bfloat16)
+
+
+def run(kernel: object, causal: str = "none", **options: object) -> Invariance:
+    given: dict[str, object] = {"shape": SHAPE, "only": QUICK, "schedules": False, "device": "cpu"} | options
+    found: Invariance = attn_diag.invariance(kernel, causal=causal, **given)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_a_kernel_depends_on_is_named_first(name: str) -> None:
+    kernel, causal, arrangement = PLANTED[name]
+    found = run(kernel, causal, shape=LONGER, name=name)
+    assert found.outcome == "fail"
+    assert found.failed[0] == arrangement
+    assert found.report().startswith(f"FAIL {name}: {arrangement}, ")
+
+
+@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("seed", range(3))
+def test_clean_kernels_pass(name: str, seed: int) -> None:
+    kernel, causal = CLEAN[name]
+    found = run(kernel, causal, seed=seed, dtype=(torch.bfloat16, torch.float16)[seed % 2])
+    assert found.passed, found.report()
+    assert found.failed == ()
+    ran = {p.arrangement for p in found.paths if p.status != "not-run"}
+    assert {"run-to-run", "batch-size", "gqa", "padding", "other-items"} <= ran
+    assert ("future-token" in ran) == (causal != "none")
+
+
+def test_gradients_are_compared_as_the_forward_is() -> None:
+    found = run(PLANTED["unsteady-gradient"][0])
+    moved = {d.quantity for p in found.paths if p.arrangement == "run-to-run" for d in p.differences if d.differing}
+    assert moved == {"dq"}
+    assert run(PLANTED["unsteady-gradient"][0], backward=False).passed
+    # What the same call changes is told once, not of every arrangement.
+    assert found.failed == ("run-to-run",)
+
+
+def test_a_kernel_without_gradients_is_compared_forward_unless_they_are_demanded() -> None:
+    def forward_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q.detach(), k.detach(), v.detach())
+
+    found = run(forward_alone)
+    assert found.passed
+    assert {d.quantity for p in found.paths for d in p.differences} == {"o"}
+    assert "Gradients were not compared" in found.notes[0]
+    with pytest.raises(InputError, match="not differentiable"):
+        run(forward_alone, backward=True)
+
+
+def test_rounding_may_be_allowed_by_name_but_no_fault() -> None:
+    assert not run(batch_split, shape=LONGER).passed
+    allowed = run(batch_split, shape=LONGER, allow=["batch-size"])
+    assert allowed.passed
+    assert "batch-size" in allowed.headline
+    assert not run(unwritten_tile, allow=list(ARRANGEMENTS)).passed
+
+
+def test_the_schedules_of_both_paths_are_named() -> None:
+    found = run(batch_split, only=["batch-size"], shape=(2, 2, 256, 32), schedules=True, backward=False)
+    paths = {p.path: p for p in found.paths}
+    assert found.failed == ("batch-size",)
+    assert paths["1 item"].status == "bits"
+    assert "splits of 64 keys" in str(paths["1 item"].schedule)
+    assert "splits" not in str(found.schedule)
+    assert paths["4 items"].status == "same"
+
+
+def test_a_compiled_call_is_compared() -> None:
+    found = run(plain, only=["compiled"], shape=(2, 2, 45, 16))
+    assert [p.status for p in found.paths] in (["same"], ["rounding"]), found.report()
+
+
+def test_another_function_is_told_how_to_ask(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    small = ("--shape", "2,2,45,16", "--device", "cpu", "--only", "run-to-run,batch-size")
+    code, out, _ = run("invariance", "invariance_kernels:plain_causal", *small)
+    assert code == 2
+    assert "--causal top-left" in out
+    page, document = tmp_path / "page.html", tmp_path / "found.json"
+    told = ("--json", document, "--html", page)
+    code, out, _ = run("invariance", "invariance_kernels:plain_causal", "--causal", "top-left", *small, *told)
+    assert code == 0
+    assert out.startswith("OK invariance_kernels:plain_causal: the same bits in 2 arrangements")
+    assert Invariance.from_json(document.read_text()).passed
+    assert json.loads(document.read_text())["schema"] == "attn-diag-invariance"
+    assert "batch-size" in page.read_text()
+    code, out, _ = run("invariance", "invariance_kernels:atomics", *small)
+    assert code == 1
+    assert out.startswith("FAIL invariance_kernels:atomics: run-to-run, ")
+    for option in (("--only", "nothing"), ("--allow", "nothing"), ("--dtype", "fp32"), ("--shape", "1,2")):
+        assert run("invariance", "sdpa", *option)[0] == 2
+
+
+def test_what_is_refused_is_said_and_is_no_failure() -> None:
+    def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            raise ValueError("no GQA here")
+        return plain_causal(q, k, v)
+
+    found = run(equal_heads, "top-left")
+    assert found.passed
+    assert {p.words for p in found.paths if p.arrangement == "gqa"} == {
+        "equal_heads raised ValueError on q, k, v [2, 4, 45, 16] torch.bfloat16: no GQA here"
+    }
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    found = run(plain, only=["future-token"], backward=False)
+    assert not found.passed
+    assert found.headline == "nothing was compared: every row sees every key"
+
+
+def test_memory_modes_are_put_back() -> None:
+    run(plain, only=["uninitialised"])
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_the_limits_of_a_difference(times: float) -> None:
+    """An element, a row and all of it, each at half and at twice its limit: 8, 8 and 2.5 deviations of a difference."""
+    first, variance = torch.ones(1, 2, 8, 16, dtype=torch.float64), torch.full((1, 2, 8, 16), 1e-4).double()
+    deviation = math.sqrt(2e-4)
+    for part, limit in (((0, 1, 3, 5), 8.0), ((0, 1, 3), 8.0), ((0,), 2.5)):
+        second = first.clone()
+        second[part] += times * limit * deviation
+        found = difference("o", first, second, variance, 1.0, BF16)
+        assert found.of_limit is not None
+        # All at twice the limit of all are an element's at 5 of 8.
+        assert math.isclose(found.of_limit, times, rel_tol=1e-6)
+    second[0, 1, 6, 2] = torch.nan
+    broken = difference("o", first, second, variance, 1.0, BF16)
+    assert (broken.nonfinite, broken.first) == (1, (0, 1, 6))
+    same = difference("o", second, second, variance, 1.0, BF16)
+    assert (same.differing, same.nonfinite, same.first) == (0, 0, None)
+
+
+def test_a_librarys_splits_are_asked_for_by_its_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 and 4 take num_splits; SDPA takes none."""
+    asked: list[int] = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int = 1, **_: object) -> Tensor:
+        asked.append(num_splits)
+        return plain(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = ModuleType(name)
+        vars(module)["flash_attn_func"] = flash_attn_func
+        monkeypatch.setitem(sys.modules, name, module)
+    found = run("flash_attn_4", only=["splits"])
+    assert found.passed, found.report()
+    assert asked == [1, 1, 2, 4]
+    (path,) = run("flex_attention", only=["run-to-run", "splits"], backward=False).paths[-1:]
+    assert (path.status, path.words) == ("not-run", "no option num_splits")
