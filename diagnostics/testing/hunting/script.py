@@ -93,21 +93,16 @@ def kernel(q, k, v):
 '''
 _LYING = {
     "transposed": "x.transpose(1, 2).contiguous().transpose(1, 2)",
-    "reversed heads": "x.transpose(0, 1).contiguous().transpose(0, 1)",
+    "heads first": "x.transpose(0, 1).contiguous().transpose(0, 1)",
+    "packed": "torch.stack([torch.zeros_like(x), x, torch.zeros_like(x)]).permute(1, 3, 0, 2, 4).contiguous()[:, :, 1]"
+    ".transpose(1, 2)",
     "shared key head": "x[:, :1].contiguous().expand(x.shape)",
     "one dO row": "x[:, :, :1].contiguous().expand(x.shape)",
     "sliced features": "torch.cat([x, torch.full_like(x[..., :1].expand(*x.shape[:3], 8), float('nan'))], 3)"
     "[..., : x.shape[3]]",
     "every second row": "torch.stack([x, torch.full_like(x, float('nan'))], 3).flatten(2, 3)[:, :, ::2]",
-    "offset by one": "torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)",
+    "off alignment": "torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)",
 }
-_PACKED = '''
-if len({x.shape[2] for x in (q, k, v)}) == 1:
-    whole = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2)
-    q, k, v = (x.transpose(1, 2) for x in whole.split([x.shape[1] for x in (q, k, v)], 2))
-else:
-    k, v = torch.cat([k, v], 3).split([k.shape[3], v.shape[3]], 3)
-'''
 _SCRIPT = '''"""{summary}
 
 {how}
@@ -158,7 +153,9 @@ true = {{name: x.detach() for name, x in exact(q, k, v, do).items()}}
 {strides}
 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
 o = kernel(q, k, v)
-found = {{"o": o.detach()}}
+# Kernels think differently of rows that see no key.
+empty = hidden(q.shape[2], k.shape[2], q.device).all(1)[:, None]
+found = {{"o": o.detach().masked_fill(empty, 0)}}
 if o.requires_grad:
     found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), do.to(o.dtype)))
 bad = []
@@ -224,11 +221,9 @@ def script(
         window, softcap: Of the case.
     """
     layout, tensors = parse(finding.smallest.layout)
-    if layout == "packed":
-        strides = _PACKED
-    else:
-        lying = _LYING.get(layout)
-        strides = "" if lying is None else f"{', '.join(tensors)}{',' * (len(tensors) == 1)} = ({lying} for x in ({', '.join(tensors)},))"  # noqa: E501
+    lying = _LYING.get(layout)
+    names = f"{', '.join(tensors)},"
+    strides = "" if lying is None else f"{names} = ({lying} for x in ({names}))"
     source = kernel_source(name, folder, window, softcap)
     needs = "torch, safetensors and attn-diag" if "attn_diag" in source else "torch, safetensors and the kernel"
     said = f"{name}{f' {version}' if version else ''}: {finding.words}"
