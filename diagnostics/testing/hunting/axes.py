@@ -125,7 +125,7 @@ def covering(
         few: Fewer of those of some axes, for pairs.
         seed: Of the choices between equals.
     """
-    draw = random.Random(seed)  # noqa: S311 - no secret
+    draw = random.Random(seed)
     small = {axis: few.get(axis, found) for axis, found in choices.items()}
     open_: set[tuple[tuple[str, Level], ...]] = set()
     for one, other in combinations(small, 2):
@@ -140,7 +140,7 @@ def covering(
             for axis in draw.sample(list(small), len(small)):
                 if axis not in row:
                     # What pairs with the row's levels most; among equals any.
-                    count = {level: 0 for level in small[axis]}
+                    count = dict.fromkeys(small[axis], 0)
                     for level in count:
                         count[level] = sum(
                             tuple(sorted(((axis, level), have), key=lambda x: list(small).index(x[0]))) in open_

@@ -23,7 +23,7 @@ from attn_diag.results.hunt import FAULTS, Fault, Hunt, HuntedKernel, HuntFindin
 from attn_diag.results.wording import SYMBOLS, plural, together
 from attn_diag.testing.hunting.axes import FIELDS, law, level_words
 from attn_diag.testing.hunting.inputs import Material
-from attn_diag.testing.hunting.judging import CaseVerdict, Judge
+from attn_diag.testing.hunting.judging import CaseVerdict, CaseJudge
 from attn_diag.testing.hunting.run import Runner, same
 from attn_diag.testing.hunting.script import script
 from attn_diag.testing.hunting.search import Rule, Search
@@ -38,6 +38,8 @@ DEFAULT_BUDGET_S, DEFAULT_LIMIT_S = 300.0, 120.0
 _MOST_WORKERS = 8
 # The first case is no longer, and of no more heads: hundreds of its kind are judged.
 _LENGTH, _HEADS = 128, 8
+# Levels that are named of those that are refused.
+_NAMED = 8
 
 
 def hunt(
@@ -157,7 +159,7 @@ class _Job:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = max(1, min(_MOST_WORKERS, cores // 2))
         with _one_thread(), workers(self.name, self.device.type, count, self.limit_s) as pool:
-            judge = Judge(self.name, fixed, self.device)
+            judge = CaseJudge(self.name, fixed, self.device)
             runner = Runner(self.material, pool, judge, started + self.budget_s, self.budget_s, self.progress)
             search = Search(runner, self.axes, self.device.type == "cuda", fixed, self.seed)
             search.run(self._wanted())
@@ -173,7 +175,7 @@ class _Job:
             capture=self.material.capture.source, first=search.first, cases=cases,
             refused=sum(v.refused and not v.passed and not v.faults for v in verdicts), not_run=search.not_run,
             seconds=time.monotonic() - started, findings=tuple(findings), axes=search.by_axis(),
-            refusals=tuple([*_refusals(search), *search.notes]), documented=_documented(verdicts),
+            refusals=(*_refusals(search), *search.notes), documented=_documented(verdicts),
             words=_words(findings, cases, search),
         )  # fmt: skip
 
@@ -278,17 +280,17 @@ def _words(findings: Sequence[HuntFinding], cases: int, search: Search) -> str:
 def _refusals(search: Search) -> Iterator[str]:
     """Levels that a kernel does not take, in words."""
     for axis, tried in search.tried.items():
-        for stage, refused in (("", [t for t in tried if t[1] is not None and t[1].refused and not t[1].passed]),
-                               (" (backward)", [t for t in tried if t[1] is not None and t[1].refused and t[1].passed])):
+        ran = [(level, verdict) for level, verdict in tried if verdict is not None]
+        for stage, whole in (("", True), (" the backward at", False)):
+            refused = [(x, v) for x, v in ran if v.refused and (v.ran_in_part != whole)]
             if not refused:
                 continue
-            others = [x for x, v in tried if v is not None and (x, v) not in refused]
-            common = law(axis, [x for x, _ in refused], others)
-            verdict = refused[0][1]
-            said = "" if verdict is None or not verdict.message else f": {verdict.message.splitlines()[0]}"
-            named = ", ".join(level_words(axis, x) for x, _ in refused[:8])
-            more = f" and {len(refused) - 8} more" if len(refused) > 8 else ""
-            yield f"refuses{stage} {axis} {common or named + more}{said}"
+            levels = [x for x, _ in refused]
+            common = law(axis, levels, [x for x, _ in ran if x not in levels])
+            more = f" and {len(levels) - _NAMED} more" if len(levels) > _NAMED else ""
+            named = common or ", ".join(level_words(axis, x) for x in levels[:_NAMED]) + more
+            message = refused[0][1].message
+            yield f"refuses{stage} {axis} {named}" + (f": {message.splitlines()[0]}" if message else "")
 
 
 def _documented(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:

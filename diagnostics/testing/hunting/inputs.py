@@ -134,9 +134,8 @@ class Material:
         if broken := [n for n, x in cast.items() if not bool(x.isfinite().all())]:
             largest = number(float(max(tensors[n].abs().max() for n in broken)))
             raise InputError(f"{variant.dtype} cannot hold {', '.join(broken)}, up to {largest}")
-        return CaseInputs(
-            variant.words, **cast, scale=scale, causal=variant.causal, window=case.window, softcap=case.softcap
-        )
+        q, k, v, do = (cast[n] for n in TENSORS)
+        return CaseInputs(variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap)
 
     def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))

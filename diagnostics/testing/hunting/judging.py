@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import DEFAULT_RECIPE
@@ -52,13 +53,18 @@ class CaseVerdict:
     passed: bool = False
     """Outputs were judged, and none is wrong."""
 
+    @property
+    def ran_in_part(self) -> bool:
+        """Whether outputs were judged, all or those of the forward."""
+        return self.passed or any(name not in ("forward", "backward") for name in self.faults)
+
     def without_outputs(self) -> CaseVerdict:
         """What is kept of it."""
         return replace(self, ran=None)
 
 
 @dataclass(frozen=True)
-class Judge:
+class CaseJudge:
     """Judges what one kernel returned."""
 
     name: str
@@ -77,7 +83,7 @@ class Judge:
         if ran.outputs:
             found = self._outputs(case, ran)
             if self.fixed and case.q.shape[2] != case.k.shape[2] and found.faults and case.causal != "none":
-                other = "bottom-right" if case.causal == "top-left" else "top-left"
+                other: Causal = "bottom-right" if case.causal == "top-left" else "top-left"
                 again = self._outputs(replace(case, causal=other), ran)
                 found = again if not again.faults else found
             found = replace(found, refused=refused, message=ran.message)

@@ -48,8 +48,8 @@ LAYOUTS: dict[str, tuple[Place, tuple[str, ...]]] = {
     "one dO row": (_first_row, ("do",)),
     "off alignment": (layouts.shifted, TENSORS),
 }
-"""By ``Variant.layout``: how it is made, and of which tensors. transposed: [B, T, H, D] in memory. packed: the middle of
-[B, T, 3, H, D]. heads first: [H, B, T, D]. shared key head, one dO row: expanded, with stride 0."""
+"""By ``Variant.layout``: how it is made, and of which tensors. transposed: [B, T, H, D] in memory. packed: the middle
+of [B, T, 3, H, D]. heads first: [H, B, T, D]. shared key head, one dO row: expanded, with stride 0."""
 
 
 def parse(layout: str) -> tuple[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from attn_diag.results.hunt import HuntFinding
 from attn_diag.testing.hunting.layouts import parse
 from attn_diag.testing.libraries import SDPA
 
-_SDPA = '''from torch.nn.attention import SDPBackend, sdpa_kernel
+_SDPA = """from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def kernel(q, k, v):
@@ -20,8 +20,8 @@ def kernel(q, k, v):
             q, k, v, attn_mask=None if plain else mask, is_causal=plain, scale=SCALE,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-'''
-_FLEX = '''from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+"""
+_FLEX = """from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def kernel(q, k, v):
@@ -33,8 +33,8 @@ def kernel(q, k, v):
         )
     run = {run}
     return run(q, k, v, block_mask=blocks, scale=SCALE, enable_gqa=q.shape[1] != k.shape[1])
-'''
-_FLASH = '''from {module} import flash_attn_func
+"""
+_FLASH = """from {module} import flash_attn_func
 
 
 def kernel(q, k, v):
@@ -42,14 +42,14 @@ def kernel(q, k, v):
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale=SCALE, causal=CAUSAL != "none"
     )
     return (found[0] if isinstance(found, (tuple, list)) else found).transpose(1, 2)
-'''
-_SAGE = '''from sageattention import sageattn
+"""
+_SAGE = """from sageattention import sageattn
 
 
 def kernel(q, k, v):
     return sageattn(q, k, v, tensor_layout="HND", is_causal=CAUSAL != "none", sm_scale=SCALE)
-'''
-_XFORMERS = '''from xformers.ops import fmha
+"""
+_XFORMERS = """from xformers.ops import fmha
 
 
 def kernel(q, k, v):
@@ -61,15 +61,15 @@ def kernel(q, k, v):
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return fmha.memory_efficient_attention(q, k, v, attn_bias=masks[CAUSAL](), scale=SCALE).transpose(1, 2)
-'''
-_FLA = '''from fla.ops.attn import parallel_attn
+"""
+_FLA = """from fla.ops.attn import parallel_attn
 
 
 def kernel(q, k, v):
     found = parallel_attn(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), scale=SCALE)
     return (found[0] if isinstance(found, (tuple, list)) else found).transpose(1, 2)
-'''
-_OWN = '''import sys
+"""
+_OWN = """import sys
 
 sys.path.insert(0, {folder!r})
 from {module} import {function}
@@ -78,9 +78,9 @@ from {module} import {function}
 def kernel(q, k, v):
     found = {function}(q, k, v)
     return found[0] if isinstance(found, (tuple, list)) else found
-'''
+"""
 # A recipe, or a library whose interface takes more than a call: through attn_diag.
-_OURS = '''from attn_diag.testing.target import CaseInputs, Target
+_OURS = """from attn_diag.testing.target import CaseInputs, Target
 
 
 def kernel(q, k, v):
@@ -90,8 +90,8 @@ def kernel(q, k, v):
         raise SystemExit("a recipe is emulated, not called: attn-diag inspect shows it")
     found = target.fn(q, k, v, case)
     return found[0] if isinstance(found, (tuple, list)) else found
-'''
-_LYING = {
+"""
+LYING = {
     "transposed": "x.transpose(1, 2).contiguous().transpose(1, 2)",
     "heads first": "x.transpose(0, 1).contiguous().transpose(0, 1)",
     "packed": "torch.stack([torch.zeros_like(x), x, torch.zeros_like(x)]).permute(1, 3, 0, 2, 4).contiguous()[:, :, 1]"
@@ -221,7 +221,7 @@ def script(
         window, softcap: Of the case.
     """
     layout, tensors = parse(finding.smallest.layout)
-    lying = _LYING.get(layout)
+    lying = LYING.get(layout)
     names = f"{', '.join(tensors)},"
     strides = "" if lying is None else f"{names} = ({lying} for x in ({names}))"
     source = kernel_source(name, folder, window, softcap)
@@ -230,7 +230,7 @@ def script(
     return _SCRIPT.format(
         summary=_quoted(said), how=f"Found by attn-diag hunt. Needs {needs}; exits with 1 where it is wrong.",
         scale=scale, causal=finding.smallest.causal, softcap=softcap, window=window,
-        outputs={n: fault for n, fault in finding.outputs.items()}, device=device, kernel=source, capture=capture,
+        outputs=dict(finding.outputs), device=device, kernel=source, capture=capture,
         strides=strides,
     )  # fmt: skip
 

@@ -32,8 +32,10 @@ _MOST_RULES = 24
 # What pairs are made of.
 _FEW: dict[str, tuple[Level, ...]] = {
     "head size": ((32,), (64,), (72,), (80,), (96,), (128,)),
-    "group": ((1,), (2,), (3,), (4,)),
-    "length": ((128, 128), (65, 65), (127, 127), (17, 17), (192, 192), (100, 133), (133, 100)),
+    "group": ((1,), (2,), (3,)),
+    # Both causal masks are one where Tq = Tk; where not, few kernels know top-left.
+    "mask": (("none",), ("bottom-right",)),
+    "length": ((128, 128), (65, 65), (127, 127), (17, 17), (100, 133), (133, 100)),
     "dtype": (("bf16",), ("fp16",)),
     "batch": ((1,), (2,)),
     "key heads": ((1,), (2,)),
@@ -104,12 +106,11 @@ class Search:
         if base is not None:
             swept = [at(base, axis, x) for axis in ("head size", "group", "length") for x in accepted.get(axis, [])]
             self._try(swept)
-        few = {axis: [x for x in accepted[axis] if x in found] or accepted[axis] for axis, found in _FEW.items()
-               if axis in accepted}  # fmt: skip
-        # Both causal masks are one where Tq = Tk.
-        for axis in few:
+        few = {axis: [x for x in accepted[axis] if x in found] for axis, found in _FEW.items() if axis in accepted}
+        for axis, found in few.items():
             own = level_of(self.first, axis)
-            few[axis] = list(dict.fromkeys([own, *few[axis]]))
+            if own not in found and not (axis == "mask" and own != ("none",) and len(found) > 1):
+                found.insert(0, own)
         self._try(list(covering(self.first, accepted, few, self.seed)))
 
     def _first(self, wanted: Variant) -> Variant | None:

@@ -12,7 +12,8 @@ from attn_diag.testing.hunting.run import Runner, same
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 192, 256, 257, 384)
 _HEAD_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 136, 160, 192)
 # Tries that a crash or a hang is worth; each costs a process or the limit.
-_TRIES, _TRIES_ENDED = 120, 8
+_TRIES: dict[Fault, int] = {"crashed": 8, "timed-out": 6}
+_MOST_TRIES = 120
 
 
 def shrink(runner: Runner, variant: Variant, output: str, fault: Fault) -> Variant:
@@ -21,7 +22,7 @@ def shrink(runner: Runner, variant: Variant, output: str, fault: Fault) -> Varia
     Every kind of step is tried until none helps: fewer batch items and heads, plainer memory, values and mask, shorter,
     fewer features. Of sizes the smallest that fails is taken, as what fails at 65 rows may not fail at 32.
     """
-    left = _TRIES_ENDED if fault in ("crashed", "timed-out") else _TRIES
+    left = _TRIES.get(fault, _MOST_TRIES)
     changed = True
     while changed:
         changed = False

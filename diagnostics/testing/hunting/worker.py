@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_diag.head.machine import pick_device
-from attn_diag.testing.hunting.layouts import placed
+from attn_diag.testing.hunting.layouts import TENSORS, placed
 from attn_diag.testing.replaying.worker import refuses
 from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, Target
 
@@ -45,7 +45,10 @@ def main(folder: Path, name: str, device: str) -> None:
             options = json.loads((folder / f"{number}.json").read_text())
             tensors = load_file(folder / f"{number}.safetensors")
             layout = options.pop("layout")
-            case = CaseInputs(number, **tensors, **options)
+            if options["window"] is not None:
+                options["window"] = tuple(options["window"])
+            q, k, v, do = (tensors[n] for n in TENSORS)
+            case = CaseInputs(number, q, k, v, do, **options)
             target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
             for stage in ("forward", "backward"):
                 tell(stage=stage)
@@ -72,7 +75,9 @@ def _outputs(target: Target, case: CaseInputs, layout: str, *, gradients: bool) 
 def _poison(case: CaseInputs, device: torch.device) -> None:
     """Leave NaN where the next allocations lie, so that an output that is never written is no earlier call's."""
     shapes = [x.shape for x in (case.q, case.k, case.v)]
-    held = [torch.full(shape, torch.nan, dtype=d, device=device) for shape in shapes for d in (case.q.dtype, torch.float)]
+    held = [
+        torch.full(shape, torch.nan, dtype=d, device=device) for shape in shapes for d in (case.q.dtype, torch.float)
+    ]
     del held
 
 

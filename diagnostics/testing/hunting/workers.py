@@ -56,9 +56,9 @@ class _Worker:
                 stage = said["stage"]
         except TimeoutError:
             self.close()
-            return Ran("timed-out", stage, f"it was stopped after {limit_s:g} s", self._outputs(number))  # type: ignore[arg-type]
+            return Ran("timed-out", stage, f"it was stopped after {limit_s:g} s", self._outputs(number))
         except EOFError:
-            return Ran("crashed", stage, self._last_words(), self._outputs(number))  # type: ignore[arg-type]
+            return Ran("crashed", stage, self._last_words(), self._outputs(number))
         if said["outcome"] == "crashed":
             self.close()
         return Ran(outputs=self._outputs(number), **said)

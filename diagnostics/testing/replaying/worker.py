@@ -32,8 +32,8 @@ from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradi
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
-    r"no (available kernel|viable backend)|support|must (be|match)|should be|requires?\b|expected|not implemented|not compiled"
-    r"|out of (memory|resource)|too (large|many resources)|invalid configuration",
+    r"no (available kernel|viable backend)|support|must (be|match)|should be|requires?\b|expected|not implemented"
+    r"|not compiled|out of (memory|resource)|too (large|many resources)|invalid configuration",
     re.IGNORECASE,
 )
 _REFUSALS = (InputError, NotImplementedError, ImportError, AssertionError, ValueError, TypeError)
