@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead
-from attn_diag.results.hunt import FAULTS, Axis, Fault, Hunt, HuntedKernel, HuntFinding, Level
+from attn_diag.results.hunt import FAULTS, Fault, Hunt, HuntedAxis, HuntedKernel, HuntFinding, TriedLevel
 from attn_diag.results.wording import DASH, SYMBOLS, listed, number, percent, plural
 
 _VERDICTS: dict[Fault, str] = {
@@ -128,13 +128,13 @@ def _more(finding: HuntFinding) -> Iterator[str]:
         yield f"saved: {finding.script} with {finding.capture}"
 
 
-def _cells(axis: Axis) -> tuple[str, str, str, str]:
-    def named(levels: Sequence[Level]) -> str:
+def _cells(axis: HuntedAxis) -> tuple[str, str, str, str]:
+    def named(levels: Sequence[TriedLevel]) -> str:
         return listed([x.level for x in levels], _LEVELS) or DASH
 
     passed = [x for x in axis.levels if x.outcome == "passed"]
     refused = [x for x in axis.levels if x.outcome == "refused"]
-    by_fault: dict[str, list[Level]] = {}
+    by_fault: dict[str, list[TriedLevel]] = {}
     for level in axis.levels:
         if level.outcome == "failed":
             said = ", ".join(f"{SYMBOLS.get(name, name)} {_MARKS[fault]}" for name, fault in level.faults.items())

@@ -84,7 +84,9 @@ def smallest(search: Search, rule: Rule) -> Variant:
 
 FAULTS: dict[str, tuple[tuple[str, ...], dict[str, Fault], dict[str, str], dict[str, Any]]] = {
     # name: axes that are changed; outputs; by axis the law, or the only levels; what the smallest case is
-    "odd sizes": (("head size",), {"dq": "wrong"}, {"head size": "D no multiple of 16"}, {"head_dim": 8, "key_heads": 1}),
+    "odd sizes": (
+        ("head size",), {"dq": "wrong"}, {"head size": "D no multiple of 16"}, {"head_dim": 8, "key_heads": 1},
+    ),
     "group of three": (("group",), {"dk": "wrong", "dv": "wrong"}, {"group": "3"}, {"group": 3, "key_heads": 1}),
     "one row over": (("length",), {"o": "wrong"}, {"length": "Tq mod 64 = 1"}, {"rows": 1, "head_dim": 8}),
     "strided k": (("layout",), {"dk": "wrong"}, {"layout": "*"}, {"layout": "* of k"}),
@@ -182,7 +184,7 @@ def test_laws() -> None:
     assert found("head size", lambda d: d % 16, sizes) == "D no multiple of 16"
     assert found("head size", lambda d: 64 < d < 96, sizes) == "D from 72 to 88"
     assert found("head size", lambda d: d in (72, 104), sizes) is None
-    lengths = [x for x in levels("length", Variant(1, 1, 1, 64, 64, 64, "none"), cuda=False, fixed=False)]
+    lengths = list(levels("length", Variant(1, 1, 1, 64, 64, 64, "none"), cuda=False, fixed=False))
     assert found("length", lambda q, k: q != k, lengths) == "Tq ≠ Tk"
     assert found("length", lambda q, k: 1 in (q % 64, k % 64), lengths) == "Tq or Tk mod 64 = 1"
     assert found("length", lambda _, k: k % 128, lengths) == "Tk no multiple of 128"

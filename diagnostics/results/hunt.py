@@ -59,7 +59,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Level:
+class TriedLevel:
     """One step of an axis, with all else as in the first case."""
 
     level: str
@@ -74,12 +74,12 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Axis:
+class HuntedAxis:
     """All levels of one axis that were tried by themselves."""
 
     name: str
     """head size, group, length, …"""
-    levels: tuple[Level, ...]
+    levels: tuple[TriedLevel, ...]
     """In order."""
 
 
@@ -159,7 +159,7 @@ class HuntedKernel:
     """How long it took."""
     findings: tuple[HuntFinding, ...]
     """The gravest first."""
-    axes: tuple[Axis, ...]
+    axes: tuple[HuntedAxis, ...]
     """Each axis by itself."""
     refusals: tuple[str, ...]
     """What the kernel does not take, in words."""

@@ -167,7 +167,7 @@ def _largest(open_: set[tuple[tuple[str, Level], ...]]) -> list[tuple[tuple[str,
 
 def law(axis: str, failing: Sequence[Level], passing: Sequence[Level]) -> str | None:
     """What failing levels have in common and no passing one has, the simplest first; None where nothing fits."""
-    if len(failing) < 2 or len(passing) < 2:
+    if len(failing) < 2 or not passing:
         return None
     for words, holds in _laws(axis, failing):
         if all(map(holds, failing)) and not any(map(holds, passing)):

@@ -23,7 +23,7 @@ from attn_diag.results.hunt import FAULTS, Fault, Hunt, HuntedKernel, HuntFindin
 from attn_diag.results.wording import SYMBOLS, plural, together
 from attn_diag.testing.hunting.axes import FIELDS, law, level_words
 from attn_diag.testing.hunting.inputs import Material
-from attn_diag.testing.hunting.judging import CaseVerdict, CaseJudge
+from attn_diag.testing.hunting.judging import CaseJudge, CaseVerdict
 from attn_diag.testing.hunting.run import Runner, same
 from attn_diag.testing.hunting.script import script
 from attn_diag.testing.hunting.search import Rule, Search

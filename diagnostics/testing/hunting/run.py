@@ -12,7 +12,7 @@ import torch
 from attn_diag.errors import InputError
 from attn_diag.results.hunt import FAULTS, Fault, Variant
 from attn_diag.testing.hunting.inputs import Material
-from attn_diag.testing.hunting.judging import CaseVerdict, CaseJudge
+from attn_diag.testing.hunting.judging import CaseJudge, CaseVerdict
 from attn_diag.testing.hunting.workers import Workers
 from attn_diag.work import Progress
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from attn_diag.results.hunt import Axis, Condition, Fault, Variant
-from attn_diag.results.hunt import Level as TriedLevel
+from attn_diag.results.hunt import Condition, Fault, HuntedAxis, TriedLevel, Variant
 from attn_diag.testing.hunting.axes import (
     FIELDS,
     Level,
@@ -279,10 +278,10 @@ class Search:
         passing = [x for x, v in zip(found, verdicts, strict=True) if v is not None and v.passed]
         return failing or [own], passing
 
-    def by_axis(self) -> tuple[Axis, ...]:
+    def by_axis(self) -> tuple[HuntedAxis, ...]:
         """The table."""
         return tuple(
-            Axis(axis, tuple(_tried_level(level_words(axis, x), v) for x, v in found))
+            HuntedAxis(axis, tuple(_tried_level(level_words(axis, x), v) for x, v in found))
             for axis, found in self.tried.items()
         )
 
