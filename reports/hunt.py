@@ -24,8 +24,8 @@ _MARKS: dict[Fault, str] = {
 }  # fmt: skip
 _LEGEND = (
     "Each axis by itself: all else as in the first case, bf16 and contiguous unless said. Wrong: more than any "
-    "rounding makes; lossy: over 1.25 times a well-rounded kernel's error, beyond chance; refused: the kernel does not take it, "
-    "which is no fault."
+    "rounding makes; lossy: over 1.25 times a well-rounded kernel's error, beyond chance; refused: the kernel does "
+    "not take it, which is no fault."
 )
 _LEVELS = 24
 

@@ -256,10 +256,8 @@ _SAID: dict[Fault, Callable[[str, bool], str]] = {
 
 def _sentence(rule: Rule, smallest: Variant, *, alone: bool) -> str:
     """Such as "dQ is wrong at head sizes 72, 88 (D mod 16 = 8); smallest case: 1 head, T=3, D=72"."""
-    said = []
-    for fault in FAULTS:
-        if names := [SYMBOLS.get(n, n) for n, f in rule.outputs.items() if f == fault]:
-            said.append(_SAID[fault](together(names), len(names) > 1))
+    by_fault = {fault: [SYMBOLS.get(n, n) for n, f in rule.outputs.items() if f == fault] for fault in FAULTS}
+    said = [_SAID[fault](together(names), len(names) > 1) for fault, names in by_fault.items() if names]
     conditions = [c.words for c in rule.conditions()]
     where = f" at {together(conditions)}" if conditions else " in every case tried"
     only = "" if alone else " (only after other calls in the same process, or by chance)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from attn_diag.results.hunt import Condition, Fault, HuntedAxis, TriedLevel, Variant
 from attn_diag.testing.hunting.axes import (
@@ -137,7 +138,10 @@ class Search:
     def _sweep(self, first: Variant) -> None:
         """Every axis by itself."""
         plan = {axis: levels(axis, first, cuda=self.cuda, fixed=self.fixed) for axis in self.axes}
-        variants = [at(first, axis, level) for axis, found in plan.items() for level in found]
+        # By turns, so that no axis is left out where the time does not reach for all levels.
+        turns = [
+            at(first, axis, x) for each in zip_longest(*plan.values()) for axis, x in zip(plan, each, strict=True) if x
+        ]
         axis_of = {at(first, axis, level): axis for axis, found in plan.items() for level in found}
         last = {at(first, axis, found[-1]) for axis, found in plan.items()}
 
@@ -149,9 +153,9 @@ class Search:
                     return True
             return False
 
-        found = iter(self.runner.many(variants, skip))
+        found = dict(zip(turns, self.runner.many(turns, skip), strict=True))
         for axis, of_axis in plan.items():
-            self.tried[axis] = [(level, next(found)) for level in of_axis]
+            self.tried[axis] = [(level, found[at(first, axis, level)]) for level in of_axis]
             self.not_run += sum(verdict is None for _, verdict in self.tried[axis])
             self._rules_of_axis(axis, first)
 
