@@ -203,8 +203,8 @@ def test_pairs_and_triples_are_covered() -> None:
     for one, other in combinations(choices, 2):
         seen = {(level_of(v, one), level_of(v, other)) for v in made}
         assert seen >= set(product(small[one], small[other]))
-    seen = {tuple(level_of(v, axis) for axis in ("head size", "group", "mask")) for v in made}
-    assert seen >= set(product(*(choices[axis] for axis in ("head size", "group", "mask"))))
+    triples = {tuple(level_of(v, axis) for axis in ("head size", "group", "mask")) for v in made}
+    assert triples >= set(product(*(choices[axis] for axis in ("head size", "group", "mask"))))
     assert len(made) < 30
     assert made == list(covering(first, choices, few, 0))
 
@@ -286,7 +286,7 @@ def test_a_crash_ends_no_hunt(tmp_path: Path) -> None:
 
 
 def test_a_hang_ends_no_hunt() -> None:
-    found = hunted("hanging", "length", limit_s=8)
+    found = hunted("hanging", "length", limit_s=6)
     (finding,) = found.findings
     assert (finding.fault, finding.conditions[0].law) == ("timed-out", "Tq ≠ Tk")
     assert finding.smallest.rows != finding.smallest.keys
@@ -357,7 +357,7 @@ def test_every_kernel_has_its_source(name: str, window: tuple[int, int] | None) 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["sdpa:math", "sdpa:flash", "flex_attention"])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
-def test_the_script_calls_a_kernel_as_the_hunt_does(name: str, causal: str) -> None:
+def test_the_script_calls_a_kernel_as_the_hunt_does(name: str, causal: Any) -> None:
     case = Material.of(drawn_capture()).build(replace(CASE, causal=causal, rows=5, keys=9))
     space: dict[str, Any] = {"torch": torch, "CAUSAL": causal, "SCALE": case.scale}
 
