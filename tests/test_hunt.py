@@ -174,6 +174,17 @@ def test_a_kernel_that_is_always_wrong() -> None:
     assert (rule.outputs, rule.conditions()) == ({"dv": "wrong"}, ())
 
 
+def test_a_search_that_runs_out_of_time_tells_how_much_it_left() -> None:
+    material = Material.of(drawn_capture())
+    pool = cast("Any", InProcess(hunted_kernels.PLANTED["odd sizes"]))
+    runner = Runner(material, pool, CaseJudge("planted", fixed=False, device=CPU), time.monotonic() + 1, 0)
+    search = Search(runner, list(FIELDS), cuda=False, fixed=False, seed=0)
+    search.run(replace(material.as_captured, rows=64, keys=64))
+    assert search.first is not None
+    assert search.not_run > 100
+    assert len(runner.known) < 50
+
+
 def test_laws() -> None:
     sizes = [(d,) for d in range(8, 257, 8)]
 

@@ -277,11 +277,15 @@ def _words(findings: Sequence[HuntFinding], cases: int, search: Search) -> str:
 
 def _refusals(search: Search) -> Iterator[str]:
     """Levels that a kernel does not take, in words."""
+    judged = [v for v in search.runner.known.values() if v.ran_in_part]
+    forward_alone = bool(judged) and all(v.refused for v in judged)
+    if forward_alone:
+        yield f"refuses every backward: {(judged[0].message or '').splitlines()[0]}"
     for axis, tried in search.tried.items():
         ran = [(level, verdict) for level, verdict in tried if verdict is not None]
         for stage, whole in (("", True), (" the backward at", False)):
             refused = [(x, v) for x, v in ran if v.refused and (v.ran_in_part != whole)]
-            if not refused:
+            if not refused or (forward_alone and not whole):
                 continue
             levels = [x for x, _ in refused]
             common = law(axis, levels, [x for x, _ in ran if x not in levels])

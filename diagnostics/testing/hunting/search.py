@@ -106,6 +106,7 @@ class Search:
         if base is not None:
             swept = [at(base, axis, x) for axis in ("head size", "group", "length") for x in accepted.get(axis, [])]
             self._try(swept)
+        accepted = {axis: found for axis, found in accepted.items() if len(found) > 1}
         few = {axis: [x for x in accepted[axis] if x in found] for axis, found in _FEW.items() if axis in accepted}
         for axis, found in few.items():
             own = level_of(self.first, axis)
@@ -122,7 +123,7 @@ class Search:
         taken = None
         for case in dict.fromkeys([wanted, *others]):
             found = self.runner.verdict(case)
-            if found.refused and found.message and case == wanted:
+            if found.refused and not found.passed and found.message and case == wanted:
                 self.notes.append(f"{case.words}: {found.message}")
             if found.passed:
                 if taken is not None:
@@ -184,7 +185,7 @@ class Search:
     def _accepted(self) -> dict[str, list[Level]]:
         """Levels that returned something by themselves, the right thing or not."""
         return {
-            axis: [x for x, v in found if v is not None and not v.refused and not _stopped(v)]
+            axis: [x for x, v in found if v is not None and v.ran_in_part and not _stopped(v)]
             for axis, found in self.tried.items()
         }
 
@@ -272,7 +273,7 @@ class Search:
         ended = fault in _IN_A_ROW
         found = levels(axis, bad, cuda=self.cuda, fixed=self.fixed)
         if axis in self.tried:
-            found = [x for x, v in self.tried[axis] if v is None or not v.refused]
+            found = [x for x, v in self.tried[axis] if v is None or v.faults or v.passed]
         if ended:
             # Each costs a process, or the limit.
             found = [x for x in found if x in _FEW.get(axis, found)][:4]
@@ -299,4 +300,5 @@ def _tried_level(words: str, verdict: CaseVerdict | None) -> TriedLevel:
         return TriedLevel(words, "not-run", {})
     if verdict.faults:
         return TriedLevel(words, "failed", dict(verdict.faults), verdict.message)
-    return TriedLevel(words, "refused" if verdict.refused else "passed", {}, verdict.message)
+    # Where the backward alone is refused the forward was judged.
+    return TriedLevel(words, "passed" if verdict.passed else "refused", {}, verdict.message)
