@@ -34,6 +34,7 @@ from .results.diagnosis import json_schema as json_schema
 from .results.dtypes import DtypeDrift as DtypeDrift
 from .results.explanation import Explanation as Explanation
 from .results.hardware import HardwareProfile as HardwareProfile
+from .results.hunt import Hunt as Hunt
 from .results.identification import Identification as Identification
 from .results.invariance import Invariance as Invariance
 from .results.microscope import Microscope as Microscope
@@ -42,6 +43,8 @@ from .results.probe import ProbeReport as ProbeReport
 from .results.replay import Replay as Replay
 from .results.several import Several as Several
 from .results.what_if import WhatIf as WhatIf
+from .testing.hunting.hunt import hunt as hunt
+from .testing.hunting.hunt import hunt_captures as hunt_captures
 from .testing.invariance.invariance import invariance as invariance
 from .testing.probing.probe import probe as probe
 from .testing.regression.check import check as check

@@ -62,6 +62,7 @@ _RENDERERS = {
     "explanation": Renderer("explanation:renderables", prompt="explanation:text", notebook="explanation:cell"),
     "finding": Renderer(prompt="brief:finding_text"),
     "hardware-profile": Renderer("selftest:profile_renderables"),
+    "hunt": Renderer("hunt:hunt_renderables", page="hunt:hunt_document"),
     "identification": Renderer("identification:identification_renderables"),
     "identifications": Renderer("identification:identifications_renderables"),
     "invariance": Renderer("invariance:invariance_renderables", page="invariance:invariance_document"),

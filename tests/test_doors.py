@@ -158,6 +158,10 @@ COMMANDS: dict[str, Command] = {
         "--html", f / "page.html",
     ),
     "invariance missing": lambda _, n: ("invariance", text(n)),
+    "replay hunt": lambda f, n: (
+        "replay", capture(f, n), "--hunt", "--against", kernels(f, n), "--axes", "batch", "--budget", "5", "--out",
+        f / "found", "--html", f / "page.html",
+    ),
     "check": lambda f, n: ("check", kernels(f, n), *CHECK, "--github", "--junit", f / "junit.xml"),
     "check capture": lambda f, n: ("check", kernels(f, n), *CHECK, "--capture", capture(f, n), "--plain", "--github"),
     "check stored": lambda f, n: ("check", capture(f, n), "--device", "cpu", "--github", "--junit", f / "junit.xml"),

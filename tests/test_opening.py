@@ -434,7 +434,9 @@ def test_captures_that_cannot_be_judged_are_grouped_by_what_fits(found: Callable
 def test_nothing_could_be_judged() -> None:
     capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
     diagnosis = attn_diag.inspect_captures([capture], device="cpu")
-    assert headline(diagnosis).startswith("MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits causal=top-left")
+    assert headline(diagnosis).startswith(
+        "MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits causal=top-left"
+    )
 
 
 def test_numbers_in_plain_words() -> None:

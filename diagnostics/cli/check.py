@@ -11,6 +11,7 @@ import typer
 
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
+from attn_diag.cli.hunting import Hunting
 from attn_diag.cli.options import Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
@@ -50,6 +51,7 @@ def check(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     level: Annotated[float, typer.Option(help="Chance of a false alarm of bias in a run (Holm).")] = 0.01,
+    hunting: Hunting,
     device: Device = "auto",
     delivery: Delivery,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
@@ -58,7 +60,10 @@ def check(
         typer.Option("--github/--no-github", help="Annotations and step summary (default: on in GitHub Actions)."),
     ] = None,
 ) -> int:
-    """Run a kernel on structured and random inputs: is it biased, less accurate than before, or other in its bits?"""
+    """Run a kernel on structured and random inputs: is it biased, less accurate than before, or other in its bits?
+
+    With --hunt its inputs (those of --capture, or normal numbers) are changed until it gets one wrong.
+    """
     import torch
 
     from attn_diag.testing.regression.check import check as run
@@ -67,10 +72,20 @@ def check(
         raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     delivery.require_apart(capture or [], [junit, baseline if save or update else None])
     inputs = open_captures(capture)[0] if capture else []
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float16
+    if hunting.hunt:
+        from attn_diag.testing.hunting.hunt import drawn_capture
+
+        given = {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit}
+        if beside := [name for name, value in given.items() if value is not None]:
+            raise InputError(f"--hunt has no {', '.join(beside)}")
+        drawn = drawn_capture(causal, scale, dtype=kind, head_dim=head_dim, seed=seed)
+        hunted = hunting.run(target, lambda: inputs or [drawn], device=device, delivery=delivery)
+        return 0 if hunted.passed else 1
     with progress_bar("cases") as progress:
         found = run(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
-            observation=observation, exact=exact, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
+            observation=observation, exact=exact, dtype=kind,
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
             progress=progress,
         )  # fmt: skip

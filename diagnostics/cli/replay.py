@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.hunting import Hunting
 from attn_diag.cli.options import (
     Device,
     Html,
@@ -40,7 +41,7 @@ def replay(
     ] = None,
     observation: ObservationName = None,
     places: Places,
-    limit: Annotated[float, typer.Option(metavar="SECONDS", help="How long each kernel may take.")] = 300.0,
+    hunting: Hunting,
     level: Level = 0.01,
     device: Device = "auto",
     delivery: Delivery,
@@ -51,13 +52,23 @@ def replay(
     ] = None,
     overrides: Overrides,
 ) -> int:
-    """Run a capture's inputs through every installed kernel, each in a process of its own: the kernel, or the head?"""
-    from attn_diag.testing.replaying.replay import replay_captures
+    """Run a capture's inputs through every installed kernel, each in a process of its own: the kernel, or the head?
+
+    With --hunt each kernel's inputs are changed (head size, lengths, groups, mask, strides, values) until it gets one
+    wrong.
+    """
+    from attn_diag.testing.replaying.replay import DEFAULT_LIMIT_S, replay_captures
 
     wanted = labels(fail_on, _FAILURES)
     names = None if against is None else [name for text in against for name in listed(text) or ()]
     captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
+    if hunting.hunt:
+        hunted = hunting.run(
+            names, lambda: captures, device=device, delivery=delivery, html=html, unreadable=unreadable
+        )
+        return 2 if unreadable else int("kernel" in wanted and not hunted.passed)
     selection = places.selection(observation)
+    limit = DEFAULT_LIMIT_S if hunting.limit is None else hunting.limit
     with progress_bar("kernels") as progress:
         found = replay_captures(
             captures, against=names, selection=selection, limit_s=limit, level=level, device=device,

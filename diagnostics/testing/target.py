@@ -30,6 +30,8 @@ from attn_diag.work import map_in_order
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 # A tensor -> one of the same values, with other strides or at another place in memory.
 Place = Callable[[Tensor], Tensor]
+# The same for the tensors of a call by their names: q, k, v and do.
+PlaceOf = Callable[[str, Tensor], Tensor]
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
@@ -158,7 +160,7 @@ class Target:
         recipe = _recipe(given, dtype, head_dim)
         return cls(name or recipe.name, f"emulation on {backend_name(device)}", device, recipe=recipe)
 
-    def call(self, inputs: CaseInputs, *, gradients: bool = False, place: Place = lambda x: x) -> Returned:
+    def call(self, inputs: CaseInputs, *, gradients: bool = False, place: PlaceOf = lambda _, x: x) -> Returned:
         """Call it once, without autograd or with it.
 
         Args:
@@ -176,7 +178,7 @@ class Target:
             return Returned(emulate(self.recipe, inputs, self.device, with_gradients=gradients))
         assert self.fn is not None
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-        copies = [place(x.to(self.device, copy=True)).detach() for x in originals.values()]
+        copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
         copies = [x.requires_grad_(gradients) for x in copies]
         with _reported("", inputs), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
@@ -192,12 +194,12 @@ class Target:
         ]  # fmt: skip
         return Returned(outputs, tuple(overwritten))
 
-    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: Place) -> dict[str, Tensor]:
+    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf) -> dict[str, Tensor]:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
         with _reported(" in its backward", inputs):
-            found = torch.autograd.grad(o, copies, place(inputs.do.to(self.device, o.dtype)), allow_unused=True)
+            found = torch.autograd.grad(o, copies, place("do", inputs.do.to(self.device, o.dtype)), allow_unused=True)
         if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
         return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}

@@ -55,7 +55,7 @@ class Calls:
 
     def _call(self, target: Target, inputs: CaseInputs, path: Path) -> Mapping[str, Tensor]:
         gradients = inputs.do is not None and path.gradients
-        returned = target.call(inputs, gradients=gradients, place=path.place)
+        returned = target.call(inputs, gradients=gradients, place=lambda _, x: path.place(x))
         self.overwritten.update(returned.overwritten)
         return returned.outputs
 

@@ -61,11 +61,11 @@ def run_apart(name: str, inputs: Path, folder: Path, device: str, limit_s: float
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _stop(process)
+            stop(process)
     return _left(folder, code, limit_s)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """End the process and its children: a kernel's compiler may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ def _left(folder: Path, code: int | None, limit_s: float) -> Ran:
     stage = begun.read_text() if begun.exists() else "start"
     if code is None:
         return Ran("timed-out", stage, f"it was stopped after {limit_s:g} s", outputs)
-    return Ran("crashed", stage, f"its process {_ending(code)}{_last_words(folder / 'stderr')}", outputs)
+    return Ran("crashed", stage, f"its process {ending(code)}{_last_words(folder / 'stderr')}", outputs)
 
 
 def _last_words(file: Path) -> str:
@@ -99,7 +99,8 @@ def _last_words(file: Path) -> str:
     return f": {last if len(last) <= _LAST_WORDS else last[:_LAST_WORDS] + ' …'}"
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process ended, in words that follow "its process"."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

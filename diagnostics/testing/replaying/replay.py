@@ -243,7 +243,7 @@ class _Job:
             version = stated.kernel
         else:
             emulated = "emulation on " if asked in PRESETS else ""
-            backend, version = f"{emulated}{backend_name(self.device)}", _version(asked)
+            backend, version = f"{emulated}{backend_name(self.device)}", version_of(asked)
         if other is not None:
             given["message"] = other
         return ReplayedKernel(
@@ -299,7 +299,8 @@ def _asked(shown: str) -> str:
     return shown.removeprefix("recipe ")
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of the package that a kernel comes in; None where it is not known."""
     if name in PRESETS:
         return package_version("attn-diag")
     if name in LIBRARIES:

@@ -34,8 +34,8 @@ from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradi
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
-    r"no (available kernel|viable backend|kernel image)|support|must be|should be|requires?\b|expected|not implemented|"
-    r"not compiled|out of memory",
+    r"no (available kernel|viable backend|kernel image)|support|must (be|match)|should be|requires?\b|expected|"
+    r"not implemented|not compiled|out of (memory|resource)|too (large|many resources)|invalid configuration",
     re.IGNORECASE,
 )
 _REFUSALS = (InputError, NotImplementedError, ImportError, AssertionError, ValueError, TypeError)
@@ -68,7 +68,7 @@ def main(folder: Path, name: str, device: str) -> None:
             outcome["deterministic"] = outcome.get("deterministic", True) and same
             outcome |= _times(target, case, stage, place)
     except Exception as error:
-        outcome |= {"outcome": _ended(error), "stage": stage, "message": str(error)}
+        outcome |= {"outcome": ended(error), "stage": stage, "message": str(error)}
     write_atomically(folder / "outcome.json", lambda path: Path(path).write_text(json.dumps(outcome)))
 
 
@@ -77,7 +77,7 @@ def _placed(run: Callable[[Place], dict[str, Tensor]]) -> tuple[dict[str, Tensor
     try:
         return run(as_it_is), as_it_is
     except Exception as error:
-        if _ended(error) != "refused":
+        if ended(error) != "refused":
             raise
         try:
             return run(rows_first), rows_first
@@ -87,13 +87,13 @@ def _placed(run: Callable[[Place], dict[str, Tensor]]) -> tuple[dict[str, Tensor
 
 
 def _outputs(target: Target, case: CaseInputs, place: Place, *, gradients: bool) -> dict[str, Tensor]:
-    found = target.call(case, gradients=gradients, place=place)
+    found = target.call(case, gradients=gradients, place=lambda _, x: place(x))
     if found.overwritten:
         raise MisfitError(f"it changed its input {found.overwritten[0]} in place")
     return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}
 
 
-def _ended(error: Exception) -> Outcome:
+def ended(error: Exception) -> Outcome:
     """Whether a kernel does not take these inputs, returned what cannot be used, or failed."""
     cause = error.__cause__ if isinstance(error, MisfitError) else error
     if isinstance(error, NoGradientError) or isinstance(cause, _REFUSALS):

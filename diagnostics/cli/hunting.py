@@ -1,0 +1,68 @@
+"""``--hunt`` of ``replay`` and ``check``: which inputs break a kernel, and the smallest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attn_diag.cli.delivery import Delivery, progress_bar
+from attn_diag.cli.options import listed
+
+if TYPE_CHECKING:
+    from attn_diag.captures.capture import Capture
+    from attn_diag.results.hunt import Hunt
+
+
+@dataclass(frozen=True)
+class Hunting:
+    """What a hunt is asked for."""
+
+    hunt: Annotated[
+        bool,
+        typer.Option("--hunt", help="Change the inputs until a kernel gets one wrong; save the smallest such cases."),
+    ] = False
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where --hunt saves cases and the scripts that run them.")
+    ] = Path("attn-diag-hunt")
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long --hunt searches for each kernel and capture (default 300)."),
+    ] = None
+    axes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="What --hunt changes: head size,group,mask,length,values,layout,dtype,batch,key heads (default all).",
+        ),
+    ] = None
+    limit: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long each kernel (300), or each case of --hunt (120), may take."),
+    ] = None
+
+    def run(
+        self,
+        kernels: str | Sequence[str] | None,
+        captures: Callable[[], Sequence[Capture]],
+        *,
+        device: str,
+        delivery: Delivery,
+        html: Path | None = None,
+        unreadable: Sequence[str] = (),
+    ) -> Hunt:
+        """Hunt and deliver; ``captures`` are made once the imports are."""
+        from attn_diag.testing.hunting.hunt import DEFAULT_BUDGET_S, DEFAULT_LIMIT_S, hunt_captures
+
+        with progress_bar("cases") as progress:
+            found = hunt_captures(
+                kernels, captures(), folder=self.out, only=listed(self.axes),
+                budget_s=DEFAULT_BUDGET_S if self.budget is None else self.budget,
+                limit_s=DEFAULT_LIMIT_S if self.limit is None else self.limit, device=device, progress=progress,
+                unreadable=unreadable,
+            )  # fmt: skip
+        delivery.deliver(found, html)
+        return found

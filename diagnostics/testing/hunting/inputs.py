@@ -1,0 +1,152 @@
+"""The tensors of a variant: a capture's, cut or filled up to other sizes, or drawn; then cast."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+from attn_diag.results.hunt import Variant
+from attn_diag.results.wording import number
+from attn_diag.testing.hunting.layouts import TENSORS, fitted
+from attn_diag.testing.regression.cases import case_of_capture
+from attn_diag.testing.target import CaseInputs
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
+# Scores of a late training run: a row's mass is on few keys.
+_LARGE_LOGIT = 80.0
+
+Change = Callable[[dict[str, Tensor], float, torch.Generator], None]
+
+
+def _hot_row(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["q"][:, :, x["q"].shape[2] // 2] *= 64
+
+
+def _hot_key(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["k"][:, :, x["k"].shape[2] // 3] *= 32
+
+
+def _large_logits(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del generator
+    group = x["q"].shape[1] // x["k"].shape[1]
+    scores = x["q"] @ x["k"].repeat_interleave(group, 1).mT * scale
+    largest = max(float(scores.abs().max()), 1e-30)
+    x["q"] *= 2.0 ** round(math.log2(_LARGE_LOGIT / largest))
+
+
+def _repeated_keys(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    count = x["k"].shape[2] // 2
+    x["k"][:, :, 1 : 2 * count : 2] = x["k"][:, :, 0 : 2 * count : 2].clone()
+
+
+def _equal_keys(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["k"][:] = x["k"][:, :, :1].clone()
+
+
+def _outliers(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale
+    for tensor in x.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.002] *= 32
+
+
+def _one_gradient(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["do"][:, :, :-1] = 0
+
+
+def _large_gradient(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["do"] *= 2.0**8
+
+
+def _zero_queries(x: dict[str, Tensor], scale: float, generator: torch.Generator) -> None:
+    del scale, generator
+    x["q"][:] = 0
+
+
+CHANGES: dict[str, Change] = {
+    "hot row": _hot_row,
+    "hot key": _hot_key,
+    "large logits": _large_logits,
+    "repeated keys": _repeated_keys,
+    "equal keys": _equal_keys,
+    "outliers": _outliers,
+    "one dO row": _one_gradient,
+    "large dO": _large_gradient,
+    "zero q": _zero_queries,
+}
+"""By ``Variant.values``: what is done to the tensors, in place."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What variants are made of."""
+
+    capture: Capture
+    case: CaseInputs
+
+    @classmethod
+    def of(cls, capture: Capture) -> Material:
+        """Raises InputError for a capture whose mask, or chosen rows, say nothing of other lengths."""
+        case = case_of_capture(capture)
+        if odd := [n for n, x in (("mask", case.mask), ("q_positions", case.positions)) if x is not None]:
+            raise InputError(f"{capture.source}: a hunt changes lengths, which its {' and '.join(odd)} cannot follow")
+        if case.q.dtype not in _NAMES:
+            raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")
+        return cls(capture, case)
+
+    @property
+    def as_captured(self) -> Variant:
+        """The capture itself."""
+        q, k = self.case.q, self.case.k
+        return Variant(
+            batch=q.shape[0], key_heads=k.shape[1], group=q.shape[1] // k.shape[1], rows=q.shape[2], keys=k.shape[2],
+            head_dim=q.shape[3], causal=self.case.causal, dtype=_NAMES[q.dtype],  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def build(self, variant: Variant, seed: int = 0) -> CaseInputs:
+        """The inputs of a variant, contiguous. Raises InputError where its numbers do not fit its format."""
+        case, (b, hk, d) = self.case, (variant.batch, variant.key_heads, variant.head_dim)
+        hq, dv = hk * variant.group, case.v.shape[3] if d == case.q.shape[3] else d
+        shapes = {"q": (b, hq, variant.rows, d), "k": (b, hk, variant.keys, d), "v": (b, hk, variant.keys, dv)}
+        shapes["do"] = (b, hq, variant.rows, dv)
+        # The usual scale goes with the head size; another is the user's.
+        usual = math.isclose(case.scale, case.q.shape[3] ** -0.5, rel_tol=1e-6)
+        scale = d**-0.5 if usual else case.scale
+        tensors = {n: self._drawn(n, shapes[n], variant, seed) for n in TENSORS}
+        generator = torch.Generator().manual_seed(seed)
+        if variant.values != "plain":
+            CHANGES[variant.values](tensors, scale, generator)
+        tensors = fitted(variant.layout, tensors)
+        cast = {n: x.to(TORCH[variant.dtype]) for n, x in tensors.items()}
+        if broken := [n for n, x in cast.items() if not bool(x.isfinite().all())]:
+            largest = number(float(max(tensors[n].abs().max() for n in broken)))
+            raise InputError(f"{variant.dtype} cannot hold {', '.join(broken)}, up to {largest}")
+        q, k, v, do = (cast[n] for n in TENSORS)
+        return CaseInputs(variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap)
+
+    def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+        if variant.source == "integers":
+            return torch.randint(-2, 3, shape, generator=generator).float()
+        drawn = torch.randn(shape, generator=generator)
+        given = getattr(self.case, name)
+        if variant.source == "normal" or given is None:
+            return drawn
+        given = given.float()
+        common = tuple(slice(0, min(have, want)) for have, want in zip(given.shape, shape, strict=True))
+        drawn *= float(given.square().mean().sqrt())
+        drawn[common] = given[common]
+        return drawn
