@@ -10,12 +10,27 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.lead import lead
-from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError
-from attn_diag.results.wording import SYMBOLS, file_name, head_name, listed, number, percent, signed
+from attn_diag.reports.lead import lead, on_head
+from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError, SiteAttribution
+from attn_diag.results.wording import (
+    SYMBOLS,
+    file_name,
+    head_name,
+    head_names,
+    number,
+    percent,
+    signed,
+    together,
+)
 
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
+# What good kernels keep in fp32.
+_KEPT = ("scores", "difference", "row_max", "row_sum", "range_pv", "accumulator")
+# What every kernel of 16-bit inputs rounds.
+_EVERYWHERE = ("probs", "out", "backward_probs", "dscores", "dq")
+# What a report begins with, the gravest first, and its style.
+_KINDS = {"COARSE": "bold red", "UNKNOWN": "bold yellow", "NORMAL": "bold green"}
 _UNITS = {
     "o": "O away from zero, ulp",
     "delta": "delta, noise floors (1: one rounding of O)",
@@ -43,48 +58,72 @@ def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
 
 
 def _first(found: Attribution) -> Iterator[RenderableType]:
-    """Which site makes the error, of heads that share it together; and what to run next."""
-    groups: dict[tuple[str, str, bool], list[HeadAttribution]] = {}
+    """Which site makes the error, of heads that share it together, the coarse ones first; and what to run next."""
+    groups: dict[tuple[str, str, str], list[HeadAttribution]] = {}
     for head in found.heads:
         quantity = "dq" if "dq" in head.totals else "o"
         known = [s for s in head.sites if quantity in s.effects]
         if not known or quantity not in head.totals:
             continue
-        site = max(known, key=lambda s: s.effects[quantity].share).site
-        groups.setdefault((site, quantity, bool(head.unfit)), []).append(head)
+        kind = "UNKNOWN" if head.unfit else "COARSE" if _coarse(head) else "NORMAL"
+        first = ""
+        if kind == "COARSE":
+            first = " ".join(site.site for site in _coarse(head))
+        elif kind == "UNKNOWN":
+            first = max(known, key=lambda s: s.effects[quantity].share).site
+        groups.setdefault((kind, first, quantity), []).append(head)
     if not groups:
         yield from lead(f"NOTHING {file_name(found.source)}:", "no rounding site was found to err")
         return
-    sentences = [_sentence(site, quantity, heads, unfit=unfit) for (site, quantity, unfit), heads in groups.items()]
-    first = next(iter(groups.values()))[0]
-    following = f"attn-diag what-if {found.source} --head {first.head}" if _is_file(found) else None
-    yield from lead(f"{file_name(found.source)}:", sentences[0], sentences[1:], following)
+    ordered = sorted(groups.items(), key=lambda item: list(_KINDS).index(item[0][0]))
+    sentences = [_sentence(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
+    (kind, *_), heads = ordered[0]
+    following = on_head("what-if", found.source, heads[0].head, found.observation)
+    yield from lead(f"{kind} {file_name(found.source)}:", sentences[0], sentences[1:], following, _KINDS[kind])
 
 
-def _is_file(found: Attribution) -> bool:
-    return found.source.endswith((".safetensors", ".pt", ".npz")) and " " not in found.source
+def _coarse(head: HeadAttribution) -> list[SiteAttribution]:
+    """The sites that published kernels keep in fp32 and this one does not, and casts that truncate."""
+    return [
+        site
+        for site in head.sites
+        if site.format not in (None, "fp32")
+        and (site.site in _KEPT or str(site.format).partition(":")[2] in ("toward-zero", "up", "down"))
+    ]
 
 
-def _sentence(site: str, quantity: str, heads: list[HeadAttribution], *, unfit: bool) -> str:
-    """A site's part in the error of heads that share it."""
-    sites = [next(s for s in h.sites if s.site == site) for h in heads]
-    shares = [s.effects[quantity].share for s in sites]
-    errors = [h.totals[quantity].error for h in heads]
-    where = listed(list(dict.fromkeys(head_name(h.layer, h.head) for h in heads)), 4)
-    how = (
-        "emulated; not the captured kernel's recipe" if unfit else "emulated with the recipe that has the kernel's bits"
-    )
-    if not unfit and heads[0].agreement is None:
-        how = "emulated"
-    site_words = sites[0].words.removeprefix("the ")
-    return (
-        f"{where}: {_range(shares)} of {SYMBOLS[quantity]}'s squared error comes from the {site_words} "
-        f"({SYMBOLS[quantity]} {_range(errors)} off; {how})"
-    )
+def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
+    """What makes the error of heads that share it."""
+    name = SYMBOLS[quantity]
+    where = head_names({(h.layer, h.head) for h in heads})
+    off = f"{name} {_range([h.totals[quantity].error for h in heads])} off"
+    if kind == "COARSE":
+        sites = [_coarse(h) for h in heads]
+        shares = [
+            f"{_range([sum(s.effects[q].share for s in own) for own in sites])} of {SYMBOLS[q]}'s"
+            for q in dict.fromkeys((quantity, "o"))
+            if all(q in s.effects for own in sites for s in own)
+        ]
+        made = together([site.words.removeprefix("the ") for site in sites[0]])
+        return (
+            f"{where}: what good kernels do not do, the {made}, {'make' if len(sites[0]) > 1 else 'makes'} "
+            f"{together(shares)} squared error ({off}; emulated with the recipe that has the kernel's bits)"
+        )
+    known = [[s for s in h.sites if quantity in s.effects] for h in heads]
+    sites_of = [max(own, key=lambda s: s.effects[quantity].share) for own in known]
+    most = _range([s.effects[quantity].share for s in sites_of])
+    made = " or the ".join(dict.fromkeys(s.words.removeprefix("the ") for s in sites_of))
+    largest = f"the largest part of {name}'s squared error, {most}, comes from the {made}"
+    if kind == "UNKNOWN":
+        why, recipe = str(heads[0].unfit).partition(": no rounding")[0].rstrip("."), heads[0].recipe.partition(",")[0]
+        return f"{where}: {why}. No cause is named; in {recipe} itself {largest} ({off}; emulated)"
+    how = "emulated" if heads[0].agreement is None else "emulated with the recipe that has the kernel's bits"
+    common = ", as in good kernels" if all(s.site in _EVERYWHERE for s in sites_of) else ""
+    return f"{where}: {largest}{common} ({off}; {how})"
 
 
 def _range(values: list[float]) -> str:
-    low, high = percent(min(values), ".2g"), percent(max(values), ".2g")
+    low, high = (percent(v, ".0f" if v >= 0.1 else ".2g") for v in (min(values), max(values)))
     return low if low == high else f"{low.removesuffix(' %')} to {high}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -11,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from attn_diag.reports import layout, words
+from attn_diag.reports.diff_groups import WORDS, ChangedHeads, changed_heads, labels_words
 from attn_diag.reports.diff_trends import figure_title, shared_trends, trend_table
 from attn_diag.reports.quantities import DQ_ERROR, NOISE_FACTOR, QUANTITIES, TESTS, PrimaryTest, Quantity
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, Outcome, Side, SizeChange
@@ -28,7 +30,7 @@ _STYLES: dict[Outcome, str] = {
     "relabelled": "yellow",
 }
 _ORDER = list(_STYLES)
-_MAX_HEADS = 16
+_MAX_GROUPS, _MAX_TRENDS, _MOST_SAID = 16, 16, 3
 # Columns from which the table has room for dQ's error.
 _MEDIUM = 72
 _MAX_DETAILS = 4
@@ -38,6 +40,29 @@ _MAX_UNMATCHED = 8
 
 _WORSE = {"became-biased", "bias-reversed", "bias-grew", "grew"}
 _BETTER = {"cured", "bias-shrank", "shrank"}
+
+
+def headline(found: Comparison, groups: Sequence[ChangedHeads]) -> str:
+    """OK, FAIL or BETTER; what changed, where and since when; in one paragraph."""
+    if not groups:
+        return f"{_verdict(found)}: {found.summary}"
+    said = []
+    for group in groups[:_MOST_SAID]:
+        size = f" ({group.size})" if group.size else ""
+        said.append(f"{group.place}: {group.change}{size}")
+    if more := groups[_MOST_SAID:]:
+        said.append(f"and {len(more)} more below")
+    return f"{_verdict(found)}: {'; '.join(said)}."
+
+
+def next_command(groups: Sequence[ChangedHeads]) -> str | None:
+    """What to run next about the worst change; None where nothing is worse."""
+    worse = [entry for group in groups for entry in group.entries if {*entry.outcomes} & _WORSE]
+    if not worse or not worse[0].b_source.endswith((".safetensors", ".pt", ".npz")):
+        return None
+    first = next((entry for entry in worse if entry.head is not None), worse[0])
+    head = "" if first.head is None else f" --head {first.head}"
+    return f"attn-diag inspect {shlex.quote(first.b_source)}{head}"
 
 
 def _verdict(found: Comparison) -> str:
@@ -51,28 +76,33 @@ def _verdict(found: Comparison) -> str:
 def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     changed = _changed(found)
-    style = _STYLES.get(changed[0].outcomes[0], "bold") if changed else "bold green"
-    yield layout.paragraph(f"{_verdict(found)}: {found.summary}", style=style)
+    groups = changed_heads(found, changed)
+    style = _STYLES.get(changed[0].outcomes[0], "bold") if changed and changed[0].outcomes else "bold green"
+    yield layout.paragraph(headline(found, groups), style=style)
+    if (following := next_command(groups)) is not None:
+        yield layout.Hanging("  ", Text(f"Next: {following}", style="bold"))
+    if groups:
+        yield layout.Hanging("  ", Text(found.summary))
     yield layout.bullet("A", _side(found.a))
     yield layout.bullet("B", _side(found.b))
     for unread in (*found.a.unreadable, *found.b.unreadable):
         yield layout.paragraph(f"warning: not read: {unread}", style="yellow")
     yield layout.bullet(" ", f"matched: {'; '.join(found.matched_by)}")
-    if changed:
+    if groups:
         yield from layout.title("What changed, the worst first")
-        yield layout.Sized(partial(_changes, found, changed[:_MAX_HEADS]))
-        if len(changed) > _MAX_HEADS:
-            yield layout.paragraph(f"and {len(changed) - _MAX_HEADS} more changed heads in --json", style="dim")
-        for entry in changed[:_MAX_DETAILS]:
-            yield from _detail(found, entry)
+        yield layout.Sized(partial(_changes, groups[:_MAX_GROUPS]))
+        if len(groups) > _MAX_GROUPS:
+            yield layout.paragraph(f"and {len(groups) - _MAX_GROUPS} more groups of heads in --json", style="dim")
+        for group in groups[:_MAX_DETAILS]:
+            yield from _detail(found, group.entries[0])
     if shared := shared_trends(found):
         yield from layout.title("Over the steps")
-        yield layout.Sized(partial(trend_table, shared[:_MAX_HEADS]))
-        if len(shared) > _MAX_HEADS:
-            yield layout.paragraph(f"and {len(shared) - _MAX_HEADS} more in --json", style="dim")
+        yield layout.Sized(partial(trend_table, shared[:_MAX_TRENDS]))
+        if len(shared) > _MAX_TRENDS:
+            yield layout.paragraph(f"and {len(shared) - _MAX_TRENDS} more in --json", style="dim")
     if alone := [e for e in found.entries if e.outcomes == ("relabelled",) and e not in changed]:
         yield from layout.title("Other labels, and no change beyond chance")
-        relabelled = [f"{_name(found, entry)}: {_labels(entry)}" for entry in alone]
+        relabelled = [f"{_name(found, entry)}: {labels_words(entry)}" for entry in alone]
         yield from layout.bullets("-", relabelled, _MAX_ALONE, "and {} more in --json")
     if found.unmatched:
         yield from layout.title("Not compared")
@@ -85,6 +115,10 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
 
 def diff_lines(found: Comparison) -> Iterator[str]:
     """The report for a log: one fact a line, its kind first."""
+    groups = changed_heads(found, _changed(found))
+    yield layout.line("verdict", headline(found, groups))
+    if (following := next_command(groups)) is not None:
+        yield layout.line("next", following)
     yield layout.line("summary", found.summary)
     yield layout.line("A", _side(found.a))
     yield layout.line("B", _side(found.b))
@@ -135,37 +169,39 @@ def _name(found: Comparison, entry: HeadComparison) -> str:
     if len({(e.a_observation, e.b_observation) for e in found.entries}) > 1:
         both = entry.a_observation == entry.b_observation
         parts.append(entry.b_observation if both else f"{entry.a_observation}/{entry.b_observation}")
-    if len({e.b_source for e in found.entries}) > 1:
+    twins = [e for e in found.entries if _place(e) == _place(entry)]
+    if len({e.b_source for e in twins}) > 1:
         parts.append(file_name(entry.b_source))
     return " ".join(parts)
 
 
-def _changes(found: Comparison, entries: list[HeadComparison], options: ConsoleOptions) -> Iterator[RenderableType]:
-    """The table of changed heads; narrow screens leave dQ's error to the details below it."""
-    shown = [NOISE_FACTOR, *([DQ_ERROR] if options.max_width >= _MEDIUM else [])]
+def _place(entry: HeadComparison) -> tuple[object, ...]:
+    return entry.layer, entry.head, entry.b_step, entry.a_observation, entry.b_observation
+
+
+def _changes(groups: list[ChangedHeads], options: ConsoleOptions) -> Iterator[RenderableType]:
+    """The table of what changed, the figures of each group's clearest head; narrow screens go without dQ's error."""
+    wide = options.max_width >= _MEDIUM
+    shown = [NOISE_FACTOR, *([DQ_ERROR] if wide else [])]
     table = layout.table(
-        Column("head", overflow="fold"),
-        Column("change", overflow="fold", min_width=13),
-        Column("labels", overflow="fold", min_width=15),
-        *layout.figures([*(q.heading for q in shown), "adj.\np"]),
+        Column("where", overflow="fold"),
+        Column("change", overflow="fold", min_width=13 if wide else 8),
+        Column("labels", overflow="fold", min_width=15 if wide else 10),
+        *layout.figures([*(q.heading for q in shown), "mean's\nadj. p"]),
     )
-    for entry in entries:
-        sizes = {size.name: size for size in entry.sizes}
-        styled = [Text(outcome, style=_STYLES[outcome]) for outcome in entry.outcomes]
+    for group in groups:
+        clearest = group.entries[0]
+        sizes = {size.name: size for size in clearest.sizes}
+        styled = [Text(WORDS[outcome], style=_STYLES[outcome]) for outcome in group.outcomes]
         table.add_row(
-            Text(_name(found, entry)),
+            Text(group.place),
             Text(", ").join(styled) if styled else Text("none"),
-            Text(_labels(entry)),
+            Text(group.labels),
             *(_arrow(sizes.get(q.key)) for q in shown),
-            number(_least(entry), 2),
+            number(_least(clearest), 2),
         )
     yield table
-
-
-def _labels(entry: HeadComparison) -> str:
-    """The verdict's labels before and after."""
-    before, after = ", ".join(entry.a_labels), ", ".join(entry.b_labels)
-    return before if before == after else f"{before} -> {after}"
+    yield layout.Hanging("", layout.note("Figures of the head of each row in which it is clearest, told below."))
 
 
 def _quantity(size: SizeChange) -> Quantity:

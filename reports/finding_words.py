@@ -8,19 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
-from attn_diag.results.findings import FindingPlace, Kind, SharedFinding
-from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, ranges, times, together
+from attn_diag.results.findings import Kind, SharedFinding
+from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together
 
+__all__ = ["NAMES", "Line", "about", "brief", "grows", "matters", "style_of", "sure", "what", "when", "where"]
 NAMES: dict[Kind, str] = {
     "nonfinite": "NaN or Inf", "wrong": "wrong", "unjudged": "mask or scale not as stated", "lossy": "lossy",
     "biased": "biased", "ill_conditioned": "ill-conditioned", "undecided": "undecided",
 }  # fmt: skip
 """What the findings of a label are called."""
-_MOST_PLACES = 3
 # Of dW_Q in the worst head: training runs that blew up had 11 to 42 % 100 to 200 steps before (benchmarks/failing_run).
 _LITTLE, _LARGE = 0.01, 0.1
+# Lossy is what has its whole 95 % interval above it; of LSE and delta the factor itself, which is that of the dQ that
+# their error makes.
+_LOSSY = 1.25
+_BY_EFFECT = ("lse", "delta")
+_ANOTHER = "much: O is wrong, so the model computes another function than meant"
 
 
 @dataclass(frozen=True)
@@ -59,57 +65,101 @@ def about(finding: SharedFinding) -> Iterator[Line]:
         yield Line("Matters", effect)
 
 
-def brief(finding: SharedFinding, observations: str = "") -> Line:
-    """The same in a paragraph, for one of several findings; ``observations``: " in paper", where that tells it."""
-    said = f"In{observations.removeprefix(' in')}: {what(finding)}" if observations else what(finding)
-    said += f" Sure: {sure(finding)}"
-    said += f" {grown}" if finding.earlier and (grown := when(finding)) else ""
-    said += f" Matters: {effect}" if (effect := matters(finding)) else ""
-    title = {"nonfinite": "NaN", "unjudged": "Metadata", "ill_conditioned": "Fragile"}
-    return Line(title.get(finding.label, finding.label.capitalize()), said, label=finding.label)
+def brief(finding: SharedFinding, observations: str = "", *, following: str = "", crowded: bool = False) -> Line:
+    """The same in a paragraph of about three lines of 80 columns, for one of several findings.
+
+    Args:
+        finding: What was found.
+        observations: " in paper", where that tells it.
+        following: The command to run next, for one of many that is not the gravest: what it is and this are all there
+            is room for, and the headline says since when.
+        crowded: Whether there are three findings or more: rows and patterns are then left to the details.
+    """
+    said = _in_short(finding, crowded=crowded)
+    said = f"In{observations.removeprefix(' in')}: {said}" if observations else said
+    told = [said, _since(finding), _surely(finding), _effect(finding)]
+    whole = f"{said}. Next: {following}" if following else f"{'. '.join(told)}."
+    return Line(_titled(finding), whole, label=finding.label)
 
 
-def where(finding: SharedFinding) -> str:
-    """Layers, heads, steps and ranks: "layer 3, all 4 heads, from step 200 on"."""
-    places = finding.places[:_MOST_PLACES]
-    # One range of steps for all is said once.
-    spans = {_span(place) for place in finding.places}
-    said = [_heads(place) + (_span(place) if len(spans) > 1 else "") for place in places]
-    if left := finding.places[_MOST_PLACES:]:
-        layers = sorted({layer for place in left for layer in place.layers})
-        said.append(f"layers {ranges(layers)}" if len(layers) > 1 else "others")
-    ranks = f", rank {', '.join(finding.ranks)} alone (not what other ranks computed)" if finding.ranks else ""
-    return "; ".join(said) + (spans.pop() if len(spans) == 1 else "") + ranks
+def _titled(finding: SharedFinding) -> str:
+    short = {"nonfinite": "NaN", "unjudged": "Mask", "ill_conditioned": "Fragile"}
+    return short.get(finding.label, finding.label.capitalize())
 
 
-def _heads(place: FindingPlace) -> str:
-    layers = f"layer{'s' if len(place.layers) > 1 else ''} {ranges(place.layers)}, " if place.layers else ""
-    if place.all_heads:
-        return f"{layers}{'both' if len(place.heads) == 2 else f'all {len(place.heads)}'} heads"
-    return f"{layers}head{'s' if len(place.heads) > 1 else ''} {ranges(place.heads)}"
+def _in_short(finding: SharedFinding, *, crowded: bool) -> str:
+    """What it is, in a line."""
+    place = _worst_place(finding, steps=False)
+    if finding.label == "lossy" and finding.factors:
+        return f"{_factors(finding, 'a well-rounded kernel')}{place}"
+    if finding.label == "biased" and finding.biased_mean is not None:
+        return f"{_bias_in_short(finding)}{place}"
+    if finding.label == "ill_conditioned":
+        return f"dQ is {percent(finding.dq_error)} off{place}, as a well-rounded kernel's would be"
+    if finding.label == "unjudged":
+        return finding.words.partition(":")[0].rstrip(".")
+    said = finding.words.partition(": ")[0] if crowded else finding.words
+    return f"{said.rstrip('.')}{place}"
 
 
-def _span(place: FindingPlace) -> str:
-    """The steps of a place, as a range with its onset."""
-    steps, looked = place.steps, place.steps_looked
-    if not steps:
-        return ""
-    if len(looked) == 1:
-        return f", step {steps[0]}"
-    if steps == looked:
-        return f", at all {len(steps)} steps ({steps[0]} to {steps[-1]})"
-    if len(steps) == 1:
-        return f", at step {steps[0]}{', the last looked at' if steps == looked[-1:] else ' alone'}"
-    if len([step for step in looked if steps[0] <= step <= steps[-1]]) > len(steps):
-        return f", at {len(steps)} of {len(looked)} steps from {steps[0]} on"
-    return f", from step {steps[0]} on" if steps[-1] == looked[-1] else f", steps {steps[0]} to {steps[-1]}"
+def _since(finding: SharedFinding) -> str:
+    """Since when, in half a line."""
+    there = [s for s in finding.by_step if s.heads]
+    looked_at = _steps_looked_at(finding)
+    if not looked_at:
+        return "Since when: no step is stated"
+    if len(looked_at) == 1 or not there:
+        return f"Since when: only step {looked_at[0]} was looked at"
+    before = [s.step for s in finding.by_step if s.step < there[0].step]
+    onset = f"not {before[-1]}" if before else "the first looked at"
+    graver = _graver(finding)
+    first = f"step {there[0].step}{'' if graver is None else f' ({NAMES[finding.label]} since {graver})'}"
+    return f"Since {first} ({onset}){'; it grows' if grows(finding) else ''}"
+
+
+def _graver(finding: SharedFinding) -> int | None:
+    """The step since which it is what it is, where it was something lesser before."""
+    there = [s for s in finding.by_step if s.heads]
+    first = next((s.step for s in there if s.label == finding.label), None)
+    return first if finding.earlier and first is not None and first > there[0].step else None
+
+
+def _surely(finding: SharedFinding) -> str:
+    """How certain it is, and who is at fault, in half a line."""
+    if finding.label == "nonfinite":
+        return "Sure: certain, and the kernel's fault"
+    if finding.label == "wrong":
+        return "Sure: certain; the kernel's fault, or a damaged capture"
+    if finding.label == "unjudged":
+        return "Sure: certain that metadata or kernel are wrong"
+    if finding.label == "biased" and finding.p_adjusted is not None:
+        often = chance(finding.p_adjusted).partition(" (")[0].removeprefix("by chance ")
+        return f"Sure: chance makes it {often}; {_fault(finding)}"
+    if finding.label == "lossy" and (shown := _interval(finding)) is not None:
+        low, high = shown
+        return f"Sure: {times(low)} to {times(high)} times at 95 %; {_fault(finding)}"
+    if finding.label == "ill_conditioned":
+        return "Sure: compared on the same inputs; no fault of the kernel"
+    return "Sure: seen, not tested"
+
+
+def _effect(finding: SharedFinding) -> str:
+    """What it does to training, in half a line."""
+    if finding.label == "unjudged":
+        return "Matters if the kernel is not what was meant"
+    if finding.label == "nonfinite":
+        return "Matters: training stops, NaN spreads to all weights"
+    if finding.gradients is None and finding.dw_q_error is None:
+        return "Matters much: O is another function" if _wrong_o(finding) else "Matters: not known without dO"
+    other = finding.dq_error_well_rounded
+    beside = "" if other is None or finding.label == "ill_conditioned" else f" (well-rounded: {percent(other)})"
+    how = "as predicted " if finding.gradients == "predicted" else ""
+    return f"Matters {_degree(finding)}: dQ {how}{percent(finding.dq_error)} off{beside}"
 
 
 def what(finding: SharedFinding) -> str:
     """The finding in a sentence or two, of its worst head."""
-    worst = finding.worst
-    step = f" at step {worst.step}" if worst.step is not None and len(finding.by_step) > 1 else ""
-    place = f" ({head_name(worst.layer, worst.head)}{step})" if finding.heads > 1 and worst.head is not None else ""
+    place = _worst_place(finding)
     if finding.label == "unjudged":
         return finding.words
     if finding.label == "biased" and finding.biased_mean is not None:
@@ -120,9 +170,7 @@ def what(finding: SharedFinding) -> str:
         return f"dQ is {percent(finding.dq_error)} off{place}{alike}: these inputs amplify ordinary rounding."
     said = finding.words.rstrip(".")
     if finding.label == "lossy" and finding.factors:
-        (first, factor), *others = finding.factors.items()
-        factors = [f"{SYMBOLS[first]} has {times(factor)}", *(f"{SYMBOLS[q]} {times(f)}" for q, f in others)]
-        said = f"{together(factors)} times the error of a well-rounded kernel"
+        said = _factors(finding, "a well-rounded kernel")
     pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
     too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
     if finding.label in ("wrong", "nonfinite"):
@@ -130,6 +178,32 @@ def what(finding: SharedFinding) -> str:
             if names:
                 too += f" {together([SYMBOLS[n] for n in names])} {'are' if len(names) > 1 else 'is'} {are}."
     return f"{said}{place}.{pattern}{too}"
+
+
+def _worst_place(finding: SharedFinding, *, steps: bool = True) -> str:
+    """Of several heads the one that is told of, in brackets; with its step, where there are several."""
+    worst = finding.worst
+    if finding.heads == 1 or worst.head is None:
+        return ""
+    step = f" at step {worst.step}" if steps and worst.step is not None and len(finding.by_step) > 1 else ""
+    return f" ({head_name(worst.layer, worst.head)}{step})"
+
+
+def _factors(finding: SharedFinding, kernel: str) -> str:
+    """How many times a well-rounded kernel's error: "O has 1.86 and dQ 1.40 times the error of a …"."""
+    own = {q: f for q, f in finding.factors.items() if q not in _BY_EFFECT}
+    said = []
+    if own:
+        (first, factor), *others = own.items()
+        factors = [f"{SYMBOLS[first]} has {times(factor)}", *(f"{SYMBOLS[q]} {times(f)}" for q, f in others)]
+        said.append(f"{together(factors)} times the error of {kernel}")
+    # Of LSE and delta the factor is that of the dQ which their error makes.
+    said += [
+        f"the error of {SYMBOLS[q]} alone makes dQ {times(f)} times as wrong as that of {kernel}"
+        for q, f in finding.factors.items()
+        if q in _BY_EFFECT
+    ]
+    return "; ".join(said)
 
 
 def _site(finding: SharedFinding) -> str:
@@ -148,23 +222,38 @@ def _bias(finding: SharedFinding) -> str:
     return f"{test.error} averages {mean:+.2g} of O's last bit (ulp){towards}"
 
 
+def _bias_in_short(finding: SharedFinding) -> str:
+    """The same of O in fewer words."""
+    mean = finding.biased_by or 0.0
+    if finding.biased_mean == "o_away_excess":
+        return f"|O| is {abs(mean):.2g} of its last bit too {'small' if mean < 0 else 'large'} on average"
+    if finding.biased_mean == "o_excess":
+        return f"O is {abs(mean):.2g} of its last bit too {'low' if mean < 0 else 'high'} on average"
+    return _bias(finding)
+
+
+def _steps_looked_at(finding: SharedFinding) -> list[int]:
+    return sorted({step for place in finding.places for step in place.steps_looked})
+
+
 def when(finding: SharedFinding) -> str:
-    """Its onset, what was before, and whether it grows; empty where that cannot be."""
+    """Its onset, what was before, and whether it grows; what would tell where that is not known."""
     steps, there = finding.by_step, [s for s in finding.by_step if s.heads]
-    looked_at = sorted({step for place in finding.places for step in place.steps_looked})
+    looked_at = _steps_looked_at(finding)
+    if not looked_at:
+        return "not known: no step is stated; inspect captures that state theirs."
     if len(looked_at) == 1:
-        return f"not known: step {looked_at[0]} alone was looked at."
-    if not looked_at and finding.worst.source.endswith(".safetensors"):
-        return "not known: the captures state no step."
-    if len(steps) < 2 or not there:
+        return f"not known: only step {looked_at[0]} was looked at; inspect an earlier step too."
+    if not there:
         return ""
     before = [s.step for s in steps if s.step < there[0].step]
-    looked = f"{len(steps)} steps looked at, {steps[0].step} to {steps[-1].step}"
-    onset = f"not found at step {before[-1]}; {looked}" if before else f"the first looked at; {looked}"
-    first = next((s.step for s in there if s.label == finding.label), there[0].step)
-    graver = f", {NAMES[finding.label]} since {first}" if finding.earlier and first > there[0].step else ""
-    lesser = f"{NAMES[there[0].label]} since " if graver and there[0].label is not None else ""
-    said = [f"{lesser}step {there[0].step}{graver} ({onset})."]
+    looked = f"{len(steps)} steps looked at"
+    onset = f"not found at {before[-1]}, {looked}" if before else f"the first of {looked}; inspect an earlier one too"
+    graver, label = _graver(finding), there[0].label
+    if graver is not None and label is not None:
+        said = [f"step {there[0].step} as {NAMES[label]}, {graver} as {NAMES[finding.label]} ({onset})."]
+    else:
+        said = [f"step {there[0].step} ({onset})."]
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
@@ -180,40 +269,73 @@ def grows(finding: SharedFinding) -> bool:
 
 
 def matters(finding: SharedFinding) -> str:
-    """What it does to the gradients that train; empty where nothing could be judged."""
+    """What it does to the gradients that train; that it is not known, where nothing could be judged."""
     if finding.label == "unjudged":
         return "much if the kernel is not what was meant; not at all if the metadata alone are wrong."
     if finding.label == "nonfinite":
         return "NaN spreads to every weight within a step that is not skipped: the run stops learning."
     if finding.gradients is None and finding.dw_q_error is None:
-        return "not known; without dO (and dQ) the gradients cannot be judged."
-    size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0)
+        return f"{_ANOTHER}." if _wrong_o(finding) else "not known; without dO (and dQ) no gradient can be judged."
     other = finding.dq_error_well_rounded
-    said = f"dQ is {'(as predicted from delta) ' if finding.gradients == 'predicted' else ''}"
-    said += f"up to {percent(finding.dq_error)} off"
-    said += "" if other is None else f" (a well-rounded kernel's: {percent(other)})"
-    said += "" if finding.dw_q_error is None else f", dW_Q up to {percent(finding.dw_q_error)}"
+    how = "predicted (from delta) to be " if finding.gradients == "predicted" else ""
+    beside = (
+        "" if other is None or finding.label == "ill_conditioned" else f" (a well-rounded kernel's: {percent(other)})"
+    )
+    weights = "" if finding.dw_q_error is None else f", the weights' gradient dW_Q {percent(finding.dw_q_error)}"
     if (finding.dw_q_error or 0.0) >= _LARGE:
-        said += ". In runs that blew up (benchmarks/failing_run) dW_Q was 11 to 42 % off shortly before"
-    if finding.label == "wrong" and "o" in finding.quantities:
-        return f"much: O is wrong, so that the model computes another function than was meant ({said})."
-    return f"{'much: ' if size >= _LARGE else 'little: ' if size < _LITTLE else ''}{said}."
+        weights += ". Runs that blew up had dW_Q 11 to 42 % off shortly before"
+    if _wrong_o(finding):
+        said = f"dQ is {how}{percent(finding.dq_error)} off{beside}"
+        return f"{_ANOTHER}; {said}."
+    size = f"the gradient dQ is {how}up to {percent(finding.dq_error)} off{beside}"
+    return f"{_degree(finding)}: {size}{weights}."
+
+
+def _degree(finding: SharedFinding) -> str:
+    """How much it matters, in a word."""
+    size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0)
+    if size >= _LARGE or _wrong_o(finding):
+        return "much"
+    return "little" if size < _LITTLE else "some"
+
+
+def _wrong_o(finding: SharedFinding) -> bool:
+    return finding.label == "wrong" and "o" in finding.quantities
+
+
+def _fault(finding: SharedFinding) -> str:
+    return "the kernel's fault" if finding.captured else "the fault of these roundings"
+
+
+def _interval(finding: SharedFinding) -> tuple[float, float] | None:
+    """The interval that shows it lossy: of the error itself, or with all rows weighted alike."""
+    if _by_all_rows(finding):
+        return finding.typical_factor_ci95
+    return finding.factor_ci95
+
+
+def _by_all_rows(finding: SharedFinding) -> bool:
+    """Whether few rows have most of the error, and only all rows weighted alike show it lossy."""
+    whole, each = finding.factor_ci95, finding.typical_factor_ci95
+    return whole is not None and each is not None and whole[0] <= _LOSSY < each[0]
 
 
 def sure(finding: SharedFinding) -> str:
-    """How certain it is, in plain words."""
+    """How certain it is, in plain words, and whether the kernel or its inputs are at fault."""
     if finding.label == "nonfinite":
-        return "certain: the exact result is finite there, so that the kernel is at fault."
+        return "certain: the exact result is finite there. The kernel is at fault."
     if finding.label == "wrong":
-        return "certain: no rounding can do that; the kernel is at fault, or the capture is damaged."
+        return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
-        return "certain that either the metadata or the kernel is wrong; nothing else is judged until they fit."
+        return "certain: metadata or kernel are wrong. The rest waits until they fit."
     if finding.label == "biased" and finding.p_adjusted is not None:
-        return f"an unbiased kernel shows that {chance(finding.p_adjusted)}."
-    if finding.label == "lossy" and finding.factor_ci95 is not None:
-        low, high = finding.factor_ci95
-        beside = "FlashAttention-2's roundings on the same inputs"
-        return f"{times(low)} to {times(high)} times {beside} (95 % interval); up to 1.1 passes, above 1.25 is lossy."
+        return f"an unbiased kernel shows that {chance(finding.p_adjusted)}: {_fault(finding)}, not the inputs'."
+    if finding.label == "lossy" and (shown := _interval(finding)) is not None:
+        low, high = shown
+        alike = ", with all rows weighted alike" if _by_all_rows(finding) else ""
+        rule = "lossy: all above 1.25" if low > _LOSSY else "lossy: a factor above 1.25"
+        beside = f"{times(low)} to {times(high)} times FlashAttention-2's error on the same inputs{alike}"
+        return f"{beside} (95 % interval; {rule}): {_fault(finding)}, not the inputs'."
     if finding.label == "ill_conditioned":
-        return "a well-rounded kernel, run on the same inputs, is as far off: the kernel is not at fault."
+        return "both ran on the same inputs, so that the kernel is not at fault."
     return "seen, not tested."

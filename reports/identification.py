@@ -17,6 +17,13 @@ from attn_diag.results.wording import DASH, chance, file_name, head_name, listed
 # What a report begins with, the gravest first, and its style.
 _RANK = {"FAIL": "bold red", "UNKNOWN": "bold red", "UNNAMED": "bold yellow", "OK": "bold green"}
 _OPTIONS = {"--causal": "mask", "--window": "window", "--scale": "scale", "--layout": "layout", "--softcap": "softcap"}
+# Recipes that no good kernel has, and what they round.
+_ALL = "the scores, the row maximum, the row sum and O's accumulator rounded"
+_COARSE = {
+    "bf16-scores": "the scores rounded",
+    "bf16-forward": "the scores, the row sum and O's accumulator rounded",
+    "qiu2025": _ALL, "qiu2025-stabilised": _ALL, "qiu2025-stabilised-unclamped": _ALL,
+}  # fmt: skip
 # Places that are named, of several with one finding.
 _NAMED = 3
 # Lines of the ranking, and recipes with the same bits that are named in one.
@@ -46,7 +53,7 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
     """The report, piece by piece, for a rich console."""
     verdict, said = _what(found)
     following = f"attn-diag identify {found.source} {' '.join(found.options)}" if found.options else None
-    if following is None and verdict in ("FAIL", "UNKNOWN"):
+    if following is None and (verdict in ("FAIL", "UNKNOWN") or {*found.recipes} & {*_COARSE}):
         following = f"attn-diag inspect {found.source}"
     what = f"{file_name(found.source)}, {found.observation}, {head_name(found.layer, found.head)}"
     yield from lead(verdict, f"{what}: {said}", [found.verdict], following, _RANK[verdict])
@@ -102,9 +109,11 @@ def _what(found: Identification) -> tuple[str, str]:
         return "UNKNOWN", f"no known recipe makes these bits ({percent(found.best.agreement, '.3g')} at best)"
     if found.outcome == "unnamed":
         return "UNNAMED", "its roundings are known, its order of keys is no published kernel's"
+    known = [_COARSE[name] for name in found.recipes if name in _COARSE]
+    coarse = f", with {known[0]}, which good kernels keep in fp32" if known else ""
     if found.outcome == "ambiguous":
-        return "OK", f"made as {names} make it; this input does not tell them apart"
-    return "OK", f"made as {names} makes it"
+        return "OK", f"made as {names} make it{coarse}; this input does not tell them apart"
+    return "OK", f"made as {names} makes it{coarse}"
 
 
 def _ranking(found: Identification) -> Table:

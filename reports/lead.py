@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
@@ -30,3 +31,20 @@ def lead(
         yield Hanging("  ", Text(f"Next: {following}", style="bold"))
     for sentence in told:
         yield Hanging("  ", Text(sentence))
+
+
+def on_head(command: str, source: str, head: int | None, observation: str | None = None) -> str | None:
+    """A command on the head that a result is of, with its options filled in; None where that is in no file.
+
+    Args:
+        command: Such as "attribute".
+        source: What the result calls its capture.
+        head: The head; None: all.
+        observation: The one that it is of; "observed" is a file's only one.
+    """
+    if not source.endswith((".safetensors", ".pt", ".npz")):
+        return None
+    options = [] if head is None else ["--head", str(head)]
+    if observation not in (None, "observed"):
+        options += ["--observation", shlex.quote(str(observation))]
+    return " ".join(["attn-diag", command, shlex.quote(source), *options])

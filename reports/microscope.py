@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.lead import lead
+from attn_diag.reports.lead import lead, on_head
 from attn_diag.reports.quantities import STEPS
 from attn_diag.results import wording
 from attn_diag.results.microscope import (
@@ -83,8 +83,7 @@ def _first(m: Microscope) -> Iterator[RenderableType]:
     told = ["One element is an example; the whole head's are below, and in attn-diag inspect."]
     if m.unfit or (m.observed is not None and m.observed != m.walked):
         told.insert(0, f"The walk is recipe {m.recipe}'s: the captured kernel did otherwise here.")
-    is_file = m.source.endswith((".safetensors", ".pt", ".npz")) and " " not in m.source
-    following = f"attn-diag attribute {m.source} --head {m.head}" if is_file else None
+    following = on_head("attribute", m.source, m.head, None if m.observed is None else m.observation)
     yield from lead(place, f"{off}{made}", told, following)
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
 
 from attn_diag.reports import words
 from attn_diag.reports.finding_words import NAMES, Line, about, brief, style_of, where
+from attn_diag.reports.following import command, fitting, next_of
 from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together
 
+__all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
+_WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
+_RULE = "lossy: the whole 95 % interval above 1.25"
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
-# What a capture that was put together of several ranks' files calls itself.
-_MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -26,10 +25,15 @@ def headline(diagnosis: Diagnosis) -> str:
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     rest = [*_recipes(diagnosis), *_unread(diagnosis)]
     if found:
-        said = [f"{_shouted(diagnosis, f)}: {where(f)}{_details(diagnosis, f)}." for f in found[:_MOST_FINDINGS]]
+        alone = len(found) == 1
+        details = [_details(diagnosis, f, alone=alone) for f in found[:_MOST_FINDINGS]]
+        said = [
+            f"{_shouted(diagnosis, f)}: {where(f)}{' (likewise)' if own and own in details[:n] else own}."
+            for n, (f, own) in enumerate(zip(found, details, strict=False))
+        ]
         if more := len(found[_MOST_FINDINGS:]):
             said.append(f"And {plural(more, 'more finding')}.")
-        return " ".join([*said, *_others(diagnosis, entries), *rest])
+        return " ".join([*said, *_others(diagnosis, entries, found), *rest])
     if not entries:
         return " ".join([_nothing_judged(diagnosis), *_unread(diagnosis)])
     open_ = [e for e in entries if "clean" not in label_names(e[2])]
@@ -47,15 +51,23 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def opening(diagnosis: Diagnosis) -> Iterator[Line]:
-    """What follows the headline: the one next command, then what is known of each finding."""
+    """What follows the headline: what to do next, and what is known of each finding, for each of several in short."""
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
-    yield next_command(diagnosis)
-    if len(found) == 1:
-        yield from about(found[0])
-    else:
-        yield from (brief(f, of_observations(diagnosis, f)) for f in found[:_MOST_FINDINGS])
+    if len(found) < 2:
+        yield next_command(diagnosis)
+        for finding in found:
+            yield from about(finding)
+    for number, finding in enumerate(found[:_MOST_FINDINGS] if len(found) > 1 else []):
+        observations = of_observations(diagnosis, finding)
+        if len(found) > 2 and number > 0:
+            yield brief(finding, observations, following=command(diagnosis, finding), crowded=True)
+        else:
+            yield brief(finding, observations, crowded=len(found) > 2)
+            yield next_of(diagnosis, finding)
     if not found and entries:
         yield from _about_nothing(diagnosis, entries)
+    if not found and not entries:
+        yield from _about_emulated(diagnosis)
 
 
 def style(diagnosis: Diagnosis) -> str:
@@ -70,7 +82,7 @@ def next_command(diagnosis: Diagnosis) -> Line:
     """The one thing to do next, with its options filled in."""
     entries, found = _judged(diagnosis), _captured(diagnosis.findings)
     if found:
-        return Line("Next", command(diagnosis, found[0]), command=True, purpose=_purpose(found[0]))
+        return next_of(diagnosis, found[0])
     if not entries:
         return Line("Next", "capture what the kernel returns (o, best with do and dq) too, and inspect that.")
     if all("clean" not in label_names(e[2]) for e in entries):
@@ -106,23 +118,21 @@ def of_observations(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     )
 
 
-def _details(diagnosis: Diagnosis, finding: SharedFinding) -> str:
-    """What else tells a finding: its site, what would fit, and which of several kernels it is of."""
-    parts = [finding.site] if finding.site else []
+def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> str:
+    """What else tells a finding: who is at fault (``alone``: of one finding; several have it below), its site, what
+    would fit, and which of several kernels it is of."""
+    parts = ["the kernel's fault"] if alone and finding.label in ("lossy", "biased") else []
+    if finding.site:
+        parts = [": ".join([*parts, finding.site])]
     parts += [f"{NAMES[label]} from step {step} on" for label, step in finding.earlier.items()]
     if finding.label == "ill_conditioned":
         parts.append("no fault of the kernel")
     if finding.label == "unjudged":
-        fits = _fitting(finding)
+        fits = fitting(finding)
         parts.append(f"O fits {together(fits)}" if fits else "no mask or scale tried fits")
     if finding.kernel and len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _fitting(finding: SharedFinding) -> list[str]:
-    """The metadata that fit a capture that those stated do not."""
-    return [found.rstrip(".") for found in re.findall(r"\b(?:causal|scale|layout|softcap)=[\w.-]+", finding.words)]
 
 
 def _name(entry: Entry) -> str:
@@ -132,27 +142,52 @@ def _name(entry: Entry) -> str:
 
 
 def _count(entries: Sequence[Entry]) -> str:
-    """How many heads were looked at: "8 heads", "24 (8 heads at 3 steps)"."""
+    """How many heads were looked at: "8 heads", "8 heads at 3 steps", "8 heads at 3 steps (23 in all)"."""
     steps = len({e[0].metadata.get("step") for e in entries})
     heads = len({(e[2].layer, e[2].head) for e in entries})
-    return f"{len(entries)} ({plural(heads, 'head')} at {steps} steps)" if steps > 1 else plural(len(entries), "head")
+    if steps < 2:
+        return plural(len(entries), "head")
+    in_all = "" if len(entries) == heads * steps else f" ({len(entries)} in all)"
+    return f"{plural(heads, 'head')} at {steps} steps{in_all}"
 
 
-def _others(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[str]:
-    """What the heads are that the findings are not about."""
+def _others(diagnosis: Diagnosis, entries: Sequence[Entry], found: Sequence[SharedFinding]) -> Iterator[str]:
+    """What the heads are that the findings are not about; where there are several findings, in short."""
     clean = sum("clean" in label_names(e[2]) for e in entries)
     open_ = _captured(diagnosis.undecided)
     undecided = sum(f.heads for f in open_)
     steps = len({e[0].metadata.get("step") for e in entries}) > 1
     if not clean + undecided:
         return
-    others = plural(clean + undecided, "other head") + " (each step counts)" * (steps and clean + undecided > 1)
+    if (same := _same_heads_pass(entries, found)) and not undecided:
+        yield f"The same heads pass in {same}."
+        return
+    counted = steps and clean + undecided > 1
+    if len(found) > 1 and undecided:
+        yield f"Of {plural(clean + undecided, 'other')}{' (per step)' * counted} {clean} pass, {undecided} undecided."
+        return
+    others = plural(clean + undecided, "other head") + " (each step counts)" * counted
     if not undecided:
         yield f"{others} {'passes' if clean == 1 else 'pass'}."
         return
-    places = "; ".join(where(f) for f in open_[:_MOST_NAMED]) + "; …" * (len(open_) > _MOST_NAMED)
+    places = "; ".join(where(f, terse=True) for f in open_[:_MOST_NAMED]) + "; …" * (len(open_) > _MOST_NAMED)
     passed = "" if not clean else f"{clean} {'passes' if clean == 1 else 'pass'}, "
     yield f"Of {others} {passed}{undecided} {'is' if undecided == 1 else 'are'} undecided ({places})."
+
+
+def _same_heads_pass(entries: Sequence[Entry], found: Sequence[SharedFinding]) -> str:
+    """The observations in which all heads pass, and no others, that a finding is about; empty where that is not so."""
+    if len(found) != 1:
+        return ""
+    own = {(c.source, h.head, h.batch) for c, o, h in entries if o.name in found[0].observations}
+    named: dict[str, set[tuple[str, int | None, int | None]]] = {}
+    for capture, observation, head in entries:
+        if observation.name not in found[0].observations:
+            if "clean" not in label_names(head):
+                return ""
+            named.setdefault(observation.name, set()).add((capture.source, head.head, head.batch))
+    alike = found[0].heads == len(own) and all(places == own for places in named.values())
+    return together([repr(name) for name in named]) if named and alike else ""
 
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
@@ -179,8 +214,14 @@ def _nothing_judged(diagnosis: Diagnosis) -> str:
     for name in dict.fromkeys(o.name for _, o, _ in run):
         found = [f for f in diagnosis.findings if name in f.observations]
         places = "; ".join(f"{NAMES[f.label]} in {where(f)}" for f in found[:_MOST_FINDINGS])
-        said.append(f"recipe {name.removesuffix(' (emulated)')}, emulated on these inputs, is {places or 'clean'}")
+        said.append(f"recipe {_recipe(name)}, emulated on these inputs, is {places or 'clean'}")
     return f"NO KERNEL JUDGED, as no output of one was captured: {'; '.join(said)}."
+
+
+def _recipe(name: str) -> str:
+    """A recipe's name, and whose roundings it declares where the name does not tell."""
+    name = name.removesuffix(" (emulated)")
+    return f"{name} ({_WHOSE[name]})" if name in _WHOSE else name
 
 
 def _good(entries: Sequence[Entry]) -> str:
@@ -204,77 +245,48 @@ def _not_judged(entries: Sequence[Entry]) -> list[str]:
 
 def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[Line]:
     """Where nothing was found: what was left open, and how well the rest is known."""
-    for finding in _captured(diagnosis.undecided)[:1]:
-        yield Line("Undecided", f"{where(finding)}. {finding.words}", label="undecided")
-    nearest = [DQ_ERROR.nearest(head) for _, _, head in entries]
-    if errors := [(value, predicted) for value, predicted in nearest if value is not None]:
-        largest, guessed = max(errors)
-        how = " (as predicted from delta)" if guessed else ""
-        yield Line(
-            "Matters", f"dQ is up to {percent(largest)} off{how}: what rounding costs any kernel of this format."
-        )
+    undecided = _captured(diagnosis.undecided)
+    for finding in undecided[:1]:
+        yield Line("Open", f"{where(finding, terse=True)}: {_lower(finding.words)}", label="undecided")
+    if (errors := _dq_errors(entries)) is not None:
+        yield Line("Matters", errors)
     clean = [e[2] for e in entries if "clean" in label_names(e[2])]
     known = []
     if factors := [value for head in clean if (value := FACTOR.value(head)) is not None]:
-        known.append(f"errors are at most {times(max(factors))} times a well-rounded kernel's (lossy is above 1.25)")
+        known.append(f"errors are at most {times(max(factors))} times a well-rounded kernel's ({_RULE})")
     if clean and (size := diagnosis.family.size):
         known.append(f"{plural(size, 'test')} of a mean error, and none speaks against the kernel")
+    if not clean:
+        known.append("of nothing: no fault was shown, nor that there is none")
     if known:
         yield Line("Sure", f"{'; '.join(known)}.")
 
 
-def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """(what it answers, command) for a closer look at the gravest finding; none where no rounding makes it."""
-    found = [*diagnosis.findings, *diagnosis.undecided]
-    if not found or found[0].label in ("wrong", "nonfinite", "unjudged"):
-        return []
-    if (arguments := _arguments(diagnosis, found[0])) is None:
-        return []
-    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
-    if found[0].biased_mean is not None:
-        questions.append(("Where it goes wrong, bit by bit", "microscope"))
-    return [(question, " ".join(["attn-diag", command, *arguments])) for question, command in questions]
+def _about_emulated(diagnosis: Diagnosis) -> Iterator[Line]:
+    """Where no kernel's output was looked at: what is known nevertheless."""
+    run = [e for e in diagnosis.ranked() if e[2].verdict is not None]
+    if not run:
+        return
+    names = together([_recipe(name) for name in dict.fromkeys(o.name for _, o, _ in run)])
+    yield Line("Since", "nothing to date: no kernel's output was looked at.")
+    yield Line("Sure", f"of what rounding as {names} does on these inputs; of your kernel nothing is known.")
+    if (errors := _dq_errors(run)) is not None:
+        yield Line("Matters", f"not known of your kernel; with these roundings {errors}")
 
 
-def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
-    """What to run next about a finding, with its options filled in."""
-    worst, arguments = finding.worst, _arguments(diagnosis, finding)
-    layer = "" if worst.layer is None else f" --layer {worst.layer}"
-    if (merged := _MERGED.fullmatch(worst.source)) is not None:
-        return f"attn-diag inspect {shlex.quote(str(PurePosixPath(merged[1]).parent))} --no-merge-ranks{layer}"
-    if arguments is None:
-        place = ("" if worst.head is None else f", {worst.head}") + layer.replace(" --layer ", ", layer=")
-        return f"print(attn_diag.explain(found{place})), where found is what inspect returned"
-    if finding.label == "unjudged":
-        options = [part for found in _fitting(finding) for part in f"--{found}".split("=")]
-        return " ".join(["attn-diag inspect", *arguments, *options])
-    if finding.label in ("wrong", "nonfinite"):
-        return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
-    return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
-
-
-def _purpose(finding: SharedFinding) -> str:
-    """What the next command shows."""
-    if _MERGED.fullmatch(finding.worst.source) is not None:
-        return "each rank by itself"
-    if finding.label == "unjudged":
-        return "judged under what fits"
-    if finding.label in ("wrong", "nonfinite"):
-        return "where and how, in pictures"
-    return "what would remove it" if finding.label == "ill_conditioned" else "which rounding makes it"
-
-
-def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None:
-    """The file and options that name the worst head of a finding; None where it is in no file of its own."""
-    worst = finding.worst
-    if not worst.source.endswith((".safetensors", ".pt", ".npz")):
+def _dq_errors(entries: Sequence[Entry]) -> str | None:
+    """How far dQ is off in the worst head, beside a well-rounded kernel's there; None where it is not known."""
+    nearest = [(*DQ_ERROR.nearest(head), head) for _, _, head in entries]
+    known = [(value, guessed, head) for value, guessed, head in nearest if value is not None]
+    if not known:
         return None
-    arguments = ["--example"] if worst.source.startswith("example ") else [shlex.quote(worst.source)]
-    if worst.head is not None:
-        arguments += ["--head", str(worst.head)]
-    if worst.batch is not None:
-        arguments += ["--batch", str(worst.batch)]
-    capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
-    if capture is not None and len([o for o in capture.observations if o.outputs]) > 1 and worst.observation:
-        arguments += ["--observation", shlex.quote(worst.observation)]
-    return arguments
+    largest, guessed, head = max(known, key=lambda item: item[0])
+    how = " (as predicted from delta)" if guessed else ""
+    other = next((q.relative_error_well_rounded for q in head.quantities if q.quantity == "dq"), None)
+    beside = "" if other is None or guessed else f"; a well-rounded kernel's is {percent(other)} off there"
+    return f"the gradient dQ is up to {percent(largest)} off{how}{beside}."
+
+
+def _lower(text: str) -> str:
+    """As the rest of a sentence; a symbol such as dQ keeps its letters."""
+    return text if text[1:2].isupper() or text[1:2] == " " else text[:1].lower() + text[1:]

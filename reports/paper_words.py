@@ -88,7 +88,11 @@ def said_first(f: PaperFigures) -> tuple[str, str, list[str]]:
         what = f"delta's error, {over}, adds up beyond what unbiased rounding makes"
     else:
         what = f"delta's error, {over}, adds up to no more than unbiased rounding makes"
-    told = [f"{drawn} of {plural(len(TITLES), 'figure')} after {PAPER} are drawn below."]
+    told = [
+        "This is of delta, the backward's sum of dO∘O, alone: whether O and the gradients are right, attn-diag inspect "
+        "says.",
+        f"{drawn} of {plural(len(TITLES), 'figure')} after {PAPER} are drawn below.",
+    ]
     if c.emulated:
         told.insert(0, f"Emulated (recipe {c.observation}): no captured O was looked at.")
     return "FOUND" if outside else "OK" if outside is False else "UNKNOWN", f"{c.name}{steps}: {what}", told

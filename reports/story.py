@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from attn_diag.reports.opening import commands, headline
+from attn_diag.reports.following import commands
+from attn_diag.reports.opening import headline
 from attn_diag.reports.quantities import LETTERS
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, Label, ObservationDiagnosis
 from attn_diag.results.wording import file_name, head_name

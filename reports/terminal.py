@@ -49,7 +49,7 @@ from attn_diag.results.wording import DASH, SYMBOLS, head_name
 
 _MAX_ROWS, _MOST_ALIKE = 16, 3
 # Columns of what a line of the opening is about.
-_ABOUT = 9
+_ABOUT = 7
 _MAX_DETAILS, _MAX_FACTS = 3, 16
 _MAX_CAPTURES = 8
 _SPARK_CELLS = 64

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from attn_diag.reports import layout, words
-from attn_diag.reports.lead import lead
+from attn_diag.reports.lead import lead, on_head
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, WhatIf
@@ -52,20 +52,25 @@ def _first(found: WhatIf) -> Iterator[RenderableType]:
     place = f"{file_name(found.source)}: {where}:"
     best = next((c for c in found.candidates if c.rank == 1), None)
     before = percent(found.baseline.left)
-    is_file = found.source.endswith((".safetensors", ".pt", ".npz")) and " " not in found.source
-    following = f"attn-diag attribute {found.source} --head {found.head}" if is_file else None
+    following = on_head("attribute", found.source, found.head, found.observation)
     told = ["This head of this capture only; costs are estimates, not measurements."]
     if found.unfit:
         told.insert(0, f"{found.unfit} So this is about the recipe {found.recipe}, not about the captured kernel.")
-    if best is None or best.removed is None or best.removed < _HELPS:
+    with_o = None if best is None else _of_o(found, best)
+    if best is None or best.removed is None or (best.removed < _HELPS and with_o is None):
+        if best is not None and best.removed is not None:
+            told.insert(0, f"The best, {best.name}, leaves {percent(best.left)}: {best.description}.")
         yield from lead(
             place, f"nothing tried takes away much of {title}'s error ({before}; emulated)", told, following
         )
         return
+    told.insert(0, f"{best.name}: {best.description}.")
     cost = best.cost
     paid = (
         ""
         if cost is None
+        else ", at no cost"
+        if not cost.tensor_flops and not cost.bytes_fraction
         else f", for {_more(cost.tensor_flops)} matrix products and {_more(cost.bytes_fraction)} bytes"
     )
     cheap = min(
@@ -73,13 +78,21 @@ def _first(found: WhatIf) -> Iterator[RenderableType]:
         key=_price, default=None,
     )  # fmt: skip
     if cheap is not None and cheap.name != best.name:
-        told.insert(0, f"Cheapest that helps: {cheap.name}, which leaves {percent(cheap.left)}.")
+        told.insert(1, f"Cheapest that helps: {cheap.name}, which leaves {percent(cheap.left)}: {cheap.description}.")
     yield from lead(
         place,
-        f"{best.name} leaves {title} {percent(best.left)} off instead of {before} (emulated){paid}",
+        f"{best.name} leaves {title} {percent(best.left)} off instead of {before}{with_o or ''} (emulated){paid}",
         told,
         following,
     )
+
+
+def _of_o(found: WhatIf, best: Candidate) -> str | None:
+    """What a candidate leaves of O's error, where it takes away much of it and dQ's is what ranks; else None."""
+    before, left = found.baseline.errors.o, best.errors.o
+    if found.ranked_by == "o" or not before or left is None or not left <= (1 - _HELPS) * before:
+        return None
+    return f", and O {percent(left)} instead of {percent(before)}"
 
 
 def _price(candidate: Candidate) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
+from attn_diag.reports.diff_groups import changed_heads
 from attn_diag.results import wording
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
@@ -364,7 +365,7 @@ def test_a_difference_that_comes_has_its_onset() -> None:
     assert trend.beyond == (False,) * 3 + (True,) * 5
     assert (trend.onset, trend.outcome) == (300, "since")
     assert trend.values[:3] == pytest.approx([1, 1, 1])
-    assert "it is there from step 300 on in L3H0" in found.summary
+    assert "they differ from step 300 on in L3H0" in found.summary
     assert found.trends[0].outcome == "since", "the clearest first"
     assert wording.head_names([(3, 1), (3, 0), (None, 4), (7, 2), (3, 3)]) == "H4, L3H0-1, L3H3, L7H2"
     shown = found.report(100)
@@ -459,9 +460,32 @@ def test_report(width: int) -> None:
     for needed in ("Of 8 heads: 8 became biased", "same inputs", "Welch's test", "Benjamini-Hochberg", "adjusted p ="):
         assert needed in flat, needed
     assert "…" not in text
-    row = next(line for line in text.splitlines() if line.startswith("all ") or line.startswith("H"))
-    smallest = min(m.p_adjusted for e in found.entries for m in e.means if m.p_adjusted is not None)
-    assert row.endswith(f"{smallest:.2g}")
+    assert flat.startswith("FAIL: all 8 heads: now lossy and biased (mean error of"), flat[:80]
+    rows = [line for line in text.splitlines() if line.startswith("all 8")]
+    assert len(rows) == 1, "heads that changed alike have one row"
+    single = [m.p_adjusted for e in found.entries if e.head is not None for m in e.means]
+    assert rows[0].endswith(f"{min(p for p in single if p is not None):.2g}")
+
+
+def test_heads_that_changed_alike_are_one_group() -> None:
+    """Over layers and steps, with their onset; those of all heads together are told only where they alone changed."""
+    coarse = HEALTHY | dict.fromkeys(range(300, 800, 100), "e8m4")
+    found = compare(run_of(HEALTHY), run_of(coarse))
+    changed = [e for e in found.entries if {*e.outcomes} - {"relabelled"}]
+    (group,) = changed_heads(found, changed)
+    assert group.place == f"layer 3, head {changed[0].head or 0}, from step 300 on"
+    assert group.change == "now lossy"
+    assert len(group.entries) == 5
+    text = " ".join(found.report(80).split())
+    factor = next(size for size in group.entries[0].sizes if size.name == "o_factor")
+    now, before = wording.times(factor.b), wording.times(factor.a)
+    said = f"now lossy (O {now} times a well-rounded kernel's error, was {before})"
+    assert text.startswith(f"FAIL: {group.place}: {said}. Of 8 heads")
+    pooled = [e for e in found.entries if e.head is None] or [dataclasses.replace(e, head=None) for e in changed]
+    (alone,) = changed_heads(found, pooled[:1])
+    assert "its heads taken together" in alone.place
+    back = compare(run_of(coarse), run_of(HEALTHY))
+    assert back.report(80).startswith(f"BETTER: {group.place}: no longer lossy")
 
 
 def test_command(tmp_path: Path, run: Run) -> None:

@@ -5,6 +5,7 @@ what to do next; and the findings behind them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,8 @@ from snapshots import require_unchanged
 
 import attn_diag
 from attn_diag import Capture
-from attn_diag.reports.opening import headline, next_command, opening
+from attn_diag.reports.finding_words import sure, what, when, where
+from attn_diag.reports.opening import command, headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis
 from attn_diag.results.findings import SharedFinding
@@ -35,59 +37,72 @@ SAID = {
         "at most 1.00 times", "none speaks against the kernel", "nothing to do here",
     ),
     "one_finding": (
-        "LOSSY: layer 3, all 4 heads, from step 200 on (scores in BF16)", "not found at step 100", "does not grow",
-        "times FlashAttention-2's roundings", "95 % interval", "dQ is up to", "dW_Q up to",
-        "attn-diag attribute one_finding/step000300_layer03.safetensors --head 1",
+        "LOSSY: layer 3, all 4 heads, from step 200 on (the kernel's fault: scores in BF16)", "not found at 100",
+        "does not grow", "times FlashAttention-2's error on the same inputs (95 % interval; lossy: all above 1.25)",
+        "dQ is up to", "dW_Q", "keep scores in fp32",
+        "attn-diag what-if one_finding/step000300_layer03.safetensors --head 1 --only fp32-scores",
     ),
     "two_findings": (
         "LOSSY: layer 3, all 4 heads, from step 200 on (scores in BF16).",
-        "BIASED: layer 7, all 4 heads, from step 300 on.",
-        "towards zero", "95 % interval", "dQ is up to", "dW_Q up to",
-        "attn-diag attribute two_findings/step000300_layer03.safetensors --head 1",
+        "BIASED: layer 7, all 4 heads, from step 300 on.", "Of 28 others (per step) 26 pass, 2 undecided.",
+        "Since step 200 (not 100). Sure: 1.50 to 2.30 times at 95 %; the kernel's fault. Matters little: dQ",
+        "attn-diag what-if two_findings/step000300_layer03.safetensors --head 1 --only fp32-scores",
+        "|O| is 0.095 of its last bit too small on average (L7H0). Since step 300 (not 200). Sure: chance makes it in "
+        "less than 1 of a million runs; the kernel's fault. Matters little: dQ",
+        "attn-diag attribute two_findings/step000400_layer07.safetensors --head 0",
     ),
     "growing": (
-        "WRONG: layer 2, head 1, at step 500, the last looked at (lossy from step 200 on)", "not found at step 100",
-        "It grows", "certain: no rounding can do that",
+        "WRONG: layer 2, head 1, at step 500, the last looked at (lossy from step 200 on)",
+        "step 200 as lossy, 500 as wrong (not found at 100", "It grows",
+        "certain: no rounding does that; kernel at fault, or capture damaged", "Runs that blew up",
         "attn-diag inspect growing/step000500_layer02.safetensors --head 1 --html",
     ),
     "one_rank": (
-        "LOSSY: layer 2, all 4 heads, step 500, rank 2 alone (not", "95 % interval",
-        "attn-diag inspect one_rank --no-merge-ranks --layer 2",
+        "LOSSY: layer 2, all 4 heads, step 500, on rank 2 alone; not found in the same heads on ranks 0, 1 and 3 (the "
+        "kernel's fault)", "95 % interval", "only step 500 was looked at; inspect an earlier step too",
+        "judge each rank by itself: attn-diag inspect one_rank --no-merge-ranks --layer 2",
     ),
     "one_tensor_rank": (
-        "LOSSY: layer 2, heads 4-5, step 500, rank 2 alone (not", "95 % interval", "attn-diag inspect one_tensor_rank",
+        "LOSSY: layer 2, heads 4-5, step 500; rank 2 alone holds these heads (the kernel's fault)", "95 % interval",
+        "attn-diag inspect one_tensor_rank",
     ),
     "mixed_kernels": (
-        "LOSSY: layers 0-1, all 4 heads, from step 300 on (scores in BF16, kernel my_triton_attention)",
-        "not found at step 200", "95 % interval", "attn-diag attribute mixed_kernels/step000300",
+        "LOSSY: layers 0-1, all 4 heads, from step 300 on (the kernel's fault: scores in BF16, kernel "
+        "my_triton_attention)", "not found at 200", "95 % interval", "attn-diag what-if mixed_kernels/step000300",
     ),
     "two_observations": (
-        "LOSSY in 'mine': layer 4, all 4 heads (scores in BF16). 4 other heads pass", "95 % interval",
-        "--observation mine",
+        "LOSSY in 'mine': layer 4, all 4 heads (the kernel's fault: scores in BF16). The same heads pass in 'flash'.",
+        "no step is stated", "95 % interval", "--observation mine --only fp32-scores",
     ),
     "nan_at_a_step": (
-        "NaN OR INF: layer 5, head 1, at step 300, the last", "row 64 holds NaN or Inf", "not found at step 200",
-        "certain", "attn-diag inspect nan_at_a_step/step000300_layer05.safetensors --head 1",
+        "NaN OR INF: layer 5, head 1, at step 300, the last", "row 64 holds NaN or Inf", "not found at 200",
+        "certain: the exact result is finite there. The kernel is at fault",
+        "attn-diag inspect nan_at_a_step/step000300_layer05.safetensors --head 1",
     ),
     "wrong_mask": (
-        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (O fits causal=none)", "86.2 % off", "certain",
+        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (O fits causal=none)", "86.2 % off",
+        "certain: metadata or kernel are wrong",
+        "much if the kernel is not what was meant; not at all if the metadata alone are wrong",
         "attn-diag inspect wrong_mask/step000100_layer06.safetensors --causal none",
     ),
     "leak": (
         "WRONG: layer 6, all 4 heads, step 100", "what a causal border one key further on gives", "certain",
+        "the model computes another function than meant",
         "attn-diag inspect leak/step000100_layer06.safetensors --head",
     ),
     "ill_conditioned": (
         "ILL-CONDITIONED: layer 2, all 4 heads, step 700 (no fault of the kernel)", "amplify ordinary rounding",
-        "a well-rounded kernel, run on the same inputs, is as far off",
-        "attn-diag what-if ill_conditioned/step000700_layer02.safetensors --head",
+        "both ran on the same inputs, so that the kernel is not at fault", "without O's rounding; what that gains:",
+        "attn-diag what-if ill_conditioned/step000700_layer02.safetensors --head 3 --only fp32-o-delta --only delta-",
     ),
     "undecided": (
-        "NOTHING FOUND, BUT TOO LITTLE TO DECIDE: the only head", "Too few independent rows", "capture more rows",
+        "NOTHING FOUND, BUT TOO LITTLE TO DECIDE: the only head", "too few independent rows", "capture more rows",
+        "of nothing: no fault was shown, nor that there is none",
     ),
     "emulated": (
-        "NO KERNEL JUDGED, as no output of one was captured: recipe fa2, emulated on these inputs, is clean",
-        "capture what the kernel returns",
+        "NO KERNEL JUDGED, as no output of one was captured: recipe fa2 (FlashAttention-2), emulated on these inputs, "
+        "is clean", "capture what the kernel returns", "nothing to date: no kernel's output was looked at",
+        "of your kernel nothing is known", "with these roundings the gradient dQ is up to",
     ),
 }  # fmt: skip
 
@@ -131,6 +146,20 @@ def test_the_first_lines_say_it_all(name: str, found: Callable[[str], Path], run
         # The first of two findings is that of "one_finding".
         assert other in (name, "one_finding") or said[other == "two_findings"] not in first
     assert not first.startswith("UNDECIDED")
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_every_finding_is_dated_weighed_and_followed_up(name: str, found: Callable[[str], Path], run: Run) -> None:
+    """Since when, how sure, how much it matters, and the whole command, for each finding, in the first lines."""
+    diagnosis = read(found(name))
+    first = flat("\n".join(run("report", found(name), COLUMNS="80").out.splitlines()[:LINES]))
+    asked = {"Since", "Sure", "Matters", "Next"} - ({"Since"} if name in ("clean", "undecided") else set())
+    for word in asked:
+        assert len(re.findall(rf"\b{word}\b", first)) >= max(len(diagnosis.findings) * (name != "emulated"), 1), word
+    for finding in diagnosis.findings if name != "emulated" else ():
+        assert command(diagnosis, finding) in first
+    unstated = "no step is stated" in first
+    assert unstated == all("step" not in c.metadata for c in diagnosis.captures), "a step that is stated is known"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -206,7 +235,7 @@ def test_undecided_is_never_the_headline(found: Callable[[str], Path]) -> None:
     assert diagnosis.labels == {"clean", "undecided"}
     assert headline(diagnosis).startswith("PASS: ")
     assert "Of 24 heads 1 is undecided: L2H23 step" in headline(diagnosis)
-    assert [line.about for line in opening(diagnosis)][:2] == ["Next", "Undecided"]
+    assert [line.about for line in opening(diagnosis)][:2] == ["Next", "Open"]
 
 
 def test_without_an_output_no_kernel_passes() -> None:
@@ -305,15 +334,88 @@ def test_plain_lines_say_it_too(found: Callable[[str], Path]) -> None:
     assert about == ["Next:", "What:", "Since:", "Sure:", "Matters:"]
 
 
-def test_the_next_command_runs(found: Callable[[str], Path], run: Run) -> None:
-    """As it stands, in the folder where inspect ran."""
-    for name in ("one_finding", "ill_conditioned", "wrong_mask", "one_rank", "two_observations"):
-        line = next_command(read(found(name)))
-        assert line.command
-        arguments = line.said.split()
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("one_finding", "fp32-scores leaves dQ 0.29 % off instead of 0.321 %, and O 0.197 % instead of 0.366 %"),
+        ("two_findings", "fp32-scores leaves dQ"),
+        ("mixed_kernels", "fp32-scores leaves dQ"),
+        ("ill_conditioned", "delta-from-dp leaves dQ 0.259 % off instead of 12.9 %"),
+        ("wrong_mask", "PASS"),
+        ("one_rank", "scores in BF16"),
+        ("two_observations", "fp32-scores leaves dQ"),
+    ],
+)
+def test_the_next_commands_run(name: str, shown: str, found: Callable[[str], Path], run: Run) -> None:
+    """As they stand, in the folder where inspect ran; the first shows what its line promises."""
+    diagnosis = read(found(name))
+    for number, finding in enumerate(diagnosis.findings):
+        arguments = command(diagnosis, finding).split()
         assert arguments.pop(0) == "attn-diag"
-        done = run(*arguments, *([] if "what-if" in arguments else ["--device", "cpu"]))
+        done = run(*arguments, "--device", "cpu")
         assert done.code == 0, done.err
+        assert number or shown in flat(done.out)[:400]
+
+
+def test_what_recognised_bits_do_not_show_is_not_advised(found: Callable[[str], Path]) -> None:
+    """Where the worst head's own recipe is another one there is nothing to try that what-if would know."""
+    diagnosis = read(found("one_finding"))
+    (finding,) = diagnosis.findings
+    captures = [
+        replace(c, observations=tuple(replace(o, coarse=None) for o in c.observations)) for c in diagnosis.captures
+    ]
+    other = with_findings(diagnosis, captures)
+    assert command(other, finding).startswith("attn-diag attribute ")
+
+
+def test_three_findings_each_have_their_next_command(found: Callable[[str], Path]) -> None:
+    model, broken = read(found("two_findings")), read(found("nan_at_a_step"))
+    captures = [c for c in broken.captures if c.metadata["layer"] == "5"]
+    kept = [c for c in model.captures if c.metadata["layer"] in "37"]
+    diagnosis = with_findings(model, [*kept, *captures])
+    assert [f.label for f in diagnosis.findings] == ["nonfinite", "lossy", "biased"]
+    first = flat("\n".join(diagnosis.report(80).splitlines()[:LINES]))
+    for finding in diagnosis.findings:
+        assert command(diagnosis, finding) in first
+    for words in ("Sure: certain, and the kernel's fault", "Matters: training stops", "Since step 300 (not 200)"):
+        assert words in first
+
+
+def test_a_mask_that_did_fit_before_has_its_onset() -> None:
+    made = [
+        planted_folders.capture(kernel, layer=6, step=step)
+        for step, kernel in ((100, planted_folders.healthy), (200, planted_folders.unmasked))
+    ]
+    (finding,) = attn_diag.inspect_captures(made, device="cpu").findings
+    assert (finding.label, finding.onset, finding.places[0].steps_looked) == ("unjudged", 200, (100, 200))
+    assert when(finding) == "step 200 (not found at 100, 2 steps looked at)."
+    assert where(finding) == "layer 6, all 4 heads, at step 200, the last looked at"
+    assert [(s.step, s.label) for s in finding.by_step] == [(100, None), (200, "unjudged")]
+
+
+def test_ranks_that_hold_the_same_heads_are_named_and_no_others(found: Callable[[str], Path]) -> None:
+    (data,), (tensor,) = (read(found(name)).findings for name in ("one_rank", "one_tensor_rank"))
+    assert (data.ranks, data.other_ranks) == (("2",), ("0", "1", "3"))
+    assert (tensor.ranks, tensor.other_ranks) == (("2",), ())
+
+
+def test_the_rule_that_is_stated_is_the_one_that_decided(found: Callable[[str], Path]) -> None:
+    (finding,) = read(found("one_finding")).findings
+    assert "1.50 to 2.30 times" in sure(finding)
+    assert "lossy: all above 1.25" in sure(finding)
+    few = replace(finding, factor_ci95=(0.9, 3.0), typical_factor_ci95=(1.4, 1.8))
+    assert "1.40 to 1.80 times" in sure(few)
+    assert "with all rows weighted alike (95 % interval; lossy: all above 1.25)" in sure(few)
+    lse = replace(few, factors={"lse": 3.2}, factor_ci95=(1.1, 5.0), typical_factor_ci95=None)
+    assert "lossy: a factor above 1.25" in sure(lse)
+    assert what(lse).startswith("the error of LSE alone makes dQ 3.20 times as wrong as that of a well-rounded kernel")
+    assert "the fault of these roundings, not the inputs'" in sure(replace(finding, captured=False))
+
+
+def test_in_memory_no_step_is_known() -> None:
+    capture = planted_folders.capture(planted_folders.coarse_scores, layer=1)
+    (finding,) = attn_diag.inspect_captures([capture], device="cpu").findings
+    assert when(finding).startswith("not known: no step is stated")
 
 
 def test_a_capture_in_memory_is_explained_next() -> None:

@@ -52,7 +52,7 @@ def many() -> Diagnosis:
 
 HEADLINES = {
     "failing_step500_L2H7": (
-        "LOSSY: layer 2, head 7, step 500 (scores, row sum, O's accumulator in BF16).",
+        "LOSSY: layer 2, head 7, step 500 (the kernel's fault: scores, row sum, O's accumulator in BF16).",
         "dQ has 11.6 and O 6.83 times the error of a well-rounded kernel. dQ: all rows follow from the O that the "
         "kernel returned: its forward is to blame, not its backward.",
     ),
@@ -276,7 +276,7 @@ def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None
             {"dq": "undecided"},
             ("undecided",),
             "PASS: O, dQ, dK and dV are as good as a well-rounded kernel's in H1, and no bias was found. Of 2 heads "
-            "1 is undecided: H0. Not judged: LSE and delta (not captured). | head 0. dQ is so.",
+            "1 is undecided: H0. Not judged: LSE and delta (not captured). | head 0: dQ is so.",
         ),
     ],
 )

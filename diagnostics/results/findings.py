@@ -131,6 +131,14 @@ class SharedFinding:
     """Why, of that head, in words with numbers."""
     pattern: str | None = None
     """Of that head, where and how it is off, in words; null: no pattern was found."""
+    typical_factor_ci95: tuple[Number, Number] | None = None
+    """As ``factor_ci95``, with every row's errors in units of its own noise: of O and gradients either shows lossy."""
+    other_ranks: tuple[str, ...] = ()
+    """With ``ranks``: other ranks whose captures hold the same heads, and in which it was not found; none: theirs are
+    other heads."""
+    carrier: str | None = None
+    """Of fragile heads, the part of dQ's error that carries most of it in the worst head: delta, lse, ds_cast or
+    dq_cast; null: unknown, or the finding is another."""
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def find(captures: Sequence[CaptureDiagnosis]) -> tuple[tuple[SharedFinding, ...
         names = {observation.name for _, observation, _ in group}
         looked = [e for e in judged if e[1].name in names and bool(e[1].outputs) == captured]
         found.append(_finding(label, group, earlier, looked))
-    found += _unjudged([c for c in captures if c.unjudged])
+    found += _unjudged(captures)
     found.sort(key=lambda f: (not f.captured, KINDS.index(f.label), -f.heads))
     sure = tuple(f for f in found if f.label != "undecided")
     return sure, tuple(f for f in found if f.label == "undecided")
@@ -59,6 +59,10 @@ def worst_label(head: HeadDiagnosis) -> Kind | None:
     """The gravest label of a head; None where it is clean or has no verdict."""
     labels = head.verdict.labels if head.verdict else ()
     return next((kind for kind in KINDS if kind in labels), None)
+
+
+def _gravest(head: HeadDiagnosis) -> Kind | None:
+    return "unjudged" if head.verdict is None else worst_label(head)
 
 
 def _maker(label: Kind, entry: Entry) -> tuple[str, str | None, bool]:
@@ -178,6 +182,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     gradients = [h.propagation.dq for _, _, h in group if h.propagation.dq is not None]
     observed = any(dq.relative_error is not None for dq in gradients)
     assert head.verdict is not None
+    ranks = _ranks(label, group, looked)
     return SharedFinding(
         label=label,
         also=tuple(k for k in KINDS if k != label and k not in ("unjudged", "undecided") and k in carried),
@@ -185,7 +190,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         captured=captured,
         kernel=kernel,
         places=_places(group, looked),
-        ranks=_ranks(label, group, looked),
+        ranks=ranks,
         heads=len(group),
         of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
         site=_site(group) if label in ("lossy", "biased") else None,
@@ -212,7 +217,19 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         ),
         words=_why(label, own, head.verdict.reasons),
         pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q in own for p in q.patterns[:1]), None),
+        typical_factor_ci95=own[0].typical_factor_ci95 if own else None,
+        other_ranks=_other_ranks(ranks, group, looked),
+        carrier=_carrier(head) if label == "ill_conditioned" else None,
     )
+
+
+def _carrier(head: HeadDiagnosis) -> str | None:
+    """The part that carries most of dQ's error; that of delta where dQ was not captured, and is predicted from it."""
+    dq = head.propagation.dq
+    shares = {} if dq is None or dq.shares is None else {n: s for n, s in dq.shares.items() if s is not None}
+    if not shares:
+        return None if dq is None or dq.relative_error is not None else "delta"
+    return max(shares, key=lambda name: shares[name])
 
 
 def _why(label: Kind, off: Sequence[QuantityVerdict], reasons: Sequence[str]) -> str:
@@ -231,7 +248,18 @@ def _ranks(label: Kind, group: Sequence[Entry], looked: Sequence[Entry]) -> tupl
         found |= {rank for ranks in in_part for rank in ranks} if all(in_part) else _ranks_of(capture, head)
     if found >= {rank for capture, _, head in looked for rank in _ranks_of(capture, head)}:
         return ()
-    return tuple(sorted(found, key=lambda rank: (len(rank), rank)))
+    return _in_order(found)
+
+
+def _other_ranks(ranks: Sequence[str], group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:
+    """Ranks that hold heads of a finding that is in ``ranks`` alone."""
+    heads = {(h.layer, h.head) for _, _, h in group}
+    held = {rank for c, _, h in looked if (h.layer, h.head) in heads for rank in _ranks_of(c, h)}
+    return _in_order(held - {*ranks}) if ranks else ()
+
+
+def _in_order(ranks: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(ranks, key=lambda rank: (len(rank), rank)))
 
 
 def _ranks_of(capture: CaptureDiagnosis, head: HeadDiagnosis) -> set[str]:
@@ -289,7 +317,7 @@ def _by_step(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingAt
         found.append(
             FindingAtStep(
                 step=step,
-                label=min(filter(None, (worst_label(h) for h in own)), key=KINDS.index, default=None),
+                label=min(filter(None, map(_gravest, own)), key=KINDS.index, default=None),
                 heads=len(own),
                 of=len(heads),
                 factor=_largest(map(_factor, heads)),
@@ -304,20 +332,14 @@ def _unjudged(captures: Sequence[CaptureDiagnosis]) -> list[SharedFinding]:
     """Captures of which nothing is said, those together that other metadata fit alike."""
     alike: dict[tuple[str | None, ...], list[CaptureDiagnosis]] = {}
     for capture in captures:
-        alike.setdefault(tuple(sorted({c.better or "" for c in capture.assumptions.checks})), []).append(capture)
+        if capture.unjudged:
+            alike.setdefault(tuple(sorted({c.better or "" for c in capture.assumptions.checks})), []).append(capture)
+    looked = _heads_of(captures)
     found = []
     for group in alike.values():
-        entries = [
-            (c, observation, head)
-            for c in group
-            for observation in c.observations
-            for head in observation.heads
-            if head.head is not None
-        ]
-        first, steps = group[0], _numbers(map(step_of, group))
-        layers = _numbers(h.layer for _, _, h in entries)
-        heads = _numbers(h.head for _, _, h in entries)
-        layer = layers[0] if layers else None
+        entries, first = _heads_of(group), group[0]
+        places = _places(entries, looked)
+        layer = places[0].layers[0] if places and places[0].layers else None
         found.append(
             SharedFinding(
                 label="unjudged",
@@ -325,7 +347,7 @@ def _unjudged(captures: Sequence[CaptureDiagnosis]) -> list[SharedFinding]:
                 observations=tuple(o.name for o in first.observations),
                 captured=True,
                 kernel=first.metadata.get("kernel"),
-                places=(FindingPlace(layers, heads, len(heads) > 1, steps, steps),),
+                places=places or (FindingPlace((), (), False, (), ()),),
                 ranks=(),
                 heads=len(entries),
                 of=len(entries),
@@ -342,9 +364,19 @@ def _unjudged(captures: Sequence[CaptureDiagnosis]) -> list[SharedFinding]:
                 biased_mean=None,
                 biased_by=None,
                 earlier={},
-                by_step=(),
+                by_step=_by_step(entries, looked),
                 worst=WorstHead(first.source, "", layer, None, None, step_of(first)),
                 words=first.assumptions.message,
             )
         )
     return found
+
+
+def _heads_of(captures: Sequence[CaptureDiagnosis]) -> list[Entry]:
+    return [
+        (capture, observation, head)
+        for capture in captures
+        for observation in capture.observations
+        for head in observation.heads
+        if head.head is not None
+    ]

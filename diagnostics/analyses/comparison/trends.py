@@ -88,7 +88,7 @@ def trend_words(found: Comparison) -> str:
         said.append(f"the difference grows in {head_names(grown)}")
     for step in onsets[:_MOST_ONSETS]:
         heads = [place for place, onset in first.items() if onset == step]
-        said.append(f"it is there from step {step} on in {head_names(heads)}")
+        said.append(f"they differ from step {step} on in {head_names(heads)}")
     if later := [place for place, onset in first.items() if onset not in onsets[:_MOST_ONSETS]]:
         said.append(f"from later steps on in {plural(len(later), 'more head')}")
     return f" Over the steps {'; '.join(said)}." if said else ""

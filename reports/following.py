@@ -1,0 +1,120 @@
+"""What to run next about a finding, with its options filled in: the command, and what it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import PurePosixPath
+
+from attn_diag.reports.finding_words import Line
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.findings import SharedFinding
+
+# What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
+_IN_FP32 = {
+    "fp32-scores": {"scores", "maximum"},
+    "fp32-sums": {"row sum", "PV of a range", "O's accumulator"},
+}
+# By the part that carries dQ's error: what-if's names of what removes it, and what that is.
+_REMEDIES = {
+    "delta": (
+        ("fp32-o-delta", "delta-from-dp"),
+        "make delta, the backward's sum of dO∘O, without O's rounding; what that gains",
+    ),
+    "ds_cast": (("uncast-ds",), "do not cast dS, the scores' gradient; what that gains"),
+}
+# What a capture that was put together of several ranks' files calls itself.
+_MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
+
+
+def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
+    """The line."""
+    return Line("Next", command(diagnosis, finding), command=True, purpose=_purpose(diagnosis, finding))
+
+
+def fitting(finding: SharedFinding) -> list[str]:
+    """The metadata that fit a capture that those stated do not."""
+    return [found.rstrip(".") for found in re.findall(r"\b(?:causal|scale|layout|softcap)=[\w.-]+", finding.words)]
+
+
+def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """(what it answers, command) for a closer look at the gravest finding; none where no rounding makes it."""
+    found = [*diagnosis.findings, *diagnosis.undecided]
+    if not found or found[0].label in ("wrong", "nonfinite", "unjudged"):
+        return []
+    if (arguments := _arguments(diagnosis, found[0])) is None:
+        return []
+    questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
+    if found[0].biased_mean is not None:
+        questions.append(("Where it goes wrong, bit by bit", "microscope"))
+    return [(question, " ".join(["attn-diag", command, *arguments])) for question, command in questions]
+
+
+def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """What to run next about a finding, with its options filled in."""
+    worst, arguments = finding.worst, _arguments(diagnosis, finding)
+    layer = "" if worst.layer is None else f" --layer {worst.layer}"
+    if (merged := _MERGED.fullmatch(worst.source)) is not None:
+        return f"attn-diag inspect {shlex.quote(str(PurePosixPath(merged[1]).parent))} --no-merge-ranks{layer}"
+    if arguments is None:
+        place = ("" if worst.head is None else f", {worst.head}") + layer.replace(" --layer ", ", layer=")
+        return f"print(attn_diag.explain(found{place})), where found is what inspect returned"
+    if finding.label == "unjudged":
+        options = [part for found in fitting(finding) for part in f"--{found}".split("=")]
+        return " ".join(["attn-diag inspect", *arguments, *options])
+    if finding.label in ("wrong", "nonfinite"):
+        return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
+    if (tried := _tried(diagnosis, finding)) is not None:
+        return " ".join(["attn-diag what-if", *arguments, *(f"--only {name}" for name in tried[0])])
+    return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
+
+
+def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
+    """What to do about a finding, and what the next command shows."""
+    if _MERGED.fullmatch(finding.worst.source) is not None:
+        return "judge each rank by itself"
+    if finding.label == "unjudged":
+        return "judged under what fits" if fitting(finding) else "see what was tried"
+    if finding.label in ("wrong", "nonfinite"):
+        return "where and how, in pictures"
+    if (tried := _tried(diagnosis, finding)) is not None:
+        return tried[1]
+    return "what would remove it" if finding.label == "ill_conditioned" else "look for the rounding that makes it"
+
+
+def _tried(diagnosis: Diagnosis, finding: SharedFinding) -> tuple[tuple[str, ...], str] | None:
+    """The changes of a kernel that what-if tries for a cause that is known, and what they are; None: there are none."""
+    if _MERGED.fullmatch(finding.worst.source) is not None or _arguments(diagnosis, finding) is None:
+        return None
+    if finding.label == "ill_conditioned":
+        return _REMEDIES.get(finding.carrier or "")
+    made = [
+        observation
+        for capture in diagnosis.captures
+        for observation in capture.observations
+        if capture.source == finding.worst.source and observation.name == finding.worst.observation
+    ]
+    # The worst head's own bits must show it.
+    if finding.label != "lossy" or finding.site is None or not made or made[0].coarse != finding.site:
+        return None
+    sites = {name for part in finding.site.split("; ") for name in part.rpartition(" in ")[0].split(", ")}
+    parts = [name for name, own in _IN_FP32.items() if own & sites]
+    if not parts or not sites <= set().union(*_IN_FP32.values()):
+        return None
+    return ("+".join(parts),), f"keep {'these' if len(sites) > 1 else sites.pop()} in fp32; what that gains"
+
+
+def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None:
+    """The file and options that name the worst head of a finding; None where it is in no file of its own."""
+    worst = finding.worst
+    if not worst.source.endswith((".safetensors", ".pt", ".npz")):
+        return None
+    arguments = ["--example"] if worst.source.startswith("example ") else [shlex.quote(worst.source)]
+    if worst.head is not None:
+        arguments += ["--head", str(worst.head)]
+    if worst.batch is not None:
+        arguments += ["--batch", str(worst.batch)]
+    capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
+    if capture is not None and len([o for o in capture.observations if o.outputs]) > 1 and worst.observation:
+        arguments += ["--observation", shlex.quote(worst.observation)]
+    return arguments
