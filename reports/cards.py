@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.reports.finding_words import about, where
+from attn_diag.reports.following import next_of
 from attn_diag.reports.head_labels import LETTERS, NAMES
-from attn_diag.reports.opening import command, next_command, of_observations, opening
+from attn_diag.reports.opening import next_command, of_observations, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
 from attn_diag.results.grouping import step_of
@@ -101,7 +102,8 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
     facts = [(_ASKED[line.about], _capital(line.said)) for line in about(finding)]
     if not finding.captured:
         facts.append(("Seen in", "An emulated recipe, run on these inputs; not in what a kernel returned."))
-    following, run = next_command(diagnosis), command(diagnosis, finding) if finding.captured else ""
+    following = next_of(diagnosis, finding) if finding.captured else next_command(diagnosis)
+    run = following.said if finding.captured else ""
     if not finding.captured and not following.command:
         facts.append(("Next", _capital(following.said)))
     worst = finding.worst
@@ -113,7 +115,7 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
         facts=tuple(facts),
         bars=_bars(finding.by_step),
         of=f"the {heads.pop()} heads" if len(heads) == 1 and heads != {1} else "the heads",
-        purpose=_capital(following.purpose) if following.said == run else "",
+        purpose=_capital(following.purpose) if run else "",
         command=tuple(_OPTIONS.findall(run)),
         worst=_head(worst) + ("" if worst.step is None else f", step {worst.step}"),
         place=place,
