@@ -38,6 +38,8 @@ def _on_ranks(finding: SharedFinding) -> str:
     alone = f"{_ranks(finding.ranks)} alone"
     if finding.other_ranks:
         return f", on {alone}; not found in the same heads on {_ranks(finding.other_ranks)}"
+    if finding.other_ranks is None:
+        return f", on {alone}"
     return f"; {alone} {'hold' if len(finding.ranks) > 1 else 'holds'} these heads"
 
 

@@ -16,7 +16,9 @@ from planted_folders import coarse_scores, healthy, truncating, unmasked
 from rich.cells import cell_len
 from snapshots import require_unchanged
 
-PLANTED: dict[str, Callable[[], planted_folders.Capture]] = {
+from attn_diag import Capture
+
+PLANTED: dict[str, Callable[[], Capture]] = {
     "sound": lambda: planted_folders.capture(healthy, layer=3, step=300),
     "coarse": lambda: planted_folders.capture(coarse_scores, layer=3, step=300),
     "biased": lambda: planted_folders.capture(truncating, layer=7, step=400),
@@ -127,6 +129,8 @@ def test_env_says_ok(run: Run) -> None:
 def test_what_is_told_next_runs(planted: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file with two observations too, where the command must name the one that it is about."""
     monkeypatch.chdir(planted)
-    done = run(*SAID["attribute-two"][2].split(), "--only", "fp32-scores", "--device", "cpu")
+    command = SAID["attribute-two"][2]
+    assert command is not None
+    done = run(*command.split(), "--only", "fp32-scores", "--device", "cpu")
     assert done.code == 0, done.err
     assert "two.safetensors: L4H1: fp32-scores leaves dQ" in " ".join(done.out.split())

@@ -34,7 +34,7 @@ from attn_diag.testing.hunting.search import Rule, Search
 from attn_diag.testing.hunting.shrinking import shrink
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.replaying.processes import Ran
-from attn_diag.testing.replaying.worker import refuses
+from attn_diag.testing.replaying.worker import ended
 from attn_diag.testing.target import CaseInputs, Target
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ class InProcess:
         try:
             return Ran("ran", outputs=target.call(case, gradients=True, place=partial(placed, layout)).outputs)
         except Exception as error:
-            return Ran("refused" if refuses(error) else "raised", "forward", str(error))
+            return Ran(ended(error), "forward", str(error))
 
 
 def searched(name: str, *axes: str, fixed: bool = False, causal: str | None = None, **first: Any) -> Search:

@@ -80,7 +80,8 @@ SAID = {
         "attn-diag inspect nan_at_a_step/step000300_layer05.safetensors --head 1",
     ),
     "wrong_mask": (
-        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (judged as causal=top-left, O fits causal=none)", "86.2 % off",
+        "MASK OR SCALE NOT AS STATED: layer 6, all 4 heads, step 100 (judged as causal=top-left, O fits causal=none)",
+        "86.2 % off",
         "certain: metadata or kernel are wrong",
         "much if the kernel is not what was meant; not at all if the metadata alone are wrong",
         "attn-diag inspect wrong_mask/step000100_layer06.safetensors --causal none",
@@ -92,7 +93,8 @@ SAID = {
     ),
     "ill_conditioned": (
         "ILL-CONDITIONED: layer 2, all 4 heads, step 700 (no fault of the kernel)", "amplify ordinary rounding",
-        "a well-rounded kernel was run on the same inputs: this one is not at fault", "without O's rounding; what that gains:",
+        "a well-rounded kernel was run on the same inputs: this one is not at fault",
+        "without O's rounding; what that gains:",
         "attn-diag what-if ill_conditioned/step000700_layer02.safetensors --head 3 --only fp32-o-delta --only delta-",
     ),
     "undecided": (

@@ -133,9 +133,9 @@ class SharedFinding:
     """Of that head, where and how it is off, in words; null: no pattern was found."""
     typical_factor_ci95: tuple[Number, Number] | None = None
     """As ``factor_ci95``, with every row's errors in units of its own noise: of O and gradients either shows lossy."""
-    other_ranks: tuple[str, ...] = ()
+    other_ranks: tuple[str, ...] | None = None
     """With ``ranks``: other ranks whose captures hold the same heads, and in which it was not found; none: theirs are
-    other heads."""
+    other heads; null: not known, in older documents."""
     carrier: str | None = None
     """Of fragile heads, the part of dQ's error that carries most of it in the worst head: delta, lse, ds_cast or
     dq_cast; null: unknown, or the finding is another."""
