@@ -104,9 +104,9 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
             for q in dict.fromkeys((quantity, "o"))
             if all(q in s.effects for own in sites for s in own)
         ]
-        made = together([site.words.removeprefix("the ") for site in sites[0]])
+        made = together([f"the {site.words.removeprefix('the ')}" for site in sites[0]])
         return (
-            f"{where}: what good kernels do not do, the {made}, {'make' if len(sites[0]) > 1 else 'makes'} "
+            f"{where}: what good kernels do not do, {made}, {'make' if len(sites[0]) > 1 else 'makes'} "
             f"{together(shares)} squared error ({off}; emulated with the recipe that has the kernel's bits)"
         )
     known = [[s for s in h.sites if quantity in s.effects] for h in heads]

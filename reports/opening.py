@@ -121,7 +121,9 @@ def of_observations(diagnosis: Diagnosis, finding: SharedFinding) -> str:
 def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> str:
     """What else tells a finding: who is at fault (``alone``: of one finding; several have it below), its site, what
     would fit, and which of several kernels it is of."""
-    parts = ["the kernel's fault"] if alone and finding.label in ("lossy", "biased") else []
+    # Documents before version 3 call lossy what was compared with nothing.
+    shown = bool(finding.factors) if finding.label == "lossy" else finding.label == "biased"
+    parts = ["the kernel's fault"] if alone and shown else []
     if finding.site:
         parts = [": ".join([*parts, finding.site])]
     parts += [f"{NAMES[label]} from step {step} on" for label, step in finding.earlier.items()]
