@@ -68,22 +68,22 @@ class Train:
 
 
 def figures(kinds: Sequence[str] = KINDS, rows: int = 1024) -> list[list[Mapping[str, Any]]]:
-    """Of three checks, layer by layer."""
+    """Of two checks, layer by layer."""
     train = Train(kinds)
     with Monitor(train.model, every=1, sequences=2, rows=rows) as monitor:
-        for _ in range(3):
+        for _ in range(2):
             train.step()
     return [[layer.values for layer in check.layers] for check in monitor.history]
 
 
 def assert_same(found: list[list[Mapping[str, Any]]], expected: list[list[Mapping[str, Any]]]) -> None:
-    assert [len(check) for check in found] == [len(check) for check in expected] == [len(KINDS)] * 3
+    assert [len(check) for check in found] == [len(check) for check in expected] == [len(KINDS)] * 2
     for check, each in zip(found, expected, strict=True):
         for number, (layer, alone) in enumerate(zip(check, each, strict=True)):
             for name, values in layer.items():
-                # A product of another shape adds up in another order: 2^-53 of what errs by FP32's 2^-24, in 40 rows.
+                # A product of another shape may add up in another order.
                 one, other = torch.tensor(values), torch.tensor(alone[name])
-                assert torch.allclose(one, other, rtol=40 * 2**-29, atol=1e-12, equal_nan=True), (number, name)
+                assert torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True), (number, name)
 
 
 def one_by_one(samples: Mapping[Key, Sample], past: Mapping[Key, Tensor]) -> Iterator[tuple[list[Key], int]]:  # noqa: ARG001
@@ -91,7 +91,7 @@ def one_by_one(samples: Mapping[Key, Sample], past: Mapping[Key, Tensor]) -> Ite
         yield [key], TEMPORARIES
 
 
-@pytest.mark.parametrize("rows", [1024, 20, 7])
+@pytest.mark.parametrize("rows", [1024, 7])
 def test_stacked_layers_have_the_figures_of_each_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, real = [], Sample.stacked
 
@@ -101,13 +101,13 @@ def test_stacked_layers_have_the_figures_of_each_alone(rows: int, monkeypatch: p
 
     monkeypatch.setattr(Sample, "stacked", stacked)
     found = figures(rows=rows)
-    assert sizes == [2] * 5 * 3
+    assert sizes == [2] * 5 * 2
     monkeypatch.setattr(monitor_module, "stacks", one_by_one)
     alone = figures(rows=rows)
-    assert sizes[15:] == [1] * 10 * 3
+    assert sizes[10:] == [1] * 10 * 2
     assert_same(found, alone)
-    assert not math.isnan(found[2][2]["past_z"][0])
-    assert not math.isnan(found[2][1]["coherence"][0])
+    assert not math.isnan(found[1][2]["past_z"][0])
+    assert not math.isnan(found[1][1]["coherence"][0])
 
 
 def test_a_large_w_q_is_looked_at_while_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,10 @@ def test_a_stack_is_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = figures()
     monkeypatch.setattr(Sample, "stacked", stacked)
-    # Row quantities of one layer's heads, as ``heads_at_once`` counts them.
-    monkeypatch.setattr(stacks_module, "TEMPORARIES", HEADS * 40 * 4 * DIM * 8)
+    # Key heads: of four a layer, and of two.
+    monkeypatch.setattr(stacks_module, "heads_at_once", lambda *_: HEADS)
     assert_same(figures(), found)
-    assert sizes == [1] * 10 * 3
+    assert sorted(sizes) == [1] * 8 * 2 + [2] * 2
 
 
 def test_what_fails_for_some_layers_leaves_the_others(
@@ -142,7 +142,7 @@ def test_what_fails_for_some_layers_leaves_the_others(
         return real(sample, *others)
 
     monkeypatch.setattr(metrics_module, "measure_rows", fails)
-    assert [len(check) for check in figures()] == [8] * 3
+    assert [len(check) for check in figures()] == [8] * 2
     assert "RuntimeError: of ours" in caplog.text
 
 
@@ -162,11 +162,11 @@ def operations(layers: int) -> int:
     """So many more has a step that is looked at."""
     train, counts = Train(["plain"] * layers), list[int]()
     with Monitor(train.model, every=2):
-        for _ in range(4):
+        for _ in range(3):
             with Operations() as operations:
                 train.step()
             counts.append(operations.count)
-    return counts[2] - counts[3]
+    return counts[2] - counts[1]
 
 
 def test_a_layer_more_is_a_few_operations_more(monkeypatch: pytest.MonkeyPatch) -> None:
