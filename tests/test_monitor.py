@@ -24,7 +24,7 @@ from attn_diag import Monitor
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring import monitor as monitor_module
 from attn_diag.watching.monitoring.alarm import Alarm, replay
-from attn_diag.watching.monitoring.metrics import METRICS
+from attn_diag.watching.monitoring.figures import METRICS
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 from attn_diag.watching.monitoring.sample import Sample
 

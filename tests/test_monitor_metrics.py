@@ -20,9 +20,9 @@ from attn_diag.reference import FloatFormat, round_nearest_even
 from attn_diag.reference.rounding import BF16, FP16
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.call import AttentionCall, CallPlace
-from attn_diag.watching.monitoring import metrics as metrics_module
 from attn_diag.watching.monitoring import rows as rows_module
-from attn_diag.watching.monitoring.metrics import HeadMetrics, head_metrics, head_sums, sketch
+from attn_diag.watching.monitoring.figures import METRICS, HeadMetrics
+from attn_diag.watching.monitoring.metrics import head_metrics, head_sums, sketch
 from attn_diag.watching.monitoring.rows import dense_clusters
 from attn_diag.watching.monitoring.sample import Sample, spectral_norms
 
@@ -232,22 +232,20 @@ def test_nothing_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("budget", [2**14, 2**17])
-def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+def test_small_blocks_give_the_same(budget: int) -> None:
     call = with_projection(made_call(hq=6, hk=3, causal="top-left"))
     whole = head_metrics(call)
-    monkeypatch.setattr(rows_module, "TEMPORARIES", budget)
-    monkeypatch.setattr(metrics_module, "TEMPORARIES", budget)
     sample = Sample.of(call)
-    heads = 2 * rows_module.heads_at_once(sample)
-    blocks = list(rows_module._blocks(sample, heads))
+    heads = 2 * min(3, rows_module.heads_at_once(sample, budget))
+    blocks = list(rows_module._blocks(sample, heads, budget))
     assert len(blocks) > 1
     assert [b.stop for b in blocks[:-1]] == [b.start for b in blocks[1:]]
     for block in blocks:
         keys = rows_module._visible(sample, block)
         fits = heads * (block.stop - block.start) * (keys.stop - keys.start) * 8 * rows_module._ALIVE <= budget
         assert fits or block.stop - block.start == 1
-    parts = head_metrics(call)
-    for name in metrics_module.METRICS:
+    parts = head_metrics(call, temporaries=budget)
+    for name in METRICS:
         torch.testing.assert_close(
             getattr(parts, name), getattr(whole, name), rtol=CLOSE, atol=1e-300, equal_nan=True, msg=name
         )
@@ -303,8 +301,7 @@ def test_rows_and_sequences_are_sampled() -> None:
     torch.testing.assert_close(head_metrics(both, sequences=5).entropy, mean)
     sample = Sample.of(both, rows=10)
     picked = [(2 * i + 1) * 63 // 20 for i in range(10)]
-    assert sample.masking.positions is not None
-    assert [sample.position(i) for i in range(10)] == picked == sample.masking.positions.tolist()
+    assert [sample.position(i) for i in range(10)] == picked == sample.positions(slice(0, 10)).tolist()
     assert torch.equal(sample.q, both.q[:1, :, picked])
     only = replace(one, q=one.q[:, :, picked], o=one.o[:, :, picked], lse=None, do=None)
     mask = torch.arange(63) <= torch.tensor(picked)[:, None]

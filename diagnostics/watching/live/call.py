@@ -213,6 +213,9 @@ class Part:
         group = heads // call.k.shape[1]
         items, (first, last) = self.items(call), self.heads(call)
         together = items == list(range(items[0], items[-1] + 1))
+        # What is all of a tensor is not cut out of it, and the stream is asked for once: each takes microseconds.
+        some_items, some_heads = len(items) < batch, last - first < heads
+        stream = torch.cuda.current_stream(call.q.device) if call.q.is_cuda else None
         parts: dict[str, Tensor] = {}
         for name, t in given.items():
             part = t
@@ -220,20 +223,22 @@ class Part:
                 parts[name] = t.to(call.q.device)  # as everything that is taken
                 continue
             if name == "w_q":
-                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]])
+                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]], stream)
                 continue
             if name == "mask":
                 part = t[(None,) * (4 - t.dim())]
                 # Expanded axes hold one mask.
                 for axis in range(4):
                     part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
-            if part.shape[0] == batch and (name != "mask" or batch > 1):
+            if some_items and part.shape[0] == batch:
                 part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
-            if name in ("k", "v", "dk", "dv", "own_dk", "own_dv"):
+            if not some_heads:
+                pass
+            elif name in ("k", "v", "dk", "dv", "own_dk", "own_dv"):
                 part = part[:, first // group : last // group]
             elif name != "x" and part.shape[1] == heads:
                 part = part[:, first:last]
-            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part)
+            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part, stream)
         return parts
 
 
@@ -287,8 +292,8 @@ def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:
     return numbers
 
 
-def _clone(part: Tensor) -> Tensor:
+def _clone(part: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
     """A copy in order of its axes, on the current stream; the original's memory waits for that stream too."""
-    if part.is_cuda:
-        part.record_stream(torch.cuda.current_stream(part.device))
+    if stream is not None and part.is_cuda:
+        part.record_stream(stream)
     return part.clone(memory_format=torch.contiguous_format)

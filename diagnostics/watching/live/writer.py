@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
 from attn_diag.watching.live.claim import Claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.stream_capture import stay_out_of_graphs
 
 # So many bytes at most wait for the end of a step to be handed over.
 _TOGETHER = 2**26
-_newest: list[Capture] = []
+_newest: list[Taken] = []
 
 
 @dataclass
@@ -39,6 +41,10 @@ class Taken:
     def bytes(self) -> int:
         """Size of the tensors."""
         return bytes_of(self.tensors.values())
+
+    def capture(self) -> Capture:
+        """What a file of it holds; made when somebody asks, as whatever a thread does holds up the training loop."""
+        return Capture.from_tensors(self.tensors, **self.metadata)
 
     def seal(self) -> Taken:
         """Note on the current stream that everything has been enqueued."""
@@ -170,19 +176,18 @@ class Shelf:
         self.folder = folder
         self.claim: Claim | None = None
         self._max_bytes, self._losses = max_bytes, losses
-        self._ring: deque[list[tuple[str, Capture]]] | None = deque(maxlen=ring) if ring else None
-        self._step: list[tuple[str, Capture]] = []
+        self._ring: deque[list[Taken]] | None = deque(maxlen=ring) if ring else None
+        self._step: list[Taken] = []
         self._broken = ""
 
     def keep(self, taken: Taken) -> None:
         """Take one call's tensors, which are on the host now."""
-        capture = Capture.from_tensors(taken.tensors, **taken.metadata)
-        if self._step and self._step[0][1].metadata.step != taken.step:
+        if self._step and self._step[0].step != taken.step:
             self.step_over()
-        self._step.append((taken.name, capture))
+        self._step.append(taken)
         if self._ring is None:
-            self._write(taken.name, capture)
-        elif not self._broken and (broken := _nonfinite(capture)):
+            self._write(taken)
+        elif not self._broken and (broken := _nonfinite(taken)):
             self._broken = f"{broken} of {taken.name} is not finite"
 
     def step_over(self) -> None:
@@ -190,7 +195,7 @@ class Shelf:
         if not self._step:
             return
         global _newest
-        _newest = sorted((c for _, c in self._step), key=lambda c: (c.metadata.layer or 0, c.metadata.extra["call"]))
+        _newest = self._step
         if self._ring is not None:
             self._ring.append(self._step)
             self._make_room()
@@ -203,8 +208,8 @@ class Shelf:
     def _make_room(self) -> None:
         assert self._ring is not None
 
-        def held(ring: Iterable[list[tuple[str, Capture]]]) -> int:
-            return bytes_of(t[...] for step in ring for _, capture in step for t in capture.tensors.values())
+        def held(ring: Iterable[list[Taken]]) -> int:
+            return sum(taken.bytes for step in ring for taken in step)
 
         while len(self._ring) > 1 and held(self._ring) > self._max_bytes:
             self._ring.popleft()
@@ -216,17 +221,17 @@ class Shelf:
         self.step_over()
         steps = list(self._ring)
         self._ring.clear()
-        for name, capture in (item for step in steps for item in step):
-            notes = "; ".join(filter(None, (capture.metadata.notes, f"written because {reason}")))
-            self._write(name, replace(capture, metadata=replace(capture.metadata, notes=notes)))
+        for taken in (taken for step in steps for taken in step):
+            notes = "; ".join(filter(None, (taken.metadata.get("notes"), f"written because {reason}")))
+            self._write(replace(taken, metadata={**taken.metadata, "notes": notes}))
 
-    def _write(self, name: str, capture: Capture) -> None:
-        path = self.folder / name
+    def _write(self, taken: Taken) -> None:
+        path = self.folder / taken.name
         if self.claim is not None and self.claim.lost():
             self._losses.add(f"{self.folder} was removed, and is another run's now")
             return
         try:
-            self.written[capture.save(path)] = None
+            self.written[taken.capture().save(path)] = None
         except Exception as error:
             # Of a full disk there is one thing to say, not one for each file.
             self._losses.add(reason_of(error).replace(str(path), f"into {self.folder}"))
@@ -234,14 +239,22 @@ class Shelf:
 
 def newest() -> list[Capture]:
     """Return the captures of the newest complete step, of whatever captures or captured."""
-    return _newest
+    captures: list[Capture] = []
+    for taken in _newest:
+        with suppress(InputError):  # whoever looks in a debugger gets the others
+            captures.append(taken.capture())
+    return sorted(captures, key=lambda c: (c.metadata.layer or 0, c.metadata.extra["call"]))
 
 
-def _nonfinite(capture: Capture) -> str | None:
+def _nonfinite(taken: Taken) -> str | None:
     """Name the first output of the kernel that holds a NaN or Inf."""
     for name in ("o", "do", "dq", "dk", "dv"):
-        tensor = capture.tensors.get(name)
-        if tensor is not None and not bool(tensor[...].isfinite().all()):
+        tensor = taken.tensors.get(name)
+        if tensor is None or not tensor.numel():
+            continue
+        # A NaN is both; one operation, where isfinite() is several and makes copies.
+        low, high = tensor.aminmax()
+        if not (math.isfinite(low) and math.isfinite(high)):
             return name
     return None
 

@@ -7,199 +7,75 @@ predicted error of dW_Q is E = sum e_t (x) x_t. See ``HeadMetrics`` for each fig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 
 from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadMetrics, HeadSums
 from attn_diag.watching.monitoring.rows import (
     TEMPORARIES,
     SampledRows,
     dense_clusters,
     heads_at_once,
+    joined,
     measure_rows,
     standard_error,
 )
-from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.sample import LayerProjection, Sample, by_layer, pieces
 
 # Columns to which x is projected for what must be kept or sent between ranks.
 SKETCH = 256
-# q - x W_Q^T, less a bias, is rounding where q is the projection's own output; RoPE or QK-norm leave the order of 1.
-_MISFIT = 0.05
-# From so many sequences on they are the clusters of delta's test (``means.MIN_SEQUENCES``).
-_SEQUENCES = 8
-
-
-@dataclass(frozen=True)
-class HeadMetrics:
-    """One value a head: float64 tensors [Hq], NaN where something that the figure needs was not there."""
-
-    max_logit: Tensor
-    """The largest visible alpha q.k, before softcap and additive masks (Kimi K2's QK-clip, arXiv 2507.20534)."""
-    entropy: Tensor
-    """Mean over rows of -sum P ln P, nats."""
-    tie_rate: Tensor
-    """Share of rows whose maximum is repeated: "exact" of ``attn_diag.head.row_maxima``."""
-    unit_rate: Tensor
-    """Share of rows in which several P_bar round to 1: "unit" of ``attn_diag.head.row_maxima``."""
-    unity_defect: Tensor
-    """Mean of exp(L_ref - L_obs) - 1, by which the backward's probabilities miss a sum of 1."""
-    noise_factor: Tensor
-    """Rms of Delta_delta over its noise floor sigma."""
-    conditioning: Tensor
-    """||alpha diag(delta) P K|| / ||dQ||."""
-    delta_bias: Tensor
-    """t of the mean of Delta_delta, with the clusters of ``statistics.means``."""
-    delta_bias_sigma: Tensor
-    """The mean of Delta_delta in units of sigma."""
-    dq_share: Tensor
-    """Norm of the predicted error of dQ over the reference's norm, from delta alone."""
-    dq_share_lse: Tensor
-    """The same ratio, predicted from delta and LSE."""
-    dq_over_floor: Tensor
-    """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
-    dq_expected_over_floor: Tensor
-    """Root mean square of ``dq_over_floor`` in a well-rounded kernel, at most: it casts P_bar, too."""
-    dw_q_share: Tensor
-    """As ``dq_share``, of dW_Q."""
-    dw_q_share_lse: Tensor
-    """As ``dq_share_lse``, of dW_Q."""
-    dw_q_over_floor: Tensor
-    """As ``dq_over_floor``, of dW_Q."""
-    dw_q_expected_over_floor: Tensor
-    """As ``dq_expected_over_floor``, of dW_Q; rows that copy the same key's V may err alike."""
-    coherence: Tensor
-    """||sum a||^2 / sum ||a||^2 of the atoms a_t = e_t (x) x_t; 1 is what random signs give."""
-    coherence_with_past: Tensor
-    """Cosine between E and the average of earlier checks' E."""
-    past_z: Tensor
-    """The inner product of these two, in standard deviations of what random signs of the argmax keys' parts give."""
-    w_q_norm: Tensor
-    """Spectral norm of the head's W_Q."""
-    nonfinite_rate: Tensor
-    """Share of rows, of those that see a key, with NaN or Inf."""
-
-
-METRICS = tuple(f.name for f in fields(HeadMetrics))
-
-# What adds up over heads' sequences, and over ranks; one column each.
-SUMS = (
-    "rows", "seen", "entropy", "ties", "units", "lse_rows", "unity",
-    "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
-    "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
-    "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
-)  # fmt: skip
-# Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
-NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
-
-
-@dataclass
-class HeadSums:
-    """What the metrics are made of; NaN where unknown."""
-
-    sums: Tensor
-    """[Hq, len(SUMS)] float64: adds up over ranks."""
-    maxima: Tensor
-    """[Hq, 2] float64: the largest score and the norm of W_Q, of which the largest counts over ranks."""
-    norms: Tensor
-    """[Hq, 3] float64: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone."""
-    sketches: Tensor | None
-    """[1 or 3, Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q."""
-
-    def metrics(self, past: Tensor | None = None) -> HeadMetrics:
-        """The figures.
-
-        Args:
-            past: average of earlier checks' E, [Hq, D, c]; the one with which ``head_sums`` was called.
-        """
-        s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
-        dw_q_delta, dw_q, dw_q_lse = self.norms.unbind(1)
-        through = s["misfit"] <= _MISFIT**2 * s["q"]
-        nan = torch.full_like(dw_q, torch.nan)
-
-        def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-            return torch.where(denominator > 0, numerator / denominator, nan)
-
-        def root(numerator: Tensor, denominator: Tensor) -> Tensor:
-            return ratio(numerator, denominator).clamp(min=0.0).sqrt()
-
-        def projected(value: Tensor) -> Tensor:
-            return torch.where(through, value, nan)
-
-        cosine = nan
-        if past is not None and self.sketches is not None:
-            own = self.sketches[0].double().square().sum((1, 2))
-            cosine = ratio(s["past_dot"], (own * past.double().square().sum((1, 2))).sqrt())
-        return HeadMetrics(
-            max_logit=torch.where(s["rows"] > 0, self.maxima[:, 0], nan),
-            entropy=ratio(s["entropy"], s["rows"]),
-            tie_rate=ratio(s["ties"], s["rows"]),
-            unit_rate=ratio(s["units"], s["rows"]),
-            unity_defect=ratio(s["unity"], s["lse_rows"]),
-            noise_factor=root(s["noise"], s["noise_rows"]),
-            conditioning=root(s["delta_dq"], s["dq"]),
-            delta_bias=ratio(s["bias"], _bias_variance(s).sqrt()),
-            delta_bias_sigma=ratio(s["bias_sigma"], s["noise_rows"]),
-            dq_share=root(s["dq_delta"], s["dq"]),
-            dq_share_lse=root(s["dq_lse"], s["dq"]),
-            dq_over_floor=root(s["dq_delta"], s["dq_floor"]),
-            dq_expected_over_floor=root(s["dq_expected"], s["dq_floor"]),
-            dw_q_share=projected(root(dw_q_delta, dw_q)),
-            dw_q_share_lse=projected(root(dw_q_lse, dw_q)),
-            dw_q_over_floor=projected(root(dw_q_delta, s["dw_q_floor"])),
-            dw_q_expected_over_floor=projected(root(s["dw_q_expected"], s["dw_q_floor"])),
-            coherence=projected(ratio(dw_q_delta, s["atoms"])),
-            coherence_with_past=projected(cosine),
-            past_z=projected(ratio(s["past_dot"], s["past_variance"].sqrt())),
-            w_q_norm=self.maxima[:, 1],
-            nonfinite_rate=ratio(s["seen"] - s["rows"], s["seen"]),
-        )
 
 
 def head_metrics(
-    call: AttentionCall, *, sequences: int = 1, rows: int = 1024, past: Tensor | None = None
+    call: AttentionCall,
+    *,
+    sequences: int = 1,
+    rows: int = 1024,
+    past: Tensor | None = None,
+    temporaries: int = TEMPORARIES,
 ) -> HeadMetrics:
     """The figures of one call, on its first ``sequences`` and up to ``rows`` evenly spaced query rows."""
-    return head_sums(Sample.of(call, sequences, rows), past).metrics(past)
+    return head_sums(Sample.of(call, sequences, rows), past, temporaries=temporaries).metrics(past)
 
 
-def head_sums(sample: Sample, past: Tensor | None = None, *, alone: bool = True) -> HeadSums:
-    """The sums behind the figures, in about 64 MB of temporaries.
+def head_sums(
+    sample: Sample, past: Tensor | None = None, *, alone: bool = True, temporaries: int = TEMPORARIES
+) -> HeadSums:
+    """The sums behind the figures.
 
     Args:
-        past: see ``HeadSums.metrics``.
-        alone: there are no other ranks. Of the sketches only E's is needed then, the norms being known already.
+        sample: Of one layer, or of so many as ``stacks`` says.
+        past: See ``HeadSums.metrics``.
+        alone: There are no other ranks. Of the sketches only E's is needed then, the norms being known already.
+        temporaries: About so many bytes are used.
     """
     with torch.no_grad(), torch.autocast(sample.q.device.type, enabled=False):
-        heads, step = sample.k.shape[1], heads_at_once(sample)
+        heads, step, count = sample.k.shape[1], heads_at_once(sample, temporaries), 1 if alone else len(NORMS)
+        # Several layers are not taken apart: each has its x.
+        step = heads if sample.layers > 1 else min(step, heads)
         parts = [
-            _FewHeads(sample, slice(start, min(start + step, heads)), 1 if alone else len(NORMS)).run(past)
+            _FewHeads(sample, slice(start, min(start + step, heads)), count, temporaries).run(past)
             for start in range(0, heads, step)
         ]
-        sketches = [p.sketches for p in parts if p.sketches is not None]
-        return HeadSums(
-            sums=torch.cat([p.sums for p in parts]),
-            maxima=torch.cat([p.maxima for p in parts]),
-            norms=torch.cat([p.norms for p in parts]),
-            sketches=torch.cat(sketches, 1) if sketches else None,
-        )
+        return HeadSums.joined(parts) if len(parts) > 1 else parts[0]
 
 
 def sketch(x: Tensor) -> Tensor:
-    """``x`` [n, C] float64 projected to [n, c], c = min(C, 256), so that inner products are kept in the mean.
+    """``x`` [..., C] float64 projected to [..., c], c = min(C, 256), so that inner products are kept in the mean.
 
     Random signs / sqrt(c), the same on every rank and at every check; C <= 256 is left as it is. A squared norm of
     several rows' sums is off by a relative standard deviation of at most sqrt(2 / c), 9 %.
     """
-    if x.shape[1] <= SKETCH:
+    if x.shape[-1] <= SKETCH:
         return x
-    key = (x.shape[1], x.device)
+    key = (x.shape[-1], x.device)
     if key not in _SIGNS:
-        generator = torch.Generator().manual_seed(x.shape[1])
-        drawn = torch.randint(0, 2, (x.shape[1], SKETCH), generator=generator, dtype=torch.int8)
-        _SIGNS[key] = drawn.to(x.device)
-    return x @ _SIGNS[key].double().mul_(2).sub_(1).mul_(SKETCH**-0.5)
+        generator = torch.Generator().manual_seed(x.shape[-1])
+        drawn = torch.randint(0, 2, (x.shape[-1], SKETCH), generator=generator, dtype=torch.int8)
+        # 2^-4 is a number of BF16.
+        _SIGNS[key] = (drawn.to(torch.bfloat16) * 2 - 1).mul_(SKETCH**-0.5).to(x.device)
+    return x @ _SIGNS[key].double()
 
 
 _SIGNS: dict[tuple[int, torch.device], Tensor] = {}
@@ -208,36 +84,47 @@ _SIGNS: dict[tuple[int, torch.device], Tensor] = {}
 class _FewHeads:
     """The sums of the query heads that share some key heads, over the sampled sequences."""
 
-    def __init__(self, sample: Sample, kv_heads: slice, sketches: int) -> None:
+    def __init__(self, sample: Sample, kv_heads: slice, sketches: int, temporaries: int) -> None:
         group = sample.q.shape[1] // sample.k.shape[1]
         self._sample, self._kv_heads, self._sketches = sample, kv_heads, sketches
+        self._temporaries = temporaries
         self._heads = slice(kv_heads.start * group, kv_heads.stop * group)
         self._totals: dict[str, Tensor] = {}
 
     def run(self, past: Tensor | None) -> HeadSums:
-        sample = self._sample
-        largest, lefts, rights = [], [], []
+        sample, heads = self._sample, self._heads
+        projection = sample.projection
+        if sample.w_q is not None:
+            projection = LayerProjection.of(sample.w_q[heads], sample.q[:, heads], sample.x, self._temporaries)
+        elif projection is not None:
+            projection = LayerProjection(*(values[heads] for values in projection))
+        largest, lefts, rights, sketched = [], [], [], []
         for sequence in range(len(sample.q)):
-            found = measure_rows(sample, sequence, self._kv_heads)
+            found = measure_rows(sample, sequence, self._kv_heads, self._temporaries)
             largest.append(torch.where(found.usable, found.max_logit, -torch.inf).amax(1))
-            self._add_forward(sequence, found)
+            lse_factor = self._add_forward(sequence, found)
             if sample.do is None:
                 continue
             x = None if sample.x is None else sample.x[sequence].double()
-            left = self._add_backward(sequence, found, x, past)
+            left, clusters = self._add_backward(found, x, lse_factor)
             if x is not None:
                 lefts.append(left)
                 rights.append(x)
+                sketched.append(sketch(x))
+                if past is not None:
+                    self._add_past(left[0], sketched[-1], past[heads].double(), clusters)
         maxima = torch.stack(largest).amax(0)
-        if (projection := sample.projection) is not None:
-            self._add(q=projection.q[self._heads], misfit=projection.misfit[self._heads])
+        if projection is not None:
+            self._add(q=projection.q, misfit=projection.misfit)
         unknown = torch.full_like(maxima, torch.nan)
         norms, sketches = torch.stack([unknown] * len(NORMS), 1), None
         if lefts:
-            norms, sketches = _matrices(_joined(lefts, 2), _joined(rights, 0), self._sketches)
+            left = by_layer(joined(lefts, 2), 1, sample.layers)
+            norms = _squares(left, joined(rights, 1), self._temporaries)
+            sketches = _products(left[: self._sketches], joined(sketched, 1)).float().flatten(1, 2)
             if sample.lse is None:
                 norms[:, 2] = torch.nan
-        weight = unknown if projection is None else projection.norms[self._heads]
+        weight = unknown if projection is None else projection.norms
         sums = torch.stack([self._totals.get(name, unknown) for name in SUMS], 1)
         return HeadSums(sums, torch.stack([maxima, weight], 1), norms, sketches)
 
@@ -245,30 +132,26 @@ class _FewHeads:
         for name, value in sums.items():
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
-    def _add_forward(self, sequence: int, found: SampledRows) -> None:
-        def total(values: Tensor) -> Tensor:
-            return torch.where(found.usable, values, 0.0).sum(1)
+    def _add_forward(self, sequence: int, found: SampledRows) -> Tensor | None:
+        """Adds what needs no dO; returns exp(L_ref - L_obs) - 1, [h, R], 0 where it is unknown; None without LSE."""
+        usable, counted = found.usable, torch.float64
+        flags = torch.stack([usable, found.repeated, found.units]) & usable
+        rows, ties, units = flags.sum(2, dtype=counted)
+        entropy = torch.where(usable, found.entropy, 0.0).sum(1)
+        self._add(rows=rows, seen=found.sees_key.sum(1, dtype=counted), entropy=entropy, ties=ties, units=units)
+        if self._sample.lse is None:
+            return None
+        missed = torch.expm1(found.lse - self._sample.lse[sequence, self._heads].double())
+        known = usable & (missed.abs() < torch.inf)
+        missed = torch.where(known, missed, 0.0)
+        self._add(unity=missed.sum(1), lse_rows=known.sum(1, dtype=counted))
+        return missed
 
-        ones = torch.ones_like(found.entropy)
-        self._add(
-            rows=total(ones),
-            seen=found.sees_key.to(ones.dtype).sum(1),
-            entropy=total(found.entropy),
-            ties=total(found.repeated.to(ones.dtype)),
-            units=total(found.units.to(ones.dtype)),
-        )
-        if self._sample.lse is not None:
-            missed = self._lse_factor(sequence, found)
-            known = found.usable & missed.isfinite()
-            self._add(unity=torch.where(known, missed, 0.0).sum(1), lse_rows=known.to(ones.dtype).sum(1))
+    def _add_backward(self, found: SampledRows, x: Tensor | None, lse_factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Adds what needs dO, and x [L, R, C]; returns e, dQ, and e with LSE's part, [3, h, R, D], and the clusters.
 
-    def _lse_factor(self, sequence: int, found: SampledRows) -> Tensor:
-        """exp(L_ref - L_obs) - 1, [h, R]."""
-        assert self._sample.lse is not None
-        return torch.expm1(found.lse - self._sample.lse[sequence, self._heads].double())
-
-    def _add_backward(self, sequence: int, found: SampledRows, x: Tensor | None, past: Tensor | None) -> Tensor:
-        """Adds what needs dO; returns e, dQ, and e with LSE's part, [3, h, R, D], zero in unusable rows."""
+        They are zero in unusable rows.
+        """
         gradient = found.gradient
         assert gradient is not None
         scale, usable, known = self._sample.scale, found.usable, found.usable[..., None]
@@ -280,19 +163,18 @@ class _FewHeads:
         direction = probs_k.square().sum(-1) * scale**2  # ||alpha (P K)_t||^2
         by_delta = probs_k * (-scale * error)[..., None]
         left = torch.stack([by_delta, dq, by_delta])
-        if self._sample.lse is not None:
-            factor = self._lse_factor(sequence, found)
-            left[2] += torch.where(usable & factor.isfinite(), factor, 0.0)[..., None] * (dq + by_delta)
+        if lse_factor is not None:
+            left[2] += lse_factor[..., None] * (dq + by_delta)
         squares = left.square().sum((2, 3))
         clusters = dense_clusters(found.top_key, usable)
         contributions = torch.where(known, gradient.contributions, 0.0)
-        bias, rows = error.sum(1), usable.to(error.dtype).sum(1)
+        bias, rows = error.sum(1), usable.sum(1, dtype=torch.float64)
         floor_squares = floor.square() * direction
         cast = torch.where(usable, gradient.cast_noise, 0.0)
         expected = floor_squares + cast.square() * direction
         self._add(
             noise=relative.square().sum(1),
-            noise_rows=judged.to(error.dtype).sum(1),
+            noise_rows=judged.sum(1, dtype=torch.float64),
             delta_dq=(torch.where(usable, gradient.delta, 0.0).square() * direction).sum(1),
             dq=squares[1],
             dq_delta=squares[0],
@@ -306,20 +188,19 @@ class _FewHeads:
             group_products=bias * rows,
             group_sizes=rows.square(),
         )
-        if self._sample.lse is not None:
+        if lse_factor is not None:
             self._add(dq_lse=squares[2])
         if x is not None:
-            length = x.square().sum(1)
+            length = x.square().sum(2).repeat_interleave(len(error) // len(x), 0)  # [h, R]
             lengths = (by_delta.square().sum(2) * length).sum(1)
             copied = _together((expected * length).sqrt(), clusters, gradient.copies)
             self._add(atoms=lengths, dw_q_floor=(floor_squares * length).sum(1), dw_q_expected=copied)
-            if past is not None:
-                self._add_past(by_delta, sketch(x), past[self._heads].double(), clusters)
-        return left
+        return left, clusters
 
     def _add_past(self, error: Tensor, x: Tensor, past: Tensor, clusters: Tensor) -> None:
-        """<E, M> with M = ``past`` [h, D, c] is a sum of <a_t, M> = e_t . M x_t; ``error`` [h, R, D], ``x`` [R, c]."""
-        products = (error * (past @ x.T).mT).sum(2)
+        """<E, M>, M = ``past`` [h, D, c], is a sum of <a_t, M> = e_t . M x_t; ``error`` [h, R, D], ``x`` [L, R, c]."""
+        by_past = by_layer(past, 0, len(x)).flatten(1, 2) @ x.mT  # [L, h * D, R]
+        products = (error * by_past.view(*past.shape[:2], -1).mT).sum(2)
         by_key = torch.zeros_like(products).scatter_add_(1, clusters, products)
         self._add(past_dot=products.sum(1), past_variance=by_key.square().sum(1))
 
@@ -333,28 +214,18 @@ def _together(sizes: Tensor, clusters: Tensor, alike: Tensor) -> Tensor:
     return shared.square().sum(1) + torch.where(alike, 0.0, sizes).square().sum(1)
 
 
-def _joined(parts: list[Tensor], axis: int) -> Tensor:
-    """``torch.cat``, without a copy of a single part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-
-
-def _matrices(left: Tensor, x: Tensor, sketches: int) -> tuple[Tensor, Tensor]:
-    """E, dW_Q, E with LSE's part from rows [3, h, n, D] and x [n, C]: squared norms [h, 3]; of the first ``sketches``
-    of them the sketches [sketches, h, D, c].
-    """
-    step = max(1, TEMPORARIES // (3 * 8 * left.shape[3] * x.shape[1]))
-    norms = []
-    for start in range(0, left.shape[1], step):
-        products = left[:, start : start + step].mT @ x
-        norms.append(products.square_().sum((2, 3)).T)
+def _squares(left: Tensor, x: Tensor, temporaries: int) -> Tensor:
+    """Squared norms [L * h, 3] of E, dW_Q and E with LSE's part, from rows [3, L, h, n, D] and x [L, n, C]."""
+    norms, at_once = [], temporaries // (3 * 8 * left.shape[4] * x.shape[2])
+    for layers, heads in pieces(left.shape[1], left.shape[2], at_once):
+        products = _products(left[:, layers, heads], x[layers])
+        norms.append(products.square_().sum((3, 4)).flatten(1).T)
         del products
-    return torch.cat(norms), (left[:sketches].mT @ sketch(x)).float()
+    return torch.cat(norms)
 
 
-def _bias_variance(s: dict[str, Tensor]) -> Tensor:
-    """Variance of the sum of delta's errors: from 8 sequences on between them (CR2, equal sizes), else within each."""
-    n, groups = s["rows"], s["groups"]
-    mean = s["bias"] / n
-    between = s["group_squares"] - 2 * mean * s["group_products"] + mean.square() * s["group_sizes"]
-    between = between * groups / (groups - 1).clamp(min=1.0)
-    return torch.where(groups >= _SEQUENCES, between, s["bias_variance"])
+def _products(left: Tensor, x: Tensor) -> Tensor:
+    """[m, L, h, D, c] of [m, L, h, n, D] and [L, n, c]: one product a layer."""
+    of_layers = left.permute(1, 0, 2, 4, 3)
+    products: Tensor = of_layers.flatten(1, 3) @ x
+    return products.view(*of_layers.shape[:4], -1).transpose(0, 1)

@@ -21,10 +21,12 @@ from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.watching.monitoring.metrics import METRICS, HeadMetrics, HeadSums, head_sums
+from attn_diag.watching.monitoring.figures import METRICS, HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.metrics import head_sums
 from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table, with_growth
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.stacks import Key, alike, kind, stacks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,8 +37,6 @@ _NEWEST = 0.1
 _HISTORY = 1000
 # Of so many calls of a layer samples are kept, at most, until one has its backward.
 _MOST_WAITING = 4
-# A layer's number and its module's name.
-Key = tuple[int, str | None]
 
 
 class Monitor:
@@ -48,7 +48,8 @@ class Monitor:
             logger.log(monitor.metrics())
 
     On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on
-    the device; results are read at a later step, so that no step waits for them. Outputs and gradients stay the same
+    the device, at the end of the step, layers of one shape together; results are read at a later step, so that no step
+    waits for them. Outputs and gradients stay the same
     bits, and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
 
     Shares are predicted from the errors of O and LSE, for a backward that takes delta from O and recomputes P from
@@ -122,7 +123,7 @@ class Monitor:
         self._taken: set[Key] = set()
         self._open: dict[Key, dict[int, Sample]] = {}
         self._in_vain: set[Key] = set()
-        self._done: dict[Key, HeadSums] = {}
+        self._complete: dict[Key, Sample] = {}
         self._past: dict[Key, Tensor] = {}
         self._sent: deque[_Sent] = deque()
         self._trains = self._refused = False
@@ -141,7 +142,7 @@ class Monitor:
             watch.tell_of_nothing()
             watch.stop()
             self._open.clear()
-            self._done.clear()
+            self._complete.clear()
             self._read(wait=True)
             self._past.clear()
 
@@ -208,11 +209,11 @@ class Monitor:
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
         key = place.layer, place.module
-        wanted = key not in self._taken or (key in self._in_vain and key not in self._done)
+        wanted = key not in self._taken or (key in self._in_vain and key not in self._complete)
         return wanted and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
-        """Copy the sample; where no backward is to come, compute at once."""
+        """Copy the sample."""
         key = call.place.layer, call.place.module
         if call.refused is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
@@ -231,15 +232,15 @@ class Monitor:
             if len(waiting) > _MOST_WAITING:
                 del waiting[next(iter(waiting))]
         else:
-            self._done[key] = head_sums(sample)
+            self._complete[key] = sample
 
     def backward(self, call: AttentionCall) -> None:
-        """Compute on the device, now that the gradient is there."""
+        """Copy the sample's part of the gradient."""
         key = call.place.layer, call.place.module
         sample = self._open.get(key, {}).get(call.place.call)
         if sample is not None:
             del self._open[key]
-            self._done[key] = head_sums(sample.with_gradient(call), self._past.get(key), alone=self._reduction is None)
+            self._complete[key] = sample.with_gradient(call)
 
     def step_ended(self, step: int) -> None:
         """Send off what this step brought, and read what earlier ones did."""
@@ -266,21 +267,41 @@ class Monitor:
         self._log_file.take_back(step)
 
     def _finish(self, step: int) -> None:
-        done, self._done = self._done, {}
+        samples, self._complete = self._complete, {}
         self._taken.clear()
         self._in_vain.update(self._open)
         self._open.clear()
+        done, watch = dict[Key, HeadSums](), self._watch
+        if watch is not None:
+            for keys, temporaries in stacks(samples, self._past):
+                # What fails here must not keep this rank from the collective.
+                those = [samples.pop(key) for key in keys]
+                done |= watch.guarded(self._measured)(keys, those, temporaries) or {}
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
         if not done:
-            if self._watch is not None and self._watch.calls_seen and not self._refused:
+            if watch is not None and watch.calls_seen and not self._refused:
                 self._warn(UNFINISHED)
             return
-        found = {key: sums.metrics(self._past.get(key)) for key, sums in sorted(done.items(), key=_order)}
-        for key, sums in done.items():
+        found: list[tuple[list[Key], HeadMetrics]] = []
+        for keys in alike(
+            done, lambda key: (kind(done[key].sums), kind(done[key].sketches), kind(self._past.get(key)))
+        ):
+            sums = HeadSums.joined([done[key] for key in keys])
+            found.append((keys, sums.metrics(self._past_of(keys))))
             if sums.sketches is not None:
-                self._remember(key, sums.sketches[0])
+                self._remember(keys, sums.sketches[0])
         self._sent.append(_Sent(step, found))
+
+    def _measured(self, keys: list[Key], those: list[Sample], temporaries: int) -> dict[Key, HeadSums]:
+        alone = self._reduction is None
+        sums = head_sums(Sample.stacked(those), self._past_of(keys), alone=alone, temporaries=temporaries)
+        return dict(zip(keys, sums.split(len(keys)), strict=True))
+
+    def _past_of(self, keys: Iterable[Key]) -> Tensor | None:
+        """The average of earlier checks' errors, of layers that all have one or have none."""
+        past = [self._past[key] for key in keys if key in self._past]
+        return torch.cat(past) if past else None
 
     def _reduce(self, reduction: Reduction, done: dict[Key, HeadSums]) -> dict[Key, HeadSums]:
         names = {LayerKey.of(*key, sums): key for key, sums in done.items()}
@@ -296,15 +317,14 @@ class Monitor:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _remember(self, key: Key, error: Tensor) -> None:
-        """Average the directions of the predicted errors of dW_Q, [Hq, D, c]."""
+    def _remember(self, keys: list[Key], error: Tensor) -> None:
+        """Average the directions of the predicted errors of dW_Q, [L * Hq, D, c]."""
         length = torch.linalg.vector_norm(error, dim=(1, 2), keepdim=True)
-        direction = torch.where((length > 0) & length.isfinite(), error / length, 0.0)
-        past = self._past.get(key)
-        if past is None or past.shape != direction.shape:
-            self._past[key] = direction
-        else:
-            past.lerp_(direction, _NEWEST)
+        direction = torch.where((length > 0) & (length < torch.inf), error / length, 0.0)
+        past = self._past_of(keys)
+        if past is not None and past.shape == direction.shape:
+            direction = past.lerp_(direction, _NEWEST)
+        self._past |= zip(keys, direction.chunk(len(keys)), strict=True)
 
     def _read(self, *, wait: bool) -> None:
         while self._sent and (wait or self._sent[0].ready()):
@@ -336,11 +356,11 @@ class Monitor:
 class _Sent:
     """One check's metrics on their way to the host."""
 
-    def __init__(self, step: int, found: Mapping[Key, HeadMetrics]) -> None:
+    def __init__(self, step: int, found: list[tuple[list[Key], HeadMetrics]]) -> None:
         self.step = step
-        self._heads = {key: len(metrics.max_logit) for key, metrics in found.items()}
-        columns = [torch.stack([getattr(m, name) for name in METRICS]).reshape(-1) for m in found.values()]
-        packed = torch.cat([c.to(columns[0].device, non_blocking=True) for c in columns])
+        columns = [torch.stack([getattr(metrics, name) for name in METRICS]) for _, metrics in found]
+        self._layers = [(keys, column.shape[1]) for (keys, _), column in zip(found, columns, strict=True)]
+        packed = torch.cat([c.reshape(-1).to(columns[0].device, non_blocking=True) for c in columns])
         self._event: torch.cuda.Event | None = None
         self._host = packed
         if packed.device.type == "cuda":
@@ -357,18 +377,15 @@ class _Sent:
         """The check, with its growth since the one ``before`` it; waits where they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        values, layers, at = self._host.numpy(), [], 0
-        for (layer, module), heads in self._heads.items():
+        values, layers, at = self._host.numpy(), list[LayerCheck](), 0
+        for keys, heads in self._layers:
             size = heads * len(METRICS)
-            rows = np.array(values[at : at + size]).reshape(len(METRICS), heads)
-            layers.append(LayerCheck(layer, module, dict(zip(METRICS, rows, strict=True))))
+            rows = np.array(values[at : at + size]).reshape(len(METRICS), len(keys), -1)
             at += size
+            for number, (layer, module) in enumerate(keys):
+                layers.append(LayerCheck(layer, module, dict(zip(METRICS, rows[:, number], strict=True))))
+        layers.sort(key=lambda one: (one.layer, one.module or ""))
         return with_growth(MonitorCheck(self.step, tuple(layers)), before)
-
-
-def _order(item: tuple[Key, HeadSums]) -> tuple[int, str]:
-    (layer, module), _ = item
-    return layer, module or ""
 
 
 def _alone(group: ProcessGroup | None) -> bool:

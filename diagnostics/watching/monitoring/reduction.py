@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_diag.watching.monitoring.metrics import NORMS, SUMS, HeadSums
+from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadSums
 
 _MAXIMA = 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_diag.reference import FloatFormat, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.attention import is_power_of_two
-from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.sample import Sample, by_layer
 
 # Bytes of [heads, rows, keys] float64 that one block may have alive at once.
 TEMPORARIES = 64 * 2**20
@@ -72,21 +72,22 @@ def cast_error(fmt: FloatFormat) -> float:
     return float(2.0**-fmt.precision / 24**0.5)
 
 
-def heads_at_once(sample: Sample) -> int:
+def heads_at_once(sample: Sample, temporaries: int) -> int:
     """Count the key heads that fit one block with at least 16 rows each, and whose row quantities fit as many bytes."""
     group, rows = sample.q.shape[1] // sample.k.shape[1], sample.q.shape[2]
     block = group * min(_MIN_ROWS, rows) * sample.k.shape[2] * 8 * _ALIVE
     linear = group * rows * (2 * sample.q.shape[3] + 2 * sample.v.shape[3]) * 8
-    return max(1, min(sample.k.shape[1], TEMPORARIES // block, TEMPORARIES // linear))
+    return max(1, temporaries // max(block, linear))
 
 
-def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> SampledRows:
+def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: int = TEMPORARIES) -> SampledRows:
     """Measure the rows of the query heads that share key heads ``kv_heads``, in one of the sampled sequences."""
     group = sample.q.shape[1] // sample.k.shape[1]
     heads = slice(kv_heads.start * group, kv_heads.stop * group)
     k, v = (t[sequence, kv_heads].double() for t in (sample.k, sample.v))
-    blocks = [_block(sample, sequence, heads, rows, k, v) for rows in _blocks(sample, heads.stop - heads.start)]
-    b = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0]}
+    every = _blocks(sample, heads.stop - heads.start, temporaries)
+    blocks = [_block(sample, sequence, heads, rows, k, v) for rows in every]
+    b = {name: joined([block[name] for block in blocks], 1) for name in blocks[0]}
     del blocks
     fmt = format_of(sample.q.dtype)
     row_max, row_sum = b["row_max"], b["row_sum"]
@@ -124,14 +125,19 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice) -> SampledRows:
         # A NaN in a key that the row does not see reaches it all the same: 0 * NaN.
         gradient = found.gradient
         trace = trace + gradient.delta_error + gradient.dq.sum(-1) + gradient.probs_k.sum(-1)
-    found.usable = sees_key & trace.isfinite()
+    found.usable = sees_key & (trace.abs() < torch.inf)
     return found
 
 
-def _blocks(sample: Sample, heads: int) -> Iterator[slice]:
+def joined(parts: list[Tensor], axis: int) -> Tensor:
+    """``torch.cat``, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _blocks(sample: Sample, heads: int, temporaries: int) -> Iterator[slice]:
     """Query rows by blocks: as many as their visible keys leave room for."""
     rows, start = sample.q.shape[2], 0
-    budget = TEMPORARIES // (heads * 8 * _ALIVE)
+    budget = temporaries // (heads * 8 * _ALIVE)
     while start < rows:
         # The last row of the block decides; its keys are not fewer than its predecessors'.
         low, high = start + 1, rows
@@ -203,11 +209,11 @@ def _mask(
     sample: Sample, sequence: int, heads: slice, rows: slice, keys: slice, scores: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
-    assert sample.masking.positions is not None
-    hidden = sample.masking.hidden(sample.masking.positions[rows], keys)
+    hidden = sample.masking.hidden(sample.positions(rows), keys)
+    scores = by_layer(scores, 0, sample.layers)  # [L, h, R, K]
     mask = sample.mask
     if mask is not None:
-        part = slice(sequence, sequence + 1), heads, rows, keys
+        part = slice(sequence, sequence + 1), slice(None), heads if sample.layers == 1 else slice(None), rows, keys
         mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape, strict=True))][0]
     additive = mask is not None and mask.dtype != torch.bool
     slope = largest = None
@@ -215,17 +221,17 @@ def _mask(
         seen = scores
         if mask is not None:
             seen = scores.masked_fill(hides(mask), -torch.inf)
-        largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1)
+        largest = (seen if hidden is None else seen.masked_fill(hidden, -torch.inf)).amax(-1).flatten(0, 1)
         del seen
     if sample.softcap is not None:
         scores.div_(sample.softcap).tanh_()
-        slope = 1 - scores.square()
+        slope = (1 - scores.square()).flatten(0, 1)
         scores.mul_(sample.softcap)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     if mask is not None:
         scores = scores.add_(mask) if additive else scores.masked_fill_(~mask, -torch.inf)
-    return scores, slope, largest
+    return scores.flatten(0, 1), slope, largest
 
 
 def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:

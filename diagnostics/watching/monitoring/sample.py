@@ -1,12 +1,14 @@
 """What is kept of an attention call until its gradient comes: a few sequences, evenly spaced query rows, all keys.
 
-Also what is told of W_Q. The host never waits.
+Also what is told of W_Q. Layers whose samples are alike are stacked, so that one measurement is of all of them. The
+host never waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,69 +18,82 @@ from attn_diag.watching.live.call import AttentionCall, OwnRows
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
-_ELEMENTS = 2**22  # float64, 32 MB
+# Of a float64 tensor there may be so many elements as an eighth of the temporaries' bytes: half of them.
+_BYTES_AN_ELEMENT = 16
+# W_Q of at most so many bytes is copied, to be looked at together with that of other layers.
+_SMALL_WEIGHT = 2**23
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Copies of some sequences and query rows of one call, in the kernel's own dtypes."""
+    """Copies of some sequences and query rows of one call, in the kernel's own dtypes; or of L layers' calls, alike."""
 
     q: Tensor
-    """[S, Hq, R, D]: row r is query ``evenly(r, q_length, R)``."""
+    """[S, L * Hq, R, D]: row r is query ``evenly(r, q_length, R)``."""
     k: Tensor
-    """[S, Hk, Tk, D]."""
+    """[S, L * Hk, Tk, D]."""
     v: Tensor
-    """[S, Hk, Tk, Dv]."""
+    """[S, L * Hk, Tk, Dv]."""
     o: Tensor
-    """[S, Hq, R, Dv]."""
+    """[S, L * Hq, R, Dv]."""
     lse: Tensor | None
-    """[S, Hq, R]."""
+    """[S, L * Hq, R]."""
     mask: Tensor | None
-    """[1 or S, 1 or Hq, 1 or R, 1 or Tk], bool (True attends) or additive."""
+    """[1 or S, L, 1 or Hq, 1 or R, 1 or Tk], bool (True attends) or additive."""
     x: Tensor | None
-    """[S, R, C]. None also where q is known not to be the projection's output itself (there is another ``dq_pre``):
+    """[S, L, R, C]. None also where q is known not to be the projection's output itself (there is another ``dq_pre``):
     dW_Q does not follow from dQ there."""
+    w_q: Tensor | None
+    """[L * Hq, D, C], a copy: a step of the optimizer may come, or a sharded model have its weights no more."""
     projection: LayerProjection | None
+    """What is told of W_Q, where it is too large for a copy."""
     do: Tensor | None
-    """[S, Hq, R, Dv]; None: no backward was seen."""
+    """[S, L * Hq, R, Dv]; None: no backward was seen."""
     q_length: int
     masking: Masking
-    """Causality and window, with the sampled rows' positions on the device."""
+    """Causality and window; ``positions`` are those of the sampled rows."""
     scale: float
     softcap: float | None
     own: OwnRows | None = None
     """Where other ranks have other rows of the sequence."""
+    layers: int = 1
+    """L."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
         """Copy the first ``sequences`` of the batch, and of each all query rows or ``rows`` evenly spaced ones."""
-        length, device = call.q.shape[2], call.q.device
-        count = min(rows, length)
-        positions = evenly(torch.arange(count, device=device), length, count)
-        if call.own is None:
-            positions += call.masking.shift(length, call.k.shape[2])
-        else:
-            positions = call.own.positions.to(device)[positions]
-        pick = _Picker(min(sequences, len(call.q)), length, count, device)
-        mask = call.mask
+        length = call.q.shape[2]
+        count, several = min(rows, length), min(sequences, len(call.q))
+
+        def pick(tensor: Tensor, axis: int = 2) -> Tensor:
+            return _picked(tensor, several, length, count, axis)
+
+        q, mask, w_q = pick(call.q), call.mask, call.w_q
         if mask is not None:
-            mask = pick.rows(mask.detach()[(None,) * (4 - mask.ndim)])
-        q, w_q = pick.rows(call.q), call.w_q
+            mask = pick(mask[(None,) * (4 - mask.ndim)])[:, None]
         if w_q is not None and (type(w_q) not in (Tensor, torch.nn.Parameter) or len(w_q) != q.shape[1] * q.shape[3]):
             w_q = None  # a shard of it
-        x = None if call.x is None or w_q is None else pick.rows(call.x, axis=1).to(call.x_dtype)
+        x = None if call.x is None or w_q is None else pick(call.x, 1).to(call.x_dtype)[:, None]
+        projection = None
+        if w_q is not None:
+            weight = w_q.detach().view(q.shape[1], q.shape[3], -1)
+            if weight.numel() * weight.element_size() <= _SMALL_WEIGHT:
+                w_q = weight.clone(memory_format=torch.contiguous_format)
+            else:
+                w_q, projection = None, LayerProjection.of(weight, q, x)
         sample = cls(
             q=q,
-            k=pick.all(call.k),
-            v=pick.all(call.v),
-            o=pick.rows(call.o),
-            lse=None if call.lse is None else pick.rows(call.lse),
+            k=_picked(call.k, several),
+            v=_picked(call.v, several),
+            o=pick(call.o),
+            lse=None if call.lse is None else pick(call.lse),
             mask=mask,
             x=x,
-            projection=None if w_q is None else LayerProjection.of(w_q, q, x),
+            w_q=w_q,
+            projection=projection,
             do=None,
             q_length=length,
-            masking=replace(call.masking, positions=positions),
+            masking=call.masking,
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
             own=call.own,
@@ -89,18 +104,53 @@ class Sample:
         """Add dO, once the backward has brought it."""
         if call.do is None:
             return self
-        pick = _Picker(len(self.q), self.q_length, self.q.shape[2], call.do.device)
         # A bias alone leaves dQ the gradient at the projection: the watch then gives the same tensor twice.
         between = call.dq_pre is not None and call.dq_pre is not call.dq
-        return replace(self, do=pick.rows(call.do), x=None if between else self.x)
+        do = _picked(call.do, len(self.q), self.q_length, self.q.shape[2])
+        return replace(self, do=do, x=None if between else self.x)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for calls that can be measured as one of more heads."""
+        tensors = (getattr(self, name) for name in _STACKED)
+        kinds = (None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
+        own = None if self.own is None else self.own.positions.numpy().tobytes()
+        return *kinds, self.q_length, self.masking.causal, self.masking.window, self.scale, self.softcap, own
+
+    @classmethod
+    def stacked(cls, samples: Sequence[Sample]) -> Sample:
+        """One of several that are alike, head after head."""
+
+        def joined(name: str, axis: int) -> Tensor | None:
+            parts = [getattr(sample, name) for sample in samples]
+            for part in parts:
+                if part is not None and part.is_cuda:  # copied on the stream of its call, which may be another
+                    part.record_stream(torch.cuda.current_stream(part.device))
+            return None if parts[0] is None else torch.cat(parts, axis)
+
+        tensors: dict[str, Any] = {name: joined(name, axis) for name, axis in _STACKED.items()}
+        projections = [sample.projection for sample in samples if sample.projection is not None]
+        projection = LayerProjection(*map(torch.cat, zip(*projections, strict=True))) if projections else None
+        return replace(samples[0], **tensors, projection=projection, layers=len(samples))
 
     def position(self, index: int) -> int:
-        """Compute ``masking.positions`` of one sampled row on the host, without asking the device."""
+        """Compute ``positions`` of one sampled row on the host, without asking the device."""
         row = evenly(index, self.q_length, self.q.shape[2])
         if self.own is not None:
             return int(self.own.positions[row])
         return row + self.masking.shift(self.q_length, self.k.shape[2])
 
+    def positions(self, rows: slice) -> Tensor:
+        """position(t) of some of the sampled rows, int64 on the device; see ``Masking``."""
+        device = "cpu" if self.own is not None else self.q.device
+        at = evenly(torch.arange(rows.start, rows.stop, device=device), self.q_length, self.q.shape[2])
+        if self.own is not None:
+            return self.own.positions[at].to(self.q.device, non_blocking=True)
+        return at + self.masking.shift(self.q_length, self.k.shape[2])
+
+
+# Tensors of a sample, and the axis that layers share.
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1}
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -110,25 +160,19 @@ def evenly(index: Index, length: int, rows: int) -> Index:
     return (2 * index + 1) * length // (2 * rows)
 
 
-class _Picker:
-    """Copies the sampled part of a tensor; never waits for the device."""
-
-    def __init__(self, sequences: int, length: int, rows: int, device: torch.device) -> None:
-        self._sequences = sequences
-        self._index = evenly(torch.arange(rows, device=device), length, rows) if rows < length else None
-
-    def all(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()[: self._sequences].clone(memory_format=torch.contiguous_format)
-
-    def rows(self, tensor: Tensor, axis: int = 2) -> Tensor:
-        if self._index is None or tensor.shape[axis] == 1:
-            return self.all(tensor)
-        return tensor.detach()[: self._sequences].index_select(axis, self._index)
+def _picked(tensor: Tensor, sequences: int, length: int = 0, rows: int = 0, axis: int = 2) -> Tensor:
+    """A copy of the first sequences, and of ``rows`` of ``length`` queries (0: of all); never waits for the device."""
+    part = tensor.detach()[:sequences]
+    if rows < length and part.shape[axis] > 1:
+        if length % rows:
+            return part.index_select(axis, evenly(torch.arange(rows, device=part.device), length, rows))
+        every = length // rows
+        part = part[(slice(None),) * axis + (slice(every // 2, None, every),)]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
-class LayerProjection:
-    """What is computed of W_Q during the forward, as a sharded model has its weights only then; [Hq] float64 each."""
+class LayerProjection(NamedTuple):
+    """What is computed of W_Q; [L * Hq] float64 each."""
 
     norms: Tensor
     """Spectral norms of W_Q."""
@@ -138,30 +182,45 @@ class LayerProjection:
     """Squared norms of q - x W_Q^T, less a bias; NaN without x."""
 
     @classmethod
-    def of(cls, w_q: Tensor, q: Tensor, x: Tensor | None) -> LayerProjection:
-        """Compute them from w_q [Hq * D, C], and the sampled q [S, Hq, R, D] and x [S, R, C]."""
+    def of(cls, w_q: Tensor, q: Tensor, x: Tensor | None, temporaries: int = 2**26) -> LayerProjection:
+        """Compute them from w_q [L * Hq, D, C], and the sampled q [S, L * Hq, R, D] and x [S, L, R, C]."""
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            heads = q.shape[1]
-            weight = w_q.detach().view(heads, q.shape[3], -1)
-            norms = spectral_norms(weight)
+            norms = spectral_norms(w_q, temporaries)
             if x is None:
                 unknown = torch.full_like(norms, torch.nan)
                 return cls(norms, unknown, unknown)
-            inputs = x.double()
-            step = max(1, _ELEMENTS // (q.shape[0] * q.shape[2] * q.shape[3]))
-            parts = [_fit(weight[i : i + step], q[:, i : i + step], inputs) for i in range(0, heads, step)]
+            weight, each = by_layer(w_q, 0, x.shape[1]), by_layer(q, 1, x.shape[1])
+            at_once = temporaries // _BYTES_AN_ELEMENT // (len(q) * q.shape[3] * (q.shape[2] + x.shape[3]))
+            parts = [
+                _fit(weight[layers, heads], each[:, layers, heads], x[:, layers].double())
+                for layers, heads in pieces(weight.shape[0], weight.shape[1], at_once)
+            ]
             return cls(norms, torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 
+def pieces(layers: int, heads: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Layers and heads of each, in order: whole layers where one is no more than ``at_once`` heads."""
+    many, few = max(1, at_once // heads), max(1, min(heads, at_once))
+    for layer in range(0, layers, many):
+        for head in range(0, heads, few):
+            yield slice(layer, layer + many), slice(head, head + few)
+
+
+def by_layer(tensor: Tensor, axis: int, layers: int) -> Tensor:
+    """With an axis of layers' heads (or of heads' features) as two."""
+    return tensor.view(*tensor.shape[:axis], layers, -1, *tensor.shape[axis + 1 :])
+
+
 def _fit(weight: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of q and of q - x W^T less its mean over rows, which is a bias of the projection; [h] each."""
+    """Squared norms of q [S, l, h, R, D] and of q - x W^T less its mean over rows, which is a bias; [l * h] each."""
     values = q.double()
-    missed = values - torch.einsum("src,hdc->shrd", x, weight.double())
-    missed = missed - missed.mean((0, 2), keepdim=True)
-    return values.square().sum((0, 2, 3)), missed.square().sum((0, 2, 3))
+    made = x @ weight.double().flatten(1, 2).mT  # [S, l, R, h * D]
+    missed = values - by_layer(made, 3, weight.shape[1]).transpose(2, 3)
+    missed = missed - missed.mean((0, 3), keepdim=True)
+    return values.square().sum((0, 3, 4)).flatten(), missed.square().sum((0, 3, 4)).flatten()
 
 
-def spectral_norms(weight: Tensor) -> Tensor:
+def spectral_norms(weight: Tensor, temporaries: int = 2**26) -> Tensor:
     """The largest singular value of each of ``weight`` [h, D, C]: float64 [h].
 
     With G = W W^T [D, D] of eigenvalues g_i, the result is sqrt(tr(G^(k+1)) / tr(G^k)), k = 1024, by ten squarings:
@@ -169,7 +228,7 @@ def spectral_norms(weight: Tensor) -> Tensor:
     eigenvalues, at most 0.14 % below. A decomposition would make the host wait; a power iteration needs a start vector,
     and its error depends on it.
     """
-    step = max(1, _ELEMENTS // (weight.shape[1] * weight.shape[2]))
+    step = max(1, temporaries // _BYTES_AN_ELEMENT // (weight.shape[1] * weight.shape[2]))
     return torch.cat([_norms(weight[start : start + step].double()) for start in range(0, len(weight), step)])
 
 

@@ -1,0 +1,170 @@
+"""The figures of attention heads, and the sums that they are made of, which add up over sequences and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+# q - x W_Q^T, less a bias, is rounding where q is the projection's own output; RoPE or QK-norm leave the order of 1.
+_MISFIT = 0.05
+# From so many sequences on they are the clusters of delta's test (``means.MIN_SEQUENCES``).
+_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class HeadMetrics:
+    """One value a head: float64 tensors [Hq], NaN where something that the figure needs was not there."""
+
+    max_logit: Tensor
+    """The largest visible alpha q.k, before softcap and additive masks (Kimi K2's QK-clip, arXiv 2507.20534)."""
+    entropy: Tensor
+    """Mean over rows of -sum P ln P, nats."""
+    tie_rate: Tensor
+    """Share of rows whose maximum is repeated: "exact" of ``attn_diag.head.row_maxima``."""
+    unit_rate: Tensor
+    """Share of rows in which several P_bar round to 1: "unit" of ``attn_diag.head.row_maxima``."""
+    unity_defect: Tensor
+    """Mean of exp(L_ref - L_obs) - 1, by which the backward's probabilities miss a sum of 1."""
+    noise_factor: Tensor
+    """Rms of Delta_delta over its noise floor sigma."""
+    conditioning: Tensor
+    """||alpha diag(delta) P K|| / ||dQ||."""
+    delta_bias: Tensor
+    """t of the mean of Delta_delta, with the clusters of ``statistics.means``."""
+    delta_bias_sigma: Tensor
+    """The mean of Delta_delta in units of sigma."""
+    dq_share: Tensor
+    """Norm of the predicted error of dQ over the reference's norm, from delta alone."""
+    dq_share_lse: Tensor
+    """The same ratio, predicted from delta and LSE."""
+    dq_over_floor: Tensor
+    """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
+    dq_expected_over_floor: Tensor
+    """Root mean square of ``dq_over_floor`` in a well-rounded kernel, at most: it casts P_bar, too."""
+    dw_q_share: Tensor
+    """As ``dq_share``, of dW_Q."""
+    dw_q_share_lse: Tensor
+    """As ``dq_share_lse``, of dW_Q."""
+    dw_q_over_floor: Tensor
+    """As ``dq_over_floor``, of dW_Q."""
+    dw_q_expected_over_floor: Tensor
+    """As ``dq_expected_over_floor``, of dW_Q; rows that copy the same key's V may err alike."""
+    coherence: Tensor
+    """||sum a||^2 / sum ||a||^2 of the atoms a_t = e_t (x) x_t; 1 is what random signs give."""
+    coherence_with_past: Tensor
+    """Cosine between E and the average of earlier checks' E."""
+    past_z: Tensor
+    """The inner product of these two, in standard deviations of what random signs of the argmax keys' parts give."""
+    w_q_norm: Tensor
+    """Spectral norm of the head's W_Q."""
+    nonfinite_rate: Tensor
+    """Share of rows, of those that see a key, with NaN or Inf."""
+
+
+METRICS = tuple(f.name for f in fields(HeadMetrics))
+
+# Of them those that say nothing where q is not x W_Q^T itself.
+_OF_W_Q = frozenset(name for name in METRICS if name.startswith(("dw_q", "coherence", "past")))
+
+# What adds up over heads' sequences, and over ranks; one column each.
+SUMS = (
+    "rows", "seen", "entropy", "ties", "units", "lse_rows", "unity",
+    "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
+    "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
+    "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
+)  # fmt: skip
+# Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
+NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
+
+
+@dataclass
+class HeadSums:
+    """What the metrics are made of; NaN where unknown."""
+
+    sums: Tensor
+    """[Hq, len(SUMS)] float64: adds up over ranks."""
+    maxima: Tensor
+    """[Hq, 2] float64: the largest score and the norm of W_Q, of which the largest counts over ranks."""
+    norms: Tensor
+    """[Hq, 3] float64: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone."""
+    sketches: Tensor | None
+    """[1 or 3, Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q."""
+
+    def metrics(self, past: Tensor | None = None) -> HeadMetrics:
+        """The figures.
+
+        Args:
+            past: average of earlier checks' E, [Hq, D, c]; the one with which ``head_sums`` was called.
+        """
+        s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
+        dw_q_delta, dw_q, dw_q_lse = self.norms.unbind(1)
+        nan = torch.full_like(dw_q, torch.nan)
+        length = nan
+        if past is not None and self.sketches is not None:
+            own = self.sketches[0].double().square().sum((1, 2))
+            length = (own * past.double().square().sum((1, 2))).sqrt()
+        roots = {
+            "noise_factor": (s["noise"], s["noise_rows"]),
+            "conditioning": (s["delta_dq"], s["dq"]),
+            "dq_share": (s["dq_delta"], s["dq"]),
+            "dq_share_lse": (s["dq_lse"], s["dq"]),
+            "dq_over_floor": (s["dq_delta"], s["dq_floor"]),
+            "dq_expected_over_floor": (s["dq_expected"], s["dq_floor"]),
+            "dw_q_share": (dw_q_delta, dw_q),
+            "dw_q_share_lse": (dw_q_lse, dw_q),
+            "dw_q_over_floor": (dw_q_delta, s["dw_q_floor"]),
+            "dw_q_expected_over_floor": (s["dw_q_expected"], s["dw_q_floor"]),
+        }
+        ratios = {
+            "entropy": (s["entropy"], s["rows"]),
+            "tie_rate": (s["ties"], s["rows"]),
+            "unit_rate": (s["units"], s["rows"]),
+            "unity_defect": (s["unity"], s["lse_rows"]),
+            "delta_bias": (s["bias"], _bias_variance(s).sqrt()),
+            "delta_bias_sigma": (s["bias_sigma"], s["noise_rows"]),
+            "nonfinite_rate": (s["seen"] - s["rows"], s["seen"]),
+            "coherence": (dw_q_delta, s["atoms"]),
+            "coherence_with_past": (s["past_dot"], length),
+            "past_z": (s["past_dot"], s["past_variance"].sqrt()),
+        }
+        parts = torch.stack([top for top, _ in (roots | ratios).values()])
+        wholes = torch.stack([bottom for _, bottom in (roots | ratios).values()])
+        values = torch.where(wholes > 0, parts / wholes, torch.nan)
+        values[: len(roots)].clamp_(min=0.0).sqrt_()
+        # Of W_Q nothing is known where q is not x W_Q^T itself.
+        through = s["misfit"] <= _MISFIT**2 * s["q"]
+        found = dict(zip(roots | ratios, values, strict=True))
+        projected = torch.where(through, values, torch.nan)
+        for name, value in zip(roots | ratios, projected, strict=True):
+            found[name] = value if name in _OF_W_Q else found[name]
+        max_logit = torch.where(s["rows"] > 0, self.maxima[:, 0], nan)
+        return HeadMetrics(max_logit=max_logit, w_q_norm=self.maxima[:, 1], **found)
+
+    def split(self, layers: int) -> list[HeadSums]:
+        """Those of each layer, where they are of several with the same number of heads."""
+        sketches = [None] * layers if self.sketches is None else self.sketches.chunk(layers, 1)
+        parts = zip(self.sums.chunk(layers), self.maxima.chunk(layers), self.norms.chunk(layers), sketches, strict=True)
+        return [HeadSums(*part) for part in parts]
+
+    @classmethod
+    def joined(cls, parts: Sequence[HeadSums]) -> HeadSums:
+        """Those of several heads, as one."""
+        sketches = [part.sketches for part in parts if part.sketches is not None]
+        return cls(
+            sums=torch.cat([part.sums for part in parts]),
+            maxima=torch.cat([part.maxima for part in parts]),
+            norms=torch.cat([part.norms for part in parts]),
+            sketches=torch.cat(sketches, 1) if sketches else None,
+        )
+
+
+def _bias_variance(s: dict[str, Tensor]) -> Tensor:
+    """Variance of the sum of delta's errors: from 8 sequences on between them (CR2, equal sizes), else within each."""
+    n, groups = s["rows"], s["groups"]
+    mean = s["bias"] / n
+    between = s["group_squares"] - 2 * mean * s["group_products"] + mean.square() * s["group_sizes"]
+    between = between * groups / (groups - 1).clamp(min=1.0)
+    return torch.where(groups >= _SEQUENCES, between, s["bias_variance"])
