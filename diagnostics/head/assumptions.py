@@ -241,8 +241,9 @@ def _sample(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared."""
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
-    rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
     for batch, head in product({0, capture.batch - 1}, heads):
+        length = capture.lengths(batch)[0]
+        rows = torch.linspace(0, length - 1, min(length, _ROWS)).long()
         inputs = read_head(capture, batch, head, device)
         stored = read_float64(capture, capture.key(observation, output), batch, head, device)
         assert stored is not None

@@ -110,7 +110,7 @@ class _Reader:
         """x of one sequence, [Tq, C] float64; the heads of a sequence share it."""
         last = self._last  # another thread may replace it
         if last is None or last[0] != batch:
-            self._last = last = batch, self._capture.tensors["x"][batch].to(self._device).double()
+            self._last = last = batch, self._capture.read_x(batch).to(self._device).double()
         return last[1]
 
     def number(self, head: int) -> int:
