@@ -42,7 +42,8 @@ class JoinedSource:
 
     def _slice(self, place: tuple[Any, ...]) -> Tensor:
         begin, end, _ = place[self.axis].indices(sum(self._sizes))
-        found, start = [], 0
+        found: list[Tensor] = []
+        start = 0
         for part, size in zip(self.parts, self._sizes, strict=True):
             inside = slice(max(begin - start, 0), max(min(end - start, size), 0))
             if inside.start < inside.stop or (part is self.parts[-1] and not found):

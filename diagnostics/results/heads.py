@@ -178,6 +178,8 @@ class Misfit:
     """The metadata that fit, in words; null where none was looked for or found."""
     better_error: Number | None = None
     """``relative_error`` under these."""
+    documents: str | None = None
+    """Of packed sequences: which other documents O fits, in words; a fault of the kernel or of cu_seqlens."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""Packed sequences cut in another way: what a kernel computes that merges documents, or has other borders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.documents import Document
+from attn_diag.captures.sources import PACKING
+from attn_diag.head.read import read_head
+from attn_diag.reference import AttentionHead, Masking
+
+# Borders are read off O in so many heads.
+_HEADS = 4
+# A row that sees itself alone has its own V as O, but for a rounding or two in BF16.
+_SAME = 2.0**-7
+# Of a mask that is written out.
+_MOST_SCORES = 2**27
+
+
+@dataclass(frozen=True)
+class OtherDocuments:
+    """Another way to cut the same rows and keys into documents."""
+
+    words: str
+    """What follows "are what … gives"."""
+    short: str
+    """The same as a sentence's subject."""
+    documents: tuple[Document, ...]
+    """The documents, in order."""
+
+    def of(self, capture: Capture) -> Capture:
+        """The capture with these documents in place of its own."""
+        ends = [[0, *(d.rows.stop for d in self.documents)], [0, *(d.keys.stop for d in self.documents)]]
+        borders = {name: torch.tensor(end) for name, end in zip(PACKING, ends, strict=True)}
+        return replace(capture, tensors={**capture.tensors, **borders})
+
+
+def merged(capture: Capture) -> OtherDocuments | None:
+    """All documents as one; None where there is one alone.
+
+    Args:
+        capture: Of packed sequences.
+
+    Returns:
+        The one document.
+    """
+    documents = capture.documents or ()
+    if len(documents) < 2:
+        return None
+    one = Document(0, slice(0, documents[-1].rows.stop), slice(0, documents[-1].keys.stop))
+    words = "one sequence of all documents (documents merged)"
+    return OtherDocuments(words, "documents merged: O fits one sequence of all documents", (one,))
+
+
+def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
+    """The documents that O itself shows: under a causal mask the first row of each has its own V as O.
+
+    Args:
+        capture: Of packed sequences.
+        observation: The observation with an O.
+
+    Returns:
+        The documents; None where they are the stated ones, or cannot be told.
+    """
+    whole, key = merged(capture), capture.key(observation, "o")
+    square = all(d.rows == d.keys for d in capture.documents or ())
+    if whole is None or not square or capture.metadata.causal == "none" or _is_masked(capture):
+        return None
+    joined, group = whole.of(capture), capture.q_heads // capture.kv_heads
+    alone: Tensor | None = None
+    for head in range(min(capture.q_heads, _HEADS)):
+        out, v = joined.read(key, 0, head), joined.read("v", 0, head // group)
+        if out is None or v is None or out.shape != v.shape:
+            return None
+        v = v.float() * capture.descale("v", 0, head // group)
+        same = ((out.float() - v).abs() <= _SAME * v.abs()).all(1)
+        alone = same if alone is None else alone & same
+    assert alone is not None
+    starts: list[int] = alone.nonzero()[:, 0].tolist()
+    stated = [d.rows.start for d in capture.documents or ()]
+    if starts == stated or starts[:1] != [0] or 2 * len(starts) > len(alone):
+        return None
+    ends = [*starts[1:], len(alone)]
+    found = tuple(Document(i, slice(*e), slice(*e)) for i, e in enumerate(zip(starts, ends, strict=True)))
+    changed = sorted({*starts} ^ {*stated})
+    listed = ", ".join(map(str, starts[:8])) + (", …" if len(starts) > 8 else "")
+    off = len(changed) == 2 and changed[1] - changed[0] == 1 and len(starts) == len(stated)
+    why = "a border is off by one" if off else "other borders"
+    words = f"a cut into documents that begin at rows {listed} ({why})"
+    return OtherDocuments(words, f"{why}: O fits documents that begin at rows {listed}", found)
+
+
+def near(capture: Capture, batch: int) -> Iterator[OtherDocuments]:
+    """Cuts in which one document is merged with a neighbour, or has a border one row off.
+
+    Args:
+        capture: Of packed sequences.
+        batch: Index of the document.
+
+    Yields:
+        Each of them.
+    """
+    documents = capture.documents or ()
+    for way, i in (("before", batch - 1), ("after", batch)):
+        if not 0 <= i < len(documents) - 1:
+            continue
+        one, two = documents[i : i + 2]
+        if len(documents) > 2:
+            joined = Document(i, slice(one.rows.start, two.rows.stop), slice(one.keys.start, two.keys.stop))
+            words = f"this document with the one {way} (documents merged)"
+            yield OtherDocuments(words, words, (*documents[:i], joined, *documents[i + 2 :]))
+        for by in (-1, 1):
+            moved = _moved(one, two, by)
+            if moved is not None:
+                end = "begins" if way == "before" else "ends"
+                words = f"a document that {end} one row {'later' if by > 0 else 'earlier'} (a border off by one)"
+                yield OtherDocuments(words, words, (*documents[:i], *moved, *documents[i + 2 :]))
+
+
+def _moved(one: Document, two: Document, by: int) -> tuple[Document, Document] | None:
+    ends = [(one.rows.stop + by, one.rows, two.rows), (one.keys.stop + by, one.keys, two.keys)]
+    if any(not before.start < end < after.stop for end, before, after in ends):
+        return None
+    (row, *rows), (key, *keys) = ends
+    return (
+        Document(one.number, slice(rows[0].start, row), slice(keys[0].start, key)),
+        Document(two.number, slice(row, rows[1].stop), slice(key, keys[1].stop)),
+    )
+
+
+def read_cut(
+    capture: Capture, cut: OtherDocuments, batch: int, head: int, device: torch.device
+) -> AttentionHead | None:
+    """The rows of one document with the keys that another cut lets them see.
+
+    Args:
+        capture: Of packed sequences.
+        cut: The other documents.
+        batch: Index of the document in the capture.
+        head: Index of the query head.
+        device: Where it is to be.
+
+    Returns:
+        The head; None where masks or positions make it unknown, or it is too large.
+    """
+    assert capture.documents is not None
+    own, whole = capture.documents[batch], merged(capture)
+    if whole is None or _is_masked(capture):
+        return None
+    parts = [d for d in cut.documents if d.rows.start < own.rows.stop and own.rows.start < d.rows.stop]
+    span = slice(parts[0].keys.start, parts[-1].keys.stop)
+    rows, width = own.lengths[0], span.stop - span.start
+    masking = Masking(capture.metadata.causal, capture.metadata.window)
+    first = own.rows.start
+    if len(parts) == 1:
+        shift = masking.shift(*parts[0].lengths)
+        at = torch.arange(rows, device=device) + (first - parts[0].rows.start + shift)
+        masking = replace(masking, positions=at)
+    elif rows * width > _MOST_SCORES:
+        return None
+    else:
+        masking = Masking(mask=torch.cat([_visible(masking, part, own, span, device) for part in parts]))
+    inputs, kv = read_head(capture, batch, head, device).head, head // (capture.q_heads // capture.kv_heads)
+    joined = whole.of(capture)
+    k, v = (_read(joined, name, kv, span, device) * capture.descale(name, batch, kv) for name in "kv")
+    return replace(inputs, k=k, v=v, masking=masking)
+
+
+def _visible(masking: Masking, part: Document, own: Document, span: slice, device: torch.device) -> Tensor:
+    """Which keys of the ``span`` the rows of ``own`` in this ``part`` see, bool [rows, keys]."""
+    rows = torch.arange(max(part.rows.start, own.rows.start), min(part.rows.stop, own.rows.stop), device=device)
+    found = torch.zeros(len(rows), span.stop - span.start, dtype=torch.bool, device=device)
+    hidden = masking.hidden(rows - part.rows.start + masking.shift(*part.lengths), slice(0, part.lengths[1]))
+    inside = slice(part.keys.start - span.start, part.keys.stop - span.start)
+    found[:, inside] = True if hidden is None else ~hidden
+    return found
+
+
+def _read(capture: Capture, name: str, head: int, span: slice, device: torch.device) -> Tensor:
+    stored = capture.read(name, 0, head)
+    assert stored is not None
+    part = stored[span]
+    return (part.float() if part.dtype.itemsize == 1 else part).to(device).double().contiguous()
+
+
+def _is_masked(capture: Capture) -> bool:
+    return "mask" in capture.tensors or "q_positions" in capture.tensors
