@@ -57,6 +57,19 @@ def merged(capture: Capture) -> OtherDocuments | None:
     return OtherDocuments(words, "documents merged: O fits one sequence of all documents", (one,))
 
 
+def joined(capture: Capture) -> Capture:
+    """The capture with all its documents as one, whatever that means for its outputs.
+
+    Args:
+        capture: Of packed sequences.
+
+    Returns:
+        A capture of one document.
+    """
+    whole = merged(capture)
+    return capture if whole is None else whole.of(capture)
+
+
 def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
     """The documents that O itself shows: under a causal mask the first row of each has its own V as O.
 
@@ -71,10 +84,10 @@ def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
     square = all(d.rows == d.keys for d in capture.documents or ())
     if whole is None or not square or capture.metadata.causal == "none" or _is_masked(capture):
         return None
-    joined, group = whole.of(capture), capture.q_heads // capture.kv_heads
+    every, group = whole.of(capture), capture.q_heads // capture.kv_heads
     alone: Tensor | None = None
     for head in range(min(capture.q_heads, _HEADS)):
-        out, v = joined.read(key, 0, head), joined.read("v", 0, head // group)
+        out, v = every.read(key, 0, head), every.read("v", 0, head // group)
         if out is None or v is None or out.shape != v.shape:
             return None
         v = v.float() * capture.descale("v", 0, head // group)
@@ -111,9 +124,9 @@ def near(capture: Capture, batch: int) -> Iterator[OtherDocuments]:
             continue
         one, two = documents[i : i + 2]
         if len(documents) > 2:
-            joined = Document(i, slice(one.rows.start, two.rows.stop), slice(one.keys.start, two.keys.stop))
+            both = Document(i, slice(one.rows.start, two.rows.stop), slice(one.keys.start, two.keys.stop))
             words = f"this document with the one {way} (documents merged)"
-            yield OtherDocuments(words, words, (*documents[:i], joined, *documents[i + 2 :]))
+            yield OtherDocuments(words, words, (*documents[:i], both, *documents[i + 2 :]))
         for by in (-1, 1):
             moved = _moved(one, two, by)
             if moved is not None:
@@ -166,8 +179,8 @@ def read_cut(
     else:
         masking = Masking(mask=torch.cat([_visible(masking, part, own, span, device) for part in parts]))
     inputs, kv = read_head(capture, batch, head, device).head, head // (capture.q_heads // capture.kv_heads)
-    joined = whole.of(capture)
-    k, v = (_read(joined, name, kv, span, device) * capture.descale(name, batch, kv) for name in "kv")
+    every = whole.of(capture)
+    k, v = (_read(every, name, kv, span, device) * capture.descale(name, batch, kv) for name in "kv")
     return replace(inputs, k=k, v=v, masking=masking)
 
 

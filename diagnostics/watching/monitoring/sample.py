@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Masking
-from attn_diag.watching.live.call import AttentionCall, OwnRows
+from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -48,6 +48,8 @@ class Sample:
     softcap: float | None
     own: OwnRows | None = None
     """Where other ranks have other rows of the sequence."""
+    documents: Documents | None = None
+    """Of packed sequences: which the sampled rows and the keys belong to."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
@@ -55,7 +57,11 @@ class Sample:
         length, device = call.q.shape[2], call.q.device
         count = min(rows, length)
         positions = evenly(torch.arange(count, device=device), length, count)
-        if call.own is None:
+        if (documents := call.documents()) is not None:
+            documents = documents._replace(
+                rows=documents.rows[positions], positions=(positions := documents.positions[positions])
+            )
+        elif call.own is None:
             positions += call.masking.shift(length, call.k.shape[2])
         else:
             positions = call.own.positions.to(device)[positions]
@@ -82,6 +88,7 @@ class Sample:
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
             own=call.own,
+            documents=documents,
         )
         return sample.with_gradient(call)
 
