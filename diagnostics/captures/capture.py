@@ -13,13 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attn_diag.captures.documents import Document, has_tokens_first, is_packed, read_documents, with_cu_seqlens
+from attn_diag.captures.documents import Document, read_documents
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import FORMAT_VERSION, PACKED_VERSION, Metadata
+from attn_diag.captures.packed import is_packed, may_be_packed, with_cu_seqlens
+from attn_diag.captures.shapes import require_fitting
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
 from attn_diag.captures.tensors import as_tensor
-from attn_diag.captures.validity import require_fitting, require_inputs, short
+from attn_diag.captures.validity import require_inputs, short
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.results.wording import plural
@@ -59,7 +61,7 @@ class Capture:
     """Of packed sequences: where each batch item lies; None where every sequence has its own place in B."""
 
     def __post_init__(self) -> None:
-        tokens_first = "q" in self.tensors and len(self.tensors["q"].shape) == 3 and has_tokens_first(self.tensors)
+        tokens_first = "q" in self.tensors and len(self.tensors["q"].shape) == 3 and may_be_packed(self.tensors)
         if tokens_first:
             object.__setattr__(self, "metadata", replace(self.metadata, layout="BTHD"))
         object.__setattr__(self, "tensors", with_cu_seqlens(self.tensors))

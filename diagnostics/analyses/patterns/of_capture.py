@@ -14,7 +14,8 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
-from attn_diag.head.other_documents import merged, near, read_cut, seen_in_out
+from attn_diag.head.cut_heads import read_cut
+from attn_diag.head.other_documents import merged, near, seen_in_out
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
