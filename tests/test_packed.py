@@ -432,7 +432,7 @@ def test_tensor_parallel_ranks_are_put_side_by_side() -> None:
 def computed(inputs: dict[str, Tensor], lengths: list[int], *, causal: bool) -> dict[str, Tensor]:
     """O and LSE of a kernel that sees documents of these lengths, one rounding away from the truth."""
     parts = []
-    for q, k, v in zip(*(inputs[n].double().split(lengths, 2) for n in "qkv"), strict=True):
+    for q, k, v in zip(*(torch.split(inputs[n].double(), lengths, 2) for n in "qkv"), strict=True):
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)

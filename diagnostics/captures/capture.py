@@ -244,6 +244,18 @@ class Capture:
         """That of the capture format which its tensors need."""
         return FORMAT_VERSION if self.documents is None else PACKED_VERSION
 
+    def in_text(self) -> dict[str, str]:
+        """Its metadata as text by key, with its dtype and, of packed sequences, how many documents there are.
+
+        Returns:
+            Text by key.
+        """
+        found = {**self.metadata.to_text(self.format_version), "dtype": short(self.tensors["q"].dtype)}
+        if self.documents is not None:
+            lengths = [d.lengths[0] for d in self.documents]
+            found["documents"] = f"{len(lengths)} of {min(lengths)} to {max(lengths)} rows"
+        return found
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the capture as safetensors, complete or not at all, and return its path.
 
