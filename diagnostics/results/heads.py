@@ -225,7 +225,8 @@ class CaptureDiagnosis:
     metadata: dict[str, str]
     """What the capture states of itself (capture format 1), and its dtype."""
     shape: dict[str, int]
-    """B, Hq, Hk, Tq, Tk and D: batch items, query and key heads, query rows, keys, head dimension."""
+    """B, Hq, Hk, Tq, Tk and D: batch items (of packed sequences the documents), query and key heads, query rows and
+    keys (the longest document's), head dimension."""
     assumptions: Assumptions
     """What was taken for granted, and the check of it."""
     nonfinite: tuple[NonFinite, ...]
