@@ -32,7 +32,8 @@ def shape(capture: CaptureDiagnosis) -> str:
     length = f"T={s['Tq']}" if s["Tq"] == s["Tk"] else f"Tq={s['Tq']} Tk={s['Tk']}"
     stated = [f"{k} {m[k]}" for k in ("scale", "window", "softcap", "step") if k in m]
     causal = "no causal mask" if m["causal"] == "none" else f"causal {m['causal']}"
-    return ", ".join([f"B={s['B']} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated])
+    batch = f"B={s['B']}" if "documents" not in m else f"documents: {m['documents']};"
+    return ", ".join([f"{batch} {heads} {length} D={s['D']} {m['dtype']}", causal, *stated])
 
 
 def observation_line(observation: ObservationDiagnosis) -> str:

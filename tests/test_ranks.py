@@ -16,10 +16,11 @@ from command_line import Run
 from torch import Tensor
 
 from attn_diag import inspect_captures
-from attn_diag.captures.capture import Capture, TensorSource
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import JoinedSource
 from attn_diag.captures.loading import find_captures, load
 from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.captures.sources import TensorSource
 
 B, HQ, HK, T, D, C = 8, 4, 2, 40, 16, 24
 SCALE = 0.25

@@ -15,10 +15,11 @@ from typing import Literal, get_args
 
 import torch
 
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps import flashinfer, sglang, torch_save
 from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import lse_error, out_fit
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.captures.capture import OBSERVED, TensorSource
 from attn_diag.captures.files import named_errors
+from attn_diag.captures.sources import OBSERVED, TensorSource
 from attn_diag.errors import InputError
 
 Read = tuple[dict[str, TensorSource], dict[str, str], list[str]]

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeGuard, get_type_hints
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.loading import find_captures, load
+from attn_diag.captures.sources import PACKING
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.errors import InputError
 
@@ -45,6 +48,9 @@ class CallTensors(TypedDict, total=False):
     w_q: Array | None
     dq_pre: Array | None
     mask: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    position_ids: Array | None
     causal: bool | str
     scale: float | None
     window: tuple[int, int] | None
@@ -100,7 +106,7 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTens
         )
     options: dict[str, Any] = {name: value for name, value in call.items() if name in _OPTIONS}
     if "causal" in options:
-        options["causal"] = _alignment(options["causal"], None, None)
+        options["causal"] = _alignment(options["causal"], square=False)
     return _opened(source, options, function)
 
 
@@ -115,15 +121,25 @@ def _of_call(q: Array, k: Array | None, v: Array | None, call: CallTensors, func
         for name, value in {"q": q, "k": k, "v": v, **arrays}.items()
         if value is not None
     }  # fmt: skip
-    axis = 1 if options.get("layout") == "BTHD" else 2
-    lengths = [t.shape[axis] if t.dim() == 4 else None for t in (tensors["q"], tensors["k"])]
-    options["causal"] = _alignment(options.get("causal", False), *lengths)
+    options["causal"] = _alignment(options.get("causal", False), square=_same_lengths(tensors, options.get("layout")))
     return Capture.from_tensors(tensors, **options)
 
 
-def _alignment(causal: bool | str, rows: int | None, keys: int | None) -> str:
+def _same_lengths(tensors: dict[str, Tensor], layout: str | None) -> bool:
+    """Whether every sequence has as many keys as query rows, so that both alignments of a causal mask are one."""
+    q, k = tensors["q"], tensors["k"]
+    borders = [tensors.get(name) for name in PACKING]
+    if borders[0] is not None:
+        return borders[1] is None or equal_bits(*(b.to("cpu", torch.int64) for b in borders if b is not None))
+    if "position_ids" in tensors and q.dim() == 3:
+        return q.shape[0] == k.shape[0]
+    axis = 1 if layout == "BTHD" else 2
+    return q.dim() == k.dim() == 4 and q.shape[axis] == k.shape[axis]
+
+
+def _alignment(causal: bool | str, *, square: bool) -> str:
     """What a capture states of a causal mask. Raises InputError where True may mean either alignment."""
-    if causal is True and (rows is None or rows != keys):
+    if causal is True and not square:
         raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
     return causal if isinstance(causal, str) else ("top-left" if causal else "none")
 

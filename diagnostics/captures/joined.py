@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.captures.capture import TensorSource
+from attn_diag.captures.sources import TensorSource
 
 
 @dataclass(frozen=True)
 class JoinedSource:
-    """Tensors put side by side along ``axis``; an index that picks one place of that axis reads one of them only."""
+    """Tensors put side by side along ``axis``; no more is read of them than an index picks along it."""
 
     parts: tuple[TensorSource, ...]
     axis: int
@@ -35,8 +35,21 @@ class JoinedSource:
         if Ellipsis not in place and len(place) > self.axis and isinstance(place[self.axis], int):
             part, within = self._find(place[self.axis])
             return part[(*place[: self.axis], within, *place[self.axis + 1 :])]
+        if Ellipsis not in place and len(place) > self.axis and _is_plain(place[self.axis]):
+            return self._slice(place)
         whole = torch.cat([part[...] for part in self.parts], self.axis)
         return whole if index is Ellipsis else whole[index]
+
+    def _slice(self, place: tuple[Any, ...]) -> Tensor:
+        begin, end, _ = place[self.axis].indices(sum(self._sizes))
+        found: list[Tensor] = []
+        start = 0
+        for part, size in zip(self.parts, self._sizes, strict=True):
+            inside = slice(max(begin - start, 0), max(min(end - start, size), 0))
+            if inside.start < inside.stop or (part is self.parts[-1] and not found):
+                found.append(part[(*place[: self.axis], inside, *place[self.axis + 1 :])])
+            start += size
+        return torch.cat(found, self.axis - sum(isinstance(i, int) for i in place[: self.axis]))
 
     @property
     def _sizes(self) -> list[int]:
@@ -49,6 +62,10 @@ class JoinedSource:
         position %= total
         number = next(i for i, end in enumerate(accumulate(self._sizes)) if position < end)
         return self.parts[number], position - sum(self._sizes[:number])
+
+
+def _is_plain(place: object) -> bool:
+    return isinstance(place, slice) and place.step is None
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from attn_diag.captures.arrays import Read, read_npz
-from attn_diag.captures.capture import Capture, TensorSource
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL, named_errors
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
 from attn_diag.captures.pickles import Odd, unpickle
+from attn_diag.captures.sources import TensorSource
 from attn_diag.captures.stored import read_header
 from attn_diag.errors import InputError
 
@@ -124,7 +125,8 @@ def require_held(capture: Capture, size: int) -> None:
 
     Expanded tensors (of stride 0) and compressed zeros say that they are of any length; attention's work is its square.
     """
-    rows, keys = capture.batch * capture.q_heads * capture.q_length, capture.k_length
+    q, k = (capture.tensors[name].shape for name in "qk")
+    rows, keys = math.prod(q[:3]), math.prod(k[:3]) // (k[0] * capture.kv_heads)
     if max(rows, keys) > max(_ROWS, size):
         raise InputError(
             f"{rows} query rows and {keys} keys in {size} bytes: q or k repeats one value all along; expected tensors "

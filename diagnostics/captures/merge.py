@@ -1,6 +1,7 @@
 """Captures that the ranks of one distributed run wrote of the same attention call, merged into one.
 
-Data-parallel ranks hold other sequences of one batch: their batch items are stacked in the order of the ranks.
+Data-parallel ranks hold other sequences of one batch: their batch items are stacked in the order of the ranks, packed
+documents one after the other.
 Context-parallel ranks (``sequence_ranks``) hold other rows of the same sequences: put in order, they are the whole.
 Tensor-parallel ranks (another ``head_offset``) hold other heads of the same sequences: their heads are put side by
 side. Nothing is read to merge but what must be equal on all ranks (w_q, shared masks, x of tensor-parallel ranks).
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
-from attn_diag.captures.capture import INPUTS, OBSERVED, Capture, TensorSource
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sequence import joined_rows
+from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
+from attn_diag.captures.stacked import documents_axis, stacked_documents
 from attn_diag.errors import InputError
 
 # What may differ between the ranks of one call.
@@ -155,11 +158,14 @@ def _difference(one: Capture, other: Capture) -> str | None:
         return f"only {_named([_rank(one if name in one.tensors else other)])} has {name}"
     for name in ("q", "k", "v", *one.tensors):
         mine, yours = one.tensors[name], other.tensors[name]
-        if mine.dtype != yours.dtype:
+        if mine.dtype != yours.dtype and name not in PACKING:
             return f"{name} is {yours.dtype}, not {mine.dtype}"
         # Masks and descale factors may be shared by all sequences: their first axis tells nothing.
-        free = 0 if name in _OF_ALL_SEQUENCES else 1
-        if len(mine.shape) != len(yours.shape) or tuple(mine.shape[free:]) != tuple(yours.shape[free:]):
+        free: int | None = None if name in _OF_ALL_SEQUENCES else 0
+        if one.documents is not None:
+            free = documents_axis(name, one.metadata.layout)
+        sizes = [[n for axis, n in enumerate(t.shape) if axis != free] for t in (mine, yours)]
+        if len(mine.shape) != len(yours.shape) or sizes[0] != sizes[1]:
             return f"{name} has shape {list(yours.shape)}, not {list(mine.shape)}"
     return None
 
@@ -199,6 +205,12 @@ def _require_other_sequences(members: list[Capture]) -> None:
 def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
     """The tensors of data-parallel ranks: batch items after each other."""
     tensors: dict[str, TensorSource] = {}
+    if members[0].documents is not None and len(members) > 1:
+        tensors = stacked_documents([capture.tensors for capture in members], members[0].metadata.layout)
+        if "w_q" in members[0].tensors:
+            _require_equal("w_q", members)
+            tensors["w_q"] = members[0].tensors["w_q"]
+        return tensors
     for name in members[0].tensors:
         if name.rpartition(".")[2] not in INPUTS + OBSERVED:
             continue  # nobody reads it, and nobody knows which of its axes counts sequences
@@ -259,7 +271,7 @@ def _join_heads(
             axis = len(shape) - 3 if len(shape) > 2 and shape[-3] > 1 else None
         elif base.endswith("_descale"):
             axis = 1 if len(shape) == 2 else None
-        elif base in ("x", "q_positions"):
+        elif base in ("x", "q_positions", *PACKING):
             axis = None
         tensors[name] = _same(name, sources) if axis is None else JoinedSource(sources, axis)
     return tensors

@@ -1,4 +1,4 @@
-"""What a capture says about itself: layout, scale, masking, provenance (capture format 1)."""
+"""What a capture says about itself: layout, scale, masking, provenance (capture formats 1 and 1.1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 from attn_diag.errors import InputError
 
 FORMAT = "attn-diag-capture"
-FORMAT_VERSION = 1
+FORMAT_VERSION = "1"
+# Written only where there are tensors that a reader of version 1 would not understand.
+PACKED_VERSION = "1.1"
 
 Layout = Literal["BHTD", "BTHD"]
 Causal = Literal["none", "top-left", "bottom-right"]
@@ -22,7 +24,7 @@ _WIDEST = 2**62
 _DROPOUT = "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)"
 _SINKS = "attention sinks are not supported: append the sink as a key with value zero, or leave them out"
 _ALIBI = "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'"
-_PACKED = "packed (varlen) sequences are not supported: save one capture per sequence"
+_PACKED = "expected a tensor of integers, [documents + 1], beside q"
 _REFUSED = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_mask"), _DROPOUT),
     **dict.fromkeys(("sinks", "s_aux"), _SINKS),
@@ -97,11 +99,11 @@ class Metadata:
         """From the str -> str metadata of a file. Raises InputError naming the key that cannot be read."""
         if text.get("format", FORMAT) != FORMAT:
             raise InputError(f"metadata says format={text['format']!r}; expected {FORMAT!r}")
-        version = text.get("format_version", str(FORMAT_VERSION))
-        if version != str(FORMAT_VERSION):
+        version = text.get("format_version", FORMAT_VERSION)
+        if version not in (FORMAT_VERSION, PACKED_VERSION):
             raise InputError(
                 f"capture format version {version} is not known to this version of attn-diag, "
-                f"which reads {FORMAT_VERSION}; upgrade attn-diag"
+                f"which reads {FORMAT_VERSION} and {PACKED_VERSION}; upgrade attn-diag"
             )
         values: dict[str, Any] = {}
         extra: dict[str, str] = {}
@@ -119,9 +121,16 @@ class Metadata:
                 raise InputError(f"metadata {key}={value!r} cannot be read as {meant}") from None
         return cls(**values, extra=extra)
 
-    def to_text(self) -> dict[str, str]:
-        """The str -> str metadata that ``parse`` reads back to an equal object."""
-        text = {"format": FORMAT, "format_version": str(FORMAT_VERSION), **self.extra}
+    def to_text(self, version: str = FORMAT_VERSION) -> dict[str, str]:
+        """The str -> str metadata that ``parse`` reads back to an equal object.
+
+        Args:
+            version: Of the capture format.
+
+        Returns:
+            Text by key.
+        """
+        text = {"format": FORMAT, "format_version": version, **self.extra}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "extra" or value is None:

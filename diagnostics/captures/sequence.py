@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_diag.captures.capture import TensorSource
 from attn_diag.captures.joined import RowsSource, equal_bits
+from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
 
 _OWN = {"own_dk": "dk", "own_dv": "dv"}

@@ -96,13 +96,15 @@ class StoredTensor:
                 raise IndexError(f"index {list(first)} of a tensor of shape {list(self.shape)}")
             skipped = skipped * size + place % size
         skipped *= math.prod(shape)
-        if rest[:1] != (slice(None),):
+        if not (rest and isinstance(rest[0], slice) and rest[0].step is None):
             part = self._read(skipped, shape)
             return part[rest] if rest else part
         row = math.prod(shape[1:])
         step = max(_BLOCK // max(row * self.dtype.itemsize, 1), 1)
-        blocks = [(at, min(step, shape[0] - at)) for at in range(0, max(shape[0], 1), step)]
-        return torch.cat([self._read(skipped + at * row, (count, *shape[1:]))[rest] for at, count in blocks])
+        begin, end, _ = rest[0].indices(shape[0])
+        blocks = [(at, min(step, end - at)) for at in range(begin, max(end, begin + 1), step)]
+        within = (slice(None), *rest[1:])
+        return torch.cat([self._read(skipped + at * row, (max(n, 0), *shape[1:]))[within] for at, n in blocks])
 
     def _read(self, skipped: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this shape, behind so many elements."""

@@ -18,6 +18,7 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
+from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
@@ -91,6 +92,8 @@ def _message(check: Misfit) -> str:
         masked = "every sampled row is fully masked (or V is 0)"
         wrong = f"is not 0, as it must be under the stated metadata: {masked}"
     found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
+    if check.documents is not None:
+        return f"{found} {check.documents} within {percent(check.better_error)}: cu_seqlens are wrong, or not obeyed."
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     near = percent(check.better_error)
@@ -104,8 +107,18 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated.ok:
         near = scaled_reading(capture, observation, device, stated.error / 2)
         return _misfit(observation, stated, near)
+    cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()
+    for cut in cuts:
+        other = None if cut is None else out_fit(cut.of(capture), observation, device)
+        if cut is not None and other is not None and other.ok and other.error <= _explained(stated, other):
+            return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
     best = better_reading(capture, observation, device, stated)
     return _misfit(observation, stated, best)
+
+
+def _explained(stated: OutputFit, other: OutputFit) -> float:
+    """How large the error under another reading may be that explains the stated one's."""
+    return _EXPLAINS * stated.error + other.rounding
 
 
 def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:
@@ -151,7 +164,7 @@ def better_reading(capture: Capture, observation: str, device: torch.device, sta
     found = capture
     for reading, words in _readings(capture):
         other = out_fit(reading, observation, device)
-        fits = other is not None and other.ok and other.error <= _EXPLAINS * stated.error + other.rounding
+        fits = other is not None and other.ok and other.error <= _explained(stated, other)
         if other is not None and fits and (best is None or other.error < 0.9 * best.error):
             best = OtherMetadata(reading.metadata, words, other.error)
             found = reading
@@ -241,8 +254,9 @@ def _sample(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared."""
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
-    rows = torch.linspace(0, capture.q_length - 1, min(capture.q_length, _ROWS)).long()
     for batch, head in product({0, capture.batch - 1}, heads):
+        length = capture.lengths(batch)[0]
+        rows = torch.linspace(0, length - 1, min(length, _ROWS)).long()
         inputs = read_head(capture, batch, head, device)
         stored = read_float64(capture, capture.key(observation, output), batch, head, device)
         assert stored is not None

@@ -140,7 +140,8 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
         return None
-    rows = spread_rows(capture.q_length, max(_ROWS, _SCORES // capture.k_length), device)
+    q_length, k_length = capture.lengths(batch)
+    rows = spread_rows(q_length, max(_ROWS, _SCORES // k_length), device)
     recipes = search.known(subject)
     # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
     for fine in (True, False):

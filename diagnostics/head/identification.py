@@ -5,6 +5,7 @@ What ``identify`` reports and what every analysis of a captured kernel follows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -112,7 +113,7 @@ def identify_head(
     if subject is None:
         return None
     subject.step = step
-    many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.k_length)
+    many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.lengths(batch)[1])
     coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
     if not len(final):
         return None
@@ -197,7 +198,7 @@ class _Judge:
             found.name = f"the roundings of {roundings}, {describe_schedule(found.recipe.schedule)}"
         dq = c.read(c.key(self.observation, "dq"), self.batch, self.head)
         unread = dq is None or dq.dtype != c.tensors["q"].dtype
-        if unread or c.q_length * c.k_length > _BACKWARD_SCORES:
+        if unread or math.prod(c.lengths(self.batch)) > _BACKWARD_SCORES:
             self._named(found, recipes)
             if len(ways) > 1:
                 why = "dQ was not captured" if unread else "the head is too long to compare dQ"
@@ -266,7 +267,7 @@ class _Judge:
         Where some have every observed bit, they alone are left.
         """
         c, names = self.capture, found.names
-        scores = c.q_length * c.k_length
+        scores = math.prod(c.lengths(self.batch))
         if len(names) < 2 or scores > _HARDWARE_SCORES:
             return
         heads = dict.fromkeys([self.head, *range(c.q_heads)])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.documents import Document
+from attn_diag.head.other_documents import joined
 from attn_diag.head.pullback.fit import KINDS, Kind, MapFit, Verified, bias_alone, measure
 from attn_diag.head.pullback.jacobian import Formats, MapRows, Pullback
 from attn_diag.head.pullback.rotation import ALL_ROWS, half_ulp_square
@@ -21,6 +23,8 @@ from attn_diag.reference import FloatFormat, Rows, format_of
 _TOLERANCE = 0.05
 # Heads that what they share is measured on; all heads are tested.
 _MEASURED_HEADS = 8
+# Heads whose map is kept while their documents are gone through.
+_KEPT_HEADS = 8
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,18 @@ class HeadProjection:
 
     x: Tensor
     pullback: Pullback | None = None
+    first: int = 0
+    """Of a document among others: which of ``pullback``'s rows is its first."""
 
     def pull(self, errors: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """``errors`` of dQ, [n, D] float64 of the given ``rows``, as errors of the projection's output."""
-        return errors if self.pullback is None else self.pullback(errors, rows)
+        if self.pullback is None:
+            return errors
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(len(self.x))
+            return self.pullback(errors, slice(self.first + start, self.first + stop))
+        places = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
+        return self.pullback(errors, places + self.first)
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,8 @@ class Projection:
     note: str | None
     _reader: _Reader | None = None
     _fits: dict[int, MapFit] = field(default_factory=dict)
+    _documents: tuple[Document, ...] | None = None
+    _pullbacks: dict[int, Pullback] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -55,18 +69,34 @@ class Projection:
         """Of one of the heads and batch items that were looked at; None where dW_Q does not follow."""
         if self._reader is None:
             return None
-        x, fit = self._reader.x(batch), self._fits.get(batch)
+        own = None if self._documents is None else self._documents[batch].rows
+        item = batch if own is None else 0
+        x, fit = self._reader.x(item), self._fits.get(item)
+        x, first = (x, 0) if own is None else (x[own], own.start)
         if fit is None:
             return HeadProjection(x)
-        return HeadProjection(x, fit.shared or fit.of_head(self._reader.rows(batch, head)))
+        pullback = fit.shared or self._pullbacks.get(head) or fit.of_head(self._reader.rows(item, head))
+        if own is not None and fit.shared is None:
+            # Of all documents at once, and these follow each other.
+            if len(self._pullbacks) >= _KEPT_HEADS:
+                self._pullbacks.clear()
+            self._pullbacks[head] = pullback
+        return HeadProjection(x, pullback, first)
 
 
 def find_projection(capture: Capture, batches: Sequence[int], heads: Sequence[int], device: torch.device) -> Projection:
     """Look at what lies between the projection and the attention in these heads and batch items.
 
     q = x w_q^T, or that plus a bias, is seen in the forward alone. RoPE and QK-norm need dq and ``dq_pre`` of some
-    observation: they are a property of the model, whatever kernel was observed.
+    observation: they are a property of the model, whatever kernel was observed. Of packed documents, many of which are
+    too short to show it, all rows are looked at together.
     """
+    if capture.documents is None:
+        return _find(capture, batches, heads, device)
+    return replace(_find(joined(capture), [0], heads, device), _documents=capture.documents)
+
+
+def _find(capture: Capture, batches: Sequence[int], heads: Sequence[int], device: torch.device) -> Projection:
     if "x" not in capture.tensors or "w_q" not in capture.tensors:
         return Projection("dW_Q: not computed, x or w_q was not captured")
     reader = _Reader(capture, device)
@@ -110,7 +140,7 @@ class _Reader:
         """x of one sequence, [Tq, C] float64; the heads of a sequence share it."""
         last = self._last  # another thread may replace it
         if last is None or last[0] != batch:
-            self._last = last = batch, self._capture.tensors["x"][batch].to(self._device).double()
+            self._last = last = batch, self._capture.read_x(batch).to(self._device).double()
         return last[1]
 
     def number(self, head: int) -> int:

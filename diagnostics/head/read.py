@@ -127,7 +127,7 @@ def _read_mask(
     mask, index = found[0].to(device), found[1]
     if mask.dtype.itemsize == 1 and mask.dtype != torch.bool:
         mask = mask.float()  # torch adds no FP8 numbers
-    shape = capture.q_length, capture.k_length
+    shape = capture.lengths(batch)
     # NaN and +Inf are what keeps the maximum from lying below +Inf.
     if mask.dtype == torch.bool or bool(mask.amax() < torch.inf):
         return mask.expand(shape), None
@@ -156,12 +156,11 @@ def read_head(
             values.masked_fill_(bad, 0.0)
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
-    positions = capture.tensors.get("q_positions")
     masking = Masking(
         causal=capture.metadata.causal,
         window=capture.metadata.window,
         mask=mask,
-        positions=None if positions is None else positions[...],
+        positions=capture.q_positions(batch),
     )
     return HeadInputs(
         AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap),

@@ -30,8 +30,8 @@ class SharedRows:
     repeated: npt.NDArray[np.bool_]
     """[Tq], rows that some earlier sequence has too."""
     keys: Ints
-    """[Tk], a number for each key; keys that follow the same keys, and are the same, have the same one: sequence * Tk +
-    key of the first of them."""
+    """[Tk], a number for each key; keys that follow the same keys, and are the same, have the same one: that of the
+    first of them, sequence * Tk (of the longest sequence) + key."""
     source: int | None
     """The sequence that has most of the repeated rows; None where there are none."""
 
@@ -44,54 +44,60 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
     """
     kv_head, c = head // (capture.q_heads // capture.kv_heads), capture
     rows, prefixes = [], []
-    stops = _last_keys(c)
+    length = c.k_length
     masked = "mask" in c.tensors and len(c.tensors["mask"].shape) == 4 and c.tensors["mask"].shape[0] > 1
     for batch in batches:
+        stops = _last_keys(c, batch)
         keys = _hash(c.read("k", batch, kv_head), 1) + _hash(c.read("v", batch, kv_head), 2)
         for name in ("k_descale", "v_descale"):
             if name in c.tensors:
                 keys = keys + _mixed(c.descale(name[0], batch, kv_head))
-        prefix = ((keys + 1) * _weights(len(keys), 3)).cumsum(0)
+        prefix = ((keys + 1) * _weights(length, 3)[: len(keys)]).cumsum(0)
         row = _hash(c.read("q", batch, head), 4) + _mixed(c.descale("q", batch, head))
         if masked:
             row = row + _hash_mask(c, batch, head, stops)
         before = torch.cat([prefix.new_zeros(1), prefix])[stops]
-        rows.append(((row * _weights(1, 6) + before) * _weights(len(row), 7)).numpy())
+        rows.append(((row * _weights(1, 6) + before) * _weights(c.q_length, 7)[: len(row)]).numpy())
         prefixes.append(prefix.numpy())
-    return _compared(batches, np.stack(rows), np.stack(prefixes))
+    return _compared(batches, rows, prefixes, length)
 
 
-def _compared(batches: Sequence[int], rows: Ints, prefixes: Ints) -> dict[int, SharedRows]:
-    """From hashes of rows [B, Tq] and of the keys up to each key [B, Tk]."""
-    firsts = _first_alike(rows) // rows.shape[1]
+def _compared(
+    batches: Sequence[int], rows: Sequence[Ints], prefixes: Sequence[Ints], length: int
+) -> dict[int, SharedRows]:
+    """From each sequence's hashes of rows [Tq] and of the keys up to each key [Tk]; Tk is ``length`` at most."""
+    firsts = _first_alike(rows)
     keys = _first_alike(prefixes)
     found = {}
     for i, batch in enumerate(batches):
-        repeated = firsts[i] < i
-        source = batches[int(np.bincount(firsts[i][repeated]).argmax())] if repeated.any() else None
-        found[batch] = SharedRows(repeated, keys[i], source)
+        repeated = firsts[i][0] < i
+        source = batches[int(np.bincount(firsts[i][0][repeated]).argmax())] if repeated.any() else None
+        found[batch] = SharedRows(repeated, keys[i][0] * length + keys[i][1], source)
     return found
 
 
-def _first_alike(hashes: Ints) -> Ints:
-    """Of every hash, the flat index of the first that equals it."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    return np.asarray(first[inverse]).reshape(hashes.shape)
+def _first_alike(hashes: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
+    """Of every hash of every sequence, the first that equals it: its sequence, and its place in there."""
+    sizes = [len(one) for one in hashes]
+    _, first, inverse = np.unique(np.concatenate(hashes), return_index=True, return_inverse=True)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.concatenate([np.arange(size) for size in sizes])
+    found, ends = first[inverse], np.cumsum(sizes)[:-1]
+    return list(zip(np.split(owner[found], ends), np.split(place[found], ends), strict=True))
 
 
-def _last_keys(capture: Capture) -> Tensor:
-    """How many keys, from the first on, each row may see, [Tq]."""
-    positions = capture.tensors.get("q_positions")
+def _last_keys(capture: Capture, batch: int) -> Tensor:
+    """How many keys, from the first on, each row of a sequence may see, [Tq]."""
     masking = Masking(
         causal=capture.metadata.causal,
         window=capture.metadata.window,
-        positions=None if positions is None else positions[...],
+        positions=capture.q_positions(batch),
     )
-    right = masking.reach[1]
-    where = masking.row_positions(capture.q_length, capture.k_length, torch.device("cpu"))
+    right, (q_length, k_length) = masking.reach[1], capture.lengths(batch)
+    where = masking.row_positions(q_length, k_length, torch.device("cpu"))
     if right is None:
-        return torch.full_like(where, capture.k_length)
-    return (where + right + 1).clamp(0, capture.k_length)
+        return torch.full_like(where, k_length)
+    return (where + right + 1).clamp(0, k_length)
 
 
 def _hash_mask(capture: Capture, batch: int, head: int, stops: Tensor) -> Tensor:
@@ -99,8 +105,8 @@ def _hash_mask(capture: Capture, batch: int, head: int, stops: Tensor) -> Tensor
     found = capture.mask(batch, head)
     assert found is not None
     mask = found[0].float() if found[0].dtype.itemsize == 1 else found[0]
-    bits = mask.double().cpu().contiguous().view(torch.int64).expand(-1, capture.k_length)
-    sums = (bits * _weights(capture.k_length, 5)).cumsum(1)
+    bits = mask.double().cpu().contiguous().view(torch.int64).expand(-1, capture.lengths(batch)[1])
+    sums = (bits * _weights(capture.k_length, 5)[: bits.shape[1]]).cumsum(1)
     sums = torch.cat([sums.new_zeros(len(sums), 1), sums], 1).expand(len(stops), -1)
     return sums.gather(1, stops[:, None])[:, 0]
 

@@ -178,6 +178,8 @@ class Misfit:
     """The metadata that fit, in words; null where none was looked for or found."""
     better_error: Number | None = None
     """``relative_error`` under these."""
+    documents: str | None = None
+    """Of packed sequences: which other documents O fits, in words; a fault of the kernel or of cu_seqlens."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ class CaptureDiagnosis:
     metadata: dict[str, str]
     """What the capture states of itself (capture format 1), and its dtype."""
     shape: dict[str, int]
-    """B, Hq, Hk, Tq, Tk and D: batch items, query and key heads, query rows, keys, head dimension."""
+    """B, Hq, Hk, Tq, Tk and D: batch items (of packed sequences the documents), query and key heads, query rows and
+    keys (the longest document's), head dimension."""
     assumptions: Assumptions
     """What was taken for granted, and the check of it."""
     nonfinite: tuple[NonFinite, ...]

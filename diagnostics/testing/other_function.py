@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import OtherMetadata, better_reading, out_fit, scaled_reading
 from attn_diag.results.wording import number, percent, ranges

@@ -182,8 +182,7 @@ class CaptureJob:
             )
         shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
-        text = {**c.metadata.to_text(), "dtype": str(c.tensors["q"].dtype).removeprefix("torch.")}
-        return CaptureDiagnosis(c.source, text, shape, self.assumptions, nonfinite, tuple(observations))
+        return CaptureDiagnosis(c.source, c.in_text(), shape, self.assumptions, nonfinite, tuple(observations))
 
     def _measure(self, group: HeadGroup) -> GroupMeasurement:
         """Every observation of the query heads that share a key head, in one sequence."""

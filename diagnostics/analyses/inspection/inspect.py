@@ -14,10 +14,11 @@ from attn_diag.analyses.microscopy.closed_form import of_open_head
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
 from attn_diag.analyses.several import require_by_name
 from attn_diag.analyses.verdict import summarise
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, INPUTS, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
+from attn_diag.captures.sources import DEFAULT_OBSERVATION, INPUTS
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o, require_known
 from attn_diag.head.certification import Certify
@@ -67,6 +68,9 @@ def inspect(
     w_q: Array | None = None,
     dq_pre: Array | None = None,
     mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    position_ids: Array | None = None,
     causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
@@ -92,6 +96,10 @@ def inspect(
         x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
         dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
         mask, scale, window, softcap: The call's own.
+        cu_seqlens_q, cu_seqlens_k: Of packed (varlen) sequences, integers [documents + 1]: where documents begin, and
+            the last one ends; the second only where it is another. q, k, v, o and their gradients are [total, H, D]
+            then, lse and delta [H, total] (or all with a batch of 1). Every document is a sequence of its own.
+        position_ids: Instead of these, integers [total] that begin again at 0 with every document.
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
         dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
@@ -110,7 +118,8 @@ def inspect(
     """
     require_by_name("inspect", k)
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
-             "dq_pre": dq_pre, "mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
+             "dq_pre": dq_pre, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+             "position_ids": position_ids, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
              "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 import torch
 
-from attn_diag.captures.capture import FLOATS
+from attn_diag.captures.sources import FLOATS
 from attn_diag.errors import InputError
 from attn_diag.reference import FloatFormat, format_of
 from attn_diag.results.microscope import Addition, Counterfactual, Direction, Operand

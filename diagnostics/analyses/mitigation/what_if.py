@@ -138,7 +138,12 @@ def _tried(
         notes.append("stabilised softmax: not run, no row's maximum is repeated among the recipe's own scores")
         betas = ()
     wanted = plans(
-        baseline.recipe, head_dim=capture.head_dim, keys=capture.k_length, score_unit=unit, betas=betas, seeds=seeds
+        baseline.recipe,
+        head_dim=capture.head_dim,
+        keys=capture.lengths(batch)[1],
+        score_unit=unit,
+        betas=betas,
+        seeds=seeds,
     )
     max_logit = float(truth.reference.row_max[truth.usable].max())
     clips = _clip_thresholds(inputs, max_logit, notes)

@@ -65,7 +65,7 @@ def head_rows(
         if of_head is not None:
             x, left = of_head.x, of_head.pull(probs_k[rows] * (-inside.scale * delta_error)[:, None], rows)
         elif "x" in capture.tensors:
-            x = capture.tensors["x"][batch].to(device).double().nan_to_num(0.0, 0.0, 0.0)
+            x = capture.read_x(batch).to(device).double().nan_to_num(0.0, 0.0, 0.0)
         yield HeadRows(
             batch=batch,
             rows=rows,

@@ -14,7 +14,7 @@ from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.other_scale import other_scale
-from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap, shifted_keys
+from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_head, reference_rows
 from attn_diag.results.quality import Quantity
@@ -175,7 +175,9 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     if len(evidence.heads) > 1:
         return
     head, reference = evidence.heads[0], evidence.references[0]
-    readings = list(chain(other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence)))
+    readings = chain(
+        other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence), other_documents(evidence)
+    )
     for reading in readings:
         alone = _weighed(reading.head, evidence.quantity, rows, reference)
         # With one tensor of another head O is wrong as well, which says more than dK or dV would.

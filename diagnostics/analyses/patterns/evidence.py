@@ -64,6 +64,8 @@ class Evidence:
     """Of each of the heads, o and lse as the kernel returned them."""
     others: Sequence[tuple[str, Callable[[], AttentionHead]]] = ()
     """Other heads of the capture by name, read when they are needed."""
+    cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = ()
+    """Of packed sequences: these rows in documents that are cut in another way, read likewise."""
 
     @property
     def name(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.other_scale import other_scale
-from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap, shifted_keys
+from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import slab_of
 from attn_diag.reference import reference_rows
 
@@ -23,7 +24,8 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         rows: Which n rows.
     """
     head = replace(evidence.heads[0], do=None)
-    for reading in (*other_masks(head), *other_softcap(head), *shifted_keys(head), *other_heads(evidence)):
+    readings = (other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence))
+    for reading in chain(*readings, other_documents(evidence)):
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     block = reference_rows(head, rows)

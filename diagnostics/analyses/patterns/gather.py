@@ -66,6 +66,7 @@ class HeadTruths:
         chosen: int = 0,
         others: Sequence[tuple[str, Callable[[], AttentionHead]]] = (),
         captured: Sequence[Mapping[str, Tensor]] = (),
+        cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = (),
     ) -> Evidence:
         """What is known of one quantity.
 
@@ -78,6 +79,7 @@ class HeadTruths:
             chosen: Which of the heads it belongs to; of dK and dV all do.
             others: Other heads of the capture.
             captured: o and lse of each head as the kernel returned them; kept where one of them is off.
+            cuts: The head in documents that are cut in another way.
         """
         by_key = quantity in ("dk", "dv")
         heads = range(len(self.inputs)) if by_key else (chosen,)
@@ -97,6 +99,7 @@ class HeadTruths:
             _marked(truth[:, 0], outlying), _marked(truth[0], features),
             tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
             self._tensors(heads), [captured[h] for h in heads] if self._forward_off(heads, captured) else (), others,
+            cuts,
         )  # fmt: skip
 
     def _forward_off(self, heads: Sequence[int], captured: Sequence[Mapping[str, Tensor]]) -> bool:

@@ -14,6 +14,8 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
+from attn_diag.head.cut_heads import read_cut
+from attn_diag.head.other_documents import merged, near, seen_in_out
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
@@ -151,7 +153,17 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
+            cuts=self._cuts(observation, batch, head),
         )  # fmt: skip
+
+    def _cuts(self, observation: str, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead | None]]]:
+        """Of packed sequences: the head's rows in documents that are cut in another way."""
+        c = self._capture
+        if c.documents is None:
+            return []
+        seen = seen_in_out(c, observation) if "o" in c.observations[observation] else None
+        found = [cut for cut in (merged(c), *near(c, batch), seen) if cut is not None]
+        return [(cut.words, partial(read_cut, c, cut, batch, head, self._device)) for cut in found]
 
     def _name(self, head: int) -> str:
         return f"head {head + self._capture.metadata.head_offset}"

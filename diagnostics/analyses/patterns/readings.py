@@ -22,7 +22,7 @@ class Reading:
     """Another head that a kernel may have computed."""
 
     kind: str
-    """mask, softcap, shift, head."""
+    """mask, softcap, shift, head, documents."""
     words: str
     """What follows "are what … gives"."""
     head: AttentionHead
@@ -88,7 +88,7 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
     own = evidence.heads[0]
     for name, read in evidence.others[:_MOST_HEADS]:
         other = read()
-        if other.k.shape != own.k.shape or other.v.shape != own.v.shape:
+        if any(getattr(other, name).shape != getattr(own, name).shape for name in "qkv"):
             continue
         same_k, same_v = torch.equal(other.k, own.k), torch.equal(other.v, own.v)
         if not same_k and not same_v:
@@ -103,6 +103,14 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
             yield Reading("head", f"dO of {name}", replace(own, do=other.do))
             yield Reading("head", f"Q and dO of {name}", replace(own, q=other.q, do=other.do))
         yield Reading("head", name, replace(other, scale=own.scale, masking=own.masking, softcap=own.softcap))
+
+
+def other_documents(evidence: Evidence) -> Iterator[Reading]:
+    """Of packed sequences: the rows with the keys of documents that are cut in another way."""
+    for words, read in evidence.cuts if evidence.unit == "rows" else ():
+        head = read()
+        if head is not None:
+            yield Reading("documents", words, head)
 
 
 def other_softcap(head: AttentionHead) -> Iterator[Reading]:

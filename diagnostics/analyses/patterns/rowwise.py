@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named
-from attn_diag.analyses.patterns.readings import other_heads, other_masks, other_softcap
+from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap
 from attn_diag.reference import reference_rows
 from attn_diag.results.wording import signed
 
@@ -40,7 +40,9 @@ def of_lse(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         if abs(scale - head.scale) > 1e-9:
             block = reference_rows(replace(head, scale=scale), rows)
             yield Guess("scale", f"are what {words} gives", block.lse[:, None])
-    for reading in (*other_masks(head), *other_softcap(head), *other_heads(evidence)):
+    for reading in (
+        *other_masks(head), *other_softcap(head), *other_heads(evidence), *other_documents(evidence),
+    ):  # fmt: skip
         block = reference_rows(replace(reading.head, do=None), rows)
         yield Guess(reading.kind, f"are what {reading.words} gives", block.lse[:, None])
     offset = float(evidence.error[rows].median())

@@ -28,12 +28,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attn_diag.captures.capture import FP8
 from attn_diag.captures.dumps.call import DumpedCall
 from attn_diag.captures.dumps.scalars import scalar, shown
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.loading import require_regular_file
 from attn_diag.captures.pickles import unpickle
+from attn_diag.captures.sources import FP8
 from attn_diag.errors import InputError
 
 METADATA = "metadata.jsonl"

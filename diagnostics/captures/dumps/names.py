@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from attn_diag.captures.capture import INPUTS, OBSERVED
 from attn_diag.captures.metadata import refuse_unsupported
+from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING
 from attn_diag.errors import InputError
 
 # Names in use, also at the end of a longer one ("attn_q", "self_attn.query_states").
@@ -64,7 +64,10 @@ def refuse_packed(name: str) -> None:
             "dump a call on contiguous k and v"
         )
     if _PACKED.fullmatch(name):
-        refuse_unsupported("cu_seqlens_q" if not name.startswith("cu_seqlens") else "cu_seqlens")
+        raise InputError(
+            f"'{name}': packed (varlen) sequences are not supported in other tools' dumps: make a capture of the "
+            "call's tensors, cu_seqlens_q and cu_seqlens_k among them (attn_diag.Capture.from_tensors)"
+        )
     refuse_unsupported(name)
 
 
@@ -81,7 +84,7 @@ def parse_map(text: Iterable[str]) -> dict[str, str]:
 
 def require_known(names: Iterable[str]) -> None:
     """Raise InputError for names that capture format 1 does not have (an observation's may carry its name)."""
-    known = (*INPUTS, *OBSERVED)
+    known = (*(name for name in INPUTS if name not in PACKING), *OBSERVED)
     for name in names:
         observation, _, base = name.rpartition(".")
         if base not in known or (observation and base not in OBSERVED):

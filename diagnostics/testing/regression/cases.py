@@ -109,7 +109,8 @@ def _turned(pair: tuple[Tensor, Tensor], features: int) -> list[Tensor]:
 def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
     """The inputs of users' captures, named by their files (by their paths where several files have one name).
 
-    Raises InputError for what a callable fn(q, k, v) cannot be given: masks, windows, softcap, chosen rows, FP8.
+    Raises InputError for what a callable fn(q, k, v) cannot be given: masks, windows, softcap, chosen rows, FP8,
+    packed sequences.
     """
     names = [Path(c.source).name for c in captures]
     if len(set(names)) < len(names):
@@ -308,7 +309,7 @@ def _refuse_what_is_not_run(capture: Capture) -> None:
     """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap}
-    given |= {n: capture.tensors.get(n) for n in ("mask", "q_positions", "q_descale")}
+    given |= {n: capture.tensors.get(n) for n in ("mask", "q_positions", "q_descale", "cu_seqlens_q")}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement

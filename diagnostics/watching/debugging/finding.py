@@ -149,11 +149,15 @@ def what_sees(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _chunks(call: AttentionCall) -> Iterator[tuple[int, slice, Tensor]]:
     """Every item of the batch in chunks of rows R, with what is hidden from them: bool [1 or Hq, R, Tk]."""
     (batch, heads, rows, _), keys = call.q.shape, call.k.shape[2]
-    positions = call.masking.row_positions(rows, keys, call.q.device)
+    documents = call.documents()
+    positions = call.masking.row_positions(rows, keys, call.q.device) if documents is None else documents.positions
     step = max(1, _ELEMENTS // (heads * keys))
     for item, first in product(range(batch), range(0, rows, step)):
         chunk = slice(first, min(first + step, rows))
         found = call.masking.hidden(positions[chunk], slice(0, keys))
+        if documents is not None:
+            others = documents.hidden(chunk, slice(0, keys))
+            found = others if found is None else found | others
         size = (1, chunk.stop - first, keys)
         hidden = torch.zeros(size, dtype=torch.bool, device=call.q.device) if found is None else found[None]
         if call.mask is not None:

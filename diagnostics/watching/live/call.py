@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
+from attn_diag.captures.sources import PACKING
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
 from attn_diag.watching.live.pipeline import Stage
@@ -47,6 +48,21 @@ class OwnRows:
     """Whose keys, and which of them, came in which order."""
 
 
+class Documents(NamedTuple):
+    """Packed sequences: documents that share the axes of rows and keys."""
+
+    rows: Tensor
+    """The number of each row's document, int64 [Tq]."""
+    keys: Tensor
+    """The number of each key's, int64 [Tk]; -1 for padding."""
+    positions: Tensor
+    """Among all keys the place of each row's own, position(t) of ``Masking``, int64 [Tq]."""
+
+    def hidden(self, rows: slice, keys: slice) -> Tensor:
+        """Tell which keys are another document's, bool [R, K], in a part of the rows and keys."""
+        return self.rows[rows, None] != self.keys[None, keys]
+
+
 class _Gone(NamedTuple):
     """What is left of a tensor that was let go."""
 
@@ -78,7 +94,12 @@ class AttentionCall:
     """[B, Hq, Tq], natural logarithm; None where the kernel keeps it to itself."""
     mask: Tensor | None = None
     """bool (True attends) or additive, broadcastable to [B, Hq, Tq, Tk]."""
+    cu_seqlens_q: Tensor | None = None
+    """Of packed sequences, which share T of a batch of 1: where each begins among the rows, and the last one ends."""
+    cu_seqlens_k: Tensor | None = None
+    """The same among the keys."""
     causal: Causal = "none"
+    """Of packed sequences each one's own, as ``window`` is."""
     scale: float | None = None
     window: tuple[int, int] | None = None
     softcap: float | None = None
@@ -113,6 +134,24 @@ class AttentionCall:
         """Which keys a row may see by causality and window; what ``mask`` hides of them comes on top."""
         return Masking(self.causal, self.window, positions=None if self.own is None else self.own.positions)
 
+    def documents(self) -> Documents | None:
+        """Say which document every row and key of packed sequences belongs to; None where there are none.
+
+        Nothing waits for the device.
+        """
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return None
+        device, count = self.q.device, len(self.cu_seqlens_q) - 1
+        ends = [t.to(device=device, dtype=torch.int64) for t in (self.cu_seqlens_q, self.cu_seqlens_k)]
+        places = [torch.arange(t.shape[2], device=device) for t in (self.q, self.k)]
+        rows, keys = (torch.searchsorted(end, place, right=True) - 1 for end, place in zip(ends, places, strict=True))
+        # Rows behind the last document see no key: no document's number is that of the keys there.
+        keys = keys.masked_fill(keys == count, -1)
+        own = rows.clamp(max=count - 1)
+        starts, lengths = ([end[:-1][own] for end in ends], [end.diff()[own] for end in ends])
+        shift = 0 if self.causal == "top-left" else lengths[1] - lengths[0]
+        return Documents(rows, keys, places[0] - starts[0] + starts[1] + shift)
+
     def let_go(self) -> None:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
         # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
@@ -124,7 +163,7 @@ class AttentionCall:
 
         Where other ranks have other rows, dK and dV are sums over those too: "own_dk" and "own_dv".
         """
-        names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask")
+        names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", *PACKING)
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.own is None:
             return found
@@ -221,6 +260,9 @@ class Part:
             part = t
             if name == "q_positions":
                 parts[name] = t.to(call.q.device)  # as everything that is taken
+                continue
+            if name in PACKING:
+                parts[name] = _clone(t)
                 continue
             if name == "w_q":
                 parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]], stream)

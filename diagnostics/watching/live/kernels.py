@@ -19,12 +19,15 @@ NAMES = {
     "grad_out_": "do", "dout": "do", "grad": "do", "d_o": "do", "attn_mask": "mask", "attn_bias": "mask",
     "bias": "mask", "softmax_scale": "scale", "attn_scale": "scale", "sm_scale": "scale", "causal": "is_causal",
     "p": "dropout_p", "dropout": "dropout_p", "window_size_left": "left", "window_left": "left",
-    "window_size_right": "right", "window_right": "right",
+    "window_size_right": "right", "window_right": "right", "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k",
+    "cu_seqlens_kv": "cu_seqlens_k",
 }  # fmt: skip
-# Where several sequences share an axis, or the keys lie in pages.
+# Where several sequences share an axis.
+_BORDERS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k")
+# Or not all of it is used, or the keys lie in pages.
 _PACKED = (
-    "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k", "seqused_q", "seqused_k", "sequed_q",
-    "sequed_k", "seqlen_k", "block_table", "block_tables", "page_table", "page_table_k", "leftpad_k", "kv_batch_idx",
+    *_BORDERS, "cu_seqlens_k_new", "seqused_q", "seqused_k", "sequed_q", "sequed_k", "seqlen_k", "block_table",
+    "block_tables", "page_table", "page_table_k", "leftpad_k", "kv_batch_idx",
 )  # fmt: skip
 # Tensors that change nothing of what is computed.
 _HARMLESS = frozenset(
@@ -60,6 +63,9 @@ class FusedOperator:
     """Which of its results is O."""
     gradients: tuple[int, ...] = (0, 1, 2)
     """Which results of its backward are dQ, dK and dV."""
+    packs: bool = False
+    """Whether q [total, H, D] with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after the other; its LSE is
+    [H, total] then."""
 
     @property
     def is_function(self) -> bool:
@@ -77,7 +83,8 @@ class FusedOperator:
         found = {**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}
         named = {ours: found[theirs] for theirs, ours in NAMES.items() if theirs in found and ours not in found}
         found = named | found
-        return found if self.reads is None else found | dict(self.reads(found))
+        found |= {} if self.reads is None else dict(self.reads(found))
+        return found | {"packed": self.packs and _is_packed(found)}
 
     def laid_out(self, tensor: Tensor, name: str, given: Given) -> Tensor:
         """[B, H, T, D] of one of its tensors.
@@ -99,10 +106,16 @@ def refusal(given: Given) -> str | None:
         return f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it"
     if given.get("refused"):
         return str(given["refused"])
-    if packed := [name for name in _PACKED if given.get(name) is not None]:
+    known = _BORDERS if given.get("packed") else ()
+    if packed := [name for name in _PACKED if name not in known and given.get(name) is not None]:
         return f"packed or paged sequences are not captured yet ({', '.join(packed)})"
     unknown = [name for name, value in given.items() if name not in _HARMLESS and _alters(value)]
     return f"{', '.join(unknown)} not supported" if unknown else None
+
+
+def _is_packed(given: Given) -> bool:
+    borders = all(isinstance(given.get(name), Tensor) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    return borders and given["q"].dim() == 3
 
 
 def _alters(value: object) -> bool:
@@ -122,11 +135,18 @@ def _of_tokens(
     """[B, T, H, D], and causality and windows that end with the last key."""
     # Such kernels run on a GPU alone; the CPU stands for whatever else a package gives them.
     devices = ("CUDA", "CPU") if "::" in name else ()
-    return FusedOperator(name, kernel, backward, devices, 1, "bottom-right", "BTHD", reads, needs)
+    return FusedOperator(name, kernel, backward, devices, 1, "bottom-right", "BTHD", reads, needs, packs=True)
 
 
 def _chunked(given: Given) -> Given:
     return {"refused": "attention_chunk not supported"} if given.get("attention_chunk") else {}
+
+
+def _torch_varlen(given: Given) -> Given:
+    """Its window is one argument, and says that it is causal too."""
+    left, right = given.get("window_size") or (-1, -1)
+    causal = bool(given.get("is_causal"))
+    return {"left": -1 if causal and right == 0 and left < 0 else left, "right": -1 if causal and left < 0 else right}
 
 
 def _cutlass(given: Given) -> Given:
@@ -215,9 +235,10 @@ OPERATORS = (
     FusedOperator(
         "attn_diag::attention_forward", "attn_diag.attention", "attn_diag::attention_backward", ("CPU", "CUDA"), lse=2
     ),
-    # Packed alone: they are told of, and refused.
-    _of_tokens("torch_attn::_varlen_attn", "torch varlen_attn", ""),
-    _of_tokens("flash_attn::_flash_attn_varlen_forward", "flash_attn 2", ""),
+    _of_tokens(
+        "torch_attn::_varlen_attn", "torch varlen_attn", "torch_attn::_varlen_attn_backward", reads=_torch_varlen
+    ),
+    _of_tokens("flash_attn::_flash_attn_varlen_forward", "flash_attn 2", "flash_attn::_flash_attn_varlen_backward"),
     _of_tokens("_vllm_fa2_C::varlen_fwd", "vLLM flash_attn 2", ""),
     _of_tokens("_vllm_fa3_C::fwd", "vLLM flash_attn 3", "", _chunked),
     _of_tokens("flash_attn::_flash_attn_forward", "flash_attn 2", "flash_attn::_flash_attn_backward"),

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from attn_diag.captures.sources import PACKING
 from attn_diag.watching.live.kernels import FusedOperator, refusal
 
 # Arguments by name, or their defaults.
@@ -94,7 +95,7 @@ class OperatorCall:
         found._inputs, found._laid_out_o, found.lse = (q, k, v), o, lse
         return found
 
-    def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> OperatorCall:  # noqa: ARG002
+    def copied(self, copy_of: Callable[[Tensor], Tensor], copy_whole: Callable[[Tensor], Tensor]) -> OperatorCall:
         """The same call, holding copies instead of any tensor of its own.
 
         Args:
@@ -105,7 +106,9 @@ class OperatorCall:
         others = [copy_of(t) for t in (*self.inputs, self.o)]
         found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
         plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
-        found._given = plain | {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
+        borders = {name: copy_whole(self.given[name]) for name in PACKING if self.given.get("packed")}
+        found._given = plain | borders
+        found._given |= {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
         found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
         return found
 
@@ -120,8 +123,10 @@ class OperatorCall:
         q, k, v = self.inputs
         lse = self.lse
         if lse is not None:
-            lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse[None] if lse.dim() == 2 else lse
             lse = cut(lse, rows) if lse.numel() else None
+            # Some have packed documents one below the other, padded to the longest.
+            lse = None if lse is not None and self.given.get("packed") and lse.shape[0] > 1 else lse
         tensors = {"q": cut(q, d), "k": cut(k, d), "v": cut(v, dv), "o": cut(self.o, dv), "lse": lse}
         return {"kernel": self.kernel, **tensors}
 
@@ -138,6 +143,7 @@ class OperatorCall:
             "scale": given.get("scale"),
             "softcap": given.get("softcap") or None,
             "refused": refusal(given),
+            **{name: given[name] for name in PACKING if given.get("packed")},
         }
 
     @property

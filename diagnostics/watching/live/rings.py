@@ -108,6 +108,8 @@ def merged(
     ranks, place, rows = distributed.get_process_group_ranks(group), distributed.get_rank(group), q.shape[2]
     if not hops:
         raise InputError("a ring ran no fused operator that is known here, so that its keys are not known")
+    if any(hop.given.get("packed") for hop in hops):
+        raise InputError("packed sequences in a ring are not put together")
     if order == "zigzag" and rows % 2:
         raise InputError(f"a ring in zigzag order needs an even number of rows a rank, got {rows}")
     seen, told = [], []

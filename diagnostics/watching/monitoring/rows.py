@@ -200,6 +200,8 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
 
 def _visible(sample: Sample, rows: slice) -> slice:
     """The keys that some row of the block may see; at least one, so that there is a maximum."""
+    if sample.documents is not None:
+        return slice(0, sample.k.shape[2])  # where documents end the device alone knows
     keys = sample.masking.span(sample.position(rows.start), sample.position(rows.stop - 1), sample.k.shape[2])
     stop = max(keys.stop, 1)
     return slice(min(keys.start, stop - 1), stop)
@@ -210,6 +212,9 @@ def _mask(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
     hidden = sample.masking.hidden(sample.positions(rows), keys)
+    if sample.documents is not None:
+        others = sample.documents.hidden(rows, keys)
+        hidden = others if hidden is None else hidden | others
     scores = by_layer(scores, 0, sample.layers)  # [L, h, R, K]
     mask = sample.mask
     if mask is not None:

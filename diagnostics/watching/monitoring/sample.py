@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Masking
-from attn_diag.watching.live.call import AttentionCall, OwnRows
+from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -58,12 +58,17 @@ class Sample:
     """Where other ranks have other rows of the sequence."""
     layers: int = 1
     """L."""
+    documents: Documents | None = None
+    """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
         """Copy the first ``sequences`` of the batch, and of each all query rows or ``rows`` evenly spaced ones."""
         length = call.q.shape[2]
         count, several = min(rows, length), min(sequences, len(call.q))
+        if (documents := call.documents()) is not None:
+            at = evenly(torch.arange(count, device=call.q.device), length, count)
+            documents = documents._replace(rows=documents.rows[at], positions=documents.positions[at])
 
         def pick(tensor: Tensor, axis: int = 2) -> Tensor:
             return _picked(tensor, several, length, count, axis)
@@ -97,6 +102,7 @@ class Sample:
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
             own=call.own,
+            documents=documents,
         )
         return sample.with_gradient(call)
 
@@ -114,7 +120,9 @@ class Sample:
         """Equal for calls that can be measured as one of more heads."""
         tensors = (getattr(self, name) for name in _STACKED)
         kinds = (None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
-        own = None if self.own is None else self.own.positions.numpy().tobytes()
+        own: object = None if self.own is None else self.own.positions.numpy().tobytes()
+        if self.documents is not None:
+            own = id(self)  # whether others are packed alike would have to be looked up on the device
         return *kinds, self.q_length, self.masking.causal, self.masking.window, self.scale, self.softcap, own
 
     @classmethod
@@ -142,6 +150,8 @@ class Sample:
 
     def positions(self, rows: slice) -> Tensor:
         """position(t) of some of the sampled rows, int64 on the device; see ``Masking``."""
+        if self.documents is not None:
+            return self.documents.positions[rows]
         device = "cpu" if self.own is not None else self.q.device
         at = evenly(torch.arange(rows.start, rows.stop, device=device), self.q_length, self.q.shape[2])
         if self.own is not None:

@@ -1,0 +1,85 @@
+"""Whether the tensors of a capture have names, types and axes that they may have, told before any of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attn_diag.captures.metadata import Metadata, refuse_unsupported
+from attn_diag.captures.sources import DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
+from attn_diag.errors import InputError
+from attn_diag.reference import format_of
+
+Tensors = Mapping[str, TensorSource]
+
+
+def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
+    """Raise InputError where q, k or v is missing, or a tensor has a name, type or number of axes that none may have.
+
+    Args:
+        tensors: By name.
+        metadata: What is said of them.
+    """
+    for name in tensors:
+        observation, dot, output = name.rpartition(".")
+        if output not in PACKING:
+            refuse_unsupported(output)
+        if (
+            output in OBSERVED
+            and dot
+            and (not observation or (observation == DEFAULT_OBSERVATION and output in tensors))
+        ):
+            raise InputError(f"{name!r} names no observation of its own; call it 'flash.{output}', or {output!r} alone")
+    for name in ("q", "k", "v"):
+        if name not in tensors:
+            have = ", ".join(sorted(tensors)) or "no tensors"
+            raise InputError(f"tensor '{name}' is missing: a capture needs q, k and v; this one has {have}")
+    for name, tensor in tensors.items():
+        _check_dtype(name, tensor.dtype)
+    _check_input_dtypes(tensors)
+    for name in ("q", "k", "v"):
+        shape = tuple(tensors[name].shape)
+        if len(shape) != 4:
+            raise InputError(
+                f"{name} must have shape [{', '.join(metadata.layout)}], got {list(shape)}; add the missing axes"
+            )
+        if 0 in shape:
+            raise InputError(f"{name} is empty: shape {list(shape)}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    base = name.rpartition(".")[2]
+    if base == "q_positions":
+        if dtype.is_floating_point or dtype == torch.bool:
+            raise InputError(f"q_positions must be integers, got {short(dtype)}")
+    elif (
+        base in INPUTS + OBSERVED
+        and base not in PACKING
+        and dtype not in FLOATS
+        and not (base == "mask" and dtype == torch.bool)
+    ):
+        raise InputError(f"{name} has dtype {short(dtype)}; expected floating point ({', '.join(map(short, FLOATS))})")
+
+
+def _check_input_dtypes(tensors: Tensors) -> None:
+    dtypes = {name: tensors[name].dtype for name in ("q", "k", "v")}
+    if len(set(dtypes.values())) > 1 and not all(dtype in FP8 for dtype in dtypes.values()):
+        listed = ", ".join(f"{name} {short(dtype)}" for name, dtype in dtypes.items())
+        common = max(set(dtypes.values()), key=list(dtypes.values()).count)
+        odd = [name for name, dtype in dtypes.items() if dtype != common]
+        # BF16 beside FP16 is neither's promotion: an operation on both gives FP32.
+        wider = len(odd) == 1 and {common, dtypes[odd[0]]} != {torch.bfloat16, torch.float16}
+        wider = wider and format_of(dtypes[odd[0]]).precision > format_of(common).precision
+        hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
+        raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
+    for name, dtype in dtypes.items():
+        if dtype in FP8 and f"{name}_descale" not in tensors:
+            raise InputError(
+                f"{name} is {short(dtype)} without descale factors: add '{name}_descale' ([B, heads] or one number)"
+            )
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name as people write it."""
+    return str(dtype).removeprefix("torch.")
