@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import Selection
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.quality import LOSSY

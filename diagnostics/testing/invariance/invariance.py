@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.identification import identify_head
 from attn_diag.head.machine import describe_tool, pick_device

@@ -13,10 +13,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_captures
-from attn_diag.captures.capture import DEFAULT_OBSERVATION, Capture
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.hardware import package_version
 from attn_diag.captures.selection import Selection, select_observations
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.machine import backend_name, describe_tool, pick_device

@@ -262,7 +262,7 @@ class Part:
                 parts[name] = t.to(call.q.device)  # as everything that is taken
                 continue
             if name in PACKING:
-                parts[name] = _clone(t)
+                parts[name] = _clone(t, stream)
                 continue
             if name == "w_q":
                 parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]], stream)
