@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -25,6 +25,8 @@ from attn_diag.results.wording import (
 
 # Smaller standard errors of a share are not shown.
 _SHOWN = 0.001
+# Smaller shares of what good kernels do not round are not named first.
+_NAMED = 0.05
 # What good kernels keep in fp32.
 _KEPT = ("scores", "difference", "row_max", "row_sum", "range_pv", "accumulator")
 # What every kernel of 16-bit inputs rounds.
@@ -68,7 +70,7 @@ def _first(found: Attribution) -> Iterator[RenderableType]:
         kind = "UNKNOWN" if head.unfit else "COARSE" if _coarse(head) else "NORMAL"
         first = ""
         if kind == "COARSE":
-            first = " ".join(site.site for site in _coarse(head))
+            first = " ".join(site.site for site in _larger(_coarse(head), (quantity, "o")))
         elif kind == "UNKNOWN":
             first = max(known, key=lambda s: s.effects[quantity].share).site
         groups.setdefault((kind, first, quantity), []).append(head)
@@ -92,22 +94,32 @@ def _coarse(head: HeadAttribution) -> list[SiteAttribution]:
     ]
 
 
+def _larger(sites: list[SiteAttribution], quantities: Iterable[str]) -> list[SiteAttribution]:
+    """Those that make a part worth naming; all where none does."""
+    return [
+        site for site in sites if any(q in site.effects and site.effects[q].share >= _NAMED for q in quantities)
+    ] or sites
+
+
 def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
     """What makes the error of heads that share it."""
     name = SYMBOLS[quantity]
     where = head_names({(h.layer, h.head) for h in heads})
     off = f"{name} {_range([h.totals[quantity].error for h in heads])} off"
     if kind == "COARSE":
-        sites = [_coarse(h) for h in heads]
+        shown = dict.fromkeys((quantity, "o"))
+        named = [_larger(_coarse(h), shown) for h in heads]
+        smaller = len(_coarse(heads[0])) - len(named[0])
         shares = [
-            f"{_range([sum(s.effects[q].share for s in own) for own in sites])} of {SYMBOLS[q]}'s"
-            for q in dict.fromkeys((quantity, "o"))
-            if all(q in s.effects for own in sites for s in own)
+            f"{_range([sum(s.effects[q].share for s in own) for own in named])} of {SYMBOLS[q]}'s"
+            for q in shown
+            if all(q in s.effects for own in named for s in own)
         ]
-        made = together([f"the {site.words.removeprefix('the ')}" for site in sites[0]])
+        made = together([f"the {site.words.removeprefix('the ')}" for site in named[0]])
         return (
-            f"{where}: what good kernels do not do, {made}, {'make' if len(sites[0]) > 1 else 'makes'} "
-            f"{together(shares)} squared error ({off}; emulated with the recipe that has the kernel's bits)"
+            f"{where}: {made}, which good kernels do not do{f' ({smaller} smaller aside)' if smaller else ''}, "
+            f"{'make' if len(named[0]) > 1 else 'makes'} {together(shares)} squared error "
+            f"({off}; emulated with the recipe that has the kernel's bits)"
         )
     known = [[s for s in h.sites if quantity in s.effects] for h in heads]
     sites_of = [max(own, key=lambda s: s.effects[quantity].share) for own in known]
