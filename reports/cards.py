@@ -20,11 +20,11 @@ _BARS = 24
 # What a finding means for who wrote the kernel or runs the training, without a number.
 _MEANING: dict[Kind, str] = {
     "nonfinite": "The kernel returned NaN or Inf where the exact result is an ordinary number.",
-    "wrong": "No rounding error: something else was computed (mask, scale, layout, a bug), or the capture is damaged.",
-    "unjudged": "What the capture states of itself does not fit its tensors: correct that first.",
+    "wrong": "This is no rounding error: something else was computed (mask, scale, layout, a bug) or captured.",
+    "unjudged": "What the capture states of itself does not fit its tensors: find out first which of the two is wrong.",
     "lossy": "Something inside the kernel is rounded more coarsely than it has to be.",
-    "biased": "The errors lean to one side: over many rows and steps they add up instead of cancelling.",
-    "ill_conditioned": "These inputs amplify any rounding: another kernel of this format would do no better.",
+    "biased": "The errors lean to one side: over many rows they add up instead of cancelling.",
+    "ill_conditioned": "These inputs amplify any rounding: other well-rounded kernels do no better.",
 }
 # A word of a command, an option together with what follows it.
 _OPTIONS = re.compile(r"--[\w-]+ (?!-)\S+|\S+")

@@ -257,7 +257,7 @@ def when(finding: SharedFinding) -> str:
     first_error, last_error = there[0].dq_error, there[-1].dq_error
     if len(there) > 1 and first_error and last_error:
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
-        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "Not doubled since"
+        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "No clear trend"
         said.append(f"{trend}: {errors}.")
     return " ".join(said)
 
@@ -334,8 +334,8 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
         alike = ", with all rows weighted alike" if _by_all_rows(finding) else ""
-        rule = "lossy: all above 1.25" if low > _LOSSY else "lossy: a factor above 1.25"
-        beside = f"{times(low)} to {times(high)} times FlashAttention-2's error on the same inputs{alike}"
+        rule = "lossy: above 1.25" if low > _LOSSY else "lossy: a factor above 1.25"
+        beside = f"{times(low)} to {times(high)} times FlashAttention-2's (the well-rounded kernel's) error{alike}"
         return f"{beside} (95 % interval; {rule}): {_fault(finding)}, not the inputs'."
     if finding.label == "ill_conditioned":
         return "a well-rounded kernel was run on the same inputs: this one is not at fault."

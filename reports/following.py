@@ -74,7 +74,7 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     if _MERGED.fullmatch(finding.worst.source) is not None:
         return "judge each rank by itself, which may name the rounding"
     if finding.label == "unjudged":
-        return "judged under what fits" if fitting(finding) else "see what was tried"
+        return "if the kernel is meant to do that" if fitting(finding) else "see what was tried"
     if finding.label in ("wrong", "nonfinite"):
         return "where and how, in pictures"
     if (tried := _tried(diagnosis, finding)) is not None:

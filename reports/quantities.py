@@ -165,7 +165,8 @@ QUANTITIES = {
 CAPTURED_HEADINGS = ("quantity", "verdict", "error", "well-\nrounded", "factor", "95 %\ninterval")
 CAPTURED_WORDS = (
     "Error: ‖error‖ / ‖quantity‖. Well-rounded: that of a well-rounded kernel, the published recipe of this format run "
-    "on the same inputs. Factor: how many times as large this one is; up to 1.1 is as good, above 1.25 lossy, and what "
+    "on the same inputs. Factor: how many times as large this one is (or as what one correct rounding must be expected "
+    "to leave, where that is more); up to 1.1 is as good, above 1.25 lossy, and what "
     "no rounding makes is wrong."
 )
 
