@@ -384,6 +384,6 @@ def test_levels_of_a_map() -> None:
 def test_failed_assumptions_come_first() -> None:
     capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
     text = attn_diag.inspect_captures([capture], device="cpu").report(80)
-    assert text.startswith("MASK OR SCALE NOT AS STATED: all 8 heads (O fits causal=top-left")
+    assert text.startswith("MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits")
     assert "causal=top-left fits" in " ".join(text.split())
     assert "What to do" not in text
