@@ -154,7 +154,7 @@ attnDiag.map = (() => {
       const seen = new Set(entries.map(kinds).flatMap((found) => found.filter((kind) => found.length === 1 || !calm.includes(kind))));
       return el("span", { class: "legend" }, Object.entries(labels).filter(([label]) => seen.has(label)).map(([label, [letter, words]]) =>
         el("span", {}, el("span", { class: `swatch ${label}`, "aria-hidden": "true" }, letter), " ", el("span", {}, words))),
-        entries.some((e) => / r\d/.test(marked(e))) ? el("span", {}, "r2: rank 2") : null);
+        entries.some((e) => owners(e).length) ? el("span", {}, "r2: rank 2") : null);
     };
     const setMetric = (metric) => {
       state.metric = metric;
