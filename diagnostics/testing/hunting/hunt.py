@@ -80,6 +80,9 @@ def hunt(
         progress: Called with (done, total) after each case; what is planned grows.
         **call: What else the call had, as ``attn_diag.inspect`` takes it.
 
+    Returns:
+        For each kernel and capture what is wrong, what the failing cases have in common, and the smallest of them.
+
     Raises:
         InputError: A kernel is not known, or a capture's shapes cannot be changed; and as ``captures_of``.
     """

@@ -96,6 +96,9 @@ def invariance(
         name: What the report calls the kernel.
         progress: Called with (done, total) after each arrangement.
 
+    Returns:
+        Whether it passed, and of every path which bits moved, by how many ulp and how much of the expected noise.
+
     Raises:
         InputError: Options cannot be used, or the kernel raises or returns another shape or dtype.
     """

@@ -67,6 +67,9 @@ def replay(
         progress: Called with (done, total) after each kernel.
         **call: What else the call had and returned, as ``attn_diag.inspect`` takes it.
 
+    Returns:
+        For each capture whether it is the kernel, the head or neither, and every kernel with its verdicts.
+
     Raises:
         InputError: Nothing can be replayed, or a kernel is not known; and as ``captures_of``.
     """
