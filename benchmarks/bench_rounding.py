@@ -1,8 +1,9 @@
 """Every rounding function on every fp32 input: all 2**32 bit patterns, in every mode that does not draw.
 
 Judged are torch (``kernels.formats``), the reference (nearest-even), Triton, the device's own cast (torch's
-``x.to(dtype)``, nearest-even) and numpy, against the table of the format's numbers (``reference.rounding_table``). The
-first four run on the device, in chunks of 2**26 patterns; numpy runs on the CPU's cores at the same time.
+``x.to(dtype)``, nearest-even), numpy and ml_dtypes' casts, against the table of the format's numbers
+(``reference.rounding_table``). The first four run on the device, in chunks of 2**26 patterns; the last two run on the
+CPU's cores at the same time.
 
     python benchmarks/bench_rounding.py --device cuda --json benchmarks/results/rounding_h200.json
     TRITON_INTERPRET=1 python benchmarks/bench_rounding.py --device cpu --stride 4001      # a sample, half a minute
@@ -24,6 +25,8 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 
+import ml_dtypes
+import numpy as np
 import torch
 from measuring import made_by, options_of, save
 from torch import Tensor
@@ -31,16 +34,22 @@ from torch import Tensor
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels.formats import Rounding, parse, round_to
 from attn_diag.kernels.rounding_numpy import round_array
-from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FloatFormat, round_nearest_even
+from attn_diag.reference.rounding import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FloatFormat, round_nearest_even
 from attn_diag.reference.rounding_table import RoundingTable, TableMode
 
 PATTERNS = 2**32
-FORMATS: dict[str, tuple[FloatFormat, torch.dtype]] = {
-    "bf16": (BF16, torch.bfloat16),
-    "fp16": (FP16, torch.float16),
-    "e4m3": (E4M3, torch.float8_e4m3fn),
-    "e5m2": (E5M2, torch.float8_e5m2),
+# Each in the reference's terms, with the dtype that the device casts to, if there is one, and the cast of ml_dtypes.
+FORMATS: dict[str, tuple[FloatFormat, torch.dtype | None, type]] = {
+    "bf16": (BF16, torch.bfloat16, ml_dtypes.bfloat16),
+    "fp16": (FP16, torch.float16, np.float16),
+    "e4m3": (E4M3, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+    "e5m2": (E5M2, torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    "e3m2": (E3M2, None, ml_dtypes.float6_e3m2fn),
+    "e2m3": (E2M3, None, ml_dtypes.float6_e2m3fn),
+    "e2m1": (E2M1, None, ml_dtypes.float4_e2m1fn),
 }
+# What makes NaN of overflow, or of infinity a number.
+CASTS = ("device cast", "ml_dtypes")
 MODES: tuple[TableMode, ...] = ("nearest-even", "toward-zero", "up", "down")
 # The implementations, by name, of a format and mode, as functions of fp32 tensors.
 Roundings = Callable[[str, TableMode], Iterator[tuple[str, Callable[[Tensor], Tensor]]]]
@@ -74,7 +83,7 @@ def rounding_of(name: str, mode: str) -> Rounding:
 
 def table_of(name: str, device: torch.device | str) -> RoundingTable:
     fmt = rounding_of(name, "nearest-even").format
-    return RoundingTable.of(fmt.exponent_bits, fmt.mantissa_bits, finite=fmt.finite, device=device)
+    return RoundingTable.of(fmt.exponent_bits, fmt.mantissa_bits, top=fmt.top, device=device)
 
 
 def judge(count: Count, got: Tensor, expected: Tensor, x: Tensor, left_out: Tensor | None = None) -> None:
@@ -94,7 +103,7 @@ def judge(count: Count, got: Tensor, expected: Tensor, x: Tensor, left_out: Tens
 
 def device_roundings(triton: bool, name: str, mode: TableMode) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Those that run on the device."""
-    rounding, (fmt, dtype) = rounding_of(name, mode), FORMATS[name]
+    rounding, (fmt, dtype, _) = rounding_of(name, mode), FORMATS[name]
     yield "torch", lambda x: round_to(x, rounding)
     if triton:
         from attn_diag.kernels.triton_rounding import round_tensor
@@ -102,12 +111,21 @@ def device_roundings(triton: bool, name: str, mode: TableMode) -> Iterator[tuple
         yield "triton", lambda x: round_tensor(x, rounding)
     if mode == "nearest-even":
         yield "reference", lambda x: round_nearest_even(x.double(), fmt).float()
-        yield "device cast", lambda x: x.to(dtype).float()
+        if dtype is not None:
+            yield "device cast", lambda x: x.to(dtype).float()
 
 
 def numpy_rounding(name: str, mode: TableMode) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """The one of the CPU's cores."""
+    """Those of the CPU's cores."""
     yield "numpy", lambda x: torch.from_numpy(round_array(x.numpy(), rounding_of(name, mode)))
+    if mode == "nearest-even":
+        cast = FORMATS[name][2]
+
+        def with_cast(x: Tensor) -> Tensor:
+            with np.errstate(all="ignore"):
+                return torch.from_numpy(x.numpy().astype(cast).astype(np.float32))
+
+        yield "ml_dtypes", with_cast
 
 
 def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str, Count], roundings: Roundings) -> None:
@@ -121,7 +139,7 @@ def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str,
             for implementation, rounds in roundings(name, mode):
                 key = f"{implementation} {name} {mode}"
                 count = counts.setdefault(key, Count(implementation, name, mode))
-                judge(count, rounds(x), expected, x, beyond if implementation == "device cast" else None)
+                judge(count, rounds(x), expected, x, beyond if implementation in CASTS else None)
 
 
 def numpy_part(start: int, stop: int, stride: int) -> dict[str, Count]:

@@ -7,8 +7,9 @@ arithmetic's own precision: nothing is rounded there. (A rounding to fp32 inside
 The rules, for torch tensors (here), numpy arrays (``rounding_numpy``), inside Triton kernels (``triton_rounding``) and
 for ``attn_diag.reference.round_nearest_even``:
 
-- **Numbers.** IEEE 754's, with subnormals and, but for e4m3, with infinities. e4m3 is OCP OFP8's: its largest number is
-  448, the one pattern after it is NaN, and there is no infinity.
+- **Numbers.** IEEE 754's, with subnormals and infinities, but for four. e4m3 is OCP OFP8's: its largest number is 448,
+  the one pattern after it is NaN, and there is no infinity. e2m1 (FP4), e2m3 and e3m2 (FP6) are OCP MX 1.0's: every
+  pattern is a number, the largest are 6, 7.5 and 28.
 - **One rounding.** float64 goes to the format directly, never through fp32.
 - **Modes.** nearest-even, toward-zero, up and down as in IEEE 754-2019, section 4.3. stochastic: to the upper of the
   two neighbours with probability (x - lower) / (upper - lower). random-sign: x + e or x - e by the toss of a coin,
@@ -17,9 +18,9 @@ for ``attn_diag.reference.round_nearest_even``:
 - **Subnormals.** Below the smallest normal number the spacing stays what it is there; nothing is flushed to zero.
 - **Overflow** is what passes the largest number when rounded as if larger ones followed. It becomes infinity in
   nearest-even, stochastic and random-sign, and in up and down where they lead away from zero; else the largest number.
-  In e4m3 it becomes +-448 in every mode (.satfinite of NVIDIA's PTX, torch 2.13 on a CPU; older torch's and
-  ml_dtypes' casts make NaN of it).
-- **Infinities** stay, in e4m3 too: -inf marks what is masked.
+  Without infinities it becomes the largest number in every mode (.satfinite of NVIDIA's PTX; for e4m3 torch 2.13 on a
+  CPU, where older torch's and ml_dtypes' casts make NaN of it; OCP MX 1.0, 5.3).
+- **Infinities** stay, in these formats too: -inf marks what is masked.
 - **Zero**, given or underflowed to, has the sign of x in every mode.
 - **NaN** stays NaN; its sign and payload are not specified.
 """
@@ -31,12 +32,16 @@ import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 # "bf16" and so on, or e<exponent bits>m<mantissa bits>, each with an optional ":rounding".
 Format = str
+# What the patterns with the largest exponent hold: infinity and NaN (IEEE 754), numbers and, all ones, NaN (E4M3), or
+# numbers alone (OCP MX's FP4 and FP6).
+Top = Literal["infinity", "nan", "numbers"]
 
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
 _BIAS = 1023
@@ -65,8 +70,13 @@ class NumberFormat:
     """Bits of the exponent."""
     mantissa_bits: int
     """Explicit bits of the significand."""
-    finite: bool = False
-    """It has no infinity, its top exponent holds numbers (E4M3)."""
+    top: Top = "infinity"
+    """What its top exponent holds."""
+
+    @property
+    def finite(self) -> bool:
+        """It has no infinity: what is too large becomes its largest number."""
+        return self.top != "infinity"
 
     @property
     def min_exponent(self) -> int:
@@ -77,7 +87,7 @@ class NumberFormat:
     def largest(self) -> float:
         """The largest finite number. Of E4M3 (OCP OFP8) the all-ones pattern is NaN, so 448."""
         top = 2 ** (self.exponent_bits - 1) - 1 + self.finite
-        return float((2 - (2 if self.finite else 1) * 2.0**-self.mantissa_bits) * 2.0**top)
+        return float((2 - (2 if self.top == "nan" else 1) * 2.0**-self.mantissa_bits) * 2.0**top)
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,11 @@ _NAMED = {
     "bf16": NumberFormat(8, 7),
     "fp16": NumberFormat(5, 10),
     "tf32": NumberFormat(8, 10),
-    "e4m3": NumberFormat(4, 3, finite=True),
+    "e4m3": NumberFormat(4, 3, "nan"),
     "e5m2": NumberFormat(5, 2),
+    "e3m2": NumberFormat(3, 2, "numbers"),
+    "e2m3": NumberFormat(2, 3, "numbers"),
+    "e2m1": NumberFormat(2, 1, "numbers"),
 }
 # Formats that torch can store and round to itself.
 STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -19,11 +19,11 @@ from attn_diag.kernels.triton_math import INTERPRETED
 
 @triton.jit
 def round_bits(
-    x, draw, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, FINITE: tl.constexpr, MODE: tl.constexpr
+    x, draw, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, TOP: tl.constexpr, MODE: tl.constexpr
 ):
     """``x`` (fp32 or float64) rounded to a format; the same dtype. ``draw``: uniform uint32, used by random modes only.
 
-    The format is given as ``kernels.formats.NumberFormat`` has it, MODE as the value of a ``Mode``. Stochastic rounding
+    The format is given as ``kernels.formats.NumberFormat`` has it, TOP and MODE as the values of a ``Top`` and a ``Mode``. Stochastic rounding
     leaves zero with a probability that is cut off to a multiple of 2**-32: fp32 values above the format's subnormals
     get theirs exactly, and no mean is off by 2**-32 of a spacing. random-sign flips where ``draw`` is odd.
     """
@@ -39,8 +39,9 @@ def round_bits(
     TINY: tl.constexpr = (
         (FIRST - MANTISSA_BITS) << WIDTH if FIRST > MANTISSA_BITS else 1 << (WIDTH + FIRST - MANTISSA_BITS - 1)
     )
-    TOP: tl.constexpr = BIAS - 1 + (1 << (EXPONENT_BITS - 1)) + FINITE
-    LARGEST: tl.constexpr = (TOP << WIDTH) + (((1 << MANTISSA_BITS) - 1 - FINITE) << (WIDTH - MANTISSA_BITS))
+    FINITE: tl.constexpr = TOP != "infinity"
+    LAST: tl.constexpr = BIAS - 1 + (1 << (EXPONENT_BITS - 1)) + FINITE
+    LARGEST: tl.constexpr = (LAST << WIDTH) + (((1 << MANTISSA_BITS) - 1 - (TOP == "nan")) << (WIDTH - MANTISSA_BITS))
 
     bits = x.to(WORD, bitcast=True)
     one = tl.full(x.shape, 1, WORD)
@@ -107,7 +108,7 @@ def _in_32_bits(rest, shift, WIDTH: tl.constexpr):
 @triton.jit
 def _round_kernel(
     x_ptr, y_ptr, n, seed,
-    EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, FINITE: tl.constexpr, MODE: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, TOP: tl.constexpr, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +118,7 @@ def _round_kernel(
         low = (offs & 0xFFFFFFFF).to(tl.uint32)
         high = (offs >> 32).to(tl.uint32)
         draw, _, _, _ = tl.philox(seed, low, high, low * 0, low * 0)
-    tl.store(y_ptr + offs, round_bits(x, draw, EXPONENT_BITS, MANTISSA_BITS, FINITE, MODE), mask=offs < n)
+    tl.store(y_ptr + offs, round_bits(x, draw, EXPONENT_BITS, MANTISSA_BITS, TOP, MODE), mask=offs < n)
 
 
 def round_tensor(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
@@ -138,7 +139,7 @@ def round_tensor(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
     # The interpreter pays for programs, not for elements.
     block = 1 << 16 if INTERPRETED.value else 1024
     _round_kernel[(triton.cdiv(x.numel(), block),)](
-        x, y, x.numel(), seed & (2**64 - 1), fmt.exponent_bits, fmt.mantissa_bits, int(fmt.finite), str(rounding.mode),
+        x, y, x.numel(), seed & (2**64 - 1), fmt.exponent_bits, fmt.mantissa_bits, fmt.top, str(rounding.mode),
         BLOCK=block,
     )  # fmt: skip
     return y

@@ -53,6 +53,10 @@ FP32 = FloatFormat("fp32", 23, -126, (2 - 2.0**-23) * 2.0**127)
 FP64 = FloatFormat("fp64", 52, -1022, torch.finfo(torch.float64).max)
 E4M3 = FloatFormat("e4m3", 3, -6, 448.0, saturates=True)
 E5M2 = FloatFormat("e5m2", 2, -14, 57344.0)
+# OCP MX 1.0: no infinity, no NaN.
+E3M2 = FloatFormat("e3m2", 2, -2, 28.0, saturates=True)
+E2M3 = FloatFormat("e2m3", 3, 0, 7.5, saturates=True)
+E2M1 = FloatFormat("e2m1", 1, 0, 6.0, saturates=True)
 
 _FORMATS = {
     torch.bfloat16: BF16,

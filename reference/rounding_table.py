@@ -1,7 +1,8 @@
 """Correct rounding by looking a value up in the sorted table of all the format's numbers.
 
 Nothing is computed from the value's own bits, so that this shares no arithmetic with the roundings it judges. The
-table is the definition of the format (IEEE 754-2019, 3.4; OCP OFP8 1.0, section 5 for E4M3), pattern for pattern,
+table is the definition of the format (IEEE 754-2019, 3.4; OCP OFP8 1.0, section 5 for E4M3; OCP MX 1.0, 5.3.2 and
+5.3.3 for FP6 and FP4), pattern for pattern,
 
     exponent field 0:  mantissa * 2**(1 - bias - mantissa_bits)
     otherwise:         (2**mantissa_bits + mantissa) * 2**(field - bias - mantissa_bits)
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 TableMode = Literal["nearest-even", "toward-zero", "up", "down"]
+Top = Literal["infinity", "nan", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class RoundingTable:
     """The non-negative numbers of a format, ascending: float64 [patterns]; an index is a bit pattern.
 
     The last entry is no number of the format. It is the first pattern after the largest number (infinity; in a format
-    without one, NaN) read by the same rule: where the next number would lie, and so where overflow begins.
+    without one, NaN or none) read by the same rule: where the next number would lie, and so where overflow begins.
     """
 
     numbers: Tensor
@@ -34,14 +36,15 @@ class RoundingTable:
 
     @classmethod
     def of(
-        cls, exponent_bits: int, mantissa_bits: int, *, finite: bool = False, device: torch.device | str = "cpu"
+        cls, exponent_bits: int, mantissa_bits: int, *, top: Top = "infinity", device: torch.device | str = "cpu"
     ) -> RoundingTable:
         """The table of a format.
 
         Args:
             exponent_bits: Bits of its exponent.
             mantissa_bits: Explicit bits of its significand.
-            finite: It has no infinity, and only its all-ones pattern is NaN (E4M3).
+            top: What the patterns of its largest exponent hold: infinity and NaN; numbers and, all ones, NaN (E4M3);
+                numbers alone (E2M1, E2M3, E3M2).
             device: Where the table lies.
 
         Raises:
@@ -52,14 +55,15 @@ class RoundingTable:
                 f"a table is for formats of up to 20 bits, sign included, got e{exponent_bits}m{mantissa_bits}"
             )
         bias = 2 ** (exponent_bits - 1) - 1
-        top = 2**exponent_bits - 1
-        first_beyond = (top << mantissa_bits) + (2**mantissa_bits - 1 if finite else 0)
+        patterns = 2 ** (exponent_bits + mantissa_bits)
+        first_beyond = {"infinity": patterns - 2**mantissa_bits, "nan": patterns - 1, "numbers": patterns}[top]
         numbers = []
         for pattern in range(first_beyond + 1):
             field, mantissa = divmod(pattern, 2**mantissa_bits)
+            # (Past the last pattern of E2M1 and its like the field goes on by itself.)
             significand = mantissa if field == 0 else mantissa + 2**mantissa_bits
             numbers.append(math.ldexp(significand, max(field, 1) - bias - mantissa_bits))
-        return cls(torch.tensor(numbers, dtype=torch.float64, device=device), finite)
+        return cls(torch.tensor(numbers, dtype=torch.float64, device=device), top != "infinity")
 
     def bracket(self, x: Tensor) -> Bracket:
         """``x`` (float64, any shape, on the table's device) between its two neighbours."""

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, NumberFormat, base, parse, round_to, rounds_monotonically, site_seed
-from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FP32, FloatFormat, round_nearest_even
+from attn_diag.reference.rounding import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FP32, FloatFormat, round_nearest_even
 
-NAMES = ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e8m11", "e2m1", "e3m4", "e8m23"]
+NAMES = ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e8m11", "e2m1", "e2m2", "e2m3", "e3m2", "e3m4", "e8m23"]
 DIRECTED = [Mode.NEAREST_EVEN, Mode.TOWARD_ZERO, Mode.UP, Mode.DOWN]
 DRAWN = [Mode.STOCHASTIC, Mode.RANDOM_SIGN]
 by_name = pytest.mark.parametrize("name", NAMES)
@@ -195,13 +195,23 @@ class TestLimits:
         assert round_to(torch.empty(0, 3, dtype=dtype), parse(f"e4m3:{mode}")).shape == (0, 3)
 
     def test_the_references_formats_are_these(self) -> None:
-        for name, fmt in {"bf16": BF16, "fp16": FP16, "e8m23": FP32, "e4m3": E4M3, "e5m2": E5M2}.items():
+        for name, fmt in {
+            "bf16": BF16,
+            "fp16": FP16,
+            "e8m23": FP32,
+            "e4m3": E4M3,
+            "e5m2": E5M2,
+            "e3m2": E3M2,
+            "e2m3": E2M3,
+            "e2m1": E2M1,
+        }.items():
             assert replace(float_format(name), name=fmt.name) == fmt
 
     @pytest.mark.parametrize(
         ("name", "largest", "least"),
         [("bf16", 3.3895313892515355e38, 2.0**-133), ("fp16", 65504.0, 2.0**-24), ("e4m3", 448.0, 2.0**-9),
-         ("e5m2", 57344.0, 2.0**-16), ("tf32", 3.4011621342146535e38, 2.0**-136), ("e2m1", 3.0, 0.5)],
+         ("e5m2", 57344.0, 2.0**-16), ("tf32", 3.4011621342146535e38, 2.0**-136), ("e2m1", 6.0, 0.5),
+         ("e2m3", 7.5, 0.125), ("e3m2", 28.0, 2.0**-4), ("e2m2", 3.5, 0.25)],
     )  # fmt: skip
     def test_extremes(self, name: str, largest: float, least: float) -> None:
         fmt = number_format(name)
@@ -233,7 +243,8 @@ class TestSites:
     )  # fmt: skip
     def test_errors_name_what_is_allowed(self, text: str) -> None:
         with pytest.raises(
-            ValueError, match=r"bf16, fp16, tf32, e4m3, e5m2, fp32, fp64 or e<2\.\.8>m<1\.\.23>.*stochastic"
+            ValueError,
+            match=r"bf16, fp16, tf32, e4m3, e5m2, e3m2, e2m3, e2m1, fp32, fp64 or e<2\.\.8>m<1\.\.23>.*stochastic",
         ) as error:
             parse(text)
         assert repr(text) in str(error.value)

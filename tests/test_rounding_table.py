@@ -24,7 +24,7 @@ from attn_diag.kernels.triton_rounding import round_tensor
 from attn_diag.reference.rounding import FloatFormat, round_nearest_even
 from attn_diag.reference.rounding_table import RoundingTable, TableMode
 
-FORMATS = ["bf16", "fp16", "e4m3", "e5m2"]
+FORMATS = ["bf16", "fp16", "e4m3", "e5m2", "e3m2", "e2m3", "e2m1"]
 MODES: list[TableMode] = ["nearest-even", "toward-zero", "up", "down"]
 BLOCK = 1 << 17  # values at a time, so that they stay in the cache
 
@@ -40,7 +40,7 @@ def wanted(text: str) -> Rounding:
 @cache
 def table(name: str) -> RoundingTable:
     fmt = wanted(name).format
-    return RoundingTable.of(fmt.exponent_bits, fmt.mantissa_bits, finite=fmt.finite)
+    return RoundingTable.of(fmt.exponent_bits, fmt.mantissa_bits, top=fmt.top)
 
 
 def with_numpy(x: Tensor, rounding: Rounding, seed: int) -> Tensor:
@@ -181,7 +181,7 @@ class TestFp32:
         judged = [round_to, with_numpy] + [with_reference] * (mode == "nearest-even")
         assert mismatches(stratified(), name, mode, *judged) == [0] * len(judged)
 
-    @pytest.mark.parametrize("name", [*FORMATS, "tf32", "e8m11", "e3m4", "e2m1"])
+    @pytest.mark.parametrize("name", [*FORMATS, "tf32", "e8m11", "e3m4"])
     @pytest.mark.parametrize("mode", MODES)
     def test_a_sample_in_any_order(self, name: str, mode: TableMode) -> None:
         """Interpreted, Triton takes a microsecond a value; and numpy has a short cut for values of one binade."""
@@ -199,7 +199,7 @@ class TestFloat64:
         x = torch.cat([x, -x])
         assert mismatches(x, "bf16", "nearest-even", round_to, with_numpy, with_reference) == [0, 0, 0]
 
-    @pytest.mark.parametrize("name", [*FORMATS, "tf32", "e8m11", "e3m4", "e2m1"])
+    @pytest.mark.parametrize("name", [*FORMATS, "tf32", "e8m11", "e3m4"])
     @pytest.mark.parametrize("mode", MODES)
     def test_near_ties(self, name: str, mode: TableMode) -> None:
         x = near_ties(name, 200_000)
@@ -209,9 +209,11 @@ class TestFloat64:
     @by_format
     def test_the_near_ties_tell_one_rounding_from_two(self, name: str) -> None:
         x = near_ties(name, 200_000)
-        failed = mismatches(x, name, "nearest-even", through_fp32)[0] / len(x)
-        # E4M3 saturates whatever lies beyond its last midpoint, one of 127: there, nothing fails.
-        assert abs(failed - 0.5) < (0.01 if name == "e4m3" else 1e-9)
+        fails = torch.arange(len(x)) < len(x) // 2
+        if table(name).finite:
+            inside = x.abs() <= wanted(name).format.largest  # what lies beyond saturates: there, nothing fails
+            x, fails = x[inside], fails[inside]
+        assert mismatches(x, name, "nearest-even", through_fp32)[0] == int(fails.sum())
 
     def test_torchs_own_cast_fails_on_half_of_them(self) -> None:
         x = near_ties("bf16", 1_000_000)
@@ -232,7 +234,7 @@ class Misunderstood(NumberFormat):
 
     @property
     def largest(self) -> float:
-        top = NumberFormat(self.exponent_bits, self.mantissa_bits, self.finite).largest
+        top = NumberFormat(self.exponent_bits, self.mantissa_bits, self.top).largest
         spacing = 2.0 ** (math.frexp(top)[1] - 1 - self.mantissa_bits)
         return top + self.largest_pattern_off * spacing
 
@@ -240,7 +242,7 @@ class Misunderstood(NumberFormat):
 def misunderstood(rounds: Round, exponent: int, largest: int) -> Round:
     def mutant(x: Tensor, rounding: Rounding, seed: int) -> Tensor:
         fmt = rounding.format
-        wrong = Misunderstood(fmt.exponent_bits, fmt.mantissa_bits, fmt.finite, exponent, largest)
+        wrong = Misunderstood(fmt.exponent_bits, fmt.mantissa_bits, fmt.top, exponent, largest)
         return rounds(x, Rounding(wrong, rounding.mode), seed)
 
     return mutant
@@ -260,7 +262,7 @@ def ties_away(x: Tensor, rounding: Rounding, seed: int) -> Tensor:
 
 def sticky_lost(x: Tensor, rounding: Rounding, seed: int) -> Tensor:
     """Only eight bits below the last one are looked at."""
-    fmt = NumberFormat(rounding.format.exponent_bits, rounding.format.mantissa_bits + 8, rounding.format.finite)
+    fmt = NumberFormat(rounding.format.exponent_bits, rounding.format.mantissa_bits + 8, rounding.format.top)
     return round_to(in_mode(Mode.TOWARD_ZERO, x, Rounding(fmt), seed), rounding, seed)
 
 
@@ -385,7 +387,7 @@ class TestRandomModes:
             check_stochastic(mutant, "bf16", torch.float64)
 
     @by_rounding
-    @pytest.mark.parametrize("name", [*FORMATS, "e3m4", "e2m1"])
+    @pytest.mark.parametrize("name", [*FORMATS, "e3m4"])
     @pytest.mark.parametrize("mode", list(Mode))
     def test_numbers_of_the_format_stay(self, rounds: Round, name: str, mode: Mode) -> None:
         check_numbers_stay(rounds, name, mode)
