@@ -8,9 +8,9 @@ CPU's cores at the same time.
     python benchmarks/bench_rounding.py --device cuda --json benchmarks/results/rounding_h200.json
     TRITON_INTERPRET=1 python benchmarks/bench_rounding.py --device cpu --stride 4001      # a sample, half a minute
 
-A mismatch is a result whose bits differ from the table's; NaN must become NaN, any NaN. The device's cast makes NaN of
-what overflows E4M3, where the rule of ``kernels.formats`` is to saturate: those inputs are left out of its column, and
-counted.
+A mismatch is a result whose bits differ from the table's; NaN must become NaN, any NaN. The casts make NaN of what
+overflows E4M3, where the rule of ``kernels.formats`` is to saturate, and FP4 and FP6 have no pattern for NaN: those inputs
+are left out of their columns, and counted.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ def run_chunk(words: Tensor, tables: dict[str, RoundingTable], counts: dict[str,
     for name, table in tables.items():
         bracket = table.bracket(x.double())
         beyond = (x.abs() > table.numbers[-2:].mean()) if table.finite else None
+        if beyond is not None and rounding_of(name, "nearest-even").format.top == "numbers":
+            beyond |= x.isnan()
         for mode in MODES:
             expected = bracket.round(mode).float()
             for implementation, rounds in roundings(name, mode):
@@ -179,7 +181,7 @@ def main() -> None:
             report(f"device {min(start + chunk, PATTERNS) / PATTERNS:4.0%}", begun)
         for n, part in enumerate(parts, 1):
             for key, found in part.result().items():
-                counts.setdefault(key, Count("numpy", found.format, found.mode)).add(found)
+                counts.setdefault(key, Count(found.implementation, found.format, found.mode)).add(found)
             if n % max(1, len(parts) // 20) == 0:
                 report(f"numpy {n / len(parts):4.0%}", begun)
     rows = sorted(counts.values(), key=lambda c: (c.implementation, c.format, MODES.index(c.mode)))

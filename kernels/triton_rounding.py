@@ -23,9 +23,10 @@ def round_bits(
 ):
     """``x`` (fp32 or float64) rounded to a format; the same dtype. ``draw``: uniform uint32, used by random modes only.
 
-    The format is given as ``kernels.formats.NumberFormat`` has it, TOP and MODE as the values of a ``Top`` and a ``Mode``. Stochastic rounding
-    leaves zero with a probability that is cut off to a multiple of 2**-32: fp32 values above the format's subnormals
-    get theirs exactly, and no mean is off by 2**-32 of a spacing. random-sign flips where ``draw`` is odd.
+    The format is given as ``kernels.formats.NumberFormat`` has it, TOP and MODE as the values of a ``Top`` and a
+    ``Mode``. Stochastic rounding leaves zero with a probability that is cut off to a multiple of 2**-32: fp32 values
+    above the format's subnormals get theirs exactly, and no mean is off by 2**-32 of a spacing. random-sign flips where
+    ``draw`` is odd.
     """
     # The input's own format.
     WIDE: tl.constexpr = x.dtype.primitive_bitwidth == 64
