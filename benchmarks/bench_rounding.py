@@ -9,8 +9,8 @@ CPU's cores at the same time.
     TRITON_INTERPRET=1 python benchmarks/bench_rounding.py --device cpu --stride 4001      # a sample, half a minute
 
 A mismatch is a result whose bits differ from the table's; NaN must become NaN, any NaN. The casts make NaN of what
-overflows E4M3, where the rule of ``kernels.formats`` is to saturate, and FP4 and FP6 have no pattern for NaN: those inputs
-are left out of their columns, and counted.
+overflows E4M3, where the rule of ``kernels.formats`` is to saturate, and FP4 and FP6 have no pattern for NaN: those
+inputs are left out of their columns, and counted.
 """
 
 from __future__ import annotations

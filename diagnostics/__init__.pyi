@@ -26,6 +26,8 @@ from .kernels import Recipe as Recipe
 from .kernels import preset as preset
 from .kernels.attention import attention as attention
 from .kernels.dump import Dump as Dump
+from .kernels.quantize import Quantized as Quantized
+from .kernels.quantizers import Quantizer as Quantizer
 from .results.attribution import Attribution as Attribution
 from .results.check import CheckReport as CheckReport
 from .results.comparison import Comparison as Comparison
@@ -47,6 +49,9 @@ from .testing.hunting.hunt import hunt as hunt
 from .testing.hunting.hunt import hunt_captures as hunt_captures
 from .testing.invariance.invariance import invariance as invariance
 from .testing.probing.probe import probe as probe
+from .testing.quantizing import fake_quantize as fake_quantize
+from .testing.quantizing import quantize as quantize
+from .testing.quantizing import quantizer as quantizer
 from .testing.regression.check import check as check
 from .testing.replaying.replay import replay as replay
 from .testing.replaying.replay import replay_captures as replay_captures

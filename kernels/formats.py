@@ -168,17 +168,21 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
         return rounded.to(x.dtype)
     quantum = _spacing(wide, fmt)
     steps = wide / quantum  # exact: a power of two
-    if mode is Mode.TOWARD_ZERO:
-        steps.trunc_()
-    elif mode is Mode.UP:
-        steps.ceil_()
-    elif mode is Mode.DOWN:
-        steps.floor_()
-    else:
+    steps = round_steps(steps, mode, seed)
+    return _limited(steps.mul_(quantum), wide, fmt, mode).copysign_(wide).to(x.dtype)
+
+
+def round_steps(steps: Tensor, mode: Mode, seed: int = 0) -> Tensor:
+    """``steps`` rounded to integers, of its dtype, in any mode but random-sign; zero need not keep its sign.
+
+    NaN and infinities stay. ``seed`` as for ``round_to``.
+    """
+    if mode is Mode.STOCHASTIC:
         # The draw is compared with the fraction alone: a sum with many steps would be rounded itself.
         whole = steps.floor()
-        steps = whole + (_draw(wide, seed) < steps - whole)
-    return _limited(steps.mul_(quantum), wide, fmt, mode).copysign_(wide).to(x.dtype)
+        return whole + (_draw(steps, seed) < steps - whole)
+    rules = {Mode.NEAREST_EVEN: torch.round, Mode.TOWARD_ZERO: torch.trunc, Mode.UP: torch.ceil, Mode.DOWN: torch.floor}
+    return rules[mode](steps)
 
 
 def _nearest_even(x: Tensor, fmt: NumberFormat) -> Tensor:

@@ -1,1 +1,2 @@
-"""Kernels in, result out: ``probe``, ``check``, ``replay``, ``assert_unbiased``, ``selftest`` and ``round_to``."""
+"""Kernels in, result out: ``probe``, ``check``, ``replay``, ``assert_unbiased``, ``selftest``,
+``round_to`` and ``quantize``."""

@@ -1,0 +1,232 @@
+"""Quantising a tensor, after the rules of ``kernels.quantizers``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
+from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
+
+_POWERS = (2.0**-127, 2.0**127)  # what E8M0 reaches
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor [..., R, C] in a quantiser's numbers; of a vector R is 1. Scales have one entry a block."""
+
+    values: Tensor
+    """y, of x's shape, in x's dtype (fp32 where x is a 16-bit float) and on its device."""
+    codes: Tensor
+    """The elements, of x's shape, fp32: integers as numbers, zero point included."""
+    scale: Tensor
+    """s as it is stored, [..., R / r, C / c] rounded up, fp32."""
+    zero_point: Tensor | None
+    """z, integers in fp32 of the scale's shape; None for symmetric ones."""
+    tensor_scale: Tensor | None
+    """t, fp32 []; None for one level."""
+    clipped: Tensor
+    """Where x / s lies past the last number, to nearest by more than half a spacing: bool, of x's shape."""
+
+
+def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, seed: int = 0) -> Quantized:
+    """``x`` in a quantiser's numbers, after the rules above.
+
+    Args:
+        x: [..., R, C] or [C], float64, fp32, BF16 or FP16. A last block that is not full counts as filled with zeros.
+        by: The quantiser.
+        amax: max |x| for the scales instead of x's own, for delayed scaling: a number, or of the scale's shape.
+        seed: Starts stochastic roundings; scales draw with seed + 1.
+
+    Raises:
+        TypeError: Another dtype.
+        ValueError: ``amax`` beside a zero point, or a search.
+    """
+    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"quantize expects float64, fp32, BF16 or FP16, got {x.dtype}; convert it first")
+    if amax is not None and (not by.symmetric or by.search):
+        raise ValueError(f"quantizer {by.name}: amax is given only without a zero point and a search")
+    wide = x.detach().to(torch.float64 if by.arithmetic == "exact" else torch.float32)
+    blocks = _Blocks.of(wide, by)
+    if amax is None:
+        found = _best(blocks, by, seed)
+    else:
+        given = torch.as_tensor(amax, dtype=wide.dtype, device=x.device)
+        found = _of_amax(
+            blocks, by, given.reshape(given.shape or (1, 1)).expand(blocks.scales)[..., None, :, None], seed
+        )
+    out = x.dtype if x.dtype in (torch.float64, torch.float32) else torch.float32
+    whole = blocks.joined
+    return Quantized(
+        values=whole(found.values).to(out),
+        codes=whole(found.codes).float(),
+        scale=found.scale[..., 0, :, 0].float(),
+        zero_point=None if found.zero_point is None else found.zero_point[..., 0, :, 0].float(),
+        tensor_scale=None if found.tensor_scale is None else found.tensor_scale.float(),
+        clipped=whole(found.clipped),
+    )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """x cut into blocks: [..., R / r, r, C / c, c], filled up with zeros."""
+
+    x: Tensor
+    shape: torch.Size
+    scales: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, by: Quantizer) -> _Blocks:
+        matrix = x if x.dim() > 1 else x.reshape(1, -1)
+        if by.block == "tensor":
+            matrix = matrix.reshape(1, -1)
+        rows, columns = matrix.shape[-2:]
+        r, c = (max(n, 1) for n in by.block_shape((rows, columns)))
+        filled = torch.nn.functional.pad(matrix, (0, -columns % c, 0, -rows % r))
+        down, across = filled.shape[-2] // r, filled.shape[-1] // c
+        return cls(filled.reshape(*filled.shape[:-2], down, r, across, c), x.shape, (*filled.shape[:-2], down, across))
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Values of x's blocks in x's shape."""
+        *outer, down, r, across, c = values.shape
+        matrix = values.reshape(*outer, down * r, across * c)
+        if len(self.shape) < 2 or matrix.numel() == self.shape.numel():
+            return matrix.reshape(-1)[: self.shape.numel()].reshape(self.shape)
+        return matrix[..., : self.shape[-2], : self.shape[-1]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The parts of a ``Quantized``, in blocks."""
+
+    values: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    tensor_scale: Tensor | None
+    clipped: Tensor
+
+
+def _best(blocks: _Blocks, by: Quantizer, seed: int) -> _Found:
+    """By the block's own extremes, or by the part of them that leaves the least squared error."""
+
+    def attempt(factor: float) -> _Found:
+        if by.symmetric:
+            return _of_amax(blocks, by, _reduced(blocks.x.abs(), torch.amax) * factor, seed)
+        low, high = (_reduced(blocks.x, f).mul(factor) for f in (torch.amin, torch.amax))
+        return _of_range(blocks, by, low.clamp(max=0), high.clamp(min=0), seed)
+
+    if not by.search:
+        return attempt(1.0)
+    best, least = attempt(by.search[0]), None
+    for factor in by.search:
+        found = attempt(factor)
+        error = (found.values - blocks.x).square().sum((-3, -1), keepdim=True)
+        better = torch.ones_like(error, dtype=torch.bool) if least is None else error < least
+        least = error if least is None else torch.where(better, error, least)
+        best = _chosen(better, found, best)
+    return best
+
+
+def _chosen(better: Tensor, one: _Found, other: _Found) -> _Found:
+    def part(a: Tensor | None, b: Tensor | None) -> Any:
+        return None if a is None or b is None else torch.where(better, a, b)
+
+    names = ("values", "codes", "scale", "zero_point", "clipped")
+    return _Found(**{n: part(getattr(one, n), getattr(other, n)) for n in names}, tensor_scale=one.tensor_scale)
+
+
+def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
+    """An extreme of every block, [..., R / r, 1, C / c, 1]; 0 of nothing."""
+    return extreme(x, dim=(-3, -1), keepdim=True) if x.numel() else x.new_zeros((*x.shape[:-3], 1, x.shape[-2], 1))
+
+
+def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
+    target = by.largest if by.target is None else by.target
+    if not by.tensor_scale:
+        scale = _rounded_scale(amax / target, by, seed)
+        codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed)
+        return _Found(codes * scale, codes, scale, None, None, clipped)
+    rounding = scale_rounding(by.scale)
+    assert isinstance(rounding, Rounding)
+    whole = blocks.x.abs().amax() if blocks.x.numel() else amax.new_ones(())
+    # The largest scale becomes the largest number of its format.
+    level = (whole / (target * rounding.format.largest)).float().to(amax.dtype)
+    level = torch.where(level == 0, 1.0, level)
+    # One division where it shall be exact: target * level fits in float64.
+    scale = _rounded_scale(amax / (target * level) if by.arithmetic == "exact" else amax / target / level, by, seed)
+    codes, clipped = _coded(_divided(blocks.x, scale, by, level), by, seed)
+    return _Found(codes * (scale * level), codes, scale, None, level, clipped)
+
+
+def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: int) -> _Found:
+    elements = by.parsed_elements
+    assert isinstance(elements, Integers)
+    scale = _rounded_scale((high - low) / (elements.highest - elements.lowest), by, seed)
+    # Divided also where elements are multiplied by the reciprocal, as torchao does; 0/0 is a block of zeros.
+    zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
+    zero = zero.clamp(elements.lowest, elements.highest)
+    codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed, zero)
+    return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
+
+
+def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None) -> Tensor:
+    if by.arithmetic == "fp32-reciprocal":
+        quotient = x * (scale.reciprocal() if level is None else level.reciprocal() / scale)
+    else:
+        quotient = x / (scale if level is None else scale * level)
+    return torch.where(x == 0, x, quotient)  # also by a scale that has become 0
+
+
+def _coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The elements of x / s, and where they are clipped."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        steps = round_steps(quotient, elements.mode, seed)
+        steps = steps if zero is None else steps + zero
+        codes = steps.clamp(elements.lowest, elements.highest)
+        return codes, steps != codes
+    rounded = round_to(quotient, elements, seed)
+    largest = elements.format.largest
+    codes = rounded.clamp(-largest, largest)
+    # To nearest, what lies less than half a spacing beyond the last number is rounded to it.
+    spacing = 2.0 ** (_exponent(largest) - elements.format.mantissa_bits)
+    beyond = spacing / 2 if elements.mode is Mode.NEAREST_EVEN else 0.0
+    return codes, quotient.abs() > largest + beyond
+
+
+def _exponent(value: float) -> int:
+    return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
+
+
+def _rounded_scale(wanted: Tensor, by: Quantizer, seed: int) -> Tensor:
+    """The blocks' scales as they are stored."""
+    rounding = scale_rounding(by.scale)
+    if rounding is None:
+        scale = wanted.float().to(wanted.dtype)
+    elif isinstance(rounding, Rounding):
+        scale = round_to(wanted, rounding, seed + 1)
+    else:
+        scale = _power_of_two(wanted, rounding, seed + 1)
+    return scale.clamp(min=by.least_scale)
+
+
+def _power_of_two(x: Tensor, mode: Mode, seed: int) -> Tensor:
+    """``x``, 0 or more, rounded to E8M0."""
+    mantissa, exponent = torch.frexp(x.double())  # mantissa in [0.5, 1)
+    low = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+    if mode is Mode.UP:
+        up = mantissa > 0.5
+    elif mode is Mode.DOWN:
+        up = torch.zeros_like(mantissa, dtype=torch.bool)
+    elif mode is Mode.STOCHASTIC:
+        up = round_steps(2 * mantissa, mode, seed) == 2
+    else:
+        up = mantissa >= 0.75
+    rounded = torch.where(up, 2 * low, low).clamp(*_POWERS)
+    rounded = torch.where(x == 0, _POWERS[0], torch.where(x.isinf(), _POWERS[1], rounded))
+    return torch.where(x.isnan(), torch.nan, rounded).to(x.dtype)

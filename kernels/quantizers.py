@@ -1,0 +1,219 @@
+"""Block-scaled formats and integers below 16 bits: one scale for a block of elements, and rounding to them.
+
+    s = round_scale(amax / target)          one for each block; amax = max |x| of the block
+    code = clamp(round(x / s))              the element's format or integer
+    y = s code                              what x has become
+
+Asymmetric integers have a zero point z = lowest - round(min / s), s = round_scale((max - min) / (highest - lowest))
+with 0 between min and max, code = clamp(round(x / s) + z) and y = s (code - z). A second level (NVFP4) divides the
+blocks' scales by one of the whole tensor, t = amax of the tensor / (target * largest scale), before they are rounded.
+
+``target`` is the number that amax is mapped to: the elements' largest number (6 for E2M1, 7 for narrow INT4), the power
+of two below it with the scale rounded down (OCP MX 1.0, section 6.3: 4), or half the range of the integers (7.5). So
+the rules of the field are one rule:
+
+    OCP floor                  target 2**emax,                        scale e8m0:down
+    ceil                       target 2**emax,                        scale e8m0:up
+    even                       target 2**emax (1 - 2**-(m + 2)),      scale e8m0:down, m mantissa bits of the elements
+    round up (RCEIL, cuBLAS)   target the largest number,             scale e8m0:up
+
+Sources: OCP Microscaling Formats (MX) 1.0; NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149,
+appendix C; Jacob et al., "Quantization and Training of Neural Networks", arXiv 1712.05877, for the zero point.
+
+What is rounded follows the rules of ``kernels.formats``; beyond them:
+
+- **One rounding.** With arithmetic "exact" a block's scale, each quotient and each product are correctly rounded, each
+  once. "fp32" divides and multiplies in fp32 first, as most kernels do; "fp32-reciprocal" multiplies by fp32(1 / s)
+  instead of dividing x.
+- **Clamping.** A code that passes the largest number becomes it.
+- **NaN** makes its block NaN (all blocks, under a tensor's scale), and so does an infinity, whose scale is infinite;
+  but of E8M0 the scale is then 2**127.
+- **E8M0** holds 2**-127 to 2**127; a scale beyond them becomes the nearest, also that of a block of zeros. A tie
+  between two powers goes up (1.5 to 2), as in torch's and ml_dtypes' casts.
+- **Blocks of zeros** stay zeros, and a block whose scale underflows to 0 becomes zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from attn_diag.kernels.formats import Mode, Rounding, parse
+
+Arithmetic = Literal["exact", "fp32", "fp32-reciprocal"]
+_ARITHMETICS = ("exact", "fp32", "fp32-reciprocal")
+_INTEGER = re.compile(r"int([2-8])")
+_BLOCK = re.compile(r"(?:(\d+)x)?(\d+)")
+
+
+def scale_rounding(text: str) -> Rounding | Mode | None:
+    """What a scale is rounded to: None for fp32, a mode for a power of two. Raises ValueError."""
+    base, colon, mode = text.partition(":")
+    if base == "e8m0":
+        if colon and mode not in (Mode.NEAREST_EVEN, Mode.UP, Mode.DOWN, Mode.STOCHASTIC):
+            raise ValueError(f"a scale of e8m0 is rounded nearest-even, up, down or stochastic, got {mode!r}")
+        return Mode(mode) if colon else Mode.NEAREST_EVEN
+    if text == "fp32":
+        return None
+    rounding = parse(text)
+    if rounding is None:
+        raise ValueError(f"a scale's format is fp32, bf16, fp16, e4m3, e5m2 or e8m0, got {text!r}")
+    return rounding
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Signed integers of so many bits."""
+
+    bits: int
+    """With the sign, 2 to 8."""
+    narrow: bool
+    """Without -2**(bits - 1), so that both signs reach as far."""
+    mode: Mode = Mode.NEAREST_EVEN
+    """How is rounded to them."""
+
+    @property
+    def lowest(self) -> int:
+        """The lowest one."""
+        return -(1 << (self.bits - 1)) + self.narrow
+
+    @property
+    def highest(self) -> int:
+        """The highest one."""
+        return (1 << (self.bits - 1)) - 1
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A declared quantiser. Raises ValueError on what cannot be."""
+
+    name: str
+    """Its name."""
+    elements: str
+    """int2 to int8, or a format of ``kernels.formats`` without infinity (e2m1, e2m3, e3m2, e4m3) or e5m2; with an
+    optional :rounding."""
+    block: str
+    """What shares a scale: "tensor", "row" (an output channel of a weight, a token of activations), "column", "32" (so
+    many elements of a row) or "128x128" (rows by columns)."""
+    scale: str = "fp32"
+    """The scale's format, with an optional :rounding: fp32, bf16, fp16, e4m3, e5m2, e8m0 (a power of two)."""
+    target: float | None = None
+    """What amax is mapped to; None: the elements' largest number."""
+    symmetric: bool = True
+    """Without a zero point."""
+    narrow: bool = False
+    """Integers without the lowest one."""
+    tensor_scale: bool = False
+    """A second scale, fp32, of the whole tensor."""
+    least_scale: float = 0.0
+    """The blocks' scales are at least this."""
+    search: tuple[float, ...] = ()
+    """Factors of amax that are tried in this order; the one with the least squared error of its block is taken."""
+    arithmetic: Arithmetic = "exact"
+    """How is divided and multiplied."""
+
+    def __post_init__(self) -> None:
+        elements = self.parsed_elements
+        if not self.symmetric and not isinstance(elements, Integers):
+            raise ValueError(f"quantizer {self.name}: a zero point is for integers, got elements {self.elements!r}")
+        if self.narrow and not isinstance(elements, Integers):
+            raise ValueError(f"quantizer {self.name}: narrow is for integers, got elements {self.elements!r}")
+        if not self.symmetric and self.target is not None:
+            raise ValueError(f"quantizer {self.name}: target is for symmetric ones; the others use their whole range")
+        if self.target is not None and not 0 < self.target < float("inf"):
+            raise ValueError(f"quantizer {self.name}: target must be a finite number above 0, got {self.target}")
+        if self.arithmetic not in _ARITHMETICS:
+            raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
+        if not all(0 < factor <= 1 for factor in self.search):
+            raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
+        self.block_shape((1, 1))
+        rounding = scale_rounding(self.scale)
+        if self.tensor_scale and not isinstance(rounding, Rounding):
+            raise ValueError(
+                f"quantizer {self.name}: beside a tensor's scale blocks have one of e4m3, e5m2, bf16 or fp16"
+            )
+
+    @property
+    def parsed_elements(self) -> Integers | Rounding:
+        """What is rounded to. Raises ValueError."""
+        base, colon, mode = self.elements.partition(":")
+        if found := _INTEGER.fullmatch(base):
+            if colon and mode not in set(Mode) - {Mode.RANDOM_SIGN}:
+                raise ValueError(f"quantizer {self.name}: no rounding {mode!r} to integers")
+            return Integers(int(found[1]), self.narrow, Mode(mode) if colon else Mode.NEAREST_EVEN)
+        try:
+            rounding = parse(self.elements)
+        except ValueError:
+            rounding = None
+        if rounding is None or rounding.mode is Mode.RANDOM_SIGN:
+            raise ValueError(f"quantizer {self.name}: elements are int2 to int8 or a format, got {self.elements!r}")
+        return rounding
+
+    @property
+    def largest(self) -> float:
+        """The elements' largest number."""
+        elements = self.parsed_elements
+        return float(elements.highest if isinstance(elements, Integers) else elements.format.largest)
+
+    def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a block in a matrix of ``shape``. Raises ValueError."""
+        rows, columns = shape
+        whole = {"tensor": (rows, columns), "row": (1, columns), "column": (rows, 1)}
+        if self.block in whole:
+            return whole[self.block]
+        found = _BLOCK.fullmatch(self.block)
+        if found is None or not int(found[2]) or found[1] == "0":
+            raise ValueError(
+                f"quantizer {self.name}: block is tensor, row, column, a number of columns such as 32, or rows x "
+                f"columns such as 128x128, got {self.block!r}"
+            )
+        return int(found[1] or 1), int(found[2])
+
+
+PRESETS: dict[str, Quantizer] = {
+    found.name: found
+    for found in (
+        Quantizer("int8", "int8", "row", narrow=True),
+        Quantizer("int8-asymmetric", "int8", "row", symmetric=False),
+        # What INT4 training by fake quantisation uses (amax / 7); engines often divide by 7.5 and use -8 too.
+        Quantizer("int4", "int4", "32", narrow=True),
+        Quantizer("int4-half-range", "int4", "32", target=7.5),
+        Quantizer("int4-asymmetric", "int4", "32", symmetric=False),
+        Quantizer("fp8", "e4m3", "tensor"),
+        Quantizer("fp8-row", "e4m3", "row"),
+        # Weights in 128 x 128; "1x128" is for activations (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+        Quantizer("fp8-blocks", "e4m3", "128x128"),
+        Quantizer("mxfp8", "e4m3", "32", "e8m0:down", 256.0),
+        Quantizer("mxfp8-e5m2", "e5m2", "32", "e8m0:down", 32768.0),
+        Quantizer("mxfp6", "e2m3", "32", "e8m0:down", 4.0),
+        Quantizer("mxfp6-e3m2", "e3m2", "32", "e8m0:down", 16.0),
+        Quantizer("mxfp4", "e2m1", "32", "e8m0:down", 4.0),
+        Quantizer("mxint8", "int8", "32", "e8m0:down", 64.0, narrow=True),
+        Quantizer("nvfp4", "e2m1", "16", "e4m3", tensor_scale=True),
+    )
+}
+
+
+def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
+    """A preset, with fields of its own changed.
+
+    Args:
+        name: One of ``PRESETS``, or a quantiser.
+        changes: Fields of ``Quantizer`` by name: ``quantizer("int4", block="128")``.
+
+    Returns:
+        The quantiser; changed, its name says how.
+
+    Raises:
+        ValueError: An unknown preset or field, or what cannot be.
+    """
+    if isinstance(name, str) and name not in PRESETS:
+        raise ValueError(f"unknown quantizer {name!r}; there are {', '.join(PRESETS)}")
+    found = PRESETS[name] if isinstance(name, str) else name
+    known = {item.name for item in fields(Quantizer)} - {"name"}
+    if unknown := set(changes) - known:
+        raise ValueError(f"a quantizer has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    if not changes:
+        return found
+    return replace(found, **{"name": " ".join([found.name, *(f"{k}={v}" for k, v in changes.items())]), **changes})
