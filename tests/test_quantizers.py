@@ -366,7 +366,8 @@ class TestLimits:
             plain = attn_diag.quantize(x, name)
             found = attn_diag.quantize(x, name, search=(1.0, 0.9, 0.8, 0.7, 0.5))
             before, after = ((q.values - x).square().sum() for q in (plain, found))
-            assert after < before, name
+            # Half a power of two clips more than it gains, here.
+            assert after == before if name == "mxfp4" else after < before, name
 
     @pytest.mark.parametrize(
         ("name", "changes", "said"),
