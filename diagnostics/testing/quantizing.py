@@ -103,7 +103,7 @@ def fake_quantize(
     if gradient not in ("straight-through", "clipped"):
         raise InputError(f"gradient is straight-through or clipped, got {gradient!r}")
     found = quantize(x, by, amax=amax, seed=seed, **changes)
-    rounded: Tensor = _StraightThrough.apply(
+    rounded: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
         x, found.values.to(x.dtype), found.clipped if gradient == "clipped" else None
     )
     return rounded

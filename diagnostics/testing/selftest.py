@@ -82,7 +82,7 @@ def rounding_checks(
         fmt = formats.parse(name)
         assert fmt is not None
         layout = fmt.format
-        table = RoundingTable.of(layout.exponent_bits, layout.mantissa_bits, finite=layout.finite)
+        table = RoundingTable.of(layout.exponent_bits, layout.mantissa_bits, top=layout.top)
         x = _around(table.numbers)
         expected = table.bracket(x).round("nearest-even")
         wrong = _different(reference(x, format_of(dtype)), expected) + _different(site(x, fmt), expected)
