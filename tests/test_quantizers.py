@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -49,8 +50,8 @@ class Oracle:
         while abs(x) < Fraction(2) ** exponent and exponent > least:
             exponent -= 1
         spacing = Fraction(2) ** (exponent - bits + 1)
-        steps = {"nearest-even": round, "down": math.floor, "up": math.ceil}[mode](x / spacing)
-        return max(-largest, min(largest, steps * spacing))
+        rules: dict[str, Callable[[Fraction], int]] = {"nearest-even": round, "down": math.floor, "up": math.ceil}
+        return max(-largest, min(largest, rules[mode](x / spacing) * spacing))
 
     def fp32(self, x: Fraction) -> Fraction:
         return self.number(x, 24, -126, Fraction(2) ** 128)
@@ -85,12 +86,12 @@ class Oracle:
             assert isinstance(self.elements, Integers)
             low, high = min([Fraction(0), *values]), max([Fraction(0), *values])
             scale = self.scale((high - low) / (self.elements.highest - self.elements.lowest))
-            zero = self.elements.lowest - (Fraction(round(low / scale)) if scale else 0)
+            zero = Fraction(self.elements.lowest - (round(low / scale) if scale else 0))
         codes = []
         for x in values:
             if isinstance(self.elements, Integers):
-                steps = (round(x / scale / level) if x else 0) + zero
-                codes.append(Fraction(max(self.elements.lowest, min(self.elements.highest, steps))))
+                steps = zero + (round(x / scale / level) if x else 0)
+                codes.append(max(Fraction(self.elements.lowest), min(Fraction(self.elements.highest), steps)))
             elif x and not scale:
                 codes.append(Fraction(self.by.largest) * (1 if x > 0 else -1))
             else:
