@@ -42,6 +42,7 @@ from .results.invariance import Invariance as Invariance
 from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
+from .results.quant import Quant as Quant
 from .results.replay import Replay as Replay
 from .results.several import Several as Several
 from .results.what_if import WhatIf as WhatIf
@@ -49,9 +50,10 @@ from .testing.hunting.hunt import hunt as hunt
 from .testing.hunting.hunt import hunt_captures as hunt_captures
 from .testing.invariance.invariance import invariance as invariance
 from .testing.probing.probe import probe as probe
-from .testing.quantizing import fake_quantize as fake_quantize
-from .testing.quantizing import quantize as quantize
-from .testing.quantizing import quantizer as quantizer
+from .testing.quantizing.functions import fake_quantize as fake_quantize
+from .testing.quantizing.functions import quantize as quantize
+from .testing.quantizing.functions import quantizer as quantizer
+from .testing.quantizing.quant import quant as quant
 from .testing.regression.check import check as check
 from .testing.replaying.replay import replay as replay
 from .testing.replaying.replay import replay_captures as replay_captures

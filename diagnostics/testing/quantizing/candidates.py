@@ -1,0 +1,221 @@
+"""Which quantiser made these values: the declared one, those that differ from it in one thing or two, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Mode, Rounding
+from attn_diag.kernels.quantize import Quantized, quantize
+from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
+from attn_diag.results.quant import QuantizerMatch
+
+# Fewer elements that differ than this are last bits and ties that an order of operations decides.
+SAME = 0.999
+# What a factor of amax that is read off the values leaves of its own rounding.
+_FACTOR_TOLERANCE = 2.0**-18
+# Rows of w on which quantisers are tried whose blocks lie within a row.
+_ROWS = 128
+_PAIRS_OF = 4
+_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantiser that may have made the values."""
+
+    by: Quantizer
+    words: str
+    """How it differs from the declared one."""
+    zero_shift: int = 0
+    """The zero point is off by so much."""
+    amax_factor: float | None = None
+    """The scales are those of so many times the data's amax."""
+
+    def values(self, w: Tensor) -> Quantized:
+        """What it makes of ``w``."""
+        if self.amax_factor is not None:
+            own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
+            target = self.by.largest if self.by.target is None else self.by.target
+            return quantize(w, self.by, amax=own.scale * target * self.amax_factor)
+        found = quantize(w, self.by)
+        if not self.zero_shift:
+            return found
+        scale = spread(found.scale, w, self.by)
+        return replace(found, values=found.values - self.zero_shift * scale)
+
+
+def spread(per_block: Tensor, w: Tensor, by: Quantizer) -> Tensor:
+    """A figure of every block, for each of its elements: [R, C]."""
+    r, c = by.block_shape((w.shape[0], w.shape[1]))
+    return per_block.repeat_interleave(r, 0)[: w.shape[0]].repeat_interleave(c, 1)[:, : w.shape[1]]
+
+
+def equal_part(candidate: Candidate, w: Tensor, observed: Tensor) -> float:
+    """The part of the elements that have the candidate's value; drawn ones may have either neighbour's."""
+    base, _, mode = candidate.by.elements.partition(":")
+    modes = (Mode.UP, Mode.DOWN) if mode == Mode.STOCHASTIC else (mode or Mode.NEAREST_EVEN,)
+    equal = torch.zeros_like(observed, dtype=torch.bool)
+    for one in modes:
+        made = replace(candidate, by=replace(candidate.by, elements=f"{base}:{one}")).values(w).values
+        if candidate.amax_factor is None:
+            equal |= made.to(observed.dtype) == observed
+        else:
+            slack = max(_FACTOR_TOLERANCE, torch.finfo(observed.dtype).eps)
+            equal |= (made.double() - observed.double()).abs() <= slack * made.double().abs()
+    return float(equal.double().mean())
+
+
+def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[list[QuantizerMatch], Candidate | None]:
+    """The declared quantiser and those that come nearest, best first, and the one that made the values, if one did.
+
+    Args:
+        w: The weight, [R, C].
+        observed: What became of it, of its shape.
+        declared: The quantiser that should have done it; None: any preset may have.
+    """
+    tried: dict[str, tuple[float, Candidate]] = {}
+
+    def attempt(candidates: Sequence[Candidate]) -> float:
+        for candidate in candidates:
+            if candidate.words not in tried:
+                rows = slice(None) if _looks_beyond_rows(candidate.by) else slice(_ROWS)
+                share = equal_part(candidate, w[rows], observed[rows])
+                if share >= SAME and rows.stop is not None and len(w) > _ROWS:
+                    share = equal_part(candidate, w, observed)
+                tried[candidate.words] = share, candidate
+        return max((share for share, _ in tried.values()), default=0.0)
+
+    def best(count: int) -> list[Candidate]:
+        return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:count]]
+
+    starts = [Candidate(declared, "as declared")] if declared is not None else _presets()
+    if attempt(starts) < 1:
+        bases = starts if declared is not None else best(_PAIRS_OF)
+        if declared is not None:
+            # Of as many bits, as somebody may have meant it.
+            bits = declared.elements.partition(":")[0]
+            attempt([c for c in _presets() if c.by.elements.partition(":")[0] == bits])
+        if attempt([c for base in bases for c in _changes(base, w, observed)]) < SAME:
+            attempt([c for base in best(_PAIRS_OF) for c in _changes(base, w, observed)])
+    order = sorted(tried.values(), key=lambda found: -found[0])
+    share, winner = order[0]
+    shown = order[:_KEPT]
+    if declared is not None:
+        own = tried[starts[0].words]
+        if own[0] >= SAME and (
+            share < 1
+            or replace(winner.by, name="", arithmetic="exact") == replace(declared, name="", arithmetic="exact")
+        ):
+            # Another arithmetic explains the rest, or nothing does.
+            winner = own[1]
+        if own not in shown:
+            shown = [*shown[: _KEPT - 1], own]
+    matches = [QuantizerMatch(c.by.name, c.words, part) for part, c in shown]
+    return matches, winner if share >= SAME else None
+
+
+def _presets() -> list[Candidate]:
+    return [Candidate(by, f"the rules of {name}") for name, by in PRESETS.items()]
+
+
+def _looks_beyond_rows(by: Quantizer) -> bool:
+    return by.tensor_scale or by.block in ("tensor", "column") or "x" in by.block
+
+
+def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidate]:
+    """What differs from ``start`` in one thing, the likelier first."""
+    by = start.by
+
+    def changed(words: str, **changes: Any) -> Candidate | None:
+        try:
+            other = replace(by, **changes)
+        except ValueError:
+            return None
+        if other == by or (start.zero_shift and other.symmetric) or (start.amax_factor and not other.symmetric):
+            return None
+        name = " ".join([by.name, *(f"{k}={v}" for k, v in changes.items())])
+        told = words if start.words == "as declared" else f"{start.words}, {words}"
+        return replace(start, by=replace(other, name=name), words=told)
+
+    found: list[Candidate | None] = []
+    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128"):
+        what = {
+            "row": "a scale for each row",
+            "column": "a scale for each column",
+            "tensor": "one scale for the tensor",
+        }
+        found.append(changed(what.get(block, f"blocks of {block}"), block=block))
+    elements = by.elements.partition(":")[0]
+    modes = (Mode.NEAREST_EVEN, Mode.TOWARD_ZERO, Mode.DOWN, Mode.UP, Mode.STOCHASTIC)
+    found += [changed(f"elements rounded {mode}", elements=f"{elements}:{mode}") for mode in modes]
+    found += [changed(words, target=target) for target, words in _targets(by)]
+    for scale in ("fp32", "bf16", "fp16", "e8m0", "e8m0:up", "e8m0:down", "e4m3"):
+        found.append(changed(f"scales rounded to {scale}", scale=scale))
+        if by.target is not None:
+            found.append(
+                changed(f"scales rounded to {scale} of amax over the largest number", scale=scale, target=None)
+            )
+    found.append(
+        changed("with the lowest integer" if by.narrow else "without the lowest integer", narrow=not by.narrow)
+    )
+    found.append(
+        changed("symmetric", symmetric=True)
+        if not by.symmetric
+        else changed("with a zero point", symmetric=False, target=None)
+    )
+    found += [changed(f"arithmetic {a}", arithmetic=a) for a in ("fp32", "fp32-reciprocal", "exact")]
+    if not by.symmetric:
+        found += [replace(start, words=_and(start, f"the zero point off by {n:+d}"), zero_shift=n) for n in (1, -1)]
+    elif not by.tensor_scale:
+        found += [
+            replace(start, words=_and(start, f"an amax {factor:.4g} times the data's"), amax_factor=factor)
+            for factor in _amax_factors(by, w, observed)
+        ]
+    return (candidate for candidate in found if candidate is not None)
+
+
+def _and(start: Candidate, words: str) -> str:
+    return words if start.words == "as declared" else f"{start.words}, {words}"
+
+
+def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
+    """Other numbers that amax may be mapped to."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        yield None, f"amax mapped to {elements.highest}"
+        yield elements.highest + 0.5, f"amax mapped to {elements.highest + 0.5:g}"
+        yield float(elements.highest + 1), f"amax mapped to {elements.highest + 1}"
+        return
+    assert isinstance(elements, Rounding)
+    fmt = elements.format
+    power = 2.0 ** (torch.frexp(torch.tensor(fmt.largest, dtype=torch.float64)).exponent.item() - 1)
+    yield None, f"amax mapped to {fmt.largest:g}"
+    yield power, f"amax mapped to {power:g}"
+    yield power * (1 - 2.0 ** -(fmt.mantissa_bits + 2)), "amax rounded to the elements before its power of two is taken"
+
+
+def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]:
+    """By how much amax may be another than the data's, if by the same in all blocks.
+
+    Where something is clipped, the largest observed number is the elements' largest times its block's scale; the
+    smallest one is the elements' smallest times its block's scale, if that occurs.
+    """
+    elements = by.parsed_elements
+    least = 1.0
+    if not isinstance(elements, Integers):
+        least = 2.0 ** (elements.format.min_exponent - elements.format.mantissa_bits)
+    expected = spread(quantize(w, by).scale, w, by).double()
+    size = observed.double().abs()
+    if not bool((size > 0).any()):
+        return
+    for unit, extreme in ((by.largest, size.max()), (least, size[size > 0].min())):
+        place = (size == extreme).nonzero()[0]
+        scale = float(expected[tuple(place)])
+        factor = float(extreme) / unit / scale if scale else 1.0
+        if 0.01 < factor < 100 and abs(factor - 1) > 1e-3:
+            yield factor

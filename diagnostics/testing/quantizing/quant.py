@@ -1,0 +1,223 @@
+"""``attn_diag.quant``: what a fake quantiser does to a weight, and whether it is the one that it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.errors import InputError
+from attn_diag.head.machine import describe_tool
+from attn_diag.kernels.formats import Mode
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
+from attn_diag.statistics.means import require_level
+from attn_diag.testing.quantizing.candidates import Candidate, identify
+from attn_diag.testing.quantizing.figures import Errors, Means, means_of
+from attn_diag.testing.quantizing.functions import quantizer
+
+Declared = str | Quantizer | None
+
+
+def quant(
+    w: Tensor,
+    by: Declared = None,
+    *,
+    observed: Tensor | None = None,
+    x: Tensor | None = None,
+    level: float = 0.01,
+    source: str = "tensors",
+) -> Quant:
+    """What a fake quantiser does to a weight: its signed error, what that consists of, and what others would leave.
+
+        found = attn_diag.quant(layer.weight, "int4", observed=my_fake_quant(layer.weight), x=activations)
+        print(found.report())
+
+    Where values are observed, it says first whether they are the declared quantiser's, and if not, which other one made
+    them: other blocks, another rule or rounding of the scale or the elements, a zero point that is off by one, an amax
+    that is not the data's.
+
+    Args:
+        w: The weight before, [out, in], float64, fp32, BF16 or FP16.
+        by: The quantiser that should be: a name (see ``attn_diag.quantizer``), a Quantizer, or None where it is not
+            known.
+        observed: What became of ``w``: its dequantised values, [out, in], any float dtype.
+        x: Inputs of the layer, [N, in] (or [..., in]), for the error of its output.
+        level: Significance level of the tests.
+        source: Where the tensors come from, for the report.
+
+    Returns:
+        A ``Quant``.
+
+    Raises:
+        InputError: Shapes, dtypes or values that cannot be, or neither a quantiser nor observed values.
+    """
+    require_level(level)
+    declared = quantizer(by) if by is not None else None
+    _require(w, observed, x, declared)
+    w = w.detach()
+    if observed is None:
+        assert declared is not None
+        matches: Sequence[QuantizerMatch] = ()
+        made: Candidate | None = Candidate(declared, "as declared")
+        values = None
+    else:
+        values = observed.detach().to(w.device)
+        matches, made = identify(w, values, declared)
+    shown = made.by if made is not None else declared
+    exact = w.double()
+    errors = _errors(exact, values, made)
+    blocks = shown if shown is not None else quantizer("int8")  # rows, where nothing is known
+    means = means_of(errors, blocks, level)
+    rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
+    outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
+    return Quant(
+        tool=describe_tool(w.device),
+        source=source,
+        shape=(w.shape[0], w.shape[1]),
+        dtype=str(w.dtype).removeprefix("torch."),
+        declared=None if declared is None else declared.name,
+        judged="observed" if observed is not None else blocks.name,
+        outcome=outcome,  # type: ignore[arg-type]
+        headline=headline,
+        notes=tuple(_notes(means, level, made)),
+        matches=tuple(matches),
+        error=errors.rms,
+        mean=means.mean,
+        away=means.away,
+        channels_tested=means.channels_tested,
+        channels_biased=means.channels_biased,
+        level=level,
+        parts=tuple(errors.parts()),
+        output=None if rows is None else errors.output(rows),
+        alternatives=tuple(_alternatives(exact, rows, shown)) if shown is not None else (),
+        next=following,
+    )
+
+
+def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Quantizer | None) -> None:
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if w.dim() != 2 or w.dtype not in floats or not w.numel():
+        raise InputError(
+            f"w must be [out, in] in float64, fp32, BF16 or FP16, got {list(w.shape)} in {w.dtype}; give one layer's "
+            "weight"
+        )
+    if observed is None and declared is None:
+        raise InputError(
+            'neither a quantizer nor observed values: name one (by="int4"), or pass what came of w, or both'
+        )
+    if observed is not None and (observed.shape != w.shape or not observed.is_floating_point()):
+        raise InputError(
+            f"observed must be w's dequantised values, floats of its shape {list(w.shape)}, got {list(observed.shape)} "
+            f"in {observed.dtype}; multiply codes by their scales first"
+        )
+    if x is not None and (x.dim() < 1 or x.shape[-1] != w.shape[1] or not x.is_floating_point() or not x.numel()):
+        raise InputError(f"x must be [N, in] with in = {w.shape[1]}, floats, got {list(x.shape)} in {x.dtype}")
+    for name, tensor in (("w", w), ("observed", observed), ("x", x)):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise InputError(f"{name} holds NaN or Inf; quantise finite values")
+
+
+def _errors(w: Tensor, observed: Tensor | None, made: Candidate | None) -> Errors:
+    own = made.values(w) if made is not None else None
+    if observed is not None:
+        values = observed.double()
+    else:
+        assert own is not None
+        values = own.values
+    clipped = own.clipped if own is not None else torch.zeros_like(w, dtype=torch.bool)
+    return Errors(w, values - w, (values == 0) & (w != 0), clipped)
+
+
+def _verdict(
+    declared: Quantizer | None,
+    made: Candidate | None,
+    matches: Sequence[QuantizerMatch],
+    means: Means,
+    level: float,
+    seen: bool,
+) -> tuple[str, str, str | None]:
+    """Outcome, headline, and what to do next."""
+    if not seen:
+        assert declared is not None
+        return "undecided", f"what {declared.name} does to this weight; no observed values to judge", None
+    if made is None:
+        best = matches[0]
+        near = f"the nearest, {best.quantizer} ({best.words}), gives {best.equal:.1%} of the values"
+        if declared is None:
+            return "undecided", f"no quantizer that is known here made these values: {near}", None
+        own = next(m for m in matches if m.words == "as declared")
+        return (
+            "fail",
+            f"not {declared.name}, which gives {own.equal:.1%} of the values, nor one that is near it"
+            + ("" if best is own else f": {near}"),
+            "declare the quantizer as it was meant, field by field: attn_diag.quantizer(…)",
+        )
+    drawn = made.by.parsed_elements.mode is Mode.STOCHASTIC
+    if declared is not None and made.words != "as declared":
+        own = next(m for m in matches if m.words == "as declared")
+        return (
+            "fail",
+            f"not {declared.name}, which gives {own.equal:.1%} of the values, but with {made.words}: "
+            f"{matches[0].equal:.2%}",
+            None,
+        )
+    if drawn:
+        for found, what in ((means.mean, "their mean error is"), (means.away, "away from zero their mean error is")):
+            if found.p_value is not None and found.p_value <= level:
+                return "fail", f"dithered values are biased: {what} {_signed(found)}", None
+        return "pass", f"the values are {made.by.name}'s, each next to w, and no bias is found in them", None
+    share = next(m.equal for m in matches if m.words == made.words)
+    return "pass", f"the values are {made.by.name}'s" + ("" if share == 1 else f", {share:.2%} of them"), None
+
+
+def _signed(found: MeanOfErrors) -> str:
+    return f"{found.mean:+.2e} of w's root mean square (p = {found.p_value:.1g})"
+
+
+def _notes(means: Means, level: float, made: Candidate | None) -> Iterator[str]:
+    drawn = made is not None and made.by.parsed_elements.mode is Mode.STOCHASTIC
+    for found, words in ((means.mean, "error"), (means.away, "error away from zero")):
+        if found.p_value is None:
+            why = "the errors are all alike" if found.clusters >= 8 else f"{found.clusters} clusters are too few"
+            yield f"the mean {words} has no test: {why}"
+        elif found.p_value <= level and not drawn:
+            yield (
+                f"the mean {words} is not 0: {_signed(found)}; rounding that does not draw has the mean that the "
+                "weight gives it"
+            )
+
+
+def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer) -> Iterator[Alternative]:
+    """What others leave: the next blocks, the other symmetry and rule of scale, dithering, a search."""
+    changes: list[tuple[str, dict[str, object]]] = [("as it is", {})]
+    if by.block.isdigit():
+        changes += [(f"blocks of {n}", {"block": str(n)}) for n in (int(by.block) // 2, int(by.block) * 4) if n >= 8]
+    if isinstance(by.parsed_elements, Integers):
+        if by.symmetric:
+            changes.append(("with a zero point", {"symmetric": False, "target": None, "search": ()}))
+        else:
+            changes.append(("symmetric", {"symmetric": True}))
+    if by.scale.startswith("e8m0"):
+        changes.append(("scales rounded up from amax over the largest number", {"scale": "e8m0:up", "target": None}))
+    base = by.elements.partition(":")[0]
+    changes.append(("stochastic rounding", {"elements": f"{base}:stochastic"}))
+    if not by.search:
+        changes.append(
+            ("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})
+        )
+    for words, change in changes:
+        name = " ".join([by.name, *(f"{k}={v}" for k, v in change.items() if k != "search")])
+        other = replace(by, **{"name": name, **change})  # type: ignore[arg-type]
+        if change and replace(other, name=by.name) == by:
+            continue
+        found = quantize(w, other)
+        errors = Errors(w, found.values - w, (found.values == 0) & (w != 0), found.clipped)
+        output = None if x is None else errors.output(x)
+        yield Alternative(
+            other.name, words, errors.rms, errors.away,
+            None if output is None else output.error, None if output is None else output.constant,
+        )  # fmt: skip
