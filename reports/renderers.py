@@ -69,6 +69,7 @@ _RENDERERS = {
     "microscope": Renderer("microscope:microscope_renderables"),
     "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),
+    "quant": Renderer("quant:quant_renderables", page="quant:quant_document"),
     "replay": Renderer("replay:replay_renderables", page="replay:replay_document"),
     "selftest": Renderer("selftest:installation_renderables"),
     "what-if": Renderer("what_if:what_if_renderables"),

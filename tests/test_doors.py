@@ -14,6 +14,7 @@ import torch
 from builders import rounded_inputs
 from command_line import Run
 from hostile import hostile_diagnosis
+from safetensors.torch import save_file
 
 import attn_diag
 from attn_diag.captures.capture import Captures
@@ -89,6 +90,12 @@ def diagnosis(folder: Path, name: str) -> Path:
     target = folder / f"{short(name)}.json"
     target.write_text(hostile_diagnosis(text(name)).to_json())
     return target
+
+
+def layer(folder: Path, name: str) -> Path:
+    w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    save_file({text(name): w, "observed": w.bfloat16()}, folder / "layer.safetensors")
+    return (folder / "layer.safetensors").rename(folder / f"{short(name)}.safetensors")
 
 
 def dump(folder: Path, name: str) -> Path:
@@ -167,6 +174,8 @@ COMMANDS: dict[str, Command] = {
     "check stored": lambda f, n: ("check", capture(f, n), "--device", "cpu", "--github", "--junit", f / "junit.xml"),
     "check baseline": lambda f, n: ("check", "fa2", *CHECK, "--baseline", diagnosis(f, n)),
     "check saved": lambda f, n: ("check", "fa2", *CHECK, "--baseline", f / short(n), "--save"),
+    "quant": lambda f, n: ("quant", layer(f, n), "--weight", text(n), "--html", f / "page.html"),
+    "quant missing": lambda f, n: ("quant", layer(f, n), "--quantizer", text(n), "--set", f"block={text(n)}"),
     "convert": lambda f, n: ("convert", dump(f, n), f / short(n)),
     "convert mapped": lambda f, n: (
         "convert", dump(f, n), f / short(n), *(x for k in "qkvo" for x in ("--map", f"{k}={text(n)}.{text(n)}{k}")),

@@ -24,6 +24,7 @@ from attn_diag.cli.inspect import inspect
 from attn_diag.cli.invariance import invariance
 from attn_diag.cli.microscope import microscope
 from attn_diag.cli.probe import probe
+from attn_diag.cli.quant import quant
 from attn_diag.cli.replay import replay
 from attn_diag.cli.report import report
 from attn_diag.cli.selftest import selftest
@@ -69,7 +70,7 @@ app = typer.Typer(
 # As the help page lists them.
 for _command in (
     inspect, report, diff, identify, attribute, what_if, microscope, figures, replay, probe, check, invariance,
-    convert,
+    quant, convert,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings=SETTINGS)(dtypes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +12,19 @@ from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import Quantized, quantize
-from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Integers, Quantizer
 from attn_diag.results.quant import QuantizerMatch
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
 # What a factor of amax that is read off the values leaves of its own rounding.
 _FACTOR_TOLERANCE = 2.0**-18
+DECLARED = "as declared"
+_ARITHMETICS: dict[Arithmetic, str] = {
+    "exact": "in exact arithmetic",
+    "fp32": "in fp32 arithmetic",
+    "fp32-reciprocal": "in fp32 arithmetic with reciprocal scales",
+}
 # Rows of w on which quantisers are tried whose blocks lie within a row.
 _ROWS = 128
 _PAIRS_OF = 4
@@ -78,6 +85,7 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
         observed: What became of it, of its shape.
         declared: The quantiser that should have done it; None: any preset may have.
     """
+    starts = _presets() if declared is None else _as_declared(declared)
     tried: dict[str, tuple[float, Candidate]] = {}
 
     def attempt(candidates: Sequence[Candidate]) -> float:
@@ -87,15 +95,17 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
                 share = equal_part(candidate, w[rows], observed[rows])
                 if share >= SAME and rows.stop is not None and len(w) > _ROWS:
                     share = equal_part(candidate, w, observed)
+                if candidate.by.elements.endswith(Mode.STOCHASTIC) and candidate not in starts:
+                    # Whatever else lies on this grid fits it too.
+                    share = min(share, SAME)
                 tried[candidate.words] = share, candidate
         return max((share for share, _ in tried.values()), default=0.0)
 
     def best(count: int) -> list[Candidate]:
         return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:count]]
 
-    starts = [Candidate(declared, "as declared")] if declared is not None else _presets()
     if attempt(starts) < 1:
-        bases = starts if declared is not None else best(_PAIRS_OF)
+        bases = best(_PAIRS_OF if declared is None else 1)
         if declared is not None:
             # Of as many bits, as somebody may have meant it.
             bits = declared.elements.partition(":")[0]
@@ -106,17 +116,19 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
     share, winner = order[0]
     shown = order[:_KEPT]
     if declared is not None:
-        own = tried[starts[0].words]
-        if own[0] >= SAME and (
-            share < 1
-            or replace(winner.by, name="", arithmetic="exact") == replace(declared, name="", arithmetic="exact")
-        ):
-            # Another arithmetic explains the rest, or nothing does.
-            winner = own[1]
+        own = max((tried[c.words] for c in starts), key=lambda found: found[0])
+        if own[0] >= SAME and share < 1:
+            winner = own[1]  # nothing else explains the rest
         if own not in shown:
             shown = [*shown[: _KEPT - 1], own]
     matches = [QuantizerMatch(c.by.name, c.words, part) for part, c in shown]
     return matches, winner if share >= SAME else None
+
+
+def _as_declared(by: Quantizer) -> list[Candidate]:
+    """In any arithmetic: that is no other quantiser."""
+    others = [(a, w) for a, w in _ARITHMETICS.items() if a != by.arithmetic]
+    return [Candidate(by, DECLARED), *(Candidate(replace(by, arithmetic=a), f"{DECLARED}, {w}") for a, w in others)]
 
 
 def _presets() -> list[Candidate]:
@@ -136,11 +148,15 @@ def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidat
             other = replace(by, **changes)
         except ValueError:
             return None
-        if other == by or (start.zero_shift and other.symmetric) or (start.amax_factor and not other.symmetric):
+        if (
+            other == by
+            or (start.amax_factor and "target" in changes)
+            or (start.zero_shift and other.symmetric)
+            or (start.amax_factor and not other.symmetric)
+        ):
             return None
         name = " ".join([by.name, *(f"{k}={v}" for k, v in changes.items())])
-        told = words if start.words == "as declared" else f"{start.words}, {words}"
-        return replace(start, by=replace(other, name=name), words=told)
+        return replace(start, by=replace(other, name=name), words=_and(start, words))
 
     found: list[Candidate | None] = []
     for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128"):
@@ -168,7 +184,7 @@ def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidat
         if not by.symmetric
         else changed("with a zero point", symmetric=False, target=None)
     )
-    found += [changed(f"arithmetic {a}", arithmetic=a) for a in ("fp32", "fp32-reciprocal", "exact")]
+    found += [changed(words, arithmetic=a) for a, words in _ARITHMETICS.items()]
     if not by.symmetric:
         found += [replace(start, words=_and(start, f"the zero point off by {n:+d}"), zero_shift=n) for n in (1, -1)]
     elif not by.tensor_scale:
@@ -180,7 +196,7 @@ def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidat
 
 
 def _and(start: Candidate, words: str) -> str:
-    return words if start.words == "as declared" else f"{start.words}, {words}"
+    return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
 
 
 def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
@@ -202,18 +218,25 @@ def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
 def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]:
     """By how much amax may be another than the data's, if by the same in all blocks.
 
-    Where something is clipped, the largest observed number is the elements' largest times its block's scale; the
-    smallest one is the elements' smallest times its block's scale, if that occurs.
+    The smallest observed number is the elements' smallest times its block's scale, if that occurs, and the largest one
+    is their largest, if something is clipped. Of a floating-point format it may be any of the upper ones: their grid
+    looks the same at another scale.
     """
     elements = by.parsed_elements
-    least = 1.0
+    least, upper = 1.0, [by.largest]
     if not isinstance(elements, Integers):
-        least = 2.0 ** (elements.format.min_exponent - elements.format.mantissa_bits)
+        fmt = elements.format
+        least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+        power = 2.0 ** (math.frexp(fmt.largest)[1] - 2)
+        steps = 2**fmt.mantissa_bits
+        upper = [p * (1 + m / steps) for p in (2 * power, power) for m in range(steps - 1, -1, -1)]
+        upper = [unit for unit in upper if unit <= fmt.largest]
     expected = spread(quantize(w, by).scale, w, by).double()
     size = observed.double().abs()
     if not bool((size > 0).any()):
         return
-    for unit, extreme in ((by.largest, size.max()), (least, size[size > 0].min())):
+    found = [(unit, size.max()) for unit in upper] + [(least, size[size > 0].min())]
+    for unit, extreme in found:
         place = (size == extreme).nonzero()[0]
         scale = float(expected[tuple(place)])
         factor = float(extreme) / unit / scale if scale else 1.0

@@ -96,7 +96,7 @@ def means_of(errors: Errors, by: Quantizer, level: float) -> Means:
         sums, sizes = _clusters(values, by)
         found.append(_tested(sums.reshape(-1), sizes.reshape(-1), level, unit))
     adjusted = iter(adjust([p for *_, p in found if p is not None]))
-    overall = [MeanOfErrors(m, se, None if p is None else next(adjusted), n) for m, se, n, p in found]
+    mean, away = (MeanOfErrors(m, se, None if p is None else next(adjusted), n) for m, se, n, p in found)
     sums, sizes = _clusters(errors.error, by, by_row=True)
     tested = biased = 0
     if sums.shape[1] >= MIN_CLUSTERS and len(sums):
@@ -104,7 +104,7 @@ def means_of(errors: Errors, by: Quantizer, level: float) -> Means:
         known = np.asarray(test.standard_error) > 0
         tested = int(known.sum())
         biased = sum(p <= level for p in adjust([float(p) for p in np.asarray(test.p_value)[known]]))
-    return Means(*overall, channels_tested=tested, channels_biased=biased)
+    return Means(mean, away, tested, biased)
 
 
 def _tested(sums: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], level: float, unit: float) -> tuple[

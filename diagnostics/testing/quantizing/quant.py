@@ -15,7 +15,7 @@ from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.candidates import Candidate, identify
+from attn_diag.testing.quantizing.candidates import DECLARED, Candidate, identify
 from attn_diag.testing.quantizing.figures import Errors, Means, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 
@@ -62,7 +62,7 @@ def quant(
     if observed is None:
         assert declared is not None
         matches: Sequence[QuantizerMatch] = ()
-        made: Candidate | None = Candidate(declared, "as declared")
+        made: Candidate | None = Candidate(declared, DECLARED)
         values = None
     else:
         values = observed.detach().to(w.device)
@@ -149,7 +149,7 @@ def _verdict(
         near = f"the nearest, {best.quantizer} ({best.words}), gives {best.equal:.1%} of the values"
         if declared is None:
             return "undecided", f"no quantizer that is known here made these values: {near}", None
-        own = next(m for m in matches if m.words == "as declared")
+        own = next(m for m in matches if m.words.startswith(DECLARED))
         return (
             "fail",
             f"not {declared.name}, which gives {own.equal:.1%} of the values, nor one that is near it"
@@ -157,13 +157,13 @@ def _verdict(
             "declare the quantizer as it was meant, field by field: attn_diag.quantizer(…)",
         )
     drawn = made.by.parsed_elements.mode is Mode.STOCHASTIC
-    if declared is not None and made.words != "as declared":
-        own = next(m for m in matches if m.words == "as declared")
+    if declared is not None and not made.words.startswith(DECLARED):
+        own = next(m for m in matches if m.words.startswith(DECLARED))
         return (
             "fail",
             f"not {declared.name}, which gives {own.equal:.1%} of the values, but with {made.words}: "
             f"{matches[0].equal:.2%}",
-            None,
+            _declaring(made),
         )
     if drawn:
         for found, what in ((means.mean, "their mean error is"), (means.away, "away from zero their mean error is")):
@@ -171,7 +171,17 @@ def _verdict(
                 return "fail", f"dithered values are biased: {what} {_signed(found)}", None
         return "pass", f"the values are {made.by.name}'s, each next to w, and no bias is found in them", None
     share = next(m.equal for m in matches if m.words == made.words)
-    return "pass", f"the values are {made.by.name}'s" + ("" if share == 1 else f", {share:.2%} of them"), None
+    arithmetic = made.words.partition(DECLARED)[2]
+    return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
+
+
+def _declaring(made: Candidate) -> str | None:
+    """How to say what it is; None where no declaration can."""
+    if made.zero_shift or made.amax_factor is not None:
+        return None
+    name, *changes = made.by.name.split(" ")
+    told = " ".join([f"--quantizer {name}", *(f"--set {change}" for change in changes)])
+    return f"make the fake quantiser what was declared, or declare what it is: {told}"
 
 
 def _signed(found: MeanOfErrors) -> str:

@@ -1,0 +1,80 @@
+"""A layer's weight, what became of it and its inputs, from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from attn_diag.errors import InputError
+from attn_diag.head.machine import pick_device
+from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.testing.quantizing.functions import quantizer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What ``quant`` is given."""
+
+    w: Tensor
+    """[out, in]."""
+    observed: Tensor | None
+    """What became of it."""
+    x: Tensor | None
+    """The layer's inputs, [..., in]."""
+    by: Quantizer | None
+    """What the quantiser should be."""
+
+
+def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str], device: str) -> Layer:
+    """A layer from a safetensors file.
+
+    Args:
+        path: The file.
+        weight: The weight's name in it; beside it may be ``observed`` and ``x``.
+        name: The declared quantiser's; None for none.
+        changes: "field=value" each, of the declared quantiser.
+        device: auto, cpu or cuda.
+
+    Raises:
+        InputError: A file that cannot be read, a name that is not in it, or a quantiser that cannot be.
+    """
+    if name is None and changes:
+        raise InputError("--set changes a declared quantizer; name it with --quantizer")
+    by = None if name is None else quantizer(name, **dict(map(_field, changes)))
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors: {error}") from error
+    if weight not in tensors:
+        raise InputError(
+            f"{path} has no tensor {weight!r}, but {', '.join(sorted(tensors)) or 'none'}; name it by --weight"
+        )
+    target = pick_device(device)
+    w, observed, x = (None if n not in tensors else tensors[n].to(target) for n in (weight, "observed", "x"))
+    assert w is not None
+    return Layer(w, observed, x, by)
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field's name and value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"--set wants FIELD=VALUE, such as block=128, got {text!r}")
+    kinds = {f.name: str(f.type) for f in fields(Quantizer)}
+    kind = kinds.get(name, "str")
+    try:
+        if kind == "bool":
+            return name, {"true": True, "false": False}[value.lower()]
+        if "tuple" in kind:
+            return name, tuple(float(part) for part in value.split(",") if part)
+        if "float" in kind:
+            return name, None if value == "none" else float(value)
+    except (KeyError, ValueError):
+        raise InputError(f"--set {text}: {name} is a {kind}") from None
+    return name, value

@@ -1,0 +1,302 @@
+"""``quant``: planted faults of fake quantisers are named, sound ones are not accused, and the figures are right."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Run
+from safetensors.torch import save_file
+from torch import Tensor
+
+import attn_diag
+from attn_diag import InputError, Quant, Quantizer
+
+Fault = tuple[str, Callable[[Tensor], Tensor], str]
+
+
+def weight(seed: int, rows: int = 64, columns: int = 256) -> Tensor:
+    """Rows of different sizes, fp32."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=rng) * 0.02 * torch.exp(0.3 * torch.randn(rows, 1, generator=rng))
+
+
+def made(name: str, **changes: object) -> Callable[[Tensor], Tensor]:
+    return lambda w: attn_diag.quantize(w, name, **changes).values  # type: ignore[arg-type]
+
+
+def zero_point_off(name: str, by: int) -> Callable[[Tensor], Tensor]:
+    def wrong(w: Tensor) -> Tensor:
+        found = attn_diag.quantize(w, name)
+        return found.values - by * found.scale.repeat_interleave(w.shape[1] // found.scale.shape[1], 1)
+
+    return wrong
+
+
+def stale(name: str, factor: float) -> Callable[[Tensor], Tensor]:
+    def wrong(w: Tensor) -> Tensor:
+        own = w.abs().amax(1, keepdim=True) if name == "int8" else w.abs().max()
+        return attn_diag.quantize(w, name, amax=own * factor).values
+
+    return wrong
+
+
+def plain_int4(w: Tensor) -> Tensor:
+    """As trainers write it: in BF16's fp32, by hand."""
+    groups = w.reshape(len(w), -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    return (torch.round(groups / scale).clamp(-7, 7) * scale).reshape(w.shape)
+
+
+# What is declared, what was done, and the words that must name it.
+FAULTS: dict[str, Fault] = {
+    "one group shared too widely": ("int4", made("int4", block="128"), "blocks of 128"),
+    "one scale for the tensor": ("fp8-row", made("fp8"), "the rules of fp8"),
+    "floor instead of nearest": ("int4", made("int4", elements="int4:down"), "elements rounded down"),
+    "truncated FP4": ("mxfp4", made("mxfp4", elements="e2m1:toward-zero"), "elements rounded toward-zero"),
+    "half the range": ("int4", made("int4-half-range"), "the rules of int4-half-range"),
+    "half the range in other groups": (
+        "int4",
+        made("int4-half-range", block="128"),
+        "the rules of int4-half-range, bl",
+    ),
+    "zero point one too high": ("int4-asymmetric", zero_point_off("int4-asymmetric", 1), "the zero point off by +1"),
+    "zero point one too low": ("int8-asymmetric", zero_point_off("int8-asymmetric", -1), "the zero point off by -1"),
+    "amax stale and small": ("fp8", stale("fp8", 0.6), "an amax 0.6 times the data's"),
+    "amax stale and large": ("fp8", stale("fp8", 1.7), "an amax 1.7 times the data's"),
+    "rows' amax stale and small": ("int8", stale("int8", 0.8), "an amax 0.8 times the data's"),
+    "rows' amax stale and large": ("int8", stale("int8", 1.3), "an amax 1.3 times the data's"),
+    "scale rounded up": ("mxfp4", made("mxfp4", scale="e8m0:up"), "scales rounded to e8m0:up"),
+    "scale in BF16": ("int4", made("int4", scale="bf16"), "scales rounded to bf16"),
+    "blocks of 32 for 16": ("nvfp4", made("nvfp4", block="32"), "blocks of 32"),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_named(name: str, seed: int) -> None:
+    declared, quantised, said = FAULTS[name]
+    w = weight(seed)
+    found = attn_diag.quant(w, declared, observed=quantised(w))
+    assert found.outcome == "fail"
+    assert f"but with {said}" in found.headline
+    assert found.matches[0].equal >= 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int4", "int8", "int4-asymmetric", "fp8", "fp8-blocks", "mxfp8", "mxfp4", "nvfp4"])
+def test_sound_ones_pass_in_any_arithmetic(name: str, dtype: torch.dtype) -> None:
+    w = weight(3).to(dtype)
+    for arithmetic in ("exact", "fp32", "fp32-reciprocal"):
+        values = attn_diag.quantize(w, name, arithmetic=arithmetic).values.to(dtype)
+        found = attn_diag.quant(w, name, observed=values)
+        assert found.outcome == "pass", found.headline
+        assert f"the values are {name}'s" in found.headline
+
+
+def test_one_written_by_hand_passes() -> None:
+    w = weight(4)
+    assert attn_diag.quant(w, "int4", observed=plain_int4(w)).outcome == "pass"
+    assert attn_diag.quant(w, "int4", observed=plain_int4(w).bfloat16()).outcome == "pass"
+
+
+def test_torchaos_own_fake_quantiser() -> None:
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    w, size = weight(5), (1, 32)
+    scale, zero = primitives.choose_qparams_affine(w, primitives.MappingType.SYMMETRIC, size, torch.int8, -8, 7)
+    codes = primitives.quantize_affine(w, size, scale, zero, torch.int8, -8, 7)
+    values = primitives.dequantize_affine(codes, size, scale, zero, torch.int8, -8, 7)
+    assert attn_diag.quant(w, "int4-half-range", observed=values).outcome == "pass"
+    said = attn_diag.quant(w, "int4", observed=values)
+    assert "but with the rules of int4-half-range" in said.headline
+    assert said.next is not None
+    assert "--quantizer int4-half-range" in said.next
+
+
+def test_an_undeclared_one_is_found_out() -> None:
+    w = weight(6)
+    found = attn_diag.quant(w, observed=made("int4-half-range", block="64")(w))
+    assert found.outcome == "pass"
+    assert "int4-half-range block=64" in found.headline
+
+
+@pytest.mark.parametrize("values", ["noise", "transposed", "shuffled"])
+def test_what_no_quantizer_made_is_said(values: str) -> None:
+    w = weight(7)
+    observed = {
+        "noise": w + 1e-3 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1)),
+        "transposed": attn_diag.quantize(w.T.contiguous(), "int4").values.T,
+        "shuffled": attn_diag.quantize(w, "int4").values.roll(1, 0),
+    }[values]
+    found = attn_diag.quant(w, "int4", observed=observed)
+    assert found.outcome == "fail"
+    assert "nor one that is near it" in found.headline
+    assert attn_diag.quant(w, observed=observed).outcome == "undecided"
+
+
+class TestDithering:
+    by = attn_diag.quantizer("int4", elements="int4:stochastic")
+
+    def test_unbiased_dithering_is_accused_at_most_at_the_level(self) -> None:
+        alarms, runs = 0, 60
+        for seed in range(runs):
+            w = weight(100 + seed, 32, 128)
+            found = attn_diag.quant(
+                w, self.by, observed=made("int4", elements="int4:stochastic", seed=seed)(w), level=0.05
+            )
+            assert found.headline.startswith(("the values are", "dithered values are biased"))
+            alarms += found.outcome == "fail"
+        # 0.05 * 60 = 3; more than 9 has a probability of 0.1 %.
+        assert alarms <= 9
+
+    def test_biased_dithering_is(self) -> None:
+        """Up with a probability that is too large by a twentieth."""
+        w = weight(8, 256, 512)
+        found = attn_diag.quantize(w, "int4")
+        scale = found.scale.repeat_interleave(32, 1)
+        steps = w / scale
+        draws = torch.rand(w.shape, generator=torch.Generator().manual_seed(2)) - 0.05
+        values = (steps.floor() + (draws < steps - steps.floor())).clamp(-7, 7) * scale
+        said = attn_diag.quant(w, self.by, observed=values)
+        assert said.outcome == "fail"
+        assert "dithered values are biased: their mean error is +" in said.headline
+
+
+class TestFigures:
+    def test_errors_parts_and_output_are_what_they_say(self) -> None:
+        w = weight(9).double()
+        x = torch.randn(3, 50, 256, generator=torch.Generator().manual_seed(1)) + 0.5
+        by = attn_diag.quantizer("int4", target=8.0)  # amax clips
+        made = attn_diag.quantize(w, by)
+        error = made.values - w
+        found = attn_diag.quant(w, by, x=x)
+        assert found.outcome == "undecided"
+        assert found.error == pytest.approx(float(error.norm() / w.norm()), rel=1e-12)
+        assert found.mean.mean == pytest.approx(float(error.mean() / w.square().mean().sqrt()), rel=1e-9)
+        clipped, dead, grid = found.parts
+        assert clipped.elements == int(made.clipped.sum()) > 0
+        assert dead.elements == int(((made.values == 0) & (w != 0)).sum())
+        assert clipped.elements + dead.elements + grid.elements == w.numel()
+        assert clipped.of_square + dead.of_square + grid.of_square == pytest.approx(1, rel=1e-9)
+        away = float((error * w.sign()).sum() / w.abs().sum())
+        assert clipped.away + dead.away + grid.away == pytest.approx(away, rel=1e-9)
+        assert dead.away < 0
+        rows = x.double().reshape(-1, 256)
+        y, off = rows @ w.T, rows @ error.T
+        assert found.output is not None
+        assert found.output.rows == 150
+        assert found.output.error == pytest.approx(float(off.norm() / y.norm()), rel=1e-9)
+        shift = off.mean(0)
+        assert found.output.constant == pytest.approx(float(shift.square().mean() / off.square().mean()), rel=1e-9)
+        assert found.output.worst_channel == int(shift.abs().argmax())
+
+    def test_the_standard_error_is_that_of_blocks(self) -> None:
+        """Over many weights the mean scatters as it says."""
+        z = []
+        for seed in range(200):
+            w = torch.rand(16, 128, generator=torch.Generator().manual_seed(seed)) - 0.5
+            mean = attn_diag.quant(w, "int8", level=0.05).mean
+            assert mean.standard_error is not None
+            z.append(mean.mean / mean.standard_error)
+        assert 0.85 < float(torch.tensor(z).square().mean().sqrt()) < 1.2
+
+    def test_alternatives_are_what_they_would_leave(self) -> None:
+        w = weight(10)
+        found = attn_diag.quant(w, "mxfp4")
+        by_words = {a.words: a for a in found.alternatives}
+        assert by_words["as it is"].error == pytest.approx(found.error, rel=1e-9)
+        for words, changes in {
+            "blocks of 16": {"block": "16"},
+            "blocks of 128": {"block": "128"},
+            "scales rounded up from amax over the largest number": {"scale": "e8m0:up", "target": None},
+        }.items():
+            error = attn_diag.quantize(w.double(), "mxfp4", **changes).values - w  # type: ignore[arg-type]
+            assert by_words[words].error == pytest.approx(float(error.norm() / w.double().norm()), rel=1e-6)
+        assert abs(by_words["stochastic rounding"].away) < abs(by_words["as it is"].away)
+
+    def test_weights_of_zeros_and_of_one_row(self) -> None:
+        zeros = attn_diag.quant(torch.zeros(4, 64), "int4", observed=torch.zeros(4, 64))
+        assert (zeros.outcome, zeros.error) == ("pass", 0.0)
+        assert zeros.mean.p_value is None
+        assert attn_diag.quant(torch.randn(1, 8), "int4").mean.p_value is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"w": torch.zeros(3)}, r"w must be \[out, in\] in float64, fp32, BF16 or FP16, got \[3\]"),
+        ({"w": torch.full((2, 4), math.nan)}, "w holds NaN or Inf"),
+        ({"by": None}, "neither a quantizer nor observed values"),
+        ({"observed": torch.zeros(4, 2)}, r"floats of its shape \[2, 4\], got \[4, 2\]"),
+        ({"observed": torch.zeros(2, 4, dtype=torch.int8)}, "multiply codes by their scales first"),
+        ({"x": torch.zeros(5, 3)}, r"x must be \[N, in\] with in = 4"),
+        ({"by": "int5"}, "unknown quantizer 'int5'"),
+        ({"level": 0}, "level must lie between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_says_so(options: dict[str, object], said: str) -> None:
+    given = {"w": torch.randn(2, 4), "by": "int4", **options}
+    with pytest.raises(InputError, match=said):
+        attn_diag.quant(**given)  # type: ignore[arg-type]
+
+
+class TestCommand:
+    @pytest.fixture
+    def layer(self, tmp_path: Path) -> Path:
+        w, file = weight(11), tmp_path / "layer.safetensors"
+        save_file({"w": w, "observed": made("int4", block="128")(w), "x": torch.randn(20, 256)}, file)
+        return file
+
+    def test_it_names_the_fault_and_fails(self, layer: Path, run: Run, tmp_path: Path) -> None:
+        document, page = tmp_path / "q.json", tmp_path / "q.html"
+        done = run("quant", layer, "--quantizer", "int4", "--json", document, "--html", page, "--device", "cpu")
+        assert done.code == 1, done.err
+        assert done.out.replace("\n", " ").startswith(f"FAIL {layer}"), done.out
+        assert "not int4, which gives" in done.out
+        assert max(map(len, done.out.splitlines())) <= 80
+        found = Quant.from_json(document.read_text())
+        assert json.loads(found.to_json()) == json.loads(document.read_text())
+        assert "blocks of 128" in page.read_text()
+        # What it says to run next is right.
+        assert found.next is not None
+        options = found.next.partition(": ")[2].split()
+        again = run("quant", layer, *options, "--plain", "--device", "cpu")
+        assert again.code == 0, again.err
+        assert again.out.startswith("OK ")
+
+    def test_without_a_declaration(self, layer: Path, run: Run) -> None:
+        done = run("quant", layer, "--device", "cpu")
+        assert done.code == 0
+        assert "the values are int4 block=128's" in done.out.replace("\n", " ")
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--weight", "weight"), "has no tensor 'weight', but observed, w, x"),
+            (("--set", "block=64"), "name it with --quantizer"),
+            (("--quantizer", "int4", "--set", "block"), "FIELD=VALUE"),
+            (("--quantizer", "int4", "--set", "narrow=perhaps"), "narrow is a bool"),
+            (("--quantizer", "int4", "--set", "group=64"), "a quantizer has no group"),
+        ],
+    )
+    def test_what_cannot_be_says_so(self, layer: Path, run: Run, options: tuple[str, ...], said: str) -> None:
+        done = run("quant", layer, *options)
+        assert done.code == 2
+        assert said in done.err
+
+    def test_a_file_that_is_none(self, tmp_path: Path, run: Run) -> None:
+        (tmp_path / "no.safetensors").write_bytes(b"no")
+        for name in ("no.safetensors", "missing.safetensors"):
+            done = run("quant", tmp_path / name)
+            assert done.code == 2
+            assert "cannot be read as safetensors" in done.err
+
+
+def test_a_declared_object_is_a_name_too() -> None:
+    own = Quantizer("mine", "e2m1", "32", "e8m0:down", 4.0)
+    w = weight(12)
+    assert attn_diag.quant(w, own, observed=made("mxfp4")(w)).headline == "the values are mine's"
