@@ -32,7 +32,7 @@ _KEPT = 4
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PossibleQuantizer:
     """A quantiser that may have made the values."""
 
     by: Quantizer
@@ -62,7 +62,7 @@ def spread(per_block: Tensor, w: Tensor, by: Quantizer) -> Tensor:
     return per_block.repeat_interleave(r, 0)[: w.shape[0]].repeat_interleave(c, 1)[:, : w.shape[1]]
 
 
-def equal_part(candidate: Candidate, w: Tensor, observed: Tensor) -> float:
+def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> float:
     """The part of the elements that have the candidate's value; drawn ones may have either neighbour's."""
     base, _, mode = candidate.by.elements.partition(":")
     modes = (Mode.UP, Mode.DOWN) if mode == Mode.STOCHASTIC else (mode or Mode.NEAREST_EVEN,)
@@ -77,7 +77,9 @@ def equal_part(candidate: Candidate, w: Tensor, observed: Tensor) -> float:
     return float(equal.double().mean())
 
 
-def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[list[QuantizerMatch], Candidate | None]:
+def identify(
+    w: Tensor, observed: Tensor, declared: Quantizer | None
+) -> tuple[list[QuantizerMatch], PossibleQuantizer | None]:
     """The declared quantiser and those that come nearest, best first, and the one that made the values, if one did.
 
     Args:
@@ -86,9 +88,9 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
         declared: The quantiser that should have done it; None: any preset may have.
     """
     starts = _presets() if declared is None else _as_declared(declared)
-    tried: dict[str, tuple[float, Candidate]] = {}
+    tried: dict[str, tuple[float, PossibleQuantizer]] = {}
 
-    def attempt(candidates: Sequence[Candidate]) -> float:
+    def attempt(candidates: Sequence[PossibleQuantizer]) -> float:
         for candidate in candidates:
             if candidate.words not in tried:
                 rows = slice(None) if _looks_beyond_rows(candidate.by) else slice(_ROWS)
@@ -101,7 +103,7 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
                 tried[candidate.words] = share, candidate
         return max((share for share, _ in tried.values()), default=0.0)
 
-    def best(count: int) -> list[Candidate]:
+    def best(count: int) -> list[PossibleQuantizer]:
         return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:count]]
 
     if attempt(starts) < 1:
@@ -125,25 +127,28 @@ def identify(w: Tensor, observed: Tensor, declared: Quantizer | None) -> tuple[l
     return matches, winner if share >= SAME else None
 
 
-def _as_declared(by: Quantizer) -> list[Candidate]:
+def _as_declared(by: Quantizer) -> list[PossibleQuantizer]:
     """In any arithmetic: that is no other quantiser."""
     others = [(a, w) for a, w in _ARITHMETICS.items() if a != by.arithmetic]
-    return [Candidate(by, DECLARED), *(Candidate(replace(by, arithmetic=a), f"{DECLARED}, {w}") for a, w in others)]
+    return [
+        PossibleQuantizer(by, DECLARED),
+        *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {w}") for a, w in others),
+    ]
 
 
-def _presets() -> list[Candidate]:
-    return [Candidate(by, f"the rules of {name}") for name, by in PRESETS.items()]
+def _presets() -> list[PossibleQuantizer]:
+    return [PossibleQuantizer(by, f"the rules of {name}") for name, by in PRESETS.items()]
 
 
 def _looks_beyond_rows(by: Quantizer) -> bool:
     return by.tensor_scale or by.block in ("tensor", "column") or "x" in by.block
 
 
-def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidate]:
+def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[PossibleQuantizer]:
     """What differs from ``start`` in one thing, the likelier first."""
     by = start.by
 
-    def changed(words: str, **changes: Any) -> Candidate | None:
+    def changed(words: str, **changes: Any) -> PossibleQuantizer | None:
         try:
             other = replace(by, **changes)
         except ValueError:
@@ -158,7 +163,7 @@ def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidat
         name = " ".join([by.name, *(f"{k}={v}" for k, v in changes.items())])
         return replace(start, by=replace(other, name=name), words=_and(start, words))
 
-    found: list[Candidate | None] = []
+    found: list[PossibleQuantizer | None] = []
     for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128"):
         what = {
             "row": "a scale for each row",
@@ -195,7 +200,7 @@ def _changes(start: Candidate, w: Tensor, observed: Tensor) -> Iterator[Candidat
     return (candidate for candidate in found if candidate is not None)
 
 
-def _and(start: Candidate, words: str) -> str:
+def _and(start: PossibleQuantizer, words: str) -> str:
     return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
 
 

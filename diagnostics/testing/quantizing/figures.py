@@ -19,7 +19,7 @@ MIN_CLUSTERS = 8
 
 
 @dataclass(frozen=True)
-class Errors:
+class QuantizationErrors:
     """Signed errors of a quantised weight; all float64, [R, C]."""
 
     w: Tensor
@@ -85,7 +85,7 @@ class Means:
     """How many of them have another mean than 0."""
 
 
-def means_of(errors: Errors, by: Quantizer, level: float) -> Means:
+def means_of(errors: QuantizationErrors, by: Quantizer, level: float) -> Means:
     """Whether the errors have a mean, by blocks as clusters: those share a scale.
 
     The two means of all elements are one family of Benjamini and Hochberg, the channels' another.

@@ -15,8 +15,8 @@ from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.candidates import DECLARED, Candidate, identify
-from attn_diag.testing.quantizing.figures import Errors, Means, means_of
+from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify
+from attn_diag.testing.quantizing.figures import QuantizationErrors, Means, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 
 Declared = str | Quantizer | None
@@ -62,7 +62,7 @@ def quant(
     if observed is None:
         assert declared is not None
         matches: Sequence[QuantizerMatch] = ()
-        made: Candidate | None = Candidate(declared, DECLARED)
+        made: PossibleQuantizer | None = PossibleQuantizer(declared, DECLARED)
         values = None
     else:
         values = observed.detach().to(w.device)
@@ -121,7 +121,7 @@ def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Qua
             raise InputError(f"{name} holds NaN or Inf; quantise finite values")
 
 
-def _errors(w: Tensor, observed: Tensor | None, made: Candidate | None) -> Errors:
+def _errors(w: Tensor, observed: Tensor | None, made: PossibleQuantizer | None) -> QuantizationErrors:
     own = made.values(w) if made is not None else None
     if observed is not None:
         values = observed.double()
@@ -129,12 +129,12 @@ def _errors(w: Tensor, observed: Tensor | None, made: Candidate | None) -> Error
         assert own is not None
         values = own.values
     clipped = own.clipped if own is not None else torch.zeros_like(w, dtype=torch.bool)
-    return Errors(w, values - w, (values == 0) & (w != 0), clipped)
+    return QuantizationErrors(w, values - w, (values == 0) & (w != 0), clipped)
 
 
 def _verdict(
     declared: Quantizer | None,
-    made: Candidate | None,
+    made: PossibleQuantizer | None,
     matches: Sequence[QuantizerMatch],
     means: Means,
     level: float,
@@ -175,7 +175,7 @@ def _verdict(
     return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
 
 
-def _declaring(made: Candidate) -> str | None:
+def _declaring(made: PossibleQuantizer) -> str | None:
     """How to say what it is; None where no declaration can."""
     if made.zero_shift or made.amax_factor is not None:
         return None
@@ -188,7 +188,7 @@ def _signed(found: MeanOfErrors) -> str:
     return f"{found.mean:+.2e} of w's root mean square (p = {found.p_value:.1g})"
 
 
-def _notes(means: Means, level: float, made: Candidate | None) -> Iterator[str]:
+def _notes(means: Means, level: float, made: PossibleQuantizer | None) -> Iterator[str]:
     drawn = made is not None and made.by.parsed_elements.mode is Mode.STOCHASTIC
     for found, words in ((means.mean, "error"), (means.away, "error away from zero")):
         if found.p_value is None:
@@ -225,7 +225,7 @@ def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer) -> Iterator[Altern
         if change and replace(other, name=by.name) == by:
             continue
         found = quantize(w, other)
-        errors = Errors(w, found.values - w, (found.values == 0) & (w != 0), found.clipped)
+        errors = QuantizationErrors(w, found.values - w, (found.values == 0) & (w != 0), found.clipped)
         output = None if x is None else errors.output(x)
         yield Alternative(
             other.name, words, errors.rms, errors.away,
