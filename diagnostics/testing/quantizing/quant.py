@@ -16,7 +16,7 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify
-from attn_diag.testing.quantizing.figures import QuantizationErrors, Means, means_of
+from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 
 Declared = str | Quantizer | None
