@@ -29,6 +29,8 @@ from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 
 @pytest.fixture
 def draw(show: Open) -> Open:

@@ -24,6 +24,8 @@ from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Chart, Gallery, Section
 from attn_diag.watching.monitoring.alarm import AlarmRule
 
+pytestmark = pytest.mark.xdist_group("failing_page")
+
 STORED, GALLERY = RESULTS / "failing_chain", RESULTS.parents[1] / "reports" / "gallery"
 
 # What README.md and benchmarks/results/README.md say of the record, by section.

@@ -297,7 +297,7 @@ def test_a_crash_ends_no_hunt(tmp_path: Path) -> None:
 
 
 def test_a_hang_ends_no_hunt() -> None:
-    found = hunted("hanging", "length", limit_s=6)
+    found = hunted("hanging", "length", limit_s=3)
     (finding,) = found.findings
     assert (finding.fault, finding.conditions[0].law) == ("timed-out", "Tq ≠ Tk")
     assert finding.smallest.rows != finding.smallest.keys
@@ -305,7 +305,7 @@ def test_a_hang_ends_no_hunt() -> None:
 
 
 def test_what_depends_on_earlier_calls_is_said_to() -> None:
-    found = hunted("remembering", "batch", "head size", budget_s=20)
+    found = hunted("remembering", "batch", "head size", budget_s=10)
     assert found.findings
     assert not any(f.alone for f in found.findings)
     assert "only after other calls in the same process" in found.words

@@ -27,6 +27,8 @@ from attn_diag.testing.replaying.answer import answer
 from attn_diag.testing.replaying.replay import kernels_named
 from attn_diag.testing.target import CaseInputs, Target, emulate
 
+pytestmark = pytest.mark.xdist_group("replay")
+
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 PLANTED = (
@@ -113,10 +115,10 @@ def test_other_bits_at_the_second_call_are_told() -> None:
 
 
 def test_a_hanging_kernel_is_stopped_with_its_children() -> None:
-    found = attn_diag.replay(drawn(), against=["replayed_kernels:hanging"], limit_s=20, device="cpu").captures[0]
+    found = attn_diag.replay(drawn(), against=["replayed_kernels:hanging"], limit_s=10, device="cpu").captures[0]
     (_, hung) = found.kernels
     assert hung.outcome == "timed-out"
-    assert "20 s" in (hung.message or "")
+    assert "10 s" in (hung.message or "")
     assert found.cause == "pass"
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"replayed_kernels:hanging" in _read(p)]
     assert not left
