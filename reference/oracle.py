@@ -25,8 +25,6 @@ from functools import cached_property
 from operator import mul
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from mpmath import libmp
 
 from attn_diag.reference.attention import AttentionHead

@@ -29,7 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
 SINKS = [0.0, -3.5, 2.3125, 30.0, 709.0, 760.0, 1e6, -1e6]
 
 
-def drawn(sink: float | None, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0, **options: Any) -> AttentionHead:
+def drawn(
+    sink: float | None, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0, **options: Any
+) -> AttentionHead:
     g = torch.Generator().manual_seed(5)
     shapes = ((ROWS, D), (KEYS, D), (KEYS, D), (ROWS, D))
     q, k, v, do = (torch.randn(shape, generator=g).to(dtype).double() for shape in shapes)
@@ -77,7 +79,7 @@ def test_reference_is_the_oracles_within_its_bound(case: str, sink: float, dtype
     head = drawn(sink, dtype, spread, **CASES[case])
     reference, bounds = computed(head)
     rows = check_rows(head, reference, bounds, range(ROWS))
-    assert all(row.held for row in rows), [(row.row, row.outputs) for row in rows if not row.held][0]
+    assert all(row.held for row in rows), next((row.row, row.outputs) for row in rows if not row.held)
     assert all(set(row.outputs) == {"out", "lse", "delta", "dq", "dsink"} for row in rows)
     assert all(math.isfinite(x.bound) for row in rows for x in row.outputs.values())
 

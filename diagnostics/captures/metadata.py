@@ -171,6 +171,8 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("scale", "softcap", "softmax_offset"), (float, "a number")),
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
-    **dict.fromkeys(("layout", "causal", "lse_base", "lse_sink", "kernel", "device", "torch", "hardware", "notes"), (str, "text")),
+    **dict.fromkeys(
+        ("layout", "causal", "lse_base", "lse_sink", "kernel", "device", "torch", "hardware", "notes"), (str, "text")
+    ),
 }
 KEYS = frozenset(_PARSERS)

@@ -78,7 +78,7 @@ def all_finite(values: Tensor) -> bool:
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
     """One head of a tensor as float64 on ``device``; None where the capture lacks it.
 
-    Exactly as stored, but for an LSE to base 2, which becomes a natural logarithm, and one without the sink, which gets it.
+    Exactly as stored, but for an LSE to base 2, which becomes a natural logarithm, and one that lacks the sink.
     """
     stored = capture.read(name, batch, head)
     if stored is None:
@@ -139,9 +139,7 @@ def _read_mask(
     return mask.masked_fill(bad, 0.0).expand(shape), bad.expand(shape)
 
 
-def _read_sink(
-    capture: Capture, batch: int, head: int, census: NonFiniteCensus, bad_rows: Tensor
-) -> float | None:
+def _read_sink(capture: Capture, batch: int, head: int, census: NonFiniteCensus, bad_rows: Tensor) -> float | None:
     """The logit of a head's sink; None without one, as -Inf is. NaN and +Inf spoil every row."""
     sink = capture.sink(head)
     if sink is None or sink == -math.inf:

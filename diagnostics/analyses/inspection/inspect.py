@@ -103,7 +103,7 @@ def inspect(
             the last one ends; the second only where it is another. q, k, v, o and their gradients are [total, H, D]
             then, lse and delta [H, total] (or all with a batch of 1). Every document is a sequence of its own.
         position_ids: Instead of these, integers [total] that begin again at 0 with every document.
-        sinks, dsinks: [H], the logits of attention sinks (one more key of value 0, as gpt-oss has it) and their gradient.
+        sinks, dsinks: [H], the logits of attention sinks (as gpt-oss: one more key of value 0), and their gradient.
         softmax_offset: Instead of these, the logit that all heads have: 0 is the off-by-one softmax.
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
@@ -124,7 +124,8 @@ def inspect(
     require_by_name("inspect", k)
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-             "position_ids": position_ids, "sinks": sinks, "dsinks": dsinks, "softmax_offset": softmax_offset, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
+             "position_ids": position_ids, "sinks": sinks, "dsinks": dsinks,
+             "softmax_offset": softmax_offset, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
              "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:
