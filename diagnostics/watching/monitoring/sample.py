@@ -58,6 +58,8 @@ class Sample:
     """Where other ranks have other rows of the sequence."""
     layers: int = 1
     """L."""
+    sinks: Tensor | None = None
+    """[L * Hq], a logit a head in the softmax's denominator."""
     documents: Documents | None = None
     """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
 
@@ -102,6 +104,7 @@ class Sample:
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
             own=call.own,
+            sinks=None if call.sinks is None else call.sinks.detach().clone(),
             documents=documents,
         )
         return sample.with_gradient(call)
@@ -160,7 +163,7 @@ class Sample:
 
 
 # Tensors of a sample, and the axis that layers share.
-_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1}
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "sinks": 0}
 
 Index = TypeVar("Index", int, Tensor)
 
