@@ -144,6 +144,7 @@ def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallT
     made: CallTensors = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
     made |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
     made |= {} if dump.delta is None else {"delta": dump.delta}
+    made |= {} if dump.sinks is None else {"sinks": dump.sinks}
     (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")
     return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))
 
