@@ -93,7 +93,7 @@ class Sample:
             k=_picked(call.k, several),
             v=_picked(call.v, several),
             o=pick(call.o),
-            lse=None if call.lse is None else pick(call.lse),
+            lse=None if call.lse is None else _with_sinks(pick(call.lse), call),
             mask=mask,
             x=x,
             w_q=w_q,
@@ -171,6 +171,13 @@ Index = TypeVar("Index", int, Tensor)
 def evenly(index: Index, length: int, rows: int) -> Index:
     """Say which of ``length`` queries the sampled row ``index`` of ``rows`` is: a number, or a tensor of them."""
     return (2 * index + 1) * length // (2 * rows)
+
+
+def _with_sinks(lse: Tensor, call: AttentionCall) -> Tensor:
+    """The LSE of keys and sinks together, whatever the kernel's own is."""
+    if call.sinks is None or call.lse_sink == "included":
+        return lse
+    return torch.logaddexp(lse, call.sinks.detach().to(lse.dtype)[:, None])
 
 
 def _picked(tensor: Tensor, sequences: int, length: int = 0, rows: int = 0, axis: int = 2) -> Tensor:
