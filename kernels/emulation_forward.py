@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -88,7 +88,9 @@ class RangeTrace:
     rescale: float
     """What the old sums were multiplied by."""
     row_sum: float
-    """l after the range."""
+    """l after the range, and after a sink where it is the last."""
+    sink: float = 0.0
+    """What a sink added to l, after the last range."""
 
 
 @dataclass
@@ -261,6 +263,8 @@ def _one_split(
         maxima, shrink, own = _sink_step(sink, factor, maxima)
         accumulator, exact_sum = accumulator * shrink, exact_sum * shrink + own
         row_sum = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
+        if trace:
+            trace[-1] = replace(trace[-1], row_sum=float(row_sum), sink=float(own))
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))

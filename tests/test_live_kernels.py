@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -198,6 +198,23 @@ def test_what_cannot_be_analysed_is_refused_by_name(
     assert not recorder.written
     assert list(recorder.dropped.values()) == [1]
     assert reason in caplog.text
+
+
+def test_sinks_of_flash_attention_4_are_captured(tmp_path: Path) -> None:
+    package, sinks = PACKAGES["FlashAttention-4"], torch.linspace(-1, 3, HEADS).bfloat16()
+    given = tensors()
+    with there(package) as function, attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o = function(*given, learnable_sink=sinks)
+        torch.autograd.backward(o.float().square().sum())
+    capture = only(recorder)
+    assert torch.equal(capture.tensors["sinks"][...], sinks)
+    diagnosis = attn_diag.inspect_captures([capture]).captures[0]
+    assert diagnosis.assumptions.ok
+    heads = diagnosis.observations[0].heads
+    assert all("wrong" not in head.verdict.labels for head in heads if head.verdict)
+    # Without them it is another function.
+    bare = replace(capture, tensors={n: t for n, t in capture.tensors.items() if n != "sinks"})
+    assert attn_diag.inspect_captures([bare]).captures[0].assumptions.ok is False
 
 
 def test_paged_operators_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
