@@ -182,10 +182,9 @@ class OracleRow:
     def exact(self, output: str, i: int) -> Fraction | None:
         """Element i of out, lse, delta, dq or dsink where it is known to be rational, else None."""
         of_one = {"out": self._rational.out, "dq": self._rational.dq}
-        last = len(self._mask) - 1
-        of_row = {
-            "lse": self._rational.lse, "delta": self._rational.delta, "dsink": lambda: self._rational.dscore(last)
-        }  # fmt: skip
+        if output == "dsink":
+            return self._rational.dscore(len(self._mask) - 1)
+        of_row = {"lse": self._rational.lse, "delta": self._rational.delta}
         return of_one[output](i) if output in of_one else of_row[output]()
 
     def score_ends(self, bits: int) -> list[Enclosure]:

@@ -80,7 +80,7 @@ def test_other_names_and_shapes_are_taken(name: str, suffix: str, tmp_path: Path
     elif suffix == "pt":
         torch.save({**made, "causal": "top-left"}, path)
     else:
-        wide = {k: t.float().numpy() for k, t in made.items()}
+        wide: dict[str, Any] = {k: t.float().numpy() for k, t in made.items()}
         np.savez(path, **wide, causal=np.array("top-left"))
     again = load(path)
     assert torch.equal(again.tensors["sinks"][...].float(), capture.tensors["sinks"][...].float())

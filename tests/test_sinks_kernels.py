@@ -48,7 +48,7 @@ def off(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("sink", [-200.0, -3.0, 0.0, 5.0, 60.0, 1000.0])
 @pytest.mark.parametrize("name", PRESETS)
 def test_emulation_is_the_reference_but_for_its_roundings(name: str, sink: float) -> None:
-    case = {"T": 90, "Tk": 63, "causal": "bottom-right", "D": 32, "H": 1}
+    case: dict[str, Any] = {"T": 90, "Tk": 63, "causal": "bottom-right", "D": 32, "H": 1}
     (plain,) = heads(case, kernel_inputs("cpu", **case), torch.zeros(1))
     head = replace(plain, sink=sink)
     truth, found = reference_head(head), emulate_head(preset(name, "bf16", 32), head)
@@ -109,7 +109,7 @@ def check(case: dict[str, Any], recipe: Recipe, device: str) -> None:
 
 
 def test_no_sink_and_a_sink_of_minus_infinity_are_one(device: str) -> None:
-    case = {"T": 90, "Tk": 63, "causal": "bottom-right", "D": 32}
+    case: dict[str, Any] = {"T": 90, "Tk": 63, "causal": "bottom-right", "D": 32}
     q, k, v, do = kernel_inputs(device, **case)
     sinks = torch.full((2,), -math.inf, device=device, requires_grad=True)
     for recipe in (FA2, RECIPES["splits"]):

@@ -39,7 +39,8 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         # Of several query heads each has the same mistake made to its own sink.
         if any(len(own) <= place or (own[place] != words and "head" not in own[place]) for own in wordings):
             continue
-        alone, whole = [], []
+        alone: list[Tensor] = []
+        whole: list[Tensor] = []
         for head, reference, lse, sinks in zip(evidence.heads, evidence.references, bare, evidence.sinks, strict=True):
             assert reference.delta is not None
             logit = sinks[place].logit

@@ -183,7 +183,7 @@ class Pending:
 
     def _taker(self, name: str, lay_out: LayOut) -> Any:
         # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
-        given = self.call.sinks if name == "dsinks" else getattr(self.call, name[-1])
+        given: Tensor = getattr(self.call, "sinks" if name == "dsinks" else name[-1])
         dtype = given.dtype
 
         def arrived(grad: Tensor) -> None:
