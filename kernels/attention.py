@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -65,14 +66,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int, int] | None = ...,
     scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
     backward_recipe: str | Recipe | None = ..., instrument: Literal["none"] = ..., dump_rows: Tensor | None = ...,
-    layout: Literal["BHTD", "BTHD"] = ...,
+    layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int, int] | None = ...,
     scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
     backward_recipe: str | Recipe | None = ..., instrument: Literal["rows", "tiles", "full"],
-    dump_rows: Tensor | None = ..., layout: Literal["BHTD", "BTHD"] = ...,
+    dump_rows: Tensor | None = ..., layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ...,
 ) -> tuple[Tensor, Dump]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -88,8 +89,9 @@ def attention(
     instrument: Level = "none",
     dump_rows: Tensor | None = None,
     layout: Literal["BHTD", "BTHD"] = "BHTD",
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Dump]:
-    """softmax(scale Q K^T) V by Triton kernels that round where the recipe says, differentiable in q, k and v.
+    """softmax(scale Q K^T) V by Triton kernels that round where the recipe says, differentiable in q, k, v and sinks.
 
     Args:
         q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``), BF16 or FP16, any strides, D from 16 to 256.
@@ -105,6 +107,7 @@ def attention(
             rows: 6 bytes an element of the T x T matrix, and 6 more after the backward).
         dump_rows: for "tiles": bool, broadcastable to [B, Hq, Tq]; on the CPU it costs no synchronisation.
         layout: of q, k, v and the result.
+        sinks: [Hq], a logit a head that is one more term of the softmax's denominator (gpt-oss); any float dtype.
 
     Returns:
         O in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are the same at
@@ -126,6 +129,8 @@ def attention(
     elif layout != "BHTD":
         raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
     check_tensors(q, k, v)
+    if sinks is not None:
+        sinks = _checked_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_options(causal, scale, softcap, instrument)
     dtype, dim = _INPUTS[q.dtype], q.shape[-1]
@@ -136,14 +141,14 @@ def attention(
     slots, n_slots = _slots(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
     o, _, lse, rows, scores, probs, tile_max = torch.ops.attn_diag.attention_forward(
-        q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key
+        q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key, sinks
     )
     out: Tensor = o.transpose(1, 2) if layout == "BTHD" else o
     if instrument == "none":
         return out
     dump = Dump(
         level=instrument, recipe_json=recipes[0], q=q, k=k, o=o.detach(), lse=lse, causal=causal, window=(left, right),
-        scale=scale, softcap=softcap, rows=rows, slots=slots,
+        scale=scale, softcap=softcap, sinks=None if sinks is None else sinks.detach(), rows=rows, slots=slots,
         raw_scores=scores, raw_probs=probs, tile_max=tile_max,
     )  # fmt: skip
     if key:
@@ -179,27 +184,33 @@ _KEYS = count(1)
 _OPTIONS = (
     "str recipe, str backward_recipe, str causal, int left, int right, float scale, float? softcap, str level, int key"
 )
+# The place of ``key`` among them; sinks, which the forward alone takes, come after it.
+_KEY = 8
+
+
+def _sinks(arguments: Sequence[Any]) -> Tensor | None:
+    return arguments[_KEY + 1] if len(arguments) > _KEY + 1 else None
 
 
 @torch.library.custom_op(
     "attn_diag::attention_forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}) "
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}, Tensor? sinks=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    call = _Call.read(*arguments[:-1])
+    call = _Call.read(*arguments[:_KEY])
     return forward(
         q, k, v, call.recipe, call.visibility, scale=call.scale, softcap=call.softcap, level=call.level, slots=slots,
-        n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o",
+        n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o", sinks=_sinks(arguments),
     )  # fmt: skip
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
-    call = _Call.read(*arguments[:-1])
+    call = _Call.read(*arguments[:_KEY])
     return forward_like(
         q, k, call.recipe, call.visibility, softcap=call.softcap, level=call.level, n_slots=n_slots,
         unrounded=call.backward_recipe.delta_from == "fp32-o",
@@ -235,19 +246,29 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, slots, n_slots, *arguments = inputs
     o, unrounded, lse, *rest = output
-    delta_from = unrounded if _Call.read(*arguments[:-1]).backward_recipe.delta_from == "fp32-o" else o
-    ctx.save_for_backward(q, k, v, delta_from, lse, slots)
-    ctx.n_slots, ctx.arguments = n_slots, arguments
+    delta_from = unrounded if _Call.read(*arguments[:_KEY]).backward_recipe.delta_from == "fp32-o" else o
+    ctx.save_for_backward(q, k, v, delta_from, lse, slots, _sinks(arguments))
+    ctx.n_slots, ctx.arguments, ctx.count = n_slots, arguments[: _KEY + 1], len(inputs)
     ctx.mark_non_differentiable(unrounded, lse, *rest)
 
 
 def _gradients(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, slots = ctx.saved_tensors
+    q, k, v, o, lse, slots, sinks = ctx.saved_tensors
     dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments)
     dump = None if torch.compiler.is_compiling() else _DUMPS.get(ctx.arguments[-1])
     if dump is not None:
         dump.delta, dump.dprobs, dump.dscores = seen
-    return dq, dk, dv, *([None] * (2 + len(ctx.arguments)))
+    rest: list[Tensor | None] = [None] * (ctx.count - 3)
+    if sinks is not None:
+        rest[-1] = sink_gradients(sinks, lse, seen[0])
+    return dq, dk, dv, *rest
+
+
+def sink_gradients(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dSink [Hq] = -sum over rows and batch of P_sink delta, in fp32; ``lse`` and ``delta`` [B, Hq, Tq]."""
+    logits = sinks[:, None]
+    probs = torch.where(logits == -torch.inf, 0.0, torch.exp(logits - lse))  # L may be -inf too
+    return -(probs * delta).sum((0, 2))
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)
@@ -294,6 +315,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.numel() or not k.numel():
         raise ValueError("q, k and v must not be empty, got " + _shapes(named))
     check_backend(q.device)
+
+
+def _checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:
+    """In fp32. Raises ValueError, TypeError or BackendError unless the kernels can take them."""
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(
+            f"sinks must have shape [Hq] = [{q.shape[1]}], one logit a query head, got {list(sinks.shape)}"
+        )
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating-point logits, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise BackendError(f"sinks must be where q is, on {q.device}, got {sinks.device}")
+    return sinks.float()
 
 
 def _check_options(causal: Causal, scale: float, softcap: float | None, level: Level) -> None:

@@ -60,6 +60,8 @@ class Dump:
     """dP, [slots, Tk] fp32, from the backward."""
     dscores: Tensor | None = field(default=None, repr=False)
     """dS in the recipe's format, [slots, Tk], from the backward."""
+    sinks: Tensor | None = field(default=None, repr=False)
+    """[Hq] fp32, as in the call; l and L have them in it, m is that of the keys."""
 
     @property
     def has_backward(self) -> bool:

@@ -67,6 +67,8 @@ class EmulatedHead:
     """[Tk, D], in the dq format; None too where it was not asked for."""
     dv: Tensor | None = None
     """[Tk, Dv], likewise."""
+    dsink: Tensor | None = None
+    """[], the gradient of the sink's logit; None without one, and without dO."""
 
 
 @dataclass
@@ -149,6 +151,8 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     result = EmulatedHead(joined([p.out for p in parts], recipe.out), joined([p.lse for p in parts]))
     if head.do is not None:
         result.delta = joined([p.delta for p in parts if p.delta is not None])
+        if head.sink is not None:
+            result.dsink = -(torch.exp(head.sink - result.lse) * result.delta).sum()
         result.dq = joined([p.dq for p in parts if p.dq is not None], recipe.dq)
         if sums is not None:
             result.dk = _stored(rounder("dq", sums.dk, step="dk"), recipe.dq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,8 @@ T = TypeVar("T")
 class HeadLike(Protocol):
     """What is emulated: one head, tensors of any float dtype whose values fp32 can hold exactly.
 
-    q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``visible_span`` and ``apply_mask`` as in
+    q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``sink``: a logit of the softmax's denominator, or None.
+    ``visible_span`` and ``apply_mask`` as in
     ``attn_diag.reference.AttentionHead``.
     """
 
@@ -37,6 +38,8 @@ class HeadLike(Protocol):
     def scale(self) -> float: ...  # noqa: D102
     @property
     def softcap(self) -> float | None: ...  # noqa: D102
+    @property
+    def sink(self) -> float | None: ...  # noqa: D102
     def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
     def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice) -> None: ...  # noqa: D102
 
@@ -85,7 +88,9 @@ class RangeTrace:
     rescale: float
     """What the old sums were multiplied by."""
     row_sum: float
-    """l after the range."""
+    """l after the range, and after a sink where it is the last."""
+    sink: float = 0.0
+    """What a sink added to l, after the last range."""
 
 
 @dataclass
@@ -199,21 +204,26 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
     """Run the recipe's forward on a block; ``trace`` (of a block of one row) is filled range by range."""
     rounder = Rounder(recipe, int(block.rows[0]))
-    splits = enumerate(recipe.schedule.ranges(block.keys))
-    parts = [_one_split(recipe, block, tiles, rounder, split, trace) for split, tiles in splits]
+    splits = list(recipe.schedule.ranges(block.keys))
+    # Of several splits none knows the whole row: the sink joins them as one more.
+    sink = block.head.sink if len(splits) == 1 else None
+    parts = [_one_split(recipe, block, tiles, rounder, split, trace, sink) for split, tiles in enumerate(splits)]
     if parts:
         out, lse = _merge(parts)
+        if block.head.sink is not None and len(parts) > 1:
+            out, lse = _with_sink(out, lse, block.head.sink)
     else:
         like = block.operands.get("q", working_dtype(recipe))
         out = like.new_zeros(len(block.rows), block.head.v.shape[1])
-        lse = like.new_full((len(block.rows),), -torch.inf)
+        lse = like.new_full((len(block.rows),), -torch.inf if block.head.sink is None else block.head.sink)
     return ForwardRows(out, rounder("out", out), lse)
 
 
 def _one_split(
-    recipe: Recipe, block: Block, tiles: Sequence[slice], rounder: Rounder, split: int, trace: list[RangeTrace] | None
-) -> tuple[Tensor, Tensor]:
-    """Online softmax over one split's key ranges: (O before its last rounding, L)."""
+    recipe: Recipe, block: Block, tiles: Sequence[slice], rounder: Rounder, split: int, trace: list[RangeTrace] | None,
+    sink: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Online softmax over one split's key ranges, and a sink after them: (O before its last rounding, L)."""
     dtype = working_dtype(recipe)
     factor = block.operands.factor(recipe)
     values = block.operands.get("v", dtype)
@@ -249,11 +259,36 @@ def _one_split(
                 cast_probs=cast[0].double(), row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
             )  # fmt: skip
             trace.append(found)
+    if sink is not None:
+        maxima, shrink, own = _sink_step(sink, factor, maxima)
+        accumulator, exact_sum = accumulator * shrink, exact_sum * shrink + own
+        row_sum = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
+        if trace:
+            trace[-1] = replace(trace[-1], row_sum=float(row_sum), sink=float(own))
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
     used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
     return out, (maxima * factor + used.log()).squeeze(1)
+
+
+# Past this exp(s - m) comes close to fp32's largest number, and m moves to the sink.
+_FAR_SINK = 64.0
+
+
+def _sink_step(sink: float, factor: float, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """m with a sink, what multiplies the old sums, and exp(s - m), [R, 1] each; as FlashAttention-4 has it."""
+    difference = sink - maxima * factor  # inf in a row without keys
+    far = difference > _FAR_SINK
+    shrink = torch.where(far, torch.exp(-difference), 1.0)
+    own = torch.where(far, 1.0, torch.exp(difference.clamp(max=_FAR_SINK)))
+    return torch.where(far, sink / factor, maxima), shrink, own
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
+    """Merged splits with the sink as one more."""
+    whole = torch.logaddexp(lse, lse.new_tensor(sink))
+    return out * torch.exp(lse - whole)[:, None], whole
 
 
 @dataclass

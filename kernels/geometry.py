@@ -78,6 +78,8 @@ class Geometry:
     """Instrumentation: tiles of chosen rows."""
     track_near: bool = False
     """Whether scores within reach of the maximum are counted as they pass."""
+    sink: bool = False
+    """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
     """Whether they are counted two at a time."""
 

@@ -7,6 +7,7 @@
         l = exp(m - m') l + rowsum P_bar                   rounded to ``row_sum``
         O_bar = exp(m - m') O_bar + cast(P_bar) V          rounded to ``accumulator``, P_bar to ``probs``,
                                                            P_bar V to ``range_pv``
+    with a sink s: l = l + exp(s - m)                      after the last range, rounded to ``row_sum``
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
@@ -39,7 +40,7 @@ from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geo
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
-from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling
+from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
 from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, tile_scores
 
 
@@ -135,7 +136,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, unrounded_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr,
-    slots_ptr,
+    slots_ptr, sinks_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, split_keys, stride_dump, dump_tiles, scale, softcap,
@@ -215,6 +216,15 @@ def forward_kernel(
         sums = _walk_tiles(sums, task, values, factor, dump, partial, end - partial, True, R, G)
     acc, l, m, near, cast_sum = sums
 
+    keys_m = m
+    keys_l = l
+    if G.sink:
+        m, shrink, own, beside_keys = sink_step(tl.load(sinks_ptr + h), m, factor)
+        acc *= shrink[:, None]
+        exact_l = exact_l * shrink + own
+        l = round_to(l * shrink + own, tl.constexpr(R.row_sum))
+        keys_l += beside_keys
+
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
     o = acc * tl.div_rn(1.0, tl.where(unseen, 1.0, l))[:, None]
@@ -239,8 +249,8 @@ def forward_kernel(
         plane = tl.num_programs(1).to(tl.int64) * q_length
         if G.split:
             plane *= tl.num_programs(2)
-        tl.store(rows_ptr + row, m, mask=here)
-        tl.store(rows_ptr + plane + row, l, mask=here)
+        tl.store(rows_ptr + row, keys_m, mask=here)
+        tl.store(rows_ptr + plane + row, keys_l, mask=here)
         tl.store(rows_ptr + 2 * plane + row, tl.max(near, 1), mask=here)
         tl.store(rows_ptr + 3 * plane + row, tl.max(cast_sum, 1), mask=here)
         tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
@@ -268,11 +278,12 @@ class ForwardOutputs(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float, softcap: float | None,
     level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
+    sinks: Tensor | None = None,
 ) -> ForwardOutputs:  # fmt: skip
     """Launch the forward kernel on q [B, Hq, Tq, D], k, v [B, Hk, Tk, D] in the recipe's input format, any strides.
 
     ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
-    ``unrounded``: keep O in fp32 too.
+    ``unrounded``: keep O in fp32 too. ``sinks`` [Hq] fp32: logits in the softmax's denominator; L has them in it.
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
     fast = has_tensor_memory(q.device)
@@ -280,7 +291,9 @@ def forward(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level,
         tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast,
     )  # fmt: skip
-    geometry = replace(geometry, unrounded=unrounded and not geometry.split)
+    geometry = replace(
+        geometry, unrounded=unrounded and not geometry.split, sink=sinks is not None and not geometry.split
+    )
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     on_cpu = q.device.type == "cpu"
     out_format = DTYPES[recipe.out] if splits == 1 else torch.float32
@@ -303,7 +316,7 @@ def forward(
     arguments = (
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
-        *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
+        lse if sinks is None else sinks.contiguous(), *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
         heads, heads // k_heads, q_length, k_length, *visibility.arguments(q_length, k_length),
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
@@ -316,7 +329,7 @@ def forward(
         rows[2] = 2.0  # nobody watched: every row may repeat its maximum
     if splits > 1:
         factor = scale if recipe.alpha == "in-exponent" and softcap is None else 1.0
-        o, lse, rows = _merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out])
+        o, lse, rows = _merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out], sinks)
         full_o = o if unrounded else full_o
     else:
         lse, rows = lse[0], rows[:, 0] if geometry.rows else rows
@@ -355,16 +368,21 @@ def forward_like(
 
 
 def _merge_splits(
-    o: Tensor, lse: Tensor, rows: Tensor, factor: float, dtype: torch.dtype
+    o: Tensor, lse: Tensor, rows: Tensor, factor: float, dtype: torch.dtype, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Independent splits (first dimension) weighted by exp(L_i - L), in fp32; ``near`` becomes an upper bound."""
     merged_lse = torch.logsumexp(lse, 0)
     weights = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - merged_lse))
     merged = (weights[..., None] * o).sum(0)
+    if sinks is not None:  # one more split, whose O is 0
+        keys_lse, merged_lse = merged_lse, torch.logaddexp(merged_lse, sinks[:, None])
+        seen = merged_lse > -torch.inf  # not so without keys, where the sink is -inf too
+        merged *= torch.where(seen, torch.exp(keys_lse - merged_lse), 0.0)[..., None]
     if rows.numel():
         m = rows[0].amax(0)
         rescale = torch.where(lse == -torch.inf, 0.0, torch.exp((rows[0] - m) * factor))
         rounding_error = (merged.to(dtype).float() - merged).sum(-1)
         l, near, cast_sum = ((rescale * rows[1]).sum(0), rows[2].sum(0), (rescale * rows[3]).sum(0))
+        l = l if sinks is None else l + torch.exp(sinks[:, None] - m * factor)
         rows = torch.stack([m, l, near, cast_sum, rounding_error])
     return merged, merged_lse, rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_diag.kernels.attention import check_kernels_support, check_tensors
+from attn_diag.kernels.attention import check_kernels_support, check_tensors, sink_gradients
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.emulation import EmulatedHead, RecipeNotSupportedError
 from attn_diag.kernels.emulation_forward import HeadLike
@@ -30,13 +30,16 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
     with torch.no_grad():
         q, k, v = (t.to(DTYPES[recipe.input])[None, None] for t in (head.q, head.k, head.v))
         check_tensors(q, k, v)
+        sinks = None if head.sink is None else torch.tensor([head.sink], dtype=torch.float32, device=q.device)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
-                        unrounded=recipe.delta_from == "fp32-o")  # fmt: skip
+                        unrounded=recipe.delta_from == "fp32-o", sinks=sinks)  # fmt: skip
         result = EmulatedHead(o=found.o[0, 0], lse=found.lse[0, 0])
         if head.do is not None:
             do = head.do.to(DTYPES[recipe.input])[None, None]
             o = found.unrounded if recipe.delta_from == "fp32-o" else found.o
             back = backward(q, k, v, o, found.lse, do, recipe, visibility, scale=head.scale, softcap=head.softcap)
             result.delta = back.delta[0, 0]
+            if sinks is not None:
+                result.dsink = sink_gradients(sinks, found.lse, back.delta)[0]
             result.dq, result.dk, result.dv = back.dq[0, 0], back.dk[0, 0], back.dv[0, 0]
     return result

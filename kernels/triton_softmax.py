@@ -57,6 +57,23 @@ def range_sum(p, cast, R: tl.constexpr):
 
 
 @triton.jit
+def sink_step(sink, m, factor):
+    """(m with a sink, what multiplies the old sums, exp(s - m) beside them, and beside the old m), [M].
+
+    Where s lies so far above m that exp(s - m) might overflow, m moves to it, and so it does in a row without keys. The
+    last of the four is no larger than exp(88).
+    """
+    no_keys = m == float("-inf")
+    top = tl.where(no_keys, 0.0, m) * factor
+    without_keys = tl.where(sink == float("-inf"), float("-inf"), float("inf"))
+    difference = tl.where(no_keys, without_keys, sink - top)
+    far = difference > 64.0
+    shrink = tl.where(far, tl.exp(-difference), 1.0)
+    own = tl.where(far, 1.0, tl.exp(tl.minimum(difference, 64.0)))
+    return tl.where(far, sink / factor, m), shrink, own, tl.exp(tl.minimum(difference, 88.0))
+
+
+@triton.jit
 def add_range(acc, product, rescale, R: tl.constexpr):
     """O_bar after one more range, with every rounding of its own."""
     return round_to(

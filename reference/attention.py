@@ -7,8 +7,12 @@
                                                            dS_bar = P_bar o (dP - delta) (likewise), unnormalised
     dQ = alpha dS K             dK = alpha dS^T Q          dV = P^T dO
 
-The low-precision inputs are taken as exact. A row without a single visible key has O = 0, L = -inf and no
-gradient. Source of the backward: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
+A sink is one more visible key, with a fixed logit s and the value zero: m is that of the real keys, and
+
+    l' = l + exp(s - m)         dSink = P_sink (0 - delta), P_sink = exp(s - L')        the rest as it is, with l' for l
+
+The low-precision inputs are taken as exact. A row without a single visible key has O = 0, L = -inf (s, with a sink) and
+no gradient. Source of the backward: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
 
 from __future__ import annotations
@@ -61,12 +65,16 @@ class AttentionHead:
     """Which keys a row sees."""
     softcap: float | None = None
     """c of S = c tanh(alpha q.k / c); None for none."""
+    sink: float | None = None
+    """s, the logit of a sink in the softmax's denominator; None for none."""
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "do"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.float64:
                 raise TypeError(f"{name} must be float64, got {tensor.dtype}; convert it first (exactly)")
+        if self.sink is not None and not math.isfinite(self.sink):
+            raise ValueError(f"sink must be a finite logit, got {self.sink}; None is a head without a sink")
 
     @cached_property
     def positions(self) -> Tensor:
@@ -119,7 +127,7 @@ class RowBlock:
     unnormalised_probs: Tensor
     """P_bar, [R, K]."""
     row_sum: Tensor
-    """l, [R]."""
+    """l, [R], that of a sink included; inf where the sink lies more than 709 above m, as in fully masked rows then."""
     inverse_row_sum: Tensor
     """1/l, [R]; 0 in fully masked rows."""
     unnormalised_out: Tensor
@@ -135,7 +143,9 @@ class RowBlock:
     dq: Tensor | None = None
     """dQ, [R, D]; None without dO."""
     gradient_sums: tuple[Tensor, Tensor] | None = None
-    """Row sums of P_bar o (dP - delta), and its 2-norms, [R] each; only where they were asked for."""
+    """Row sums of P_bar o (dP - delta), and its 2-norms, a sink's term included; [R] each, only where asked for."""
+    sink: float | None = None
+    """The sink's logit; None without one."""
 
     @property
     def dscores(self) -> Tensor | None:
@@ -145,8 +155,8 @@ class RowBlock:
 
     @property
     def lse(self) -> Tensor:
-        """L = m + ln l, [R]; -inf in fully masked rows."""
-        return self.row_max + self.row_sum.log()
+        """L = m + ln l, [R]; -inf in fully masked rows (a sink's logit, where there is one)."""
+        return _lse(self.row_max, self.row_sum, self.sink)
 
     @property
     def out(self) -> Tensor:
@@ -170,6 +180,7 @@ class HeadReference:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    sink: float | None = None
 
     @cached_property
     def fully_masked(self) -> Tensor:
@@ -178,8 +189,20 @@ class HeadReference:
 
     @cached_property
     def lse(self) -> Tensor:
-        """L = m + ln l, [Tq]; -inf in fully masked rows."""
-        return self.row_max + self.row_sum.log()
+        """L = m + ln l, [Tq]; -inf in fully masked rows (a sink's logit, where there is one)."""
+        return _lse(self.row_max, self.row_sum, self.sink)
+
+    @cached_property
+    def sink_probs(self) -> Tensor | None:
+        """exp(s - L), what the sink takes of every row, [Tq]; None without a sink."""
+        return None if self.sink is None else (self.sink - self.lse).exp_()
+
+    @cached_property
+    def dsink(self) -> Tensor | None:
+        """What every row adds to the gradient of the sink's logit, [Tq]; None without a sink or dO."""
+        if self.sink_probs is None or self.delta is None:
+            return None
+        return self.sink_probs * self.delta.neg()
 
     @cached_property
     def out(self) -> Tensor:
@@ -258,7 +281,7 @@ def reference_head(
             dv[block.keys] += block.unnormalised_probs.T @ scaled_do
         if observe is not None:
             observe(block)
-    return HeadReference(**by_row, dk=dk, dv=dv)
+    return HeadReference(**by_row, dk=dk, dv=dv, sink=head.sink)
 
 
 def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_sums: bool) -> RowBlock:
@@ -284,6 +307,10 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
     fully_masked = row_max == -torch.inf
     probs = torch.sub(scores, row_max.masked_fill(fully_masked, 0.0)[:, None]).exp_()
     row_sum = sum_in_parts(probs)
+    of_sink = None
+    if head.sink is not None:
+        of_sink = row_max.neg().add_(head.sink).exp_()
+        row_sum.add_(of_sink)
     block = RowBlock(
         rows=rows,
         keys=keys,
@@ -296,6 +323,7 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         inverse_row_sum=_inverse(row_sum, fully_masked),
         unnormalised_out=product_in_parts(probs, v),
         fully_masked=fully_masked,
+        sink=head.sink,
     )
     if head.do is not None:
         do, inverse = head.do[rows], block.inverse_row_sum
@@ -306,6 +334,9 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
         if gradient_sums:
             block.gradient_sums = sum_in_parts(dscores), torch.linalg.vector_norm(dscores, dim=1)
+            if of_sink is not None:
+                of_sink = torch.where(row_sum == torch.inf, 0.0, of_sink * block.delta.neg())
+                block.gradient_sums = block.gradient_sums[0] + of_sink, torch.hypot(block.gradient_sums[1], of_sink)
         if slope is not None:
             dscores.mul_(slope)
         block.unnormalised_dscores = dscores
@@ -317,6 +348,12 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
 def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
     """1/l, and 0 in fully masked rows; [R]."""
     return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)
+
+
+def _lse(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
+    found = row_max + row_sum.log()
+    # Where exp(s - m) overflows nothing but the sink is left of l.
+    return found if sink is None else found.masked_fill_(row_sum == torch.inf, sink)
 
 
 def is_power_of_two(value: float) -> bool:

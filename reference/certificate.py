@@ -32,6 +32,11 @@ Per row t, over its n visible keys:
     dQ      alpha [(rho + gamma(n_dQ) + 3 u + error of the slope) Y_d + (errors of dP and delta) B'_d]
             + (rho + gamma(n_l) + 4 u) |dQ|,  Y_d >= sum_j |dS_j K_jd|: min(X max_j |K_jd|, ||dS||_2 ||K_.d||_2)
 
+    dSink   of each row, -P_sink delta: P_sink (error of delta) + (rho + gamma(n_l) + 3 u) |dSink|
+
+A sink is one more key (n counts it) of weight P_sink = exp(s - m) / l, with K = V = dP = 0 and so dS = -P_sink delta:
+it is part of l, X and ||dS||_2. Its s is exact, and |s - m| takes the place of |S - m| where |s| is the largest.
+
 n_l, n_O and n_dQ are how many roundings a term passes (``product_depth``, ``sum_depth``; at most n: adding zero
 rounds nothing). With e = rho + gamma(n_l), products of such small quantities and computed weights, |O| and X in place
 of true ones enlarge no term by more than (1 - e)**-6 <= 1 + 8 e, e <= 0.05; where e is larger the bound is inf. 2**-20
@@ -73,12 +78,16 @@ _SIGNIFICANDS = (8, 11, 24, 53)
 
 @dataclass
 class HeadBounds:
-    """Bounds of |reference - truth|: ``out`` [Tq, Dv], ``lse`` [Tq]; with dO also ``delta`` [Tq], ``dq`` [Tq, D]."""
+    """Bounds of |reference - truth|: ``out`` [Tq, Dv], ``lse`` [Tq]; with dO also ``delta`` [Tq], ``dq`` [Tq, D].
+
+    ``dsink`` [Tq] where there is a sink too.
+    """
 
     out: Tensor
     lse: Tensor
     delta: Tensor | None
     dq: Tensor | None
+    dsink: Tensor | None = None
 
     @property
     def known_rows(self) -> Tensor:
@@ -146,7 +155,8 @@ class BoundCollector:
                 of_out = sizes.mul_(do).sum(1)
                 before[part] = product[part] * of_mean + _gamma(head.v.shape[1]) * of_out
                 spread[part] = of_mean + of_out
-        lse = rho + gamma + _FUNCTION * reference.row_sum.log().abs() + UNIT * reference.lse.abs()
+        logarithm = reference.row_sum.clamp(max=torch.finfo(torch.float64).max).log()
+        lse = rho + gamma + _FUNCTION * logarithm.abs() + UNIT * reference.lse.abs()
         lse = lse * weights.factor + weights.tiny
         found = HeadBounds(weights.settle(out), weights.settle(lse), None, None)
         if before is not None and spread is not None:
@@ -172,6 +182,11 @@ class BoundCollector:
         after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
         of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
         found.delta = weights.settle(of_delta * weights.factor + underflow)
+        if reference.sink_probs is not None and reference.dsink is not None:
+            of_dsink = (rho + gamma + 3 * UNIT) * reference.dsink.abs() * weights.factor
+            # P_sink was made of L.
+            of_dsink += (reference.sink_probs * found.lse.clamp(max=1.0) * 2) * reference.delta.abs()
+            found.dsink = weights.settle(of_dsink + reference.sink_probs * found.delta * _SLACK + underflow)
 
         k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
         relative = rho + product + 3 * UNIT + weights.slope_error
@@ -205,9 +220,13 @@ class _Weights:
         in_product: Tensor,
         in_sum: Tensor,
     ) -> None:
+        if head.sink is not None:
+            visible, in_sum = visible + 1, in_sum + 1
         self.visible, self.sum_depth = visible, in_sum
         self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
+        if head.sink is not None:
+            size, exact = size.clamp(min=abs(head.sink)), torch.zeros_like(exact)
         self.slope_error = torch.zeros_like(error)
         if head.softcap is not None:
             self.slope_error = 3 * error / head.softcap + 3 * UNIT

@@ -33,7 +33,7 @@ class CheckedRow:
     row: int
     """Its number."""
     outputs: Mapping[str, CheckedOutput]
-    """By output: out, lse and, with dO, delta and dq."""
+    """By output: out, lse and, with dO, delta and dq; dsink where there is a sink too."""
 
     @property
     def held(self) -> bool:
@@ -56,7 +56,7 @@ def check_rows(
 def check_row(row: OracleRow, reference: HeadReference, bounds: HeadBounds, *, bits: int = DEFAULT_BITS) -> CheckedRow:
     """One row of ``check_rows``, from its oracle."""
     found = {}
-    for output in OUTPUTS:
+    for output in (*OUTPUTS, "dsink"):
         values, allowed = getattr(reference, output), getattr(bounds, output)
         if values is None or allowed is None:
             continue
@@ -65,7 +65,7 @@ def check_row(row: OracleRow, reference: HeadReference, bounds: HeadBounds, *, b
 
 
 def _check(row: OracleRow, output: str, values: list[float], bounds: list[float], bits: int) -> CheckedOutput:
-    if not len(row.keys):
+    if not row.has_terms:
         # O = 0, L = -inf and no gradient, by definition.
         right = -math.inf if output == "lse" else 0.0
         return CheckedOutput(0.0, 0.0, 0.0 if all(value == right for value in values) else math.inf)

@@ -57,6 +57,11 @@ class IntegerMatrix:
         """Some rows of it."""
         return IntegerMatrix(self.array[index], self.exponent, self.bits)
 
+    def with_zeros(self) -> IntegerMatrix:
+        """The same with one more row, of zeros."""
+        return IntegerMatrix(np.concatenate([self.array, np.zeros_like(self.array, shape=(1, self.array.shape[1]))]),
+                             self.exponent, self.bits)  # fmt: skip
+
     @property
     def largest(self) -> list[int]:
         """max_j |M_jd| for every column d."""

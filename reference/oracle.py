@@ -25,14 +25,13 @@ from functools import cached_property
 from operator import mul
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from mpmath import libmp
 
 from attn_diag.reference.attention import AttentionHead
 from attn_diag.reference.exact import Enclosure, IntegerMatrix, dyadic, quotient, round_dyadic, round_fraction, scaled
 from attn_diag.reference.rational import RowRationals
 from attn_diag.reference.rounding import FP64, FloatFormat
+from attn_diag.reference.visible import visible_keys
 
 # float64 has 53 bits, and 11 more leave room for 2 units an exponential in a row of up to 2**9 keys: with less, no
 # enclosure could be narrower than float64's own rounding.
@@ -101,14 +100,18 @@ class OracleRow:
     """One query row. Methods return float64 lists (one number for L, m, l and delta), correctly rounded to ``fmt``.
 
     Lists over keys follow ``keys``, the visible ones; lists over features are [D]. The row of a head without dO has
-    no delta, dP, dS and dQ (ValueError). A row without keys has O = 0, L = m = -inf, l = 0 and zero gradients.
+    no delta, dP, dS and dQ (ValueError). A row without keys has O = 0, L = m = -inf, l = 0 and zero gradients; with a
+    sink, which is a last key that lists leave out, L is the sink's logit. l is relative to the largest of all logits.
     """
 
     def __init__(self, oracle: HeadOracle, t: int) -> None:
         self._oracle, self.t = oracle, t
         head = oracle.head
-        self.keys, self._mask = _visible(head, t)
+        self.keys, self._mask = visible_keys(head, t)
         self._k, self._v = oracle.k.rows(self.keys), oracle.v.rows(self.keys)
+        if head.sink is not None:  # a last key of zeros, whose logit is an additive mask
+            self._mask.append(head.sink)
+            self._k, self._v = self._k.with_zeros(), self._v.with_zeros()
         products, exponent = self._k.times(IntegerMatrix.of(head.q[t : t + 1]))
         m, e = oracle.scale
         # Products before softcap and mask, as integers times a power of two.
@@ -117,12 +120,13 @@ class OracleRow:
         self._dprobs_exponent = 0
         if head.do is not None:
             self._dprobs, self._dprobs_exponent = self._v.times(IntegerMatrix.of(head.do[t : t + 1]))
+        self.has_terms = bool(self._mask)
         self._evaluations: dict[int, _Evaluation] = {}
         self._ends: dict[tuple[str, int], list[Enclosure]] = {}
 
     def scores(self, fmt: FloatFormat = FP64) -> list[float]:
         """S of the visible keys (softcap and mask applied)."""
-        return self._many(self.score_ends, fmt, self._rational.score)
+        return self._many(lambda bits: self.score_ends(bits)[: len(self.keys)], fmt, self._rational.score)
 
     def row_max(self, fmt: FloatFormat = FP64) -> float:
         """m = max S; -inf in a row without keys."""
@@ -130,17 +134,17 @@ class OracleRow:
 
     def row_sum(self, fmt: FloatFormat = FP64) -> float:
         """l = sum exp(S - m)."""
-        if not len(self.keys):
+        if not self.has_terms:
             return 0.0
         return self._many(self.row_sum_ends, fmt, lambda _: self._rational.row_sum())[0]
 
     def probs(self, fmt: FloatFormat = FP64) -> list[float]:
         """P of the visible keys."""
-        return self._many(self.probs_ends, fmt, lambda _: self._rational.prob())
+        return self._many(lambda bits: self.probs_ends(bits)[: len(self.keys)], fmt, lambda _: self._rational.prob())
 
     def lse(self, fmt: FloatFormat = FP64) -> float:
         """L = m + ln l; -inf in a row without keys."""
-        if not len(self.keys):
+        if not self.has_terms:
             return -np.inf
         return self._many(self.lse_ends, fmt, lambda _: self._rational.lse())[0]
 
@@ -159,27 +163,33 @@ class OracleRow:
 
     def dscores(self, fmt: FloatFormat = FP64) -> list[float]:
         """dS of the visible keys, the slope of a softcap included."""
-        return self._many(self.dscores_ends, fmt, self._rational.dscore)
+        return self._many(lambda bits: self.dscores_ends(bits)[: len(self.keys)], fmt, self._rational.dscore)
 
     def dq(self, fmt: FloatFormat = FP64) -> list[float]:
         """dQ [D]."""
         return self._many(self.dq_ends, fmt, self._rational.dq)
 
+    def dsink(self, fmt: FloatFormat = FP64) -> float:
+        """What the row adds to the gradient of the sink's logit: dS of the last key, -P_sink delta."""
+        return self._many(self.dsink_ends, fmt, lambda _: self.exact("dsink", 0))[0]
+
     def ends(self, output: str, bits: int) -> list[Enclosure]:
-        """Enclosures of out, lse, delta or dq at ``bits`` bits; computed once."""
+        """Enclosures of out, lse, delta, dq or dsink at ``bits`` bits; computed once."""
         if (output, bits) not in self._ends:
             self._ends[output, bits] = getattr(self, f"{output}_ends")(bits)
         return self._ends[output, bits]
 
     def exact(self, output: str, i: int) -> Fraction | None:
-        """Element i of out, lse, delta or dq where it is known to be rational, else None."""
+        """Element i of out, lse, delta, dq or dsink where it is known to be rational, else None."""
         of_one = {"out": self._rational.out, "dq": self._rational.dq}
+        if output == "dsink":
+            return self._rational.dscore(len(self._mask) - 1)
         of_row = {"lse": self._rational.lse, "delta": self._rational.delta}
         return of_one[output](i) if output in of_one else of_row[output]()
 
     def score_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of S."""
-        return self._at(bits).scores if len(self.keys) else []
+        return self._at(bits).scores if self.has_terms else []
 
     def row_sum_ends(self, bits: int) -> list[Enclosure]:
         """Enclosure of l, as a list of one."""
@@ -190,7 +200,7 @@ class OracleRow:
 
     def probs_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of P."""
-        if not len(self.keys):
+        if not self.has_terms:
             return []
         e = self._at(bits)
         return [
@@ -214,11 +224,11 @@ class OracleRow:
     def out_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of O."""
         width = self._oracle.head.v.shape[1]
-        if not len(self.keys):
+        if not self.has_terms:
             return [Enclosure(0, 0, 0)] * width
         e = self._at(bits)
         sums = self._v.combine(e.exponentials)
-        margins = [e.slack * len(self.keys) * x for x in self._v.largest]
+        margins = [e.slack * len(self._mask) * x for x in self._v.largest]
         return [
             Enclosure(*quotient((s - m, s + m), e.row_sum_ends, bits), self._v.exponent - bits)
             for s, m in zip(sums, margins, strict=True)
@@ -227,7 +237,7 @@ class OracleRow:
     def delta_ends(self, bits: int) -> list[Enclosure]:
         """Enclosure of delta, as a list of one."""
         self._need_do()
-        if not len(self.keys):
+        if not self.has_terms:
             return [Enclosure(0, 0, 0)]
         e = self._at(bits)
         total, margin = self._weighted_dprobs(e)
@@ -236,7 +246,7 @@ class OracleRow:
 
     def dscores_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of dS."""
-        if not len(self.keys):
+        if not self.has_terms:
             return []
         e = self._at(bits)
         weights, margins = self._unscaled_dscores(e)
@@ -245,10 +255,14 @@ class OracleRow:
             for w, m in zip(weights, margins, strict=True)
         ]
 
+    def dsink_ends(self, bits: int) -> list[Enclosure]:
+        """Enclosure of what the row adds to the sink's gradient, as a list of one."""
+        return self.dscores_ends(bits)[-1:]
+
     def dq_ends(self, bits: int) -> list[Enclosure]:
         """Enclosures of dQ."""
         self._need_do()
-        if not len(self.keys):
+        if not self.has_terms:
             return [Enclosure(0, 0, 0)] * self._oracle.head.q.shape[1]
         e = self._at(bits)
         weights, margins = self._unscaled_dscores(e)
@@ -368,23 +382,6 @@ class OracleRow:
             again = ends(bits)
             found = [again[i].rounded(fmt) if value is None else value for i, value in enumerate(found)]
         return [value for value in found if value is not None]
-
-
-def _visible(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], list[float]]:
-    """The keys that row t attends to, and their additive mask."""
-    count, position = len(head.k), int(head.positions[t])
-    left, right = head.masking.reach
-    first = 0 if left is None else max(0, position - left)
-    stop = count if right is None else min(count, position + right + 1)
-    keys, mask = np.arange(first, stop, dtype=np.int64), np.zeros(count)
-    if head.masking.mask is not None:
-        row = head.masking.mask[t].cpu()
-        if row.dtype == torch.bool:
-            keys = keys[row.numpy()[keys]]
-        else:
-            mask = row.double().numpy()
-            keys = keys[mask[keys] > -np.inf]
-    return keys, mask[keys].tolist()
 
 
 def _exponentials(differences: Sequence[int], exponent: int, bits: int) -> list[int]:

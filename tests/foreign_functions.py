@@ -19,11 +19,14 @@ def _flash_attn_fwd(
     window_size_right: int | None = None, learnable_sink: Any = None, score_mod: Any = None, return_lse: bool = False,
     out: Any = None, lse: Any = None,
 ) -> Any:  # fmt: skip
-    del qv, learnable_sink, score_mod, return_lse, out
+    del qv, score_mod, return_lse, out
     torch._dynamo.graph_break()
     if cu_seqlens_q is not None:
         return torch.zeros_like(q), None, None, None, None
     o, lse = forward(q, k, v, **_cute(q, softmax_scale, causal, softcap, window_size_left, window_size_right))
+    if learnable_sink is not None:  # its LSE has the sink in it
+        keys, lse = lse, torch.logaddexp(lse, learnable_sink.float()[:, None])
+        o = (o.float() * (keys - lse).exp().transpose(1, 2)[..., None]).to(o.dtype)
     return o, lse, None, None, None
 
 
@@ -31,8 +34,9 @@ def _flash_attn_bwd(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
     window_size_right: int | None = None, dq: Any = None, dk: Any = None, dv: Any = None, dlse: Any = None,
+    learnable_sink: Any = None,
 ) -> Any:  # fmt: skip
-    del dq, dk, dv, dlse
+    del dq, dk, dv, dlse, learnable_sink
     torch._dynamo.graph_break()
     options = _cute(q, softmax_scale, causal, softcap, window_size_left, window_size_right)
     return backward(dout, q, k, v, out, lse, **options)

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -181,7 +181,6 @@ def tensors(length: int = 24, layout: str = "BTHD", grad: bool = True) -> list[T
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dropout": ("flash_attn 2", {"dropout_p": 0.25}, "dropout 0.25 is on"),
     "ALiBi": ("flash_attn 2", {"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes not supported"),
-    "sinks": ("FlashAttention-4", {"learnable_sink": torch.ones(HEADS)}, "learnable_sink not supported"),
     "a score_mod": ("FlashAttention-4", {"score_mod": max}, "score_mod not supported"),
     "half packed": ("FlashAttention-4", {"cu_seqlens_q": torch.tensor([0, 24])}, "not captured yet (cu_seqlens_q)"),
     "padding": ("Transformer Engine", {"attn_mask_type": "padding_causal"}, "not captured yet (cu_seqlens_q"),
@@ -199,6 +198,26 @@ def test_what_cannot_be_analysed_is_refused_by_name(
     assert not recorder.written
     assert list(recorder.dropped.values()) == [1]
     assert reason in caplog.text
+
+
+def test_sinks_of_flash_attention_4_are_captured(tmp_path: Path) -> None:
+    package, sinks = PACKAGES["FlashAttention-4"], torch.linspace(-1, 3, HEADS).bfloat16()
+    given = tensors()
+    with there(package) as function, attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o = function(*given, learnable_sink=sinks)
+        torch.autograd.backward(o.float().square().sum())
+    capture = only(recorder)
+    assert torch.equal(capture.tensors["sinks"][...], sinks)
+    diagnosis = attn_diag.inspect_captures([capture]).captures[0]
+    assert diagnosis.assumptions.ok
+    last = {q.quantity: q for q in diagnosis.observations[0].heads[HEADS - 1].quantities}
+    assert last["lse"].answer == "good"
+    assert last["o"].answer != "wrong"
+    # The function that stands in for its backward makes P again without the sinks.
+    assert "no sink (the sink dropped) in the backward alone" in last["dq"].words
+    # Without them it is another function.
+    bare = replace(capture, tensors={n: t for n, t in capture.tensors.items() if n != "sinks"})
+    assert attn_diag.inspect_captures([bare]).captures[0].assumptions.ok is False
 
 
 def test_paged_operators_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,7 +68,8 @@ def made_call(seed: int = 0, hq: int = 4, hk: int = 2, tq: int = 63, tk: int = 6
         kv = head // (hq // hk)
         scale = 32**-0.5 if call.scale is None else call.scale
         inputs = (call.q[0, head].double(), call.k[0, kv].double(), call.v[0, kv].double())
-        reference = d.reference_head(d.AttentionHead(*inputs, None, scale, masking, call.softcap))
+        sink = None if call.sinks is None else float(call.sinks[head])
+        reference = d.reference_head(d.AttentionHead(*inputs, None, scale, masking, call.softcap, sink))
         outs.append(reference.out.bfloat16())
         lses.append(reference.lse.float())
     return replace(call, o=torch.stack(outs)[None], lse=torch.stack(lses)[None])
@@ -141,6 +142,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "additive mask": {"mask": torch.randn(1, 4, 63, 63, generator=G).bfloat16()},
     "padding": {"mask": torch.zeros(1, 1, 1, 63).masked_fill(torch.arange(63) > 50, -math.inf).bfloat16()},
     "odd scale": {"scale": 0.3},
+    "sinks": {"causal": "top-left", "sinks": torch.tensor([2.0, -1.0, 6.0, -50.0])},
+    "sinks and softcap": {"softcap": 2.0, "window": (9, 0), "sinks": torch.tensor([0.5, 0, 1, 2]).bfloat16()},
+    "sinks and rows without keys": {"causal": "bottom-right", "tk": 41, "sinks": torch.tensor([0.5, 0, 1, 2])},
 }
 
 
@@ -153,6 +157,26 @@ def test_masks_groups_and_softcap_as_inspect_has_them(options: dict[str, Any]) -
     assert differences(found, heads) == []
     assert found.unity_defect.abs().max() < 2.0**-22
     assert (found.nonfinite_rate == 0).all()
+
+
+@pytest.mark.parametrize("options", [OPTIONS[n] for n in ("top-left", "softcap", "additive mask")])
+def test_entropy_counts_a_sink_as_a_key(options: dict[str, Any]) -> None:
+    call = made_call(**options, sinks=torch.tensor([2.0, -1.0, 6.0, 0.0]))
+    assert call.sinks is not None
+    scores = call.q.double() @ call.k.repeat_interleave(2, 1).double().mT * 32**-0.5
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    if call.mask is not None:
+        scores = scores + call.mask.double()
+    scores = scores.masked_fill(torch.ones(63, 63).triu(1).bool() & (call.causal != "none"), -math.inf)
+    column = call.sinks.double()[None, :, None, None].expand(1, 4, 63, 1)
+    probs = torch.cat([scores, column], -1).softmax(-1)
+    expected = torch.special.entr(probs).sum(-1).mean(-1)[0]
+    torch.testing.assert_close(head_metrics(call).entropy, expected, rtol=CLOSE, atol=0)
+    # An LSE of the keys alone is that of all once the sink is in it.
+    bare = replace(call, lse=scores.logsumexp(-1).float(), lse_sink="excluded")
+    assert head_metrics(bare).unity_defect.abs().max() < 2.0**-20
+    assert head_metrics(replace(bare, lse_sink="included")).unity_defect.abs().max() > 0.01
 
 
 @pytest.mark.parametrize("options", [OPTIONS[n] for n in ("top-left", "softcap", "additive mask")])

@@ -67,6 +67,11 @@ _MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma": ("Gemma", _ROTARY | {"head_dim": 8}, "model.layers.{}.self_attn"),
     "olmo": ("Olmo", _ROTARY, "model.layers.{}.self_attn"),
     "phi": ("Phi", _ROTARY, "model.layers.{}.self_attn"),
+    "gpt_oss": (
+        "GptOss",
+        _ROTARY | {"head_dim": 8, "sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "model.layers.{}.self_attn",
+    ),
     "albert": (
         "Albert",
         _SHAPE | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

@@ -19,6 +19,7 @@ from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.metadata import FORMAT_VERSION, PACKED_VERSION, Metadata
 from attn_diag.captures.packed import is_packed, may_be_packed, with_cu_seqlens
 from attn_diag.captures.shapes import require_fitting
+from attn_diag.captures.sinks import with_sinks
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.captures.validity import require_inputs, short
@@ -45,6 +46,9 @@ class Capture:
     RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare output belongs to the observation
     "observed", "flash.o" to "flash".
 
+    Attention sinks (format 1.1): ``sinks`` [Hq], a logit a head in the softmax's denominator (``s_aux``,
+    ``learnable_sink`` and [1, Hq, 1, 1] are taken too), and their gradient ``dsinks`` [Hq], summed over rows and batch.
+
     Packed sequences (format 1.1): with ``cu_seqlens_q`` and ``cu_seqlens_k``, integers [documents + 1], documents lie
     one after the other along T of tensors whose B is 1 (or q, k, v, o and their gradients are [total, H, D], x is
     [total, C], lse and delta [H, total]). ``cu_seqlens`` is both, ``position_ids`` [total] that begin again at 0 with
@@ -64,7 +68,7 @@ class Capture:
         tokens_first = "q" in self.tensors and len(self.tensors["q"].shape) == 3 and may_be_packed(self.tensors)
         if tokens_first:
             object.__setattr__(self, "metadata", replace(self.metadata, layout="BTHD"))
-        object.__setattr__(self, "tensors", with_cu_seqlens(self.tensors))
+        object.__setattr__(self, "tensors", with_cu_seqlens(with_sinks(self.tensors)))
         require_inputs(self.tensors, self.metadata)
         if is_packed(self.tensors):
             totals = (self.tensors[name].shape[3 - self._head_axis] for name in "qk")
@@ -222,6 +226,23 @@ class Capture:
         number = batch if self.documents is None else self.documents[batch].number
         return float(values[number if len(values) > 1 else 0, head])
 
+    def sink(self, head: int) -> float | None:
+        """The logit of one head's sink as stored, NaN and Inf included.
+
+        Args:
+            head: Index of the query head in the capture.
+
+        Returns:
+            The logit; None where there is no sink.
+        """
+        sinks = self.tensors.get("sinks")
+        return self.metadata.softmax_offset if sinks is None else float(sinks[head].double())
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether every head has a sink."""
+        return "sinks" in self.tensors or self.metadata.softmax_offset is not None
+
     def mask(self, batch: int, head: int) -> tuple[Tensor, tuple[int, int]] | None:
         """The mask of one head as stored, [Tq or 1, Tk or 1], and which (batch, head) of the tensor it is.
 
@@ -242,7 +263,7 @@ class Capture:
     @property
     def format_version(self) -> str:
         """That of the capture format which its tensors need."""
-        return FORMAT_VERSION if self.documents is None else PACKED_VERSION
+        return PACKED_VERSION if self.documents is not None or self.has_sinks else FORMAT_VERSION
 
     def in_text(self) -> dict[str, str]:
         """Its metadata as text by key, with its dtype and, of packed sequences, how many documents there are.

@@ -51,10 +51,13 @@ class CallTensors(TypedDict, total=False):
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
     position_ids: Array | None
+    sinks: Array | None
+    dsinks: Array | None
     causal: bool | str
     scale: float | None
     window: tuple[int, int] | None
     softcap: float | None
+    softmax_offset: float | None
     layout: str
 
 
@@ -65,7 +68,7 @@ One = Capture | Array
 Source = One | Named | Sequence[Capture | Named]
 """What a function of heads takes."""
 
-_OPTIONS = ("causal", "scale", "window", "softcap", "layout")
+_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "layout")
 
 
 def is_array(value: object) -> TypeGuard[Array]:

@@ -107,6 +107,8 @@ def load(path: str | Path, **options: Any) -> Capture:
         tensors, text, notes = reader(path)
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
+            if name == "softmax_offset" and math.prod(tensors[name].shape) != 1:
+                continue  # one logit a head: the sinks
             text[name] = _as_text(_numbers(tensors.pop(name), name))
         given = {name: value for name, value in options.items() if value is not None}
         metadata = Metadata.parse(text).override(**given)

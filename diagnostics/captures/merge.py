@@ -16,6 +16,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sequence import joined_rows
+from attn_diag.captures.sinks import OF_HEADS, summed
 from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.captures.stacked import documents_axis, stacked_documents
 from attn_diag.errors import InputError
@@ -23,7 +24,7 @@ from attn_diag.errors import InputError
 # What may differ between the ranks of one call.
 _OF_A_RANK = ("rank", "head_offset", "device", "hardware", "notes", "extra")
 _PER_ROW = ("lse", "delta")
-_OF_ALL_SEQUENCES = ("w_q", "q_positions")
+_OF_ALL_SEQUENCES = ("w_q", "q_positions", "sinks")
 
 
 def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[str]]:
@@ -161,7 +162,7 @@ def _difference(one: Capture, other: Capture) -> str | None:
         if mine.dtype != yours.dtype and name not in PACKING:
             return f"{name} is {yours.dtype}, not {mine.dtype}"
         # Masks and descale factors may be shared by all sequences: their first axis tells nothing.
-        free: int | None = None if name in _OF_ALL_SEQUENCES else 0
+        free: int | None = None if name in _OF_ALL_SEQUENCES or name.rpartition(".")[2] in OF_HEADS else 0
         if one.documents is not None:
             free = documents_axis(name, one.metadata.layout)
         sizes = [[n for axis, n in enumerate(t.shape) if axis != free] for t in (mine, yours)]
@@ -207,9 +208,11 @@ def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
     if members[0].documents is not None and len(members) > 1:
         tensors = stacked_documents([capture.tensors for capture in members], members[0].metadata.layout)
-        if "w_q" in members[0].tensors:
-            _require_equal("w_q", members)
-            tensors["w_q"] = members[0].tensors["w_q"]
+        for name in {"w_q", "sinks"} & members[0].tensors.keys():
+            _require_equal(name, members)
+            tensors[name] = members[0].tensors[name]
+        for name in [n for n in members[0].tensors if n.rpartition(".")[2] == "dsinks"]:
+            tensors[name] = summed([capture.tensors[name] for capture in members])
         return tensors
     for name in members[0].tensors:
         if name.rpartition(".")[2] not in INPUTS + OBSERVED:
@@ -220,6 +223,8 @@ def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
         elif name in _OF_ALL_SEQUENCES:
             _require_equal(name, members)
             tensors[name] = sources[0]
+        elif name.rpartition(".")[2] == "dsinks":
+            tensors[name] = summed(sources)
         elif name == "mask" or name.endswith("_descale"):
             tensors[name] = _stack_shared(name, members)
         else:
@@ -271,6 +276,8 @@ def _join_heads(
             axis = len(shape) - 3 if len(shape) > 2 and shape[-3] > 1 else None
         elif base.endswith("_descale"):
             axis = 1 if len(shape) == 2 else None
+        elif base in OF_HEADS:
+            axis = 0
         elif base in ("x", "q_positions", *PACKING):
             axis = None
         tensors[name] = _same(name, sources) if axis is None else JoinedSource(sources, axis)

@@ -11,23 +11,24 @@ from attn_diag.errors import InputError
 
 FORMAT = "attn-diag-capture"
 FORMAT_VERSION = "1"
-# Written only where there are tensors that a reader of version 1 would not understand.
+# Written only where there is what a reader of version 1 would not understand: packed sequences, sinks.
 PACKED_VERSION = "1.1"
 
 Layout = Literal["BHTD", "BTHD"]
 Causal = Literal["none", "top-left", "bottom-right"]
 LseBase = Literal["e", "2"]
+LseSink = Literal["included", "excluded"]
 
 # Positions are 64-bit integers; their differences with a window must be too.
 _WIDEST = 2**62
 
 _DROPOUT = "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)"
-_SINKS = "attention sinks are not supported: append the sink as a key with value zero, or leave them out"
+_SINKS = "expected a tensor 'sinks' of logits, [Hq], beside q; one number for all heads is softmax_offset"
 _ALIBI = "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'"
 _PACKED = "expected a tensor of integers, [documents + 1], beside q"
 _REFUSED = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_mask"), _DROPOUT),
-    **dict.fromkeys(("sinks", "s_aux"), _SINKS),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink", "dsinks"), _SINKS),
     **dict.fromkeys(("alibi", "alibi_slopes"), _ALIBI),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), _PACKED),
 }
@@ -55,6 +56,10 @@ class Metadata:
     """c of S = c tanh(alpha q.k / c)."""
     lse_base: LseBase = "e"
     """Base of the captured LSE's logarithm."""
+    softmax_offset: float | None = None
+    """A sink's logit, the same for all heads: 0 is the off-by-one softmax; None: none, or the tensor ``sinks``."""
+    lse_sink: LseSink = "included"
+    """Whether the captured LSE has the sink in it, as FlashAttention's has, or is that of the keys alone."""
     layer: int | None = None
     """The model's number of the layer."""
     head_offset: int = 0
@@ -77,7 +82,8 @@ class Metadata:
     """Keys that this version does not know."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase)):
+        for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase),
+                              ("lse_sink", LseSink)):  # fmt: skip
             if getattr(self, name) not in get_args(allowed):
                 raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         # Errors of dQ carry the square of scale; times anything it must stay a number other than 0.
@@ -87,6 +93,11 @@ class Metadata:
             )
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise InputError(f"softcap must be a finite number above 0, got {self.softcap}; leave it out for none")
+        if self.softmax_offset is not None and not math.isfinite(self.softmax_offset):
+            raise InputError(
+                f"softmax_offset must be a finite logit, got {self.softmax_offset}; 0 is the off-by-one softmax, "
+                "leave it out for none"
+            )
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
         if self.window is not None and max(self.window) > _WIDEST:
@@ -133,7 +144,7 @@ class Metadata:
         text = {"format": FORMAT, "format_version": version, **self.extra}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name == "extra" or value is None:
+            if item.name == "extra" or value is None or (item.name == "lse_sink" and value == "included"):
                 continue
             text[item.name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         # Half a surrogate pair, as a dump's names may hold it, cannot be written.
@@ -157,9 +168,11 @@ def parse_window(text: str) -> tuple[int, int]:
 
 # How a key's text is read, and what it should have been where that fails.
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(("scale", "softcap"), (float, "a number")),
+    **dict.fromkeys(("scale", "softcap", "softmax_offset"), (float, "a number")),
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
-    **dict.fromkeys(("layout", "causal", "lse_base", "kernel", "device", "torch", "hardware", "notes"), (str, "text")),
+    **dict.fromkeys(
+        ("layout", "causal", "lse_base", "lse_sink", "kernel", "device", "torch", "hardware", "notes"), (str, "text")
+    ),
 }
 KEYS = frozenset(_PARSERS)

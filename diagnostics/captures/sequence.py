@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attn_diag.captures.joined import RowsSource, equal_bits
+from attn_diag.captures.sinks import summed
 from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
 
@@ -58,9 +59,12 @@ def joined_rows(
         elif name in _OWN:
             if whole:
                 tensors[_OWN[name]] = RowsSource(sources, axis, order)
-        elif name == "w_q":
+        elif name.rpartition(".")[2] == "dsinks":
+            if whole:
+                tensors[name] = summed(sources)
+        elif name in ("w_q", "sinks"):
             if not all(equal_bits(sources[0][...], source[...]) for source in sources[1:]):
-                raise InputError("w_q differs between ranks that hold other rows of the same sequences")
+                raise InputError(f"{name} differs between ranks that hold other rows of the same sequences")
             tensors[name] = sources[0]
         elif name == "q_positions":
             if not whole:

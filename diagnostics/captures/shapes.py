@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.captures.metadata import Metadata
+from attn_diag.captures.sinks import require_sinks
 from attn_diag.captures.sources import PACKING, TensorSource
 from attn_diag.errors import InputError
 
@@ -64,6 +65,7 @@ def require_fitting(tensors: Tensors, metadata: Metadata) -> None:
         if odd := [n for n in ("own_dk", "own_dv") if n in tensors]:
             raise InputError(f"{odd[0]}: rows that several ranks share cannot be packed sequences")
     _check_inputs(shaped)
+    require_sinks(tensors, metadata, shaped.q_heads)
     _check_outputs(shaped)
 
 

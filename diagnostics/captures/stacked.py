@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from attn_diag.captures.joined import JoinedSource
+from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 
@@ -54,7 +55,7 @@ def stacked_documents(members: Sequence[Mapping[str, TensorSource]], layout: str
             tensors[name] = _borders(name, sources, totals)
         elif axis is not None:
             tensors[name] = JoinedSource(sources, axis)
-        elif base in INPUTS + OBSERVED and base != "w_q":
+        elif base in INPUTS + OBSERVED and base not in ("w_q", *OF_HEADS):
             raise InputError(f"{name} of packed sequences cannot be put together over ranks; inspect each rank's file")
     return tensors
 

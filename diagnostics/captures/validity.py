@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
+from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
@@ -23,7 +24,7 @@ def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
     """
     for name in tensors:
         observation, dot, output = name.rpartition(".")
-        if output not in PACKING:
+        if output not in PACKING and output not in OF_HEADS:
             refuse_unsupported(output)
         if (
             output in OBSERVED

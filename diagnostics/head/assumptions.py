@@ -19,6 +19,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
 from attn_diag.head.other_documents import merged, seen_in_out
+from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
@@ -94,6 +95,9 @@ def _message(check: Misfit) -> str:
     found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
     if check.documents is not None:
         return f"{found} {check.documents} within {percent(check.better_error)}: cu_seqlens are wrong, or not obeyed."
+    if check.sinks is not None:
+        within = percent(check.better_error)
+        return f"{found} {check.sinks} within {within}: the kernel's sinks are not the capture's."
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     near = percent(check.better_error)
@@ -112,6 +116,11 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
         other = None if cut is None else out_fit(cut.of(capture), observation, device)
         if cut is not None and other is not None and other.ok and other.error <= _explained(stated, other):
             return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
+    fits = [(out_fit(c, observation, device), words) for words, c in with_other_sinks(capture, observation, device)]
+    known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
+    if known:
+        error, words = min(known)
+        return Misfit(observation, "o", stated.error, False, None, error, sinks=words)
     best = better_reading(capture, observation, device, stated)
     return _misfit(observation, stated, best)
 

@@ -20,14 +20,10 @@ from attn_diag.head.read import HeadInputs, all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
+from attn_diag.head.sink_gradients import SinkTerms, sink_terms
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truth import HeadTruth
-from attn_diag.reference import (
-    FloatFormat,
-    Rows,
-    round_nearest_even,
-    ulp,
-)
+from attn_diag.reference import FloatFormat, Rows, round_nearest_even, ulp
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors
 
@@ -108,6 +104,8 @@ class HeadMeasurement:
     """What is kept of the backward for dK and dV."""
     quality: dict[str, QuantitySample] = field(default_factory=dict)
     """O and dQ beside a well-rounded kernel's."""
+    sink: SinkTerms | None = None
+    """Of the gradient of the head's sink; None without one."""
     effects: dict[str, RowEffect] = field(default_factory=dict)
     """LSE and a captured delta, by what their errors make of dQ."""
 
@@ -188,6 +186,7 @@ def _measure(
         _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
     kept_rows = usable.nonzero()[:, 0]
     result.quality = measure_quality(passed, seen, kept_rows, top_key)
+    result.sink = sink_terms(passed, seen.outputs)
     if len(kept_rows):
         result.effects = measure_effects(passed, seen, kept_rows)
     return result

@@ -78,7 +78,7 @@ def all_finite(values: Tensor) -> bool:
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
     """One head of a tensor as float64 on ``device``; None where the capture lacks it.
 
-    Exactly as stored, but for an LSE to base 2, which becomes a natural logarithm.
+    Exactly as stored, but for an LSE to base 2, which becomes a natural logarithm, and one that lacks the sink.
     """
     stored = capture.read(name, batch, head)
     if stored is None:
@@ -87,8 +87,11 @@ def read_float64(capture: Capture, name: str, batch: int, head: int, device: tor
     stored = stored.float() if stored.dtype.itemsize == 1 else stored
     # A narrow tensor travels faster than its float64 copy.
     values = stored.to(device).double().contiguous()
-    in_base_2 = capture.metadata.lse_base == "2" and name.rpartition(".")[2] == "lse"
-    return values * math.log(2) if in_base_2 else values
+    if name.rpartition(".")[2] != "lse":
+        return values
+    values = values * math.log(2) if capture.metadata.lse_base == "2" else values
+    sink = capture.sink(head) if capture.metadata.lse_sink == "excluded" else None
+    return values if sink is None else torch.logaddexp(values, values.new_tensor(sink))
 
 
 def read_outputs(
@@ -136,6 +139,18 @@ def _read_mask(
     return mask.masked_fill(bad, 0.0).expand(shape), bad.expand(shape)
 
 
+def _read_sink(capture: Capture, batch: int, head: int, census: NonFiniteCensus, bad_rows: Tensor) -> float | None:
+    """The logit of a head's sink; None without one, as -Inf is. NaN and +Inf spoil every row."""
+    sink = capture.sink(head)
+    if sink is None or sink == -math.inf:
+        return None
+    if math.isfinite(sink):
+        return sink
+    census.record("sinks", batch, head, bad_rows.new_ones(1))
+    bad_rows.fill_(True)
+    return None
+
+
 def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
@@ -155,6 +170,7 @@ def read_head(
         if bad_rows[name].any():
             values.masked_fill_(bad, 0.0)
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    sink = _read_sink(capture, batch, head, census, bad_rows["q"])
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
     masking = Masking(
         causal=capture.metadata.causal,
@@ -163,7 +179,7 @@ def read_head(
         positions=capture.q_positions(batch),
     )
     return HeadInputs(
-        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap),
+        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink),
         unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
         bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
         input_format=format_of(capture.tensors["q"].dtype),

@@ -180,6 +180,8 @@ class Misfit:
     """``relative_error`` under these."""
     documents: str | None = None
     """Of packed sequences: which other documents O fits, in words; a fault of the kernel or of cu_seqlens."""
+    sinks: str | None = None
+    """Other sinks that O fits, in a sentence; then the kernel or the stated sinks are wrong."""
 
 
 @dataclass(frozen=True)

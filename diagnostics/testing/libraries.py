@@ -40,6 +40,8 @@ class Options(Protocol):
     def mask(self) -> Tensor | None: ...  # noqa: D102
     @property
     def positions(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def sinks(self) -> Tensor | None: ...  # noqa: D102
 
 
 Call = Callable[..., Any]
@@ -68,9 +70,9 @@ def refuse_options(who: str, options: Options, *known: str) -> None:
     Args:
         who: The kernel.
         options: Those of the call.
-        known: What it has of window, softcap, mask and positions.
+        known: What it has of window, softcap, mask, positions and sinks.
     """
-    named = {n: getattr(options, n) for n in ("window", "softcap", "mask", "positions")}
+    named = {n: getattr(options, n) for n in ("window", "softcap", "mask", "positions", "sinks")}
     if unknown := [n for n, value in named.items() if value is not None and n not in known]:
         raise InputError(f"{who} has no {', '.join(unknown)}")
 
@@ -201,11 +203,17 @@ def _flash_3(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -
 def _flash_4(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -> tuple[Tensor, ...]:
     from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
-    refuse_options("flash_attn 4", options, "window", "softcap")
+    refuse_options("flash_attn 4", options, "window", "softcap", "sinks")
     left, right = (None if n < 0 else n for n in options.window or (-1, -1))
+    with_sinks: dict[str, Any] = {}
+    if options.sinks is not None:
+        sinks = options.sinks.to(q.device, torch.bfloat16)  # it takes no other dtype
+        if bool((sinks.double() != options.sinks.to(q.device).double()).any()):
+            raise InputError("flash_attn 4 takes sinks in bfloat16, which cannot hold these numbers")
+        with_sinks["learnable_sink"] = sinks
     found = flash_attn_func(
         *_swapped(q, k, v), softmax_scale=options.scale, causal=_bottom_right("flash_attn 4", q, k, options),
-        window_size=(left, right), softcap=options.softcap or 0.0, **splits,
+        window_size=(left, right), softcap=options.softcap or 0.0, **with_sinks, **splits,
     )  # fmt: skip
     return _returned(found)
 
@@ -278,10 +286,11 @@ def _fla(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _ours(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     from attn_diag.kernels.attention import attention
 
-    refuse_options("attn_diag.attention", options, "window", "softcap")
+    refuse_options("attn_diag.attention", options, "window", "softcap", "sinks")
     return attention(
-        q, k, v, causal=options.causal, window=options.window, scale=options.scale, softcap=options.softcap
-    )
+        q, k, v, causal=options.causal, window=options.window, scale=options.scale, softcap=options.softcap,
+        sinks=None if options.sinks is None else options.sinks.to(q.device),
+    )  # fmt: skip
 
 
 LIBRARIES = {

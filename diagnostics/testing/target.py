@@ -7,6 +7,7 @@ is said where it returns something else.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ class CaseInputs:
     """Broadcastable to [B, Hq, Tq, Tk]: bool (true = attend) or additive."""
     positions: Tensor | None = None
     """[Tq]: where only chosen query rows are kept, the last key that a causal row sees."""
+    sinks: Tensor | None = None
+    """[Hq]: the logits of attention sinks."""
 
     def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
         """The mask of one head, [Tq, Tk], if there is one."""
@@ -258,7 +261,9 @@ def emulate(
         q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
         head_do = None if do is None else do[b, h].to(device).double()
         masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions)
-        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap))
+        sink = None if case.sinks is None else float(case.sinks[h])
+        sink = None if sink == -math.inf else sink
+        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap, sink))
         names = ("o", "lse", *GRADIENTS) if do is not None else ("o", "lse")
         return {n: getattr(found, n).cpu() for n in names}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.dsinks import judge_dsinks
 from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
@@ -277,6 +278,8 @@ class CaptureJob:
             covered=covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
         )
+        why = judge_dsinks(c, name, {h: [p.sink for p in parts] for h, parts in measured.items()}, quantities)
+        missing += () if why is None else (f"dSink ({why})",)
         entries = [
             pool(
                 parts,

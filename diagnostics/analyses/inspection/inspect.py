@@ -71,10 +71,13 @@ def inspect(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     position_ids: Array | None = None,
+    sinks: Array | None = None,
+    dsinks: Array | None = None,
     causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
+    softmax_offset: float | None = None,
     layout: str | None = None,
     dump: Dump | None = None,
     recipes: Sequence[str | Recipe] = (),
@@ -100,6 +103,8 @@ def inspect(
             the last one ends; the second only where it is another. q, k, v, o and their gradients are [total, H, D]
             then, lse and delta [H, total] (or all with a batch of 1). Every document is a sequence of its own.
         position_ids: Instead of these, integers [total] that begin again at 0 with every document.
+        sinks, dsinks: [H], the logits of attention sinks (as gpt-oss: one more key of value 0), and their gradient.
+        softmax_offset: Instead of these, the logit that all heads have: 0 is the off-by-one softmax.
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
         dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
@@ -119,7 +124,8 @@ def inspect(
     require_by_name("inspect", k)
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-             "position_ids": position_ids, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
+             "position_ids": position_ids, "sinks": sinks, "dsinks": dsinks,
+             "softmax_offset": softmax_offset, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
              "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:
@@ -138,6 +144,7 @@ def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallT
     made: CallTensors = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
     made |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
     made |= {} if dump.delta is None else {"delta": dump.delta}
+    made |= {} if dump.sinks is None else {"sinks": dump.sinks}
     (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")
     return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))
 

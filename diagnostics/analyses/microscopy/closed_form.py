@@ -184,9 +184,12 @@ def explain(subject: MicroscopeSubject) -> ClosedForm:
 def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Prediction:
     """The closed form for a block of rows of the float64 reference."""
     values = head.v[block.keys]
-    probs, cast = _recipe_probs(recipe, head.scale, block.scores)
+    probs, cast, row_max = _recipe_probs(recipe, head.scale, block.scores)
     row_sum = (probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
-    row_sum = round_to(row_sum.clamp_(min=recipe.row_sum_clamp or 0.0), parse(recipe.row_sum))
+    row_sum = row_sum.clamp_(min=recipe.row_sum_clamp or 0.0)
+    if block.sink is not None:
+        row_sum += (block.sink - row_max).exp()
+    row_sum = round_to(row_sum, parse(recipe.row_sum))
     unit = cast == 1.0
     top = unit.double() @ values
     rest = cast.masked_fill(unit, 0.0) @ values
@@ -217,8 +220,8 @@ def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Predi
     return Prediction(count[:, 0].long(), tie, swamped, base, residual, error, unrounded)
 
 
-def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """P_bar [R, K] as the recipe has it before and after its cast, float64, relative to the row's final maximum."""
+def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P_bar [R, K] as the recipe has it before and after its cast, float64, and the row's final maximum [R, 1]."""
     scores = score_rounding(recipe, scale)(exact).double()
     if recipe.alpha == "in-exponent":
         scores = scores * scale
@@ -234,7 +237,7 @@ def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, 
         difference = round_to(difference, parse(recipe.difference))
     probs = difference.exp()
     cast = round_to(probs * recipe.probs_scale, parse(recipe.probs)) / recipe.probs_scale
-    return probs, cast
+    return probs, cast, row_max
 
 
 def _rounding(recipe: Recipe) -> Rounding | None:

@@ -25,7 +25,7 @@ from attn_diag.head.machine import describe_tool
 from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.reference import AttentionHead, reference_head, reference_rows, round_nearest_even, ulp
+from attn_diag.reference import AttentionHead, RowBlock, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
 from attn_diag.results.several import Several
 from attn_diag.work import Progress, silent
@@ -36,6 +36,10 @@ _SHOWN_OPERANDS = 6
 _SHOWN_TERMS = 12
 # Rows that are emulated together with the one that is walked.
 _EMULATED_ROWS = 64
+
+
+# Above it the emulation moves the maximum to the sink.
+_FAR_SINK = 64.0
 
 
 @overload
@@ -133,6 +137,7 @@ def look(
         raise InputError(f"{opened.source}: row {row} holds or sees NaN or Inf; choose another row")
     if bool(block.fully_masked[0]):
         raise InputError(f"{opened.source}: row {row} sees no key; choose another row")
+    _refuse_sinks_beyond_the_walk(subject, block)
     trace = trace_row(recipe, forward, row)
     walk = walk_element(recipe, trace, head.v[:, feature], exponent_factor(recipe, head))
     emulated = _emulated(recipe, forward, row, feature)
@@ -197,6 +202,23 @@ def look(
     )
     progress(3, 3)
     return found
+
+
+def _refuse_sinks_beyond_the_walk(subject: MicroscopeSubject, block: RowBlock) -> None:
+    """Raise InputError where a sink joins merged splits, or takes so much that the maximum moves to it."""
+    opened, split = subject.opened, subject.recipe.schedule.split_keys
+    if block.sink is None:
+        return
+    if split is not None and split < len(subject.inputs.head.k):
+        raise InputError(
+            f"{opened.source}: recipe {subject.recipe.name} splits the keys, and the microscope does not follow a sink "
+            "through their merge; choose a recipe without splits"
+        )
+    if block.sink - float(block.row_max[0]) > _FAR_SINK:
+        raise InputError(
+            f"{opened.source}: the sink lies {block.sink - float(block.row_max[0]):.3g} above the row's largest score "
+            "and takes all of it; choose another row"
+        )
 
 
 def most_of_delta(subject: MicroscopeSubject, row: int) -> int | None:

@@ -162,6 +162,7 @@ class _Walker:
             held.append(after_keys)
             added = part.probs if self.recipe.row_sum_of == "fp32-probs" else part.cast_probs
             exact_sum = real(part.rescale) * exact_sum + real(max(float(added.sum()), self.recipe.row_sum_clamp or 0.0))
+            exact_sum += real(part.sink)
         if self.recipe.division == "after-last-cast":
             parts = WalkParts((("O_bar", float(numerator)),))
             numerator = self._site("out", "numerator", numerator, parts, ranges[-1])

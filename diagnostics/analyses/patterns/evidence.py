@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attn_diag.head.other_sinks import OtherSink
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
@@ -66,6 +67,8 @@ class Evidence:
     """Other heads of the capture by name, read when they are needed."""
     cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = ()
     """Of packed sequences: these rows in documents that are cut in another way, read likewise."""
+    sinks: Sequence[Sequence[OtherSink]] = ()
+    """Of each of the heads, the sinks that a faulty kernel may have given it."""
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
 from attn_diag.head.cut_heads import read_cut
 from attn_diag.head.other_documents import merged, near, seen_in_out
+from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
@@ -62,6 +63,8 @@ class CapturePatterns:
         """
         bad = verdict.answer in ("wrong", "nonfinite")
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
+        # An LSE tells its sink to a millionth, however little the sink takes.
+        coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
         if not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
             return verdict
         self._left -= 1
@@ -153,7 +156,7 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
-            cuts=self._cuts(observation, batch, head),
+            cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
         )  # fmt: skip
 
     def _cuts(self, observation: str, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead | None]]]:
@@ -164,6 +167,12 @@ class CapturePatterns:
         seen = seen_in_out(c, observation) if "o" in c.observations[observation] else None
         found = [cut for cut in (merged(c), *near(c, batch), seen) if cut is not None]
         return [(cut.words, partial(read_cut, c, cut, batch, head, self._device)) for cut in found]
+
+    def _sinks(self, observation: str, batch: int, head: int) -> list[OtherSink]:
+        c, seen = self._capture, None
+        if not c.has_sinks and "o" in c.observations[observation]:
+            seen = logit_in_out(c, observation, batch, head, self._device)
+        return other_sinks(c, head, seen)
 
     def _name(self, head: int) -> str:
         return f"head {head + self._capture.metadata.head_offset}"
@@ -211,7 +220,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
     name, first = SYMBOLS[verdict.quantity], patterns[0]
     if verdict.answer == "nonfinite":
         return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
-    if verdict.answer in ("lossy", "undecided") and first.kind in _MERE_PLACES:
+    if verdict.answer in ("lossy", "undecided", "stated") and first.kind in _MERE_PLACES:
         return verdict
     if verdict.answer in ("lossy", "undecided") and first.kind == "forward":
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))

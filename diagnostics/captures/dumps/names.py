@@ -26,6 +26,8 @@ _ANYWHERE = {
     "dv": ("dv", "d_v", "dvalue"),
     "dq_pre": ("dq_pre",),
     "w_q": ("w_q", "wq"),
+    "sinks": ("s_aux", "learnable_sink", "attention_sinks", "attn_sink", "softmax_offset"),
+    "dsinks": ("dsinks", "ds_aux"),
 }
 # Too common as endings.
 _ALONE = {
@@ -33,10 +35,11 @@ _ALONE = {
     "delta": ("delta",),
     "x": ("x", "hidden_states"),
     "mask": ("mask", "attn_mask", "attn_bias", "attention_mask"),
+    "sinks": ("sinks", "sink_bias"),
     **{name: (name,) for name in ("q_positions", "q_descale", "k_descale", "v_descale")},
 }
 _GRADIENT = re.compile(r"(?:grad_+(?P<after>.+)|(?P<before>.+?)_+grad)")
-_GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv"}
+_GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks"}
 _PACKED = re.compile(r"cu_?seq_?lens?(_[a-z]+)*|(?:qo|kv|paged_kv|mask)_indptr(_buf)?", re.IGNORECASE)
 _PAGED = re.compile(r"(?:paged_)?kv_indices|block_tables?|page_tables?|paged_kv_.*|kv_cache", re.IGNORECASE)
 _LISTED = 24
@@ -68,7 +71,8 @@ def refuse_packed(name: str) -> None:
             f"'{name}': packed (varlen) sequences are not supported in other tools' dumps: make a capture of the "
             "call's tensors, cu_seqlens_q and cu_seqlens_k among them (attn_diag.Capture.from_tensors)"
         )
-    refuse_unsupported(name)
+    if role_of(name) not in (("sinks", True), ("dsinks", True)):
+        refuse_unsupported(name)
 
 
 def parse_map(text: Iterable[str]) -> dict[str, str]:

@@ -129,15 +129,23 @@ def case_of_capture(capture: Capture) -> CaseInputs:
     more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions") if n in tensors}
     return CaseInputs(
         capture.source, given["q"], given["k"], given["v"], given.get("do"), capture.scale, m.causal, capture,
-        m.window, m.softcap, more.get("mask"), more.get("q_positions"),
+        m.window, m.softcap, more.get("mask"), more.get("q_positions"), _sinks(capture),
     )  # fmt: skip
+
+
+def _sinks(capture: Capture) -> Tensor | None:
+    if not capture.has_sinks:
+        return None
+    return torch.tensor([capture.sink(head) for head in range(capture.q_heads)], dtype=torch.float32)
 
 
 def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -> dict[str, Tensor]:
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name == "dq_pre" or (name == "lse" and capture.metadata.lse_base == "2"):
+        if name in ("dq_pre", "dsinks"):
+            continue
+        if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
         outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
     if need_o and "o" not in outputs:
@@ -308,8 +316,8 @@ def capture_of_case(
 def _refuse_what_is_not_run(capture: Capture) -> None:
     """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask."""
     m = capture.metadata
-    given: dict[str, Any] = {"window": m.window, "softcap": m.softcap}
-    given |= {n: capture.tensors.get(n) for n in ("mask", "q_positions", "q_descale", "cu_seqlens_q")}
+    given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
+    given |= {n: capture.tensors.get(n) for n in ("mask", "q_positions", "q_descale", "cu_seqlens_q", "sinks")}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")
 

@@ -209,13 +209,15 @@ class _Job:
         """The capture's inputs with these observations."""
         c = self.capture
         tensors: dict[str, Any] = {}
-        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions"):
+        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "sinks"):
             if name in c.tensors:
                 swap = c.metadata.layout == "BTHD" and name in ("q", "k", "v", "do")
                 tensor = c.tensors[name][...]
                 tensors[name] = tensor.transpose(1, 2) if swap else tensor
         tensors |= {f"{name}.{n}": x for name, found in outputs.items() for n, x in found.items()}
-        return replace(c, tensors=tensors, metadata=replace(c.metadata, layout="BHTD", lse_base="e"))
+        return replace(
+            c, tensors=tensors, metadata=replace(c.metadata, layout="BHTD", lse_base="e", lse_sink="included")
+        )
 
     def _judged(self, ran: Mapping[str, Ran], published: Published) -> list[ReplayedKernel]:
         """Every kernel with its verdict. One of another function is left out of what is judged together."""

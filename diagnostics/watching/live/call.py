@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal
+from attn_diag.captures.metadata import Causal, LseSink
+from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import PACKING
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
@@ -103,11 +104,17 @@ class AttentionCall:
     scale: float | None = None
     window: tuple[int, int] | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+    """[Hq], a logit a head in the softmax's denominator."""
+    lse_sink: LseSink = "included"
+    """Whether ``lse`` has the sinks in it, or is that of the keys alone."""
     do: Tensor | None = None
     """This and dq, dk, dv: None before the backward pass, and without one."""
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None
+    """[Hq], summed over rows and the whole batch."""
     x: Tensor | None = None
     """Input of the query projection, [B, Tq, C], where it was found."""
     x_dtype: torch.dtype | None = None
@@ -124,7 +131,7 @@ class AttentionCall:
     stage: Stage | None = None
     """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
-    """Why attn-diag cannot analyse the call (dropout, sinks)."""
+    """Why attn-diag cannot analyse the call (dropout)."""
     awaits_backward: bool = False
     """Whether o takes part in autograd, so that ``Listener.backward`` may follow."""
     notes: list[str] = field(default_factory=list)
@@ -156,14 +163,14 @@ class AttentionCall:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
         # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
         self.q, self.k, self.v, self.o = (cast(Tensor, _Gone.of(t)) for t in (self.q, self.k, self.v, self.o))
-        self.lse = self.mask = self.x = self.w_q = None
+        self.lse = self.mask = self.x = self.w_q = self.sinks = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by their names in capture format 1.
 
         Where other ranks have other rows, dK and dV are sums over those too: "own_dk" and "own_dv".
         """
-        names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", *PACKING)
+        names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", *PACKING, *OF_HEADS)
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.own is None:
             return found
@@ -185,6 +192,7 @@ class AttentionCall:
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,
+            "lse_sink": self.lse_sink,
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,
@@ -263,6 +271,10 @@ class Part:
                 continue
             if name in PACKING:
                 parts[name] = _clone(t, stream)
+                continue
+            if name in OF_HEADS:
+                if name == "sinks" or not some_items:  # their gradient is one sum over the whole batch
+                    parts[name] = _clone(t[first:last], stream)
                 continue
             if name == "w_q":
                 parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]], stream)

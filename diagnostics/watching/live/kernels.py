@@ -20,7 +20,7 @@ NAMES = {
     "bias": "mask", "softmax_scale": "scale", "attn_scale": "scale", "sm_scale": "scale", "causal": "is_causal",
     "p": "dropout_p", "dropout": "dropout_p", "window_size_left": "left", "window_left": "left",
     "window_size_right": "right", "window_right": "right", "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k",
-    "cu_seqlens_kv": "cu_seqlens_k",
+    "cu_seqlens_kv": "cu_seqlens_k", "learnable_sink": "sinks",
 }  # fmt: skip
 # Where several sequences share an axis.
 _BORDERS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_q", "cu_seq_k")

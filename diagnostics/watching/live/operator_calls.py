@@ -107,7 +107,8 @@ class OperatorCall:
         found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
         plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
         borders = {name: copy_whole(self.given[name]) for name in PACKING if self.given.get("packed")}
-        found._given = plain | borders
+        sinks = self.given.get("sinks")
+        found._given = plain | borders | {"sinks": None if sinks is None else copy_whole(sinks)}
         found._given |= {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
         found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
         return found
@@ -142,6 +143,7 @@ class OperatorCall:
             "window": None if left < 0 and right < 0 else (left, right),
             "scale": given.get("scale"),
             "softcap": given.get("softcap") or None,
+            "sinks": given.get("sinks"),
             "refused": refusal(given),
             **{name: given[name] for name in PACKING if given.get("packed")},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Pending:
         self._version = 0
         self._last_row: Tensor | None = None
         self._slice: Slice | None = None
+        self._spoilt = False
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -115,6 +117,8 @@ class Pending:
         self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
+                if name == "dsinks" and not _alone(tensor, self):
+                    continue  # several calls of one backward: the gradient is of all of them
                 self._missing.add(name)
                 hook = self._guarded(self._taker(name, lay_out))
                 self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -179,9 +183,13 @@ class Pending:
 
     def _taker(self, name: str, lay_out: LayOut) -> Any:
         # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
-        dtype = getattr(self.call, name[-1]).dtype
+        given: Tensor = getattr(self.call, "sinks" if name == "dsinks" else name[-1])
+        dtype = given.dtype
 
         def arrived(grad: Tensor) -> None:
+            if name == "dsinks" and self._spoilt:
+                self._arrived(name)
+                return
             setattr(self.call, name, lay_out(grad.detach()).to(dtype))
             if name == "dq" and self.copy_dq:
                 self.call.dq_pre = self.call.dq
@@ -195,10 +203,32 @@ class Pending:
             self._unhook()
             self._finished(self)
 
+    def waits_for(self, name: str) -> bool:
+        """Whether this gradient has not come yet."""
+        return name in self._missing
+
+    def spoil_sinks(self) -> None:
+        """Do without the sinks' gradient, which another call shares."""
+        self._spoilt = True
+
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+# The parameter of sinks by its identity -> the calls that wait for its gradient.
+_sinks_of: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+
+
+def _alone(sinks: Tensor, pending: Pending) -> bool:
+    """Whether no other call waits for the gradient of the same sinks; if one does, it gets none of it either."""
+    other = _sinks_of.get(id(sinks))
+    if other is not None and other.waits_for("dsinks"):
+        other.spoil_sinks()
+        return False
+    _sinks_of[id(sinks)] = pending
+    return True
 
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:

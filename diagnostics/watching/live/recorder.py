@@ -394,4 +394,4 @@ def trigger(reason: str) -> None:
         recorder.dump(reason)
 
 
-_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre")
+_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre", "dsinks")

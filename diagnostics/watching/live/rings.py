@@ -110,6 +110,8 @@ def merged(
         raise InputError("a ring ran no fused operator that is known here, so that its keys are not known")
     if any(hop.given.get("packed") for hop in hops):
         raise InputError("packed sequences in a ring are not put together")
+    if any(hop.given.get("sinks") is not None for hop in hops):
+        raise InputError("attention sinks in a ring: each hop would count them, which is not put together")
     if order == "zigzag" and rows % 2:
         raise InputError(f"a ring in zigzag order needs an even number of rows a rank, got {rows}")
     seen, told = [], []

@@ -227,15 +227,17 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
     # FlexAttention's LSE comes where others return their weights; transformers rounds it to the dtype of v.
     wide = (torch.float32, torch.float64)
     lse = next((t for t in more_results if isinstance(t, Tensor) and t.shape == q.shape[:3] and t.dtype in wide), None)
+    sinks = options.get("s_aux")
+    with_sinks: Graph = {} if sinks is None else {"dsinks": (sinks, Tensor.flatten)}
     found: Fields = {"q": as_autocast(q), "k": as_autocast(k), "v": as_autocast(v), "o": turned(o)} | {
         "kernel": f"transformers {getattr(getattr(module, 'config', None), '_attn_implementation', None)}",
         "lse": lse,
-        "graph": gradients(o, q, k, v) | {"do": (o, turned)},
+        "graph": gradients(o, q, k, v) | {"do": (o, turned)} | with_sinks,
+        "sinks": None if sinks is None else sinks.flatten(),
+        "lse_sink": "included" if lse is None or sinks is None else "excluded",  # FlexAttention's, of the keys alone
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
-        "refused": _refusals(
-            options.get("dropout"), sinks=options.get("s_aux"), position_bias=options.get("position_bias")
-        ),
+        "refused": _refusals(options.get("dropout"), position_bias=options.get("position_bias")),
     }
     if isinstance(mask, Tensor) and mask.dim() == 4:
         # Some masks are longer than the keys of this layer.
@@ -316,15 +318,24 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         inputs = [(a[name], turned) for name in "qkv"]
     q, k, v = (lay_out(t) for t, lay_out in inputs)
     window = tuple(a.get("window_size") or (-1, -1))
+    graph: Graph = {"do": (o, turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))}
+    if (sinks := _flash_sinks(a)) is not None:
+        graph["dsinks"] = (sinks, unchanged)
     return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": turned(o)} | {
-        "graph": {"do": (o, turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))},
+        "graph": graph,
         "lse": _saved_lse(o, tuple(q.shape[:3])),
+        "sinks": sinks,
         "causal": "bottom-right" if a.get("causal") else "none",
         "scale": a.get("softmax_scale"),
         "window": None if window == (-1, -1) else window,
         "softcap": a.get("softcap") or None,
         "refused": _refusals(a.get("dropout_p"), alibi_slopes=a.get("alibi_slopes")),
     }
+
+
+def _flash_sinks(a: Mapping[str, Any]) -> Tensor | None:
+    """FlashAttention-4's argument, and that of others' forks; their LSE has the sinks in it."""
+    return next((t for name in ("learnable_sink", "s_aux", "sinks") if (t := a.get(name)) is not None), None)
 
 
 def _part(number: int) -> LayOut:

@@ -178,6 +178,11 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     probs = shifted.exp()
     found["row_sum"] = probs.sum(-1)
     found["weighted"] = shifted.mul_(probs).sum(-1)
+    if sample.sinks is not None:
+        # One more key, of value 0. exp of more than the limit would be infinite, and O is 0 long before.
+        of_sink = (sample.sinks[heads].double()[:, None] - found["row_max"]).clamp_(_FLOOR, -_FLOOR / 2)
+        found["row_sum"] += of_sink.exp()
+        found["weighted"] += of_sink * of_sink.exp()
     if largest is not None:
         found["largest"] = largest
     del scores, shifted

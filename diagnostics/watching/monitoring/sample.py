@@ -58,6 +58,8 @@ class Sample:
     """Where other ranks have other rows of the sequence."""
     layers: int = 1
     """L."""
+    sinks: Tensor | None = None
+    """[L * Hq], a logit a head in the softmax's denominator."""
     documents: Documents | None = None
     """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
 
@@ -91,7 +93,7 @@ class Sample:
             k=_picked(call.k, several),
             v=_picked(call.v, several),
             o=pick(call.o),
-            lse=None if call.lse is None else pick(call.lse),
+            lse=None if call.lse is None else _with_sinks(pick(call.lse), call),
             mask=mask,
             x=x,
             w_q=w_q,
@@ -102,6 +104,7 @@ class Sample:
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
             softcap=call.softcap,
             own=call.own,
+            sinks=None if call.sinks is None else call.sinks.detach().clone(),
             documents=documents,
         )
         return sample.with_gradient(call)
@@ -160,7 +163,7 @@ class Sample:
 
 
 # Tensors of a sample, and the axis that layers share.
-_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1}
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "sinks": 0}
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -168,6 +171,13 @@ Index = TypeVar("Index", int, Tensor)
 def evenly(index: Index, length: int, rows: int) -> Index:
     """Say which of ``length`` queries the sampled row ``index`` of ``rows`` is: a number, or a tensor of them."""
     return (2 * index + 1) * length // (2 * rows)
+
+
+def _with_sinks(lse: Tensor, call: AttentionCall) -> Tensor:
+    """The LSE of keys and sinks together, whatever the kernel's own is."""
+    if call.sinks is None or call.lse_sink == "included":
+        return lse
+    return torch.logaddexp(lse, call.sinks.detach().to(lse.dtype)[:, None])
 
 
 def _picked(tensor: Tensor, sequences: int, length: int = 0, rows: int = 0, axis: int = 2) -> Tensor:
