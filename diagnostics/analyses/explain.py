@@ -89,7 +89,16 @@ _TESTED = {
     "o_excess": "O beyond correct rounding",
     "o_away_excess": "the magnitude of O beyond correct rounding",
 }
-_OUTPUTS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dq_pre": "dQ before RoPE"}
+_OUTPUTS = {
+    "o": "O",
+    "lse": "LSE",
+    "delta": "delta",
+    "dq": "dQ",
+    "dk": "dK",
+    "dv": "dV",
+    "dsinks": "dSink",
+    "dq_pre": "dQ before RoPE",
+}
 _PARTS = {"delta": "delta", "lse": "the LSE", "ds_cast": "the cast of dS", "dq_cast": "the cast of dQ"}
 # A part of an error below this is not worth a word.
 _NO_PART = 0.005
