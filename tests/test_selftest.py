@@ -89,7 +89,8 @@ class TestInstallation:
     def test_guard_an_fp32_reference_fails(self) -> None:
         def single(head: AttentionHead) -> Any:
             found = reference_head(head)
-            return SimpleNamespace(**{n: getattr(found, n).float() for n in ("out", "lse", "delta", "dq")})
+            outputs = {name: getattr(found, name).float() for name in ("out", "lse", "delta", "dq")}
+            return SimpleNamespace(**outputs, dsink=None)
 
         assert len(failed(attention_checks(single))) == 4
 
