@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from measuring import CAPTURES, made_by, options_of, save
 
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 from attn_diag.head.machine import pick_device
 from attn_diag.head.read import NonFiniteCensus, read_head
@@ -43,9 +44,8 @@ Model = Literal["fp32-nearest", "exact", "nvidia-tensor-core"]
 MODELS: tuple[Model, ...] = get_args(Model)
 
 
-def missed(name: str, observation: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+def missed(capture: Capture, observation: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Elements of O and dQ that the emulation misses, over all heads."""
-    capture = load(CAPTURES / f"{name}.safetensors")
     counts = {"o": 0, "o_of": 0, "dq": 0, "dq_of": 0}
     for batch in range(capture.batch):
         for head in range(capture.q_heads):
@@ -65,7 +65,8 @@ def main() -> None:
     device = pick_device(arguments.device)
     rows = []
     for name, observation, recipe in CASES:
-        by_model = {m: missed(name, observation, replace(recipe, accumulation=m), device) for m in MODELS}
+        capture = load(CAPTURES / f"{name}.safetensors")
+        by_model = {m: missed(capture, observation, replace(recipe, accumulation=m), device) for m in MODELS}
         rows.append({"capture": name, "observation": observation, "recipe": recipe.name, "missed": by_model})
         shown = "  ".join(f"{m} O {c['o']}/{c['o_of']} dQ {c['dq']}/{c['dq_of']}" for m, c in by_model.items())
         print(f"{name}:{observation} {shown}", flush=True)

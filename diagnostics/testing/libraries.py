@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -160,6 +161,26 @@ def _flex(*, compiled: bool) -> Call:
     return call
 
 
+def _varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    refuse_options("varlen_attn", options, "window")
+    causal = _bottom_right("varlen_attn", q, k, options)
+    left, right = options.window or (-1, -1)
+    # Each sequence of the batch is a document of its own; all are of one length.
+    (b, _, rows, _), keys = q.shape, k.shape[2]
+    starts = [torch.arange(b + 1, device=q.device, dtype=torch.int32) * length for length in (rows, keys)]
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    # Older ones have no such argument and group heads unasked.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    call: Any = varlen_attn
+    found = call(
+        *packed, *starts, rows, keys, scale=options.scale, window_size=(left, 0 if causal else right), **grouped
+    )
+    o: Tensor = found if isinstance(found, Tensor) else found[0]
+    return o.reshape(b, rows, *o.shape[1:]).transpose(1, 2)
+
+
 def _bottom_right(who: str, q: Tensor, k: Tensor, options: Options) -> bool:
     """Whether the call is causal, for kernels that align the mask bottom-right; InputError where it is top-left."""
     if options.causal == "top-left" and q.shape[2] != k.shape[2]:
@@ -207,9 +228,11 @@ def _flash_4(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -
     left, right = (None if n < 0 else n for n in options.window or (-1, -1))
     with_sinks: dict[str, Any] = {}
     if options.sinks is not None:
-        sinks = options.sinks.to(q.device, torch.bfloat16)  # it takes no other dtype
-        if bool((sinks.double() != options.sinks.to(q.device).double()).any()):
-            raise InputError("flash_attn 4 takes sinks in bfloat16, which cannot hold these numbers")
+        sinks = options.sinks.to(q.device)
+        if sinks.dtype == torch.float64:
+            sinks = sinks.float()
+            if bool((sinks.double() != options.sinks.to(q.device)).any()):
+                raise InputError("flash_attn 4 takes sinks of 16 or 32 bits, which cannot hold these numbers")
         with_sinks["learnable_sink"] = sinks
     found = flash_attn_func(
         *_swapped(q, k, v), softmax_scale=options.scale, causal=_bottom_right("flash_attn 4", q, k, options),
@@ -275,10 +298,14 @@ def _flashinfer(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _fla(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     from fla.ops.attn import parallel_attn  # type: ignore[import-not-found,unused-ignore]
 
-    refuse_options("flash-linear-attention", options)
+    refuse_options("flash-linear-attention", options, "window", "sinks")
     if options.causal == "none" or q.shape[2] != k.shape[2]:
         raise InputError("flash-linear-attention's softmax attention is causal, with as many keys as rows")
-    found = parallel_attn(*(x.contiguous() for x in _swapped(q, k, v)), scale=options.scale)
+    left = -1 if options.window is None else options.window[0]
+    found = parallel_attn(
+        *(x.contiguous() for x in _swapped(q, k, v)), scale=options.scale, window_size=left + 1 if left >= 0 else None,
+        sink_bias=None if options.sinks is None else options.sinks.to(q.device).float(),
+    )  # fmt: skip
     o: Tensor = found[0] if isinstance(found, tuple | list) else found
     return o.transpose(1, 2)
 
@@ -301,6 +328,7 @@ LIBRARIES = {
     "sdpa:math": Library(_sdpa("math"), cuda=False),
     "flex_attention": Library(_flex(compiled=False), cuda=False),
     "flex_attention:compiled": Library(_flex(compiled=True), cuda=False),
+    "varlen_attn": Library(_varlen),
     "flash_attn_2": Library(_flash_2, "flash-attn"),
     "flash_attn_3": Library(_flash_3, "flash-attn-3", splits=True),
     "flash_attn_4": Library(_flash_4, "flash-attn-4", splits=True),
