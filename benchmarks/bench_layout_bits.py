@@ -91,7 +91,7 @@ def _flex(score_mod: Callable[..., Tensor] | None, **metadata: Any) -> Capture:
     x = _dense()
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cuda")  # noqa: ARG005
     found = torch.compile(flex_attention, dynamic=False)(
-        *x.values(), score_mod=score_mod, block_mask=mask, enable_gqa=True
+        x["q"], x["k"], x["v"], score_mod=score_mod, block_mask=mask, enable_gqa=True
     )
     return Capture.from_tensors(x | {"o": _first(found)}, causal="top-left", **metadata)
 
