@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one call")
     options = parser.parse_args()
-    todo = [(kernel, *one) for kernel, one in product(options.kernels, CALLS)]
+    todo = [(kernel, causal, shape) for kernel, (causal, shape) in product(options.kernels, CALLS)]
     made = made_by(options.device)
     with ThreadPoolExecutor(options.processes) as pool:
         found = list(pool.map(lambda one: call(*one, options.device, options.limit), todo))
