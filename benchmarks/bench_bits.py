@@ -55,7 +55,7 @@ def missed(capture: Capture, observation: str, recipe: Recipe, device: torch.dev
                 observed = capture.read(capture.key(observation, output), batch, head)
                 emulated = getattr(found, output)
                 if observed is not None and emulated is not None:
-                    counts[output] += int((emulated.cpu() != observed).sum())
+                    counts[output] += int((emulated.cpu() != observed.cpu()).sum())
                     counts[f"{output}_of"] += observed.numel()
     return counts
 

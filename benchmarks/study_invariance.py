@@ -9,10 +9,12 @@ Each call is a process of its own, several at a time, as a kernel may end its pr
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,23 +30,27 @@ CALLS = list(
         ("3,4,333,64", "2,4,512,128"),
     )
 )
+# The processes run side by side.
+ALONE = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # How much a status tells, the least first.
 STATUSES = ("same", "not-run", "refused", "unsteady", "rounding", "allowed", "bits", "fault")
 
 
 def call(kernel: str, causal: str, shape: str, device: str, limit: float) -> dict[str, Any]:
     """The report of one call, or how its process ended."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
         options = ["--causal", causal, "--shape", shape, "--device", device, "--json", str(file), "--plain"]
         command = [sys.executable, "-m", "attn_diag", "invariance", kernel, *options]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, env=ALONE)
         except subprocess.TimeoutExpired:
-            return {"ended": f"not within {limit:g} s"}
+            return {"ended": f"not within {limit:g} s", "seconds": limit}
+        took = {"seconds": round(time.monotonic() - started, 1)}
         if not file.exists():
-            return {"ended": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-        return summary(json.loads(file.read_text(encoding="utf-8")))
+            return took | {"ended": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+        return took | summary(json.loads(file.read_text(encoding="utf-8")))
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -76,15 +82,19 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one call")
     options = parser.parse_args()
     todo = [(kernel, causal, shape) for kernel, (causal, shape) in product(options.kernels, CALLS)]
-    made = made_by(options.device)
+    made, rows = made_by(options.device), []
     with ThreadPoolExecutor(options.processes) as pool:
-        found = list(pool.map(lambda one: call(*one, options.device, options.limit), todo))
-    rows = []
-    for (kernel, causal, shape), result in zip(todo, found, strict=True):
-        rows.append({"kernel": kernel, "version": version_of(kernel), "causal": causal, "shape": shape} | result)
-        said = f"{result['outcome']}: {result['headline']}" if "outcome" in result else result["ended"]
-        print(f"{kernel:26} {causal:9} {shape:12} {said}")
-    save({**made, "rows": rows}, options.json)
+        running = {pool.submit(call, *one, options.device, options.limit): one for one in todo}
+        for done in as_completed(running):
+            kernel, causal, shape = running[done]
+            result = done.result()
+            rows.append({"kernel": kernel, "version": version_of(kernel), "causal": causal, "shape": shape} | result)
+            said = f"{result['outcome']}: {result['headline']}" if "outcome" in result else result["ended"]
+            print(f"{kernel:26} {causal:9} {shape:12} {result['seconds']:5.0f} s {said}", flush=True)
+            save(
+                {**made, "rows": sorted(rows, key=lambda r: todo.index((r["kernel"], r["causal"], r["shape"])))},
+                options.json,
+            )
 
 
 if __name__ == "__main__":

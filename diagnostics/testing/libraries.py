@@ -25,6 +25,9 @@ SDPA = {
     "math": "MATH",
 }
 
+# Shapes, masks and options of one process, each compiled.
+_COMPILATIONS = 1 << 20
+
 
 class Options(Protocol):
     """What a call of attention has besides q, k and v; ``CaseInputs`` is one."""
@@ -145,10 +148,12 @@ def _flex(*, compiled: bool) -> Call:
             blocks = create_block_mask(
                 sees, b if own_heads else None, h if own_heads else None, rows, keys, device=q.device
             )
-        run: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        run: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
         # Compiled for a CPU it has no LSE to return.
         with_lse = not compiled or q.device.type != "cpu"
-        with warnings.catch_warnings():
+        # Beyond eight shapes torch would run, silently, the uncompiled one.
+        limits = torch._dynamo.config.patch(recompile_limit=_COMPILATIONS, accumulated_recompile_limit=_COMPILATIONS)
+        with warnings.catch_warnings(), limits if compiled else nullcontext():
             # That it is slow when it is not compiled, as is asked for here.
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             found = run(
