@@ -269,7 +269,8 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
 
     refuse_options("SageAttention", options)
     causal = _bottom_right("SageAttention", q, k, options)
-    return sageattn(q, k, v, tensor_layout="HND", is_causal=causal, sm_scale=options.scale)
+    # It takes k's mean off k itself, which its caller may still need.
+    return sageattn(q, k.clone(), v, tensor_layout="HND", is_causal=causal, sm_scale=options.scale)
 
 
 def _transformer_engine(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:

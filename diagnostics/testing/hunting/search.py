@@ -40,6 +40,8 @@ _FEW: dict[str, tuple[Level, ...]] = {
     "batch": ((1,), (2,)),
     "key heads": ((1,), (2,)),
 }
+# What the fewest kernels have wrong.
+_PLAIN: dict[str, Level] = {"group": (1,), "mask": ("none",)}
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Search:
             return
         self._sweep(self.first)
         self._explain([v for v, found in self.runner.known.items() if found.faults])
+        self._narrow()
         accepted = self._accepted()
         base = self._rich(accepted)
         if base is not None:
@@ -113,6 +116,28 @@ class Search:
             if own not in found and not (axis == "mask" and own != ("none",) and len(found) > 1):
                 found.insert(0, own)
         self._try(list(covering(self.first, accepted, few, self.seed)))
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """What the first case has, a rule may need: outputs that are right without it get a rule that says so."""
+        for rule in self.rules:
+            for axis, plain in _PLAIN.items():
+                plainer = at(rule.example, axis, plain)
+                if axis not in self.tried or axis in rule.failing or plainer == rule.example or self.runner.too_late:
+                    continue
+                verdict = self.runner.verdict(plainer)
+                right = {n: fault for n, fault in rule.outputs.items() if n not in verdict.faults}
+                if not right or verdict.refused or _stopped(verdict):
+                    continue
+                fault = gravest(right.values())
+                output = next(n for n, found in right.items() if found == fault)
+                failing, passing = self._spread(rule.example, axis, output, fault)
+                if len(right) < len(rule.outputs):
+                    rest = {n: found for n, found in rule.outputs.items() if n not in right}
+                    self.rules.append(
+                        replace(rule, outputs=rest, failing=dict(rule.failing), passing=dict(rule.passing))
+                    )
+                rule.outputs, rule.failing[axis], rule.passing[axis] = right, failing, passing
 
     def _first(self, wanted: Variant) -> Variant | None:
         """The first of some plain cases that the kernel takes and has right; else one that it takes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -76,8 +76,15 @@ def _quantity(found: QuantityVerdict, excused: str | None) -> ReplayedQuantity:
     return ReplayedQuantity(found.quantity, found.answer, found.factor, found.relative_error, found.words, excused)
 
 
-def answer(capture: Capture, kernels: Sequence[ReplayedKernel]) -> ReplayedCapture:
-    """What follows from all kernels together."""
+def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Collection[str] = ()) -> ReplayedCapture:
+    """What follows from all kernels together.
+
+    Args:
+        capture: What they were called with.
+        kernels: What came of each.
+        asked_for: Those that were named, not taken because they are installed: these are at fault also where they are
+            merely too coarse, and what was captured is not.
+    """
     judged = [k for k in kernels if k.judged]
     culprits = [k for k in judged if k.faults]
     sound = [k for k in judged if not k.faults]
@@ -85,11 +92,11 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel]) -> ReplayedCaptu
     fragile = [k for k in sound if "ill_conditioned" in k.labels]
     asked = [k for k in captured if k.judged] or sound
     cause: Cause
-    if culprits and not _all_overflow(culprits, sound):
+    if _to_blame(culprits, captured, asked_for) and not _all_overflow(culprits, sound):
         cause = "kernel"
     elif captured and all(k.outcome == "other-function" for k in captured):
         cause = "metadata"
-    elif culprits or any(k in asked for k in fragile):
+    elif _all_overflow(culprits, sound) or any(k in asked for k in fragile):
         cause = "head"
     elif not asked or any("undecided" in k.labels for k in asked if k.captured):
         cause = "undecided"
@@ -112,6 +119,15 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel]) -> ReplayedCaptu
         kernels=tuple(kernels),
     )  # fmt: skip
     return replace(made, words=_words(made))
+
+
+def _to_blame(
+    culprits: Sequence[ReplayedKernel], captured: Sequence[ReplayedKernel], asked_for: Collection[str]
+) -> bool:
+    """Whether a kernel answers the question of a capture: not one that nobody ran or named, and is merely coarse."""
+    grave = {q.quantity for k in culprits for q in k.quantities if q.at_fault and q.answer in ("wrong", "nonfinite")}
+    sound = any(k.judged and not k.faults for k in captured)
+    return bool(grave) or any(k.captured or k.name in asked_for for k in culprits) or (bool(culprits) and not sound)
 
 
 def _all_overflow(culprits: Sequence[ReplayedKernel], sound: Sequence[ReplayedKernel]) -> bool:
@@ -159,7 +175,7 @@ def _words(found: ReplayedCapture) -> str:
         said.append(f"what was captured is not the attention that the capture states: {captured.message}")
         if fitting:
             said.append(f"Replayed as stated, {listed(fitting, _NAMED)} compute it.")
-    elif found.cause == "head" and not found.fragile:
+    elif found.cause == "head" and not found.fragile and found.culprits:
         said.append(f"every kernel returns NaN or Inf here ({listed(found.culprits, _NAMED)}): look at the inputs.")
     if found.fragile:
         alike = f"{'The head is fragile too: ' if said else ''}dQ is {percent(found.dq_error)} off, and well-rounded "
@@ -176,10 +192,12 @@ def _words(found: ReplayedCapture) -> str:
             else "no kernel's outputs could be judged."
         )
     elif found.cause == "pass":
-        good = [k.name for k in found.kernels if k.judged and "undecided" not in k.labels]
+        good = [k.name for k in found.kernels if k.judged and not k.faults and "undecided" not in k.labels]
         said.append(f"as good as a well-rounded kernel: {listed(good, _NAMED)}.")
         if all(k.captured or not k.judged for k in found.kernels):
             said.append("No other kernel could be run on it.")
+    if found.cause in ("pass", "undecided") or (found.cause == "head" and found.fragile):
+        said += [f"Coarser: {fault_words(by_name[name], found.shape['Hq'])}" for name in found.culprits[:_NAMED]]
     return " ".join(said)
 
 

@@ -102,10 +102,12 @@ def replay_captures(
     if not limit_s > 0:
         raise InputError(f"the time limit must be above 0 seconds, got {limit_s}")
     where = pick_device(device)
-    names, not_here = kernels_named(against, where)
+    given = [INSTALLED] if against is None else [against] if isinstance(against, str) else list(against)
+    names, not_here = kernels_named(given, where)
+    asked_for = frozenset(_shown(x if isinstance(x, str) else _importable(x)) for x in given if x != INSTALLED)
     left_out, found = list(unreadable), list[ReplayedCapture]()
     for number, capture in enumerate(captures):
-        job = _Job(capture, names, selection or Selection(), where, limit_s, level)
+        job = _Job(capture, names, asked_for, selection or Selection(), where, limit_s, level)
         try:
             found.append(job.run(_after(progress, number * len(names), len(captures) * len(names))))
         except InputError as error:
@@ -174,6 +176,8 @@ class _Job:
 
     capture: Capture
     names: list[str]
+    asked_for: frozenset[str]
+    """Those among them that were named, as ``answer`` takes them."""
     selection: Selection
     device: torch.device
     limit_s: float
@@ -195,7 +199,7 @@ class _Job:
                 ran[_shown(name)] = apart(name)
                 done(number + 1)
             kernels = self._judged(ran, Published(case, self.device, ran, apart))
-        return answer(self.capture, kernels)
+        return answer(self.capture, kernels, self.asked_for)
 
     def _captured(self) -> dict[str, Ran]:
         """The capture's own outputs, by what they are called beside the others."""
