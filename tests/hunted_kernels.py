@@ -69,6 +69,13 @@ def _group_of_three(name: str, x: Tensor, q: Tensor, k: Tensor, *_: Any) -> Tens
     return x * (2 / 3) if name in ("dk", "dv") and q.shape[1] == 3 * k.shape[1] else x
 
 
+def _grouped_at_odd_sizes(name: str, x: Tensor, q: Tensor, k: Tensor, *_: Any) -> Tensor:
+    """dQ is wrong at some head sizes; dK and dV are too where heads share keys."""
+    if q.shape[3] % 16 != 8 or (name != "dq" and (name == "o" or q.shape[1] == k.shape[1])):
+        return x
+    return _off(x)
+
+
 def _one_row_over(name: str, x: Tensor, q: Tensor, *_: Any) -> Tensor:
     if name != "o" or q.shape[2] % 64 != 1:
         return x
@@ -143,6 +150,7 @@ PLANTED: dict[str, Change] = {
     "head mapping": _head_mapping,
     "coarse": _coarse,
     "refusing": _refusing,
+    "grouped at odd sizes": _grouped_at_odd_sizes,
     "sound": lambda _, x, *__: x,
 }
 

@@ -129,6 +129,15 @@ def test_planted_faults_are_named_and_shrunk(name: str) -> None:
         assert seen.endswith(value[1:]) if str(value).startswith("*") else seen == value, case
 
 
+def test_what_the_first_case_has_is_a_condition_where_a_fault_needs_it() -> None:
+    search = searched("grouped at odd sizes", "head size", "group", group=4, key_heads=1)
+    found = {tuple(sorted(rule.outputs)): {c.axis: c for c in rule.conditions()} for rule in search.rules}
+    assert found.keys() == {("dq",), ("dk", "dv")}
+    assert found["dq",].keys() == {"head size"}
+    assert found["dk", "dv"]["group"].law == "group ≥ 2"
+    assert {c["head size"].law for c in found.values()} == {"D no multiple of 16"}
+
+
 @pytest.mark.parametrize(
     "axes", [("head size",), ("length",), ("values", "dtype"), ("layout", "batch", "key heads"), ("group", "mask")]
 )

@@ -20,6 +20,8 @@ from attn_diag.reference import format_of
 from attn_diag.results.invariance import Invariance
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS
 from attn_diag.testing.invariance.distance import difference
+from attn_diag.testing.libraries import LIBRARIES
+from attn_diag.testing.target import CaseInputs
 
 SHAPE = (2, 4, 45, 16)
 # Another order of adding reaches few elements.
@@ -128,6 +130,31 @@ def test_the_schedules_of_both_paths_are_named() -> None:
 def test_a_compiled_call_is_compared() -> None:
     found = run(plain, only=["compiled"], shape=(2, 2, 45, 16))
     assert [p.status for p in found.paths] in (["same"], ["rounding"]), found.report()
+
+
+def test_a_call_that_ends_the_gpus_context_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unaligned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.data_ptr() % 16:
+            raise RuntimeError("CUDA error: misaligned address\nand more")
+        return plain(q, k, v)
+
+    monkeypatch.setattr("attn_diag.testing.invariance.calls._usable", lambda _: False)
+    found = run(unaligned)
+    assert found.headline.startswith("strides, off alignment: it ends the GPU's context (")
+    assert "CUDA error: misaligned address" in found.headline
+    later = [p for p in found.paths if p.arrangement == "accumulation"]
+    assert [(p.status, p.words) for p in later] == [("not-run", "after strides the GPU could not be used")]
+    assert any("--only" in note for note in found.notes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+def test_compiled_flex_attention_is_never_the_uncompiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_diag.testing.libraries._COMPILATIONS", 1)
+    call, normal = LIBRARIES["flex_attention:compiled"].call, torch.randn(3, 1, 1, 16, 16).bfloat16()
+    options = CaseInputs("case", *normal, None, 0.25, "none")
+    call(*normal, options)
+    with pytest.raises(Exception, match="recompile_limit"):
+        call(*(x[:, :, :15] for x in normal), options)
 
 
 def test_another_function_is_told_how_to_ask(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,21 @@ def test_the_answer_of_all_overflowing_kernels_is_the_head() -> None:
     assert answer(drawn(), broken[:1]).cause == "kernel"
 
 
+def test_a_coarse_kernel_that_nobody_named_does_not_answer_for_a_sound_captured_one() -> None:
+    fragile = verdict("captured", ("o", "good"), ("dq", "good"), captured=True, labels=("ill_conditioned",))
+    clean = verdict("captured", ("o", "good"), ("dq", "good"), captured=True)
+    coarse, wrong = verdict("a", ("dq", "lossy"), labels=("lossy",)), verdict("a", ("dq", "wrong"), labels=("wrong",))
+    for captured, cause in ((fragile, "head"), (clean, "pass")):
+        found = answer(drawn(), [captured, coarse])
+        assert (found.cause, found.culprits) == (cause, ("a",))
+        assert "Coarser: a: dQ is too coarse" in found.words
+        assert answer(drawn(), [captured, coarse], {"a"}).cause == "kernel"
+        assert answer(drawn(), [captured, wrong]).cause == "kernel"
+    assert answer(drawn(), [verdict("b", ("dq", "good")), coarse]).cause == "kernel"
+    lossy = verdict("captured", ("dq", "lossy"), captured=True, labels=("lossy",))
+    assert answer(drawn(), [lossy, coarse]).cause == "kernel"
+
+
 def test_the_answer_of_undecided_captures_is_undecided() -> None:
     open_ = verdict("captured", ("o", "undecided"), captured=True, labels=("undecided",))
     assert answer(drawn(), [open_, verdict("a", ("o", "good"))]).cause == "undecided"

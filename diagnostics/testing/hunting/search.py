@@ -305,7 +305,8 @@ class Search:
         found = list(dict.fromkeys([*found, own]))
         verdicts = self.runner.many([at(bad, axis, x) for x in found], lambda _: False, overtime=True)
         failing = [x for x, v in zip(found, verdicts, strict=True) if v is not None and same(v, output, fault)]
-        passing = [x for x, v in zip(found, verdicts, strict=True) if v is not None and v.passed]
+        ran = [x for x, v in zip(found, verdicts, strict=True) if v and (v.passed or (v.faults and not _stopped(v)))]
+        passing = [x for x in ran if x not in failing]
         return failing or [own], passing
 
     def by_axis(self) -> tuple[HuntedAxis, ...]:

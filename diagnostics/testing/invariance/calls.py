@@ -13,11 +13,19 @@ from attn_diag.reference import format_of, ulp
 from attn_diag.results.invariance import PathDifference
 from attn_diag.testing.invariance.arrangements import Path
 from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
-from attn_diag.testing.target import GRADIENTS, CaseInputs, Target
+from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, Target
 
 Outputs = dict[str, Tensor]
 # Another rounding, however coarse, makes no more of a quantity than this; beyond it a call is wrong, not noisy.
 ROUNDS_TO = 0.05
+
+
+class LostDeviceError(MisfitError):
+    """A call after which the process cannot use its GPU any more."""
+
+    def __init__(self, error: Exception) -> None:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        super().__init__(f"it ends the GPU's context ({first})")
 
 
 @dataclass
@@ -38,7 +46,18 @@ class Calls:
         return self._first[id(inputs)][1:]
 
     def made(self, path: Path) -> Outputs:
-        """The outputs of a path's call, on the CPU, in memory of their own."""
+        """The outputs of a path's call, on the CPU, in memory of their own.
+
+        Raises LostDeviceError where the call has ended the GPU's context, and as ``Target.call`` does.
+        """
+        try:
+            return self._made(path)
+        except Exception as error:
+            if not _usable(self.target.device):
+                raise LostDeviceError(error) from error
+            raise
+
+    def _made(self, path: Path) -> Outputs:
         target, inputs = path.target or self.target, path.inputs
         with path.around():
             if path.before is not None:
@@ -58,6 +77,14 @@ class Calls:
         returned = target.call(inputs, gradients=gradients, place=lambda _, x: path.place(x))
         self.overwritten.update(returned.overwritten)
         return returned.outputs
+
+
+def _usable(device: torch.device) -> bool:
+    """Whether the device still computes; an illegal access ends every later call too."""
+    try:
+        return float(torch.ones(1, device=device).sum()) == 1.0
+    except RuntimeError:
+        return False
 
 
 def compared(path: Path, first: Outputs, second: Outputs, expected: Expected) -> list[PathDifference]:

@@ -24,7 +24,7 @@ from attn_diag.results.invariance import Invariance, OwnError, PathDifference, P
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.again import Again
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
-from attn_diag.testing.invariance.calls import Calls, Outputs, compared, rounds_to
+from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, compared, rounds_to
 from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.other_function import OtherFunction, fit_of
@@ -151,6 +151,8 @@ class _Run:
     again: Again
     demanded: bool
     notes: list[str] = field(default_factory=list)
+    lost: str = ""
+    """The arrangement that ended the GPU's context; empty: none."""
     _unsteady: dict[str, float] = field(default_factory=dict)
     """By quantity that the same call changes: the largest of its differences' ``of_limit``."""
 
@@ -168,6 +170,7 @@ class _Run:
             OwnError(n, own_error(outputs[n].double(), expected.truth[n], expected.variance[n]))
             for n in expected.truth if n in outputs
         )  # fmt: skip
+        tool, schedule = describe_tool(self.target.device), self._schedule(base, outputs, (0, 0, 0)) if asked else None
         found: list[PathFinding] = []
         for number, item in enumerate(chosen if asked else []):
             # What replaces what must not matter does not depend on which others run.
@@ -181,7 +184,7 @@ class _Run:
         outcome, headline = self._judged(found, other, wrong)
         b, h, t, d = base.q.shape
         return Invariance(
-            tool=describe_tool(self.target.device),
+            tool=tool,
             source=self.target.name,
             backend=self.target.backend,
             dtype=DTYPES[base.q.dtype],
@@ -192,7 +195,7 @@ class _Run:
             outcome=outcome,
             headline=headline,
             notes=(*self.notes, *self._further(errors, other if asked else None, wrong if asked else [])),
-            schedule=self._schedule(base, outputs, (0, 0, 0)) if asked else None,
+            schedule=schedule,
             errors=errors,
             paths=tuple(found),
             next=self._next(found, None if asked else other),
@@ -217,10 +220,10 @@ class _Run:
         return base
 
     def _arrangement(self, item: Arrangement) -> list[PathFinding]:
-        paths = item.paths(self.setting)
+        paths = f"after {self.lost} the GPU could not be used" if self.lost else item.paths(self.setting)
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
-        found = [self._path(item, path) for path in paths]
+        found = [self._path(item, path) for path in paths if not self.lost]
         if item.name in _STEADINESS:
             for d in (d for f in found for d in f.differences if d.differing):
                 reach = math.inf if d.nonfinite or d.of_limit is None else d.of_limit
@@ -231,6 +234,9 @@ class _Run:
         try:
             first, expected = self.calls.first(path.against or self.setting.base)
             second = self.calls.made(path)
+        except LostDeviceError as error:
+            self.lost = item.name
+            return PathFinding(item.name, item.shows, path.name, item.promise, "fault", str(error))
         except (MisfitError, InputError) as error:
             words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
             return PathFinding(item.name, item.shows, path.name, item.promise, "refused", words)
@@ -333,6 +339,8 @@ class _Run:
     def _further(self, errors: Sequence[OwnError], other: OtherFunction | None, wrong: Sequence[str]) -> list[str]:
         """What else is to be known."""
         said = []
+        if self.lost:
+            said.append(f"After {self.lost} the GPU could not be used: the other arrangements can be run with --only.")
         if other is not None:
             far = percent(other.relative_error) if other.relative_error < 1 else "far"
             said.append(f"The call itself is wrong: O is {far} off softmax(scale Q K^T) V.")
