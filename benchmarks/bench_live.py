@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from live_calls import bench_calls
-from live_modes import bench_modes
+from live_modes import MODES, bench_modes
 from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).with_name("failing_run")))
@@ -143,7 +143,7 @@ def bench_synchronisations(trainer: train.Trainer) -> dict[str, int]:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--tokens", type=Path, help="needed unless --calls is given")
-    parser.add_argument("--modes", action="store_true", help="only steps of a model eager, compiled, in CUDA graphs")
+    parser.add_argument("--modes", nargs="*", metavar="MODE", help=f"only steps of a model: {', '.join(MODES)} (all)")
     parser.add_argument("--calls", choices=["cpu", "cuda"], help="only the host's cost of a call, on this device")
     parser.add_argument("--steps", type=int, default=12, help="pairs of steps for each figure")
     options = parser.parse_args()
@@ -156,8 +156,9 @@ def main() -> None:
         return
     if options.tokens is None:
         parser.error("give --tokens, or --calls")
-    if options.modes:
-        modes = made_by("cuda") | {"steps of a model": bench_modes(options.tokens, options.steps)}
+    if options.modes is not None:
+        named = options.modes or list(MODES)
+        modes = made_by("cuda") | {"steps of a model": bench_modes(options.tokens, options.steps, named)}
         print(json.dumps(modes, indent=1))
         save(modes, options.json)
         return

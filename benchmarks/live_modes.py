@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -31,11 +31,11 @@ _SIZES = ["--sequences", "64", "--micro-batch", "64"]
 _WARM_UP = 5
 
 
-def bench_modes(tokens: Path, steps: int) -> dict[str, Any]:
+def bench_modes(tokens: Path, steps: int, modes: Sequence[str] = tuple(MODES)) -> dict[str, Any]:
     """Milliseconds of a step: without a watch, with one that does not look, and with one that does."""
     run = train.parser().parse_args(["--arm", "healthy", "--tokens", str(tokens), "--out", "unused", *_SIZES])
     corpus = train.load_tokens(run.tokens, run.vocabulary)
-    return {name: _of_mode(train.Trainer(run, corpus), options, steps) for name, options in MODES.items()}
+    return {name: _of_mode(train.Trainer(run, corpus), MODES[name], steps) for name in modes}
 
 
 def _of_mode(trainer: train.Trainer, options: dict[str, Any] | None, steps: int) -> dict[str, Any]:
