@@ -387,17 +387,13 @@ def _words(item: Arrangement, status: Status, differences: Sequence[PathDifferen
     if status == "unsteady":
         return "no more than the same call again changes"
     worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
-    b, h, row = worst.first or (0, 0, 0)
+    (b, h, row), name = worst.first or (0, 0, 0), SYMBOLS[worst.quantity]
     place = f"item {b}, head {h}, {'key' if worst.quantity in ('dk', 'dv') else 'row'} {row}"
-    name = SYMBOLS[worst.quantity]
     if status == "fault" and worst.nonfinite:
         bad = f"NaN or Inf in {worst.nonfinite} of {worst.elements} elements of {name}"
         return f"it {item.fault}: {bad}, the first in {place}"
     if status == "fault":
         return f"it {item.fault}: {name} moves {times(worst.of_limit)} times as far as rounding can, most in {place}"
-    names = together([SYMBOLS[d.quantity] for d in moved])
-    share = max(d.differing / d.elements for d in moved)
-    return (
-        f"other bits in {names} ({percent(share)} of the elements), by {times(worst.of_noise)} of a well-rounded "
-        "kernel's error: rounding alone"
-    )
+    share = percent(max(d.differing / d.elements for d in moved))
+    words = f"other bits in {together([SYMBOLS[d.quantity] for d in moved])} ({share} of the elements), by"
+    return f"{words} {times(worst.of_noise)} of a well-rounded kernel's error: rounding alone"
