@@ -207,7 +207,7 @@ def test_a_coarse_kernel_that_nobody_named_does_not_answer_for_a_sound_captured_
     for captured, cause in ((fragile, "head"), (clean, "pass")):
         found = answer(drawn(), [captured, coarse])
         assert (found.cause, found.culprits) == (cause, ("a",))
-        assert "Coarser: a: dQ is too coarse" in found.words
+        assert "Not as good: a: dQ is too coarse" in found.words
         assert answer(drawn(), [captured, coarse], {"a"}).cause == "kernel"
         assert answer(drawn(), [captured, wrong]).cause == "kernel"
     assert answer(drawn(), [verdict("b", ("dq", "good")), coarse]).cause == "kernel"

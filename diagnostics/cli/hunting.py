@@ -30,7 +30,11 @@ class Hunting:
     ] = Path("attn-diag-hunt")
     budget: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="How long --hunt searches for each kernel and capture (default 300)."),
+        typer.Option(
+            metavar="SECONDS",
+            help="How long --hunt searches for each kernel and capture (default 300); it then reduces what it found, "
+            "for as long again at most.",
+        ),
     ] = None
     axes: Annotated[
         str | None,

@@ -122,8 +122,9 @@ class ReplayedCapture:
     dtype: str
     """The inputs' dtype."""
     cause: Cause
-    """kernel: one is wrong, or coarser, where others are right. metadata: what was captured is not the attention that
-    the capture states. head: all are off by as much. undecided: too little could be judged. pass: nothing is wrong."""
+    """kernel: one is wrong where others are right, or one that was captured or asked for by name is coarser. metadata:
+    what was captured is not the attention that the capture states. head: all are off by as much. undecided: too little
+    could be judged. pass: nothing is wrong."""
     culprits: tuple[str, ...]
     """The kernels at fault, the captured ones first."""
     right: tuple[str, ...]

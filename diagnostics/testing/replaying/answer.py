@@ -197,7 +197,7 @@ def _words(found: ReplayedCapture) -> str:
         if all(k.captured or not k.judged for k in found.kernels):
             said.append("No other kernel could be run on it.")
     if found.cause in ("pass", "undecided") or (found.cause == "head" and found.fragile):
-        said += [f"Coarser: {fault_words(by_name[name], found.shape['Hq'])}" for name in found.culprits[:_NAMED]]
+        said += [f"Not as good: {fault_words(by_name[name], found.shape['Hq'])}" for name in found.culprits[:_NAMED]]
     return " ".join(said)
 
 
