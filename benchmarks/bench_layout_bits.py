@@ -1,5 +1,5 @@
 """How many bits of O emulation reproduces of real kernels in layouts beyond the dense one: packed documents, attention
-sinks, softcap.
+sinks, softcap, ALiBi, a cache in pages.
 
 Every kernel that is installed runs on N(0,1) inputs in BF16; ``identify`` searches the recipe of one head, and that
 recipe is emulated for all heads and documents, on the tensor core's sums too.
@@ -85,7 +85,24 @@ def _fla_sinks() -> Capture:
     return Capture.from_tensors(x | {"o": _first(o).transpose(1, 2), "sinks": sinks}, causal="top-left")
 
 
-def _flex(score_mod: Callable[..., Tensor] | None, **metadata: Any) -> Capture:
+def _flash_4_pages() -> Capture:
+    """64 and 1 query rows behind caches of 517 and 300 keys, in pages of 128 that lie about."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    x, lengths, rows, size = _dense(), (517, 300), (64, 1), 128
+    table = torch.tensor([[5, 2, 8, 0, 7], [3, 9, 1, 4, 6]], device="cuda", dtype=torch.int32)
+    q = x["q"][0, :, : sum(rows)].transpose(0, 1).contiguous()
+    k, v = (torch.randn(10, size, KEY_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in "kv")
+    starts = torch.tensor([0, *rows]).cumsum(0).to("cuda", torch.int32)
+    used = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    found = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=starts, max_seqlen_q=max(rows), seqused_k=used, page_table=table, causal=True
+    )
+    pages = {"page_table": table, "cache_seqlens": used, "cu_seqlens_q": starts}
+    return Capture.from_tensors({"q": q, "k": k, "v": v, "o": _first(found)} | pages, causal="bottom-right")
+
+
+def _flex(score_mod: Callable[..., Tensor] | None, **more: Any) -> Capture:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     x = _dense()
@@ -93,11 +110,18 @@ def _flex(score_mod: Callable[..., Tensor] | None, **metadata: Any) -> Capture:
     found = torch.compile(flex_attention, dynamic=False)(
         x["q"], x["k"], x["v"], score_mod=score_mod, block_mask=mask, enable_gqa=True
     )
-    return Capture.from_tensors(x | {"o": _first(found)}, causal="top-left", **metadata)
+    tensors = {name: value for name, value in more.items() if isinstance(value, Tensor)}
+    metadata = {name: value for name, value in more.items() if name not in tensors}
+    return Capture.from_tensors(x | {"o": _first(found)} | tensors, causal="top-left", **metadata)
 
 
 def _flex_softcap() -> Capture:
     return _flex(lambda s, b, h, i, j: CAP * torch.tanh(s / CAP), softcap=CAP)  # noqa: ARG005
+
+
+def _flex_alibi() -> Capture:
+    slopes = torch.tensor([2.0 ** (-2 * (h + 1)) for h in range(HEADS)], device="cuda")
+    return _flex(lambda s, b, h, i, j: s + slopes[h] * (j - i), alibi_slopes=slopes)  # noqa: ARG005
 
 
 def _sinks() -> Tensor:
@@ -112,10 +136,12 @@ CALLS: dict[str, Callable[[], Capture]] = {
     "torch varlen_attn": _varlen_attn,
     "FlexAttention, causal": lambda: _flex(None),
     "FlexAttention, softcap": _flex_softcap,
+    "FlexAttention, ALiBi": _flex_alibi,
     "FlashAttention-4, causal": _flash_4,
     "FlashAttention-4, learnable_sink": lambda: _flash_4(learnable_sink=_sinks()),
     "FlashAttention-4, softcap": lambda: _flash_4(softcap=CAP),
     "FlashAttention-4, varlen": _flash_4_varlen,
+    "FlashAttention-4, page_table": _flash_4_pages,
     "flash-linear-attention, sink_bias": _fla_sinks,
 }
 

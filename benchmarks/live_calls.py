@@ -3,10 +3,16 @@
 A stack of layers (a projection, SDPA, a sum) runs forward and backward; a call is one layer's share of that.
 
 - idle: nothing is installed.
+- floor: functions that only pass on and back stand where a capture's do: in front of SDPA, the fused operator, its
+  backward and, where the model is compiled, matrix products.
 - not looked at: a capture is installed that wants another step.
 - listening: it looks at this step, and wants another layer.
 - told: it wants the call; a listener is told of all tensors, and keeps none.
-- wanted: it captures the call into a ring in memory; above that of a run that clones the same tensors in the loop.
+- wanted: it captures the call into a ring in memory; above that of a run that clones the same tensors in the loop,
+  and of one that does so on the floor.
+
+What was recorded of calls is read at the end of the step: that is measured apart, as the optimizer's ``step()`` and
+what hangs on it, for each call of the step.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ from torch.nn import functional
 
 import attn_diag
 from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.kernels import OPERATORS
+from attn_diag.watching.live.operators import SCALED_DOT_PRODUCT, Kernels
+from attn_diag.watching.live.products import PRODUCTS
 from attn_diag.watching.live.watch import Watch
 
 LAYERS, HEADS, WIDTH, LENGTH = 8, 4, 64, 32
@@ -48,6 +57,7 @@ class Told:
     """A listener that wants every call, and keeps nothing."""
 
     sequences = 1
+    may_be_late = True
 
     def wants(self, place: CallPlace) -> bool:  # noqa: ARG002 - the protocol
         return True
@@ -77,6 +87,26 @@ def _told(model: nn.Module) -> Iterator[None]:
         watch.stop()
 
 
+def _passes_on(kernel: Any, arguments: Any) -> Callable[..., Any]:  # noqa: ARG001 - as ours
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(keys, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _floor(device: str, *, compiled: bool) -> Iterator[None]:
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
+    names = [name for one in OPERATORS if key in one.devices for name in (one.name, one.backward)]
+    kernels = Kernels()
+    kernels.put([(SCALED_DOT_PRODUCT, f"Autograd{key}", _passes_on), *((name, key, _passes_on) for name in names)])
+    kernels.put([(name, key, _passes_on) for name in PRODUCTS] if compiled else [])
+    try:
+        yield
+    finally:
+        kernels.remove()
+
+
 class _Loop:
     """Steps of a tiny model, and how long the host took for a call of each."""
 
@@ -102,9 +132,11 @@ class _Loop:
             for t in self._held:
                 t.clone()
 
-    def us_a_call(self, around: Callable[[nn.Module], Any], repeats: int, *, clones: bool = False) -> float:
-        """Of the host, in the median step, the optimizer's aside."""
-        found = []
+    def us_a_call(
+        self, around: Callable[[nn.Module], Any], repeats: int, *, clones: bool = False
+    ) -> tuple[float, float]:
+        """Of the host, in the median step, without the optimizer and for that alone."""
+        found, ends = [], []
         with around(self.model):
             for number in range(repeats + 8):
                 self._wait()
@@ -112,11 +144,14 @@ class _Loop:
                 self.step(clones)
                 took = self._clock() - began
                 self._wait()
+                began = self._clock()
+                self._optimizer.step()
+                ended = self._clock() - began
+                self._optimizer.zero_grad()
                 if number >= 8:
                     found.append(took / LAYERS * 1e6)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-        return median(found)
+                    ends.append(ended / LAYERS * 1e6)
+        return median(found), median(ends)
 
     def _wait(self) -> None:
         if self._device == "cuda":
@@ -134,25 +169,37 @@ def bench_calls(device: str, repeats: int = 200) -> dict[str, Any]:
             def capture(where: str, **chosen: Any) -> Callable[[nn.Module], Any]:
                 return lambda model: attn_diag.capture(model, Path(folder) / where, ring=1, **chosen)
 
+            def floor(model: nn.Module, compiled: bool = name == "compiled") -> Any:  # noqa: ARG001 - as others
+                return _floor(device, compiled=compiled)
+
             # In turn, as a machine's clock changes.
             ways: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
                 "idle": (lambda _: nullcontext(), False),
                 "cloning": (lambda _: nullcontext(), True),
+                "floor": (floor, False),
+                "floor, cloning": (floor, True),
                 "not looked at": (capture("none", steps=[-1]), False),
                 "listening": (capture("other", layers=[-1]), False),
                 "told": (_told, False),
                 "wanted": (capture("all"), False),
             }
-            rounds: dict[str, list[float]] = {way: [] for way in ways}
+            rounds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             loop.us_a_call(ways["idle"][0], repeats)
             for _ in range(5):
                 for way, (around, clones) in ways.items():
                     rounds[way].append(loop.us_a_call(around, repeats // 5, clones=clones))
             captures.close()
-        us = {way: min(those) for way, those in rounds.items()}
+        us = {way: min(call for call, _ in those) for way, those in rounds.items()}
+        ends = {way: min(end for _, end in those) for way, those in rounds.items()}
         found[name] = {
             "us a call": {way: round(value, 1) for way, value in us.items()},
             "above idle": {way: round(us[way] - us["idle"], 1) for way in ("not looked at", "listening", "told")},
+            "listening, above the floor": round(us["listening"] - us["floor"], 1),
             "wanted, above cloning": round(us["wanted"] - us["cloning"], 1),
+            "wanted, above cloning on the floor": round(us["wanted"] - us["floor, cloning"], 1),
+            "wanted, over cloning on the floor": round(us["wanted"] / us["floor, cloning"], 3),
+            "us a call at the step's end, above idle": {
+                way: round(ends[way] - ends["idle"], 1) for way in ("not looked at", "listening", "told", "wanted")
+            },
         }
     return found

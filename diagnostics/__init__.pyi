@@ -10,12 +10,15 @@ from .analyses.identify import identify_captures as identify_captures
 from .analyses.inspection.inspect import inspect as inspect
 from .analyses.inspection.inspect import inspect_captures as inspect_captures
 from .analyses.inspection.inspect import repeated_maxima as repeated_maxima
+from .analyses.linear import inspect_linear as inspect_linear
 from .analyses.microscopy.addition import examine_addition as examine_addition
 from .analyses.microscopy.closed_form import closed_form as closed_form
 from .analyses.microscopy.microscope import microscope as microscope
 from .analyses.mitigation.what_if import what_if as what_if
 from .analyses.paper.figures import paper_figures as paper_figures
 from .captures.capture import Capture as Capture
+from .captures.linear import LinearCapture as LinearCapture
+from .captures.linear import load_linear as load_linear
 from .captures.loading import load as load
 from .captures.loading import load_example as load_example
 from .captures.selection import Selection as Selection
@@ -39,6 +42,7 @@ from .results.hardware import HardwareProfile as HardwareProfile
 from .results.hunt import Hunt as Hunt
 from .results.identification import Identification as Identification
 from .results.invariance import Invariance as Invariance
+from .results.linear import LinearDiagnosis as LinearDiagnosis
 from .results.microscope import Microscope as Microscope
 from .results.paper import PaperFigures as PaperFigures
 from .results.probe import ProbeReport as ProbeReport
@@ -68,10 +72,12 @@ from .watching.drift.trace import trace_dtypes as trace_dtypes
 from .watching.frameworks.one_line import accelerate_monitor as accelerate_monitor
 from .watching.frameworks.one_line import lightning_monitor as lightning_monitor
 from .watching.frameworks.one_line import trainer_monitor as trainer_monitor
+from .watching.live.linear_calls import capture_linear as capture_linear
 from .watching.live.observed import observe as observe
 from .watching.live.recorder import capture as capture
 from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor
+from .watching.monitoring.quantizers import QuantMonitor as QuantMonitor
 from .watching.monitoring.record import read_log as read_log
 
 __version__: str

@@ -77,7 +77,7 @@ while True:
     if iter_num % eval_interval == 0 and master_process:
         with torch.no_grad():
             model.eval()
-            print(f"step {iter_num}: val loss {model(*get_batch())[1]:.4f}")  # noqa: T201
+            print(f"step {iter_num}: val loss {model(*get_batch())[1]:.4f}")
             model.train()
     for _ in range(gradient_accumulation_steps):
         logits, loss = model(X, Y)
@@ -93,7 +93,7 @@ while True:
     # On a GPU a check is there some steps later; nothing waits for it.
     if master_process and monitor.history and monitor.history[-1].step != checked:
         checked = monitor.history[-1].step
-        print(monitor.table())  # noqa: T201
+        print(monitor.table())
         if wandb_log:
             import wandb
 
@@ -103,7 +103,7 @@ while True:
     # end
 
     if iter_num % log_interval == 0 and master_process:
-        print(f"iter {iter_num}: loss {loss.item():.4f}")  # noqa: T201
+        print(f"iter {iter_num}: loss {loss.item():.4f}")
     iter_num += 1
     if iter_num > max_iters:
         break

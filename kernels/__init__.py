@@ -14,10 +14,13 @@ from attn_diag.kernels.emulation import (
     trace_row,
 )
 from attn_diag.kernels.emulation_forward import RangeTrace
-from attn_diag.kernels.recipe import PRESETS, Recipe, Schedule, SoftmaxRule, preset
+from attn_diag.kernels.presets import LOW_BIT, PRESETS, RECIPES, preset
+from attn_diag.kernels.recipe import Recipe, Schedule, SoftmaxRule
 
 __all__ = [
+    "LOW_BIT",
     "PRESETS",
+    "RECIPES",
     "EmulatedHead",
     "EmulatedRows",
     "RangeTrace",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class TensorCore:
        zero too; a result of 0 is +0, whatever was cut off.
     4. Infinities and NaN go through as in IEEE 754: an infinite sum stays, inf - inf and 0 * inf are NaN.
 
+    5. With ``promotion``, after so many products the sum is added to a second one in fp32 (nearest-even, on the
+       ordinary cores) and begins again at 0; an accumulator that was given is this second sum.
+
     General form and what is known of other GPUs: MMA-Sim, arXiv 2511.10909, "T-FDPA".
     """
 
@@ -54,21 +57,41 @@ class TensorCore:
     """How a block's sum is rounded to fp32."""
     subnormals: bool = True
     """False: operands and results below the smallest normal number count as 0."""
+    sums: Format = "e8m23"
+    """The format of a block's sum and the running one."""
+    promotion: int | None = None
+    """Products, a multiple of ``block``, after which the sum is added outside; None: never."""
 
 
 # Measured on an H200 (BF16 and FP16 operands; wgmma and mma.sync): no bit is missed in 1,966,080 sums of 16 to 4,096
 # adversarial products; benchmarks/bench_tensor_core.py repeats it with others.
 HOPPER = TensorCore()
+# FP8 operands: 32 products an instruction, 13 bits, sums kept in E8M13 ("FP22"); MMA-Sim, arXiv 2511.10909, wgmma of
+# Hopper. Measured on an H200: 2**-13 beside 1 is kept, 2**-14 lost, and this model's errors on positive data.
+HOPPER_FP8 = TensorCore(block=32, fraction_bits=13, sums="e8m13")
+# FP16 sums of FP16 operands, rounded to nearest after every instruction (MMA-Sim, as above).
+HOPPER_FP16_SUMS = TensorCore(result=Mode.NEAREST_EVEN, sums="fp16")
+# FP8 without ``use_fast_accum``: four instructions, then fp32 outside (CUTLASS's default interval).
+HOPPER_FP8_PROMOTED = replace(HOPPER_FP8, promotion=128)
+_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-def matmul(a: Tensor, b: Tensor, model: str, accumulator: Tensor | None = None, *, operands: Format = "bf16") -> Tensor:
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    model: str,
+    accumulator: Tensor | None = None,
+    *,
+    operands: Format = "bf16",
+    core: TensorCore | None = None,
+) -> Tensor:
     """``a @ b`` (+ ``accumulator``) under an accumulation model; [M, K] @ [K, N], in the dtype of ``a``.
 
     "fp32-nearest": fp32 products and sums in the library's own order. "exact": one rounding to fp32 at the end where
-    ``a`` is fp32, none where it is float64. "nvidia-tensor-core": see ``tensor_core_matmul``, also for ``operands``.
+    ``a`` is fp32, none where it is float64. "nvidia-tensor-core": see ``tensor_core_matmul``, also for the rest.
     """
     if model == "nvidia-tensor-core":
-        return tensor_core_matmul(a, b, accumulator, operands=operands).to(a.dtype)
+        return tensor_core_matmul(a, b, accumulator, core, operands=operands).to(a.dtype)
     if model == "exact":
         product = a.double() @ b.double()
         return (product if accumulator is None else product + accumulator.double()).to(a.dtype)
@@ -80,25 +103,29 @@ def tensor_core_matmul(
     a: Tensor,
     b: Tensor,
     accumulator: Tensor | None = None,
-    core: TensorCore = HOPPER,
+    core: TensorCore | None = None,
     *,
     operands: Format | None = None,
 ) -> Tensor:
     """``a @ b`` (+ ``accumulator``) as a tensor core adds.
 
     Args:
-        a: [M, K], of values that 16 bits hold.
+        a: [M, K], of values that 16 bits (or FP8) hold.
         b: [K, N], likewise.
         accumulator: [M, N], what the products are added to.
-        core: How the unit adds.
-        operands: The 16-bit format of ``a`` and ``b``, which says where their subnormals begin; by default FP16 for
-            FP16 tensors, else BF16 (whose range fp32 shares).
+        core: How the unit adds; by default ``HOPPER_FP8`` for FP8 operands, else ``HOPPER``.
+        operands: The format of ``a`` and ``b``, which says where their subnormals begin; by default that of FP16 and
+            FP8 tensors, else BF16 (whose range fp32 shares).
 
     Returns:
         [M, N], float64 holding fp32.
     """
     if operands is None:
-        operands = "fp16" if a.dtype == torch.float16 else "bf16"
+        operands = "fp16" if a.dtype == torch.float16 else _FP8.get(a.dtype, "bf16")
+    if core is None:
+        core = HOPPER_FP8 if operands in _FP8.values() else HOPPER
+    if core.promotion is not None and core.promotion % core.block:
+        raise ValueError(f"promotion must be a multiple of block ({core.block}), got {core.promotion}")
     rounding = parse(operands)
     smallest = 2.0 ** (_FP32 if rounding is None else rounding.format).min_exponent
     a, b = a.double(), b.double()
@@ -110,13 +137,17 @@ def tensor_core_matmul(
     rows = max(1, _CHUNK // (core.block * max(b.shape[1], 1)))
     parts = []
     for start in range(0, len(a), rows):
-        running = total[start : start + rows]
+        running = outside = total[start : start + rows]
+        if core.promotion is not None:
+            running = torch.zeros_like(outside)
         for k in range(0, a.shape[1], core.block):
+            if core.promotion is not None and k and k % core.promotion == 0:
+                outside, running = _added_outside(outside, running), torch.zeros_like(running)
             block = slice(k, k + core.block)
             x, y = left.part(slice(start, start + rows), block), right.part(block, slice(None))
             added = _add_block(x, y, running, core)
             running = added if finite else _with_infinities(added, x.values, y.values, running)
-        parts.append(running)
+        parts.append(running if core.promotion is None else _added_outside(outside, running))
     return torch.cat(parts) if parts else total
 
 
@@ -142,7 +173,7 @@ def _add_block(a: _Operand, b: _Operand, total: Tensor, core: TensorCore) -> Ten
         raise ValueError(f"alignment must be toward-zero, nearest-even, down or up, got {core.alignment}")
     aligned = align((a.values[:, :, None] * b.values[None]).mul_(inverse[:, None])).sum(1)
     aligned += align(total * inverse)
-    result = _to_fp32(aligned * quantum, core.result).add_(0.0)  # -0 + 0 is +0
+    result = _to_fp32(aligned * quantum, core).add_(0.0)  # -0 + 0 is +0
     return result if core.subnormals else _flushed(result, _FP32_SMALLEST)
 
 
@@ -173,11 +204,18 @@ def _flushed(x: Tensor, smallest: float) -> Tensor:
     return x.masked_fill(x.abs() < smallest, 0.0)
 
 
-def _to_fp32(x: Tensor, mode: Mode) -> Tensor:
-    """``x`` (float64) rounded to fp32; what overflows is only right after ``_with_infinities``."""
-    if mode is not Mode.TOWARD_ZERO:
-        return round_to(x, Rounding(_FP32, mode))
+def _to_fp32(x: Tensor, core: TensorCore) -> Tensor:
+    """``x`` (float64) rounded to the core's sums; what overflows is only right after ``_with_infinities``."""
+    rounding = parse(core.sums)
+    fmt = _FP32 if rounding is None else rounding.format
+    if core.result is not Mode.TOWARD_ZERO or fmt.exponent_bits < _FP32.exponent_bits:
+        return round_to(x, Rounding(fmt, core.result))
     spacing = x.abs().clamp_(min=_FP32_SMALLEST)
     spacing.view(torch.int64).bitwise_and_(_EXPONENT_FIELD)
-    spacing *= 2.0**-23
+    spacing *= 2.0**-fmt.mantissa_bits
     return x.div(spacing).trunc_().mul_(spacing)
+
+
+def _added_outside(a: Tensor, b: Tensor) -> Tensor:
+    """The fp32 sum of float64 tensors that hold fp32."""
+    return (a.float() + b.float()).double()

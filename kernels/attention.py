@@ -18,7 +18,8 @@ from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.emulation import RecipeNotSupportedError
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level, Visibility
-from attn_diag.kernels.recipe import FORMATS, Recipe, preset
+from attn_diag.kernels.presets import preset
+from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING, Recipe
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
 
@@ -36,6 +37,11 @@ def check_kernels_support(recipe: Recipe) -> None:
         "probs": ("fp32", recipe.input),
         "backward_probs": ("fp32", recipe.input),
         "dscores": ("fp32", recipe.input),
+        **dict.fromkeys((*QUANTIZERS, *SMOOTHING), ("none",)),
+        "alpha": ("before-rounding", "after-rounding", "in-exponent"),
+        "pv_sums": ("fp32",),
+        "pv_levels": ("one",),
+        "backward_operands": ("given",),
         "input": ("bf16", "fp16"),
         "exp": ("exact", "exp2-fma"),
         "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
@@ -96,7 +102,7 @@ def attention(
     Args:
         q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``), BF16 or FP16, any strides, D from 16 to 256.
         k: [B, Hk, Tk, D], Hq a multiple of Hk; same dtype and device.
-        v: [B, Hk, Tk, D].
+        v: [B, Hk, Tk, Dv], Dv from 16 to 256, D's own or not (192 and 128 in DeepSeek's MLA).
         causal: "none", "top-left" (as SDPA's is_causal) or "bottom-right" (as FlashAttention >= 2.1).
         window: (left, right) keys around the diagonal, inclusive, -1 for unlimited.
         scale: alpha; default D**-0.5.
@@ -110,8 +116,8 @@ def attention(
         sinks: [Hq], a logit a head that is one more term of the softmax's denominator (gpt-oss); any float dtype.
 
     Returns:
-        O in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are the same at
-        every level.
+        O [B, Hq, Tq, Dv] in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are
+        the same at every level.
 
     Under ``torch.autocast`` fp32 inputs are cast to its dtype, as SDPA's are. The forward and all gradients are
     deterministic. CPU tensors need Triton's interpreter (TRITON_INTERPRET=1).
@@ -212,7 +218,7 @@ def _forward_op(
 def _(q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     call = _Call.read(*arguments[:_KEY])
     return forward_like(
-        q, k, call.recipe, call.visibility, softcap=call.softcap, level=call.level, n_slots=n_slots,
+        q, k, v, call.recipe, call.visibility, softcap=call.softcap, level=call.level, n_slots=n_slots,
         unrounded=call.backward_recipe.delta_from == "fp32-o",
     )  # fmt: skip
 
@@ -240,7 +246,7 @@ def _(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = _Call.read(*arguments[:-1])
-    return backward_like(q, k, lse, call.backward_recipe, level=call.level, n_slots=n_slots)
+    return backward_like(q, k, v, lse, call.backward_recipe, level=call.level, n_slots=n_slots)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -304,14 +310,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             + "; cast them, or run under torch.autocast"
         )
     (batch, heads, _, dim), (k_batch, k_heads, _, k_dim) = q.shape, k.shape
-    if k.shape != v.shape or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
+    if k.shape[:3] != v.shape[:3] or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
         raise ValueError(
-            "k and v must share a shape [B, Hk, Tk, D] with q's B and D, and Hq a multiple of Hk, got " + _shapes(named)
+            "k [B, Hk, Tk, D] must have q's B and D, v [B, Hk, Tk, Dv] k's B, H and T, and Hq be a multiple of Hk, got "
+            + _shapes(named)
         )
-    if not HEAD_DIMS[0] <= dim <= HEAD_DIMS[1]:
-        raise ValueError(
-            f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {dim}; pad q, k and v with zeros"
-        )
+    if wrong := [n for n in (dim, v.shape[3]) if not HEAD_DIMS[0] <= n <= HEAD_DIMS[1]]:
+        advice = "pad q, k and v with zeros" if wrong[0] < HEAD_DIMS[0] else "use attn_diag.kernels.emulate_head"
+        raise ValueError(f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {wrong[0]}; {advice}")
     if not q.numel() or not k.numel():
         raise ValueError("q, k and v must not be empty, got " + _shapes(named))
     check_backend(q.device)

@@ -17,16 +17,15 @@ from attn_diag.kernels.emulation_backward import KeyGradients, backward_rows
 from attn_diag.kernels.emulation_forward import (
     Block,
     ForwardRows,
-    HeadLike,
-    Operands,
     RangeTrace,
     Rounder,
     forward_rows,
     masked_scores,
     round_scores,
-    working_dtype,
 )
+from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, working_dtype
 from attn_diag.kernels.formats import STORED, Format, Mode
+from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
@@ -101,11 +100,20 @@ class RowTrace:
     """L."""
 
 
-def check_supported(recipe: Recipe) -> None:
-    """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe."""
+def check_supported(recipe: Recipe, head: HeadLike | None = None) -> None:
+    """Raise RecipeNotSupportedError, naming the site, unless ``emulate_head`` can run the recipe, on any or a head."""
     wrong = recipe.softmax.missing()
+    if head is not None and head.sink is not None and recipe.smooth_k != "none":
+        wrong.append("smooth_k, which moves the scores, beside a sink")
+    if head is not None and recipe.rotation == "hadamard" and head.q.shape[1] & (head.q.shape[1] - 1):
+        wrong.append(f"rotation=hadamard of a head dimension of {head.q.shape[1]}, which is no power of two")
     if recipe.exp == "polynomial" and recipe.exp_degree is None:
         wrong.append("exp=polynomial without exp_degree")
+    if recipe.exp == "exp2" and recipe.alpha != "in-q":
+        wrong.append("exp=exp2 without alpha=in-q")
+    by = parse_quantizer(recipe.quantize_probs)
+    if by is not None and (by.block == "tensor" or by.block_shape((2, 2))[0] > 1):
+        wrong.append(f"quantize_probs={recipe.quantize_probs} in blocks of several rows")
     if wrong:
         raise RecipeNotSupportedError(f"recipe {recipe.name}: {', '.join(wrong)}")
 
@@ -115,7 +123,8 @@ def score_rounding(recipe: Recipe, scale: float) -> Callable[[Tensor], Tensor]:
     rounder = Rounder(recipe, 0)
 
     def rounded(scores: Tensor) -> Tensor:
-        return round_scores(recipe, (scores / scale).to(working_dtype(recipe)), scale, rounder)
+        products = scores * LOG2_E if recipe.alpha == "in-q" else scores / scale
+        return round_scores(recipe, products.to(working_dtype(recipe)), scale, rounder)
 
     return rounded
 
@@ -125,7 +134,7 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
 
     Raises RecipeNotSupportedError where the recipe is not complete.
     """
-    check_supported(recipe)
+    check_supported(recipe, head)
     parts: list[EmulatedRows] = []
     sums: KeyGradients | None = None
     operands, end = Operands(head), 0
@@ -177,7 +186,7 @@ def emulate_blocks(
         RecipeNotSupportedError: A recipe is not complete.
     """
     for recipe in recipes:
-        check_supported(recipe)
+        check_supported(recipe, head)
     if len({recipe.schedule.query_block for recipe in recipes}) > 1:
         raise ValueError("recipes that are emulated side by side need one query_block")
     operands = Operands(head)
@@ -195,7 +204,7 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
 
     (Random roundings draw other numbers.) Raises RecipeNotSupportedError where the recipe is not complete.
     """
-    check_supported(recipe)
+    check_supported(recipe, head)
     out = head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe))
     size = recipe.schedule.query_block
     with _plain_arithmetic(head):
@@ -222,7 +231,7 @@ def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tenso
 
 def trace_row(recipe: Recipe, head: HeadLike, row: int) -> RowTrace:
     """One query row of the forward, range by range. Raises IndexError for a row that is not there."""
-    check_supported(recipe)
+    check_supported(recipe, head)
     if not 0 <= row < len(head.q):
         raise IndexError(f"row must lie between 0 and {len(head.q) - 1}, got {row}")
     ranges: list[RangeTrace] = []

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_forward import (
-    SCORES,
-    Block,
-    ForwardRows,
-    Rounder,
-    lse_key,
-    masked_scores,
-    working_dtype,
-)
+from attn_diag.kernels.emulation_forward import SCORES, Block, ForwardRows, Rounder, lse_key, masked_scores
+from attn_diag.kernels.emulation_operands import working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
-from attn_diag.kernels.recipe import BACKWARD, Recipe
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import parse_quantizer
+from attn_diag.kernels.recipe import BACKWARD, SMOOTHING, Recipe
 
 # What delta, and dQ before its last rounding, depend on besides the forward.
 _BEFORE_LAST_ROUNDING = tuple(name for name in BACKWARD if name != "dq")
@@ -78,7 +73,10 @@ def _before_last_rounding(
     dtype = working_dtype(recipe)
     rounder = Rounder(recipe, int(block.rows[0]))
     do, k, q = (block.operands.get(name, dtype) for name in ("do", "k", "q"))
-    do, q = do[block.rows], q[block.rows]
+    do, prepared = do[block.rows], block.operands.prepared(recipe)
+    if recipe.backward_operands == "quantized":
+        k, q = prepared.unscaled(recipe, "k"), prepared.unscaled(recipe, "q")
+    q = q[block.rows]
     delta = None
     if recipe.delta_from != "dp":
         out = forward.out if recipe.delta_from == "rounded-o" else forward.unrounded
@@ -104,9 +102,9 @@ def _before_last_rounding(
             used = cast if recipe.dscores_from == "cast-probs" else probs
         dscores = (used * scale if before_cast else used) * dscores
         if block.head.softcap is not None:
-            raw = block.product(recipe, "q", "k", keys) * scale
+            raw = block.scores(_with_plain_scores(recipe), keys) * block.operands.unit(recipe)
             dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
-        dscores = rounder("dscores", dscores, keys.start)
+        dscores = _in_blocks(recipe, "quantize_dscores", rounder("dscores", dscores, keys.start))
         part = matmul(dscores, k[keys], recipe.accumulation, operands=recipe.input)
         part = part if before_cast else part * scale
         if whole:
@@ -117,7 +115,9 @@ def _before_last_rounding(
             )
         if gradients is not None:
             dk = matmul(dscores.T, q, recipe.accumulation, operands=recipe.input)
-            dv = matmul(cast.T, do, recipe.accumulation, operands=recipe.input)
+            probs = _in_blocks(recipe, "quantize_backward_probs", cast)
+            of_dv = prepared.get(recipe, "do").rows(block.rows).whole
+            dv = matmul(probs.T, of_dv, recipe.accumulation, operands=recipe.input)
             gradients.add(keys, dk if before_cast else dk * scale, dv)
     return BackwardRows(delta, dq)
 
@@ -128,6 +128,8 @@ def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> T
 
     def make() -> Tensor:
         scores, lse = masked_scores(again, block, keys), forward.lse[:, None]
+        if again.smooth_k != "none":
+            lse = lse - block.operands.prepared(again).shift(again, block.rows)[:, None]
         return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))
 
     return block.shared("P", again, SCORES, (keys.start, keys.stop, lse_key(recipe)), make)
@@ -135,8 +137,15 @@ def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> T
 
 @cache
 def _with_plain_scores(recipe: Recipe) -> Recipe:
-    return replace(recipe, scores="fp32")
+    plain = dict.fromkeys(("quantize_q", "quantize_k", *SMOOTHING), "none")
+    return replace(recipe, scores="fp32", **plain)  # type: ignore[arg-type]
+
+
+def _in_blocks(recipe: Recipe, field: str, x: Tensor) -> Tensor:
+    """[R, K] as a field of the recipe quantises it; blocks begin at the first row and key that are there."""
+    by = parse_quantizer(getattr(recipe, field))
+    return x if by is None else quantize(x, by, seed=recipe.seed).values.to(x.dtype)
 
 
 def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
-    return rounder("dprobs", block.product(recipe, "do", "v", keys), keys.start)
+    return rounder("dprobs", block.dprobs(recipe, keys), keys.start)

@@ -5,68 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.emulation_operands import (
+    LOG2_E,
+    OF_SCORES,
+    OF_VALUES,
+    Factor,
+    HeadLike,
+    Operands,
+    values_product,
+    working_dtype,
+)
 from attn_diag.kernels.exponential import exp2_polynomial, scaled_exponent
 from attn_diag.kernels.formats import parse, round_to, site_seed
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 T = TypeVar("T")
-
-
-class HeadLike(Protocol):
-    """What is emulated: one head, tensors of any float dtype whose values fp32 can hold exactly.
-
-    q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``sink``: a logit of the softmax's denominator, or None.
-    ``visible_span`` and ``apply_mask`` as in
-    ``attn_diag.reference.AttentionHead``.
-    """
-
-    @property
-    def q(self) -> Tensor: ...  # noqa: D102 - described above, as the rest
-    @property
-    def k(self) -> Tensor: ...  # noqa: D102
-    @property
-    def v(self) -> Tensor: ...  # noqa: D102
-    @property
-    def do(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def scale(self) -> float: ...  # noqa: D102
-    @property
-    def softcap(self) -> float | None: ...  # noqa: D102
-    @property
-    def sink(self) -> float | None: ...  # noqa: D102
-    def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
-    def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice) -> None: ...  # noqa: D102
-
-
-class Operands:
-    """A head's tensors in the two precisions that recipes compute in."""
-
-    def __init__(self, head: HeadLike) -> None:
-        self.head = head
-        self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
-        mask = getattr(getattr(head, "masking", None), "mask", None)
-        self.has_bias = mask is not None and mask.dtype != torch.bool
-
-    def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        """q, k, v or do in fp32 or float64."""
-        key = name, dtype
-        if key not in self._tensors:
-            self._tensors[key] = getattr(self.head, name).to(dtype)
-        return self._tensors[key]
-
-    def factor(self, recipe: Recipe) -> float:
-        """What S - m is multiplied by in the exponent: alpha where the recipe leaves it there, else 1."""
-        return self.head.scale if self.in_exponent(recipe) else 1.0
-
-    def in_exponent(self, recipe: Recipe) -> bool:
-        """Whether alpha waits for the exponent. Softcap and additive masks apply to scaled scores."""
-        return recipe.alpha == "in-exponent" and self.head.softcap is None and not self.has_bias
 
 
 @dataclass
@@ -102,11 +63,6 @@ class ForwardRows:
     lse: Tensor
 
 
-def working_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype in which the recipe computes between its rounding sites."""
-    return torch.float64 if recipe.arithmetic == "fp64" else torch.float32
-
-
 class Rounder:
     """A recipe's rounding sites as one function, for rows from ``row`` on."""
 
@@ -122,9 +78,10 @@ class Rounder:
 
 
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
-SCORES = ("scores", "alpha", "input", "arithmetic", "accumulation", "seed")
+SCORES = ("scores", *OF_SCORES)
 _SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "softmax", "schedule")
-_PROBS = (*_SOFTMAX, "probs", "probs_scale")
+_PROBS = (*_SOFTMAX, "probs", "probs_scale", "quantize_probs")
+_PRODUCT = (*_PROBS, *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
 
 
@@ -132,7 +89,7 @@ def lse_key(recipe: Recipe) -> Key:
     """What L depends on, for a given head."""
     fields = [*_SOFTMAX, "row_sum_of", "row_sum_clamp", "lse_from"]
     if recipe.row_sum_of == "cast-probs":
-        fields += ["probs", "probs_scale"]
+        fields += ["probs", "probs_scale", "quantize_probs"]
     if recipe.lse_from == "rounded-l":
         fields.append("row_sum")
     return tuple(getattr(recipe, f) for f in fields)
@@ -163,22 +120,36 @@ class Block:
         found: T = self._shared[key]
         return found
 
-    def product(self, recipe: Recipe, left: str, right: str, keys: slice) -> Tensor:
-        """``left`` [R, D] (q or do) times the transposed ``right`` (k or v) of ``keys``: [R, K]."""
+    def scores(self, recipe: Recipe, keys: slice) -> Tensor:
+        """q of the rows times the transposed k of ``keys``, as the recipe quantises them: [R, K]."""
+
+        def make() -> Tensor:
+            return self.operands.prepared(recipe).scores(recipe, self.rows, keys)
+
+        return self.shared("q k", recipe, OF_SCORES, (keys.start, keys.stop, self._query_block(recipe)), make)
+
+    def dprobs(self, recipe: Recipe, keys: slice) -> Tensor:
+        """dO of the rows times the transposed v of ``keys``, as given: [R, K]."""
         dtype = working_dtype(recipe)
 
         def make() -> Tensor:
-            a, b = self.operands.get(left, dtype)[self.rows], self.operands.get(right, dtype)[keys]
+            a, b = self.operands.get("do", dtype)[self.rows], self.operands.get("v", dtype)[keys]
             return matmul(a, b.T, recipe.accumulation, operands=recipe.input)
 
-        return self.shared(left, recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
+        return self.shared("do v", recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
+
+    @staticmethod
+    def _query_block(recipe: Recipe) -> int:
+        """What the scores depend on besides, where q's means are of query blocks."""
+        return recipe.schedule.query_block if recipe.smooth_q != "none" else 0
 
 
 def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounder, key: int = 0) -> Tensor:
     """Scores from q.k: scaled and rounded as the recipe says; left unscaled for "in-exponent"."""
     if recipe.alpha == "after-rounding":
         return rounder("scores", rounder("scores", products, key) * scale, key, "scaled")
-    return rounder("scores", products if recipe.alpha == "in-exponent" else products * scale, key)
+    waits = recipe.alpha in ("in-exponent", "in-q")
+    return rounder("scores", products if waits else products * scale, key)
 
 
 def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
@@ -187,15 +158,15 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
     def make() -> Tensor:
         rounder = Rounder(recipe, int(block.rows[0]))
         head = block.head
-        products = block.product(recipe, "q", "k", keys)
-        if recipe.alpha == "in-exponent" and not block.operands.in_exponent(recipe):
-            products = products * head.scale
+        products = block.scores(recipe, keys)
+        if recipe.alpha in ("in-exponent", "in-q") and not block.operands.in_exponent(recipe):
+            products = products * block.operands.unit(recipe)
         scores = round_scores(recipe, products, head.scale, rounder, keys.start)
         if head.softcap is not None:
             scores = rounder("scores", torch.tanh(scores / head.softcap) * head.softcap, keys.start, "softcap")
         if scores is products:
             scores = scores.clone()  # the product is shared
-        head.apply_mask(scores, block.rows, keys)
+        head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
         return scores
 
     return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), make)
@@ -216,6 +187,8 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
         like = block.operands.get("q", working_dtype(recipe))
         out = like.new_zeros(len(block.rows), block.head.v.shape[1])
         lse = like.new_full((len(block.rows),), -torch.inf if block.head.sink is None else block.head.sink)
+    if recipe.smooth_k != "none":
+        lse = lse + block.operands.prepared(recipe).shift(recipe, block.rows)
     return ForwardRows(out, rounder("out", out), lse)
 
 
@@ -224,9 +197,9 @@ def _one_split(
     sink: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Online softmax over one split's key ranges, and a sink after them: (O before its last rounding, L)."""
-    dtype = working_dtype(recipe)
     factor = block.operands.factor(recipe)
-    values = block.operands.get("v", dtype)
+    v = block.operands.prepared(recipe).get(recipe, "v")
+    values = v.values
     first = values.new_full((len(block.rows), 1), -torch.inf)
     maxima, row_sum, exact_sum = first, torch.zeros_like(first), torch.zeros_like(first)
     accumulator = values.new_zeros(len(block.rows), values.shape[1])
@@ -239,24 +212,26 @@ def _one_split(
         cast = block.shared(
             "cast", recipe, _PROBS, place, partial(_cast_probs, recipe, step.probs, rounder, keys.start)
         )
-        tile_sum = (step.probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
+        summed = step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale
+        tile_sum = summed.sum(1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
         exact_sum = rescale * exact_sum + tile_sum
         row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
         if _chained(recipe):
             scaled = accumulator * rescale
-            accumulator = matmul(cast, values[keys], recipe.accumulation, scaled, operands=recipe.input)
+            accumulator = values_product(recipe, cast, v.rows(keys), scaled)
         else:
-            multiply = partial(matmul, cast, values[keys], recipe.accumulation, operands=recipe.input)
-            product = block.shared("product", recipe, _PROBS, place, multiply)
+            multiply = partial(_range_pv, recipe, cast, v.rows(keys), rounder, keys.start)
+            product = block.shared("product", recipe, _PRODUCT, place, multiply)
             scaled = rounder("accumulator", accumulator * rescale, keys.start, "rescale")
             accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
         if trace is not None:
             scores = masked_scores(recipe, block, keys)
+            cast_probs = cast[0].double() / recipe.probs_scale
             found = RangeTrace(
-                split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(),
-                cast_probs=cast[0].double(), row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
+                split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(), cast_probs=cast_probs,
+                row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
             )  # fmt: skip
             trace.append(found)
     if sink is not None:
@@ -265,6 +240,10 @@ def _one_split(
         row_sum = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
         if trace:
             trace[-1] = replace(trace[-1], row_sum=float(row_sum), sink=float(own))
+    if recipe.probs_scale != 1.0:
+        accumulator = accumulator / recipe.probs_scale
+    if v.scale is not None:
+        accumulator = accumulator * v.scale
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
@@ -333,6 +312,11 @@ def _exponential(
     maxima = maxima.masked_fill(maxima == -torch.inf, 0.0)
     if recipe.exp == "exact":
         return torch.exp(rounder("difference", (scores - maxima) * factor, key, step))
+    if recipe.exp == "exp2":
+        difference = rounder("difference", scores - maxima, key, step)
+        return torch.exp2(
+            difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
+        )
     exponent = scaled_exponent(scores, maxima, factor)
     if recipe.exp == "exp2-fma":
         return torch.exp2(exponent)
@@ -341,14 +325,23 @@ def _exponential(
 
 
 def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Tensor:
-    if recipe.probs_scale == 1.0:
-        return rounder("probs", probs, key)
-    return rounder("probs", probs * recipe.probs_scale, key) / recipe.probs_scale
+    """P_bar times ``probs_scale`` as it is multiplied with v, [R, K]."""
+    scaled = probs if recipe.probs_scale == 1.0 else probs * recipe.probs_scale
+    cast = rounder("probs", scaled, key)
+    by = parse_quantizer(recipe.quantize_probs)
+    return cast if by is None else quantize(cast, by, seed=recipe.seed).values.to(cast.dtype)
+
+
+def _range_pv(recipe: Recipe, cast: Tensor, v: Factor, rounder: Rounder, key: int) -> Tensor:
+    """P_bar V of one key range by itself."""
+    product = values_product(recipe, cast, v)
+    return product if recipe.accumulation == "nvidia-tensor-core" else rounder("pv_sums", product, key)
 
 
 def _chained(recipe: Recipe) -> bool:
     """Whether the hardware adds products into the accumulator itself, in the recipe's accumulation model."""
-    return recipe.range_pv == "fp32" and recipe.accumulator == "fp32" and recipe.accumulation == "nvidia-tensor-core"
+    hardware = recipe.accumulation == "nvidia-tensor-core" and recipe.pv_levels == "one"
+    return hardware and recipe.range_pv == "fp32" and recipe.accumulator == "fp32"
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

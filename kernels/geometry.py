@@ -64,6 +64,10 @@ class Geometry:
     """Explicit bits of q's format."""
     tma: bool
     """Whether tiles come through tensor descriptors."""
+    value_dim: int
+    """V's features: D, or another number (192 and 128 in DeepSeek's MLA)."""
+    block_dv: int
+    """value_dim, padded to a power of two."""
     range_tiles: int = 1
     """Tiles of a key range."""
     ranges: bool = False
@@ -86,14 +90,14 @@ class Geometry:
 
 def forward_geometry(
     recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level,
-    tma: bool = False, packed: bool = False,
+    tma: bool = False, packed: bool = False, value_dim: int | None = None,
 ) -> Geometry:  # fmt: skip
-    """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can.
+    """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can; ``value_dim``: else D.
 
     The query block is free: it changes no rounding (unless the order is diagonal-first).
     """
     tile = recipe.schedule.key_tile
-    block_d = padded(head_dim)
+    block_d = padded(max(head_dim, value_dim or 0))
     block_n = min(tile, 64 if block_d > 128 else 128)
     ranges = tile > block_n or recipe.row_sum != "fp32"
     if ranges:
@@ -105,7 +109,7 @@ def forward_geometry(
         warps = 8 if block_m >= 128 else 4
     watched = level != "none"
     return replace(
-        _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap=softcap, tma=tma),
+        _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap, tma, value_dim),
         range_tiles=-(-tile // block_n),
         ranges=ranges,
         split=recipe.schedule.split_keys is not None,
@@ -117,27 +121,35 @@ def forward_geometry(
 
 
 def dq_geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool
-) -> Geometry:
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool,
+    value_dim: int | None = None,
+) -> Geometry:  # fmt: skip
     """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
-    tiles = (64, 64, 4, 3) if head_dim <= 64 else (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 4, 2)
-    geometry = _geometry(recipe, head_dim, visibility, tiles, softcap=softcap, tma=tma)
+    widest = max(head_dim, value_dim or 0)
+    tiles = (64, 64, 4, 3) if widest <= 64 else (128, 64, 8, 3) if widest <= 128 else (64, 32, 4, 2)
+    geometry = _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
     return replace(geometry, dump=level in ("tiles", "full"))
 
 
-def dkdv_geometry(recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool) -> Geometry:
+def dkdv_geometry(
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool, value_dim: int | None = None
+) -> Geometry:
     """Tiles of the dK/dV kernel."""
-    tiles = (128, 64, 4, 2) if head_dim <= 64 else (64, 64, 4, 2) if head_dim <= 128 else (32, 64, 8, 1)
-    return _geometry(recipe, head_dim, visibility, tiles, softcap=softcap, tma=tma)
+    widest = max(head_dim, value_dim or 0)
+    tiles = (128, 64, 4, 2) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
+    return _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
 
 
 def _geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, tiles: tuple[int, int, int, int], *, softcap: bool, tma: bool
-) -> Geometry:
+    recipe: Recipe, head_dim: int, visibility: Visibility, tiles: tuple[int, int, int, int], softcap: bool, tma: bool,
+    value_dim: int | None,
+) -> Geometry:  # fmt: skip
     """What all kernels have in common; ``tiles``: query rows, keys, warps, stages."""
     left, right = (reach is not None for reach in visibility.reach())
     mantissa = _MANTISSA[recipe.input]
-    return Geometry(head_dim, padded(head_dim), *tiles, left, right, softcap, mantissa, tma)
+    value_dim = value_dim or head_dim
+    blocks = (value_dim, padded(value_dim))
+    return Geometry(head_dim, padded(head_dim), *tiles, left, right, softcap, mantissa, tma, *blocks)
 
 
 def padded(head_dim: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
         raise TypeError(f"quantize expects float64, fp32, BF16 or FP16, got {x.dtype}; convert it first")
     if amax is not None and (not by.symmetric or by.search):
         raise ValueError(f"quantizer {by.name}: amax is given only without a zero point and a search")
+    # Data made with the generator's own seed 0 would go with the draws of seed 0.
+    seed = zlib.crc32(f"quantize {seed}".encode())
     wide = x.detach().to(torch.float64 if by.arithmetic == "exact" else torch.float32)
     blocks = _Blocks.of(wide, by)
     if amax is None:
@@ -148,17 +151,18 @@ def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
 def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     target = by.largest if by.target is None else by.target
     if not by.tensor_scale:
-        scale = _rounded_scale(amax / target, by, seed)
+        scale = _rounded_scale(_by_number(amax, target), by, seed)
         codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed)
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
     assert isinstance(rounding, Rounding)
     whole = blocks.x.abs().amax() if blocks.x.numel() else amax.new_ones(())
     # The largest scale becomes the largest number of its format.
-    level = (whole / (target * rounding.format.largest)).float().to(amax.dtype)
+    level = _by_number(whole, target * rounding.format.largest).float().to(amax.dtype)
     level = torch.where(level == 0, 1.0, level)
     # One division where it shall be exact: target * level fits in float64.
-    scale = _rounded_scale(amax / (target * level) if by.arithmetic == "exact" else amax / target / level, by, seed)
+    apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target) / level
+    scale = _rounded_scale(apart, by, seed)
     codes, clipped = _coded(_divided(blocks.x, scale, by, level), by, seed)
     return _Found(codes * (scale * level), codes, scale, None, level, clipped)
 
@@ -166,12 +170,17 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
 def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: int) -> _Found:
     elements = by.parsed_elements
     assert isinstance(elements, Integers)
-    scale = _rounded_scale((high - low) / (elements.highest - elements.lowest), by, seed)
+    scale = _rounded_scale(_by_number(high - low, elements.highest - elements.lowest), by, seed)
     # Divided also where elements are multiplied by the reciprocal, as torchao does; 0/0 is a block of zeros.
     zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
     zero = zero.clamp(elements.lowest, elements.highest)
     codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed, zero)
     return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
+
+
+def _by_number(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: by a plain number CUDA divides by multiplying with its rounded reciprocal."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None) -> Tensor:
@@ -186,7 +195,11 @@ def _coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = Non
     """The elements of x / s, and where they are clipped."""
     elements = by.parsed_elements
     if isinstance(elements, Integers):
-        steps = round_steps(quotient, elements.mode, seed)
+        if by.ties == "away":
+            # The sum is rounded in the arithmetic's precision, as in the kernels that do this.
+            steps = (quotient + torch.copysign(torch.full_like(quotient, 0.5), quotient)).trunc()
+        else:
+            steps = round_steps(quotient, elements.mode, seed)
         steps = steps if zero is None else steps + zero
         codes = steps.clamp(elements.lowest, elements.highest)
         return codes, steps != codes

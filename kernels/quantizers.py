@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 from attn_diag.kernels.formats import Mode, Rounding, parse
@@ -45,6 +46,7 @@ Arithmetic = Literal["exact", "fp32", "fp32-reciprocal"]
 _ARITHMETICS = ("exact", "fp32", "fp32-reciprocal")
 _INTEGER = re.compile(r"int([2-8])")
 _BLOCK = re.compile(r"(?:(\d+)x)?(\d+)")
+_ROWS = re.compile(r"([1-9]\d*)rows")
 
 
 def scale_rounding(text: str) -> Rounding | Mode | None:
@@ -95,7 +97,7 @@ class Quantizer:
     optional :rounding."""
     block: str
     """What shares a scale: "tensor", "row" (an output channel of a weight, a token of activations), "column", "32" (so
-    many elements of a row) or "128x128" (rows by columns)."""
+    many elements of a row), "128x128" (rows by columns) or "128rows" (so many whole rows)."""
     scale: str = "fp32"
     """The scale's format, with an optional :rounding: fp32, bf16, fp16, e4m3, e5m2, e8m0 (a power of two)."""
     target: float | None = None
@@ -112,6 +114,8 @@ class Quantizer:
     """Factors of amax that are tried in this order; the one with the least squared error of its block is taken."""
     arithmetic: Arithmetic = "exact"
     """How is divided and multiplied."""
+    ties: Literal["even", "away"] = "even"
+    """Where integers are rounded to nearest: "away" truncates x / s + 0.5 sign(x), as C casts make it."""
 
     def __post_init__(self) -> None:
         elements = self.parsed_elements
@@ -127,12 +131,19 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
         if not all(0 < factor <= 1 for factor in self.search):
             raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
+        if self.ties not in ("even", "away") or (self.ties == "away" and not self._nearest_integers):
+            raise ValueError(f"quantizer {self.name}: ties are even, or of integers rounded to nearest away")
         self.block_shape((1, 1))
         rounding = scale_rounding(self.scale)
         if self.tensor_scale and not isinstance(rounding, Rounding):
             raise ValueError(
                 f"quantizer {self.name}: beside a tensor's scale blocks have one of e4m3, e5m2, bf16 or fp16"
             )
+
+    @property
+    def _nearest_integers(self) -> bool:
+        elements = self.parsed_elements
+        return isinstance(elements, Integers) and elements.mode is Mode.NEAREST_EVEN
 
     @property
     def parsed_elements(self) -> Integers | Rounding:
@@ -162,11 +173,13 @@ class Quantizer:
         whole = {"tensor": (rows, columns), "row": (1, columns), "column": (rows, 1)}
         if self.block in whole:
             return whole[self.block]
+        if found := _ROWS.fullmatch(self.block):
+            return int(found[1]), columns
         found = _BLOCK.fullmatch(self.block)
         if found is None or not int(found[2]) or found[1] == "0":
             raise ValueError(
-                f"quantizer {self.name}: block is tensor, row, column, a number of columns such as 32, or rows x "
-                f"columns such as 128x128, got {self.block!r}"
+                f"quantizer {self.name}: block is tensor, row, column, a number of columns such as 32, whole rows "
+                f"such as 128rows, or rows x columns such as 128x128, got {self.block!r}"
             )
         return int(found[1] or 1), int(found[2])
 
@@ -217,3 +230,30 @@ def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
     if not changes:
         return found
     return replace(found, **{"name": " ".join([found.name, *(f"{k}={v}" for k, v in changes.items())]), **changes})
+
+
+NO_QUANTIZER = "none"
+
+
+@cache
+def parse_quantizer(text: str) -> Quantizer | None:
+    """A quantiser as recipes write it: a preset and fields, "int8 block=128rows ties=away"; None for "none".
+
+    Raises:
+        ValueError: An unknown preset, field or value.
+    """
+    if text == NO_QUANTIZER:
+        return None
+    name, *parts = text.split()
+    changes: dict[str, Any] = {}
+    for part in parts:
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"a quantizer is a name and field=value, such as 'int8 block=32', got {text!r}")
+        if field in ("symmetric", "narrow", "tensor_scale"):
+            if value not in ("true", "false"):
+                raise ValueError(f"{field} is true or false, got {value!r}")
+            changes[field] = value == "true"
+        else:
+            changes[field] = float(value) if field in ("target", "least_scale") else value
+    return quantizer(name, **changes)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from attn_diag.kernels.formats import Format, base, parse
+from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,13 +77,21 @@ class SoftmaxRule:
 
 # The fields of a recipe that hold a format, in the order of the computation.
 FORMATS = (
-    "input", "scores", "difference", "row_max", "probs", "row_sum", "range_pv", "accumulator", "out", "delta_products",
-    "delta", "backward_probs", "dprobs", "dscores", "gradient_accumulator", "dq",
+    "input", "scores", "difference", "row_max", "probs", "row_sum", "pv_sums", "range_pv", "accumulator", "out",
+    "delta_products", "delta", "backward_probs", "dprobs", "dscores", "gradient_accumulator", "dq",
 )  # fmt: skip
+# The fields that hold a quantiser, as ``kernels.quantizers.parse_quantizer`` reads it.
+QUANTIZERS = (
+    "quantize_q", "quantize_k", "quantize_v", "quantize_probs", "quantize_do", "quantize_backward_probs",
+    "quantize_dscores",
+)  # fmt: skip
+# What is done to q and k before; each is undone by "none".
+SMOOTHING = ("smooth_q", "smooth_k", "rotation")
 # The fields that the forward does not depend on.
 BACKWARD = (
     "delta_from", "delta_products", "delta", "backward_scores", "backward_probs", "dprobs", "dscores_from",
-    "dscores", "alpha_in_backward", "gradient_accumulator", "dq",
+    "dscores", "alpha_in_backward", "gradient_accumulator", "dq", "quantize_do", "quantize_backward_probs",
+    "quantize_dscores", "backward_operands",
 )  # fmt: skip
 
 
@@ -102,26 +111,49 @@ class Recipe:
     """q, k, v and dO."""
     scores: Format = "fp32"
     """S."""
-    alpha: Literal["before-rounding", "after-rounding", "in-exponent"] = "in-exponent"
-    """Where the scale enters: before S is rounded, after (S is rounded again), or as a factor in the exponent."""
+    quantize_q: str = NO_QUANTIZER
+    """q for S, such as "int8 block=128rows"; blocks of rows begin at the head's first row."""
+    quantize_k: str = NO_QUANTIZER
+    """k for S."""
+    smooth_q: Literal["none", "block-mean"] = "none"
+    """ "block-mean": of every query block q's mean is taken off before it is quantised; its product with the smoothed
+    k joins S in fp32 (SageAttention 2, arXiv 2411.10958)."""
+    smooth_k: Literal["none", "mean", "rounded-mean"] = "none"
+    """k's mean over the keys is taken off before it is quantised, which softmax does not see; "rounded-mean": the mean
+    and what is left of k are rounded to ``input`` (SageAttention 1)."""
+    rotation: Literal["none", "hadamard"] = "none"
+    """q and k are multiplied by a Hadamard matrix over sqrt(D) before they are quantised."""
+    alpha: Literal["before-rounding", "after-rounding", "in-exponent", "in-q"] = "in-exponent"
+    """Where the scale enters: before S is rounded, after (S is rounded again), as a factor in the exponent, or, with
+    log2(e), into q before it is quantised."""
     difference: Format = "fp32"
     """S - m, where ``exp`` is "exact"; the others evaluate it inside one fused multiply-add."""
     row_max: Format = "fp32"
     """m."""
-    exp: Literal["exact", "exp2-fma", "polynomial"] = "exp2-fma"
-    """ "exp2-fma": exp2 of a fused multiply-add; "polynomial": exp2 by one in the fraction (FlashAttention-4)."""
+    exp: Literal["exact", "exp2-fma", "exp2", "polynomial"] = "exp2-fma"
+    """ "exp2-fma": exp2 of a fused multiply-add; "exp2": of the difference (alpha "in-q"); "polynomial": exp2 by one in
+    the fraction (FlashAttention-4)."""
     exp_degree: int | None = None
     """The polynomial's degree."""
     probs: Format = "bf16"
     """P_bar, cast for P_bar V."""
     probs_scale: float = 1.0
-    """P_bar is cast after multiplication by this, and divided again."""
+    """P_bar is cast after multiplication by this; O_bar is divided by it again."""
+    quantize_probs: str = NO_QUANTIZER
+    """P_bar in blocks along a row's keys, after ``probs`` and ``probs_scale``; blocks begin at a key range's first."""
+    quantize_v: str = NO_QUANTIZER
+    """v for P_bar V."""
     row_sum_of: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
     """Whether l adds the fp32 P_bar or the cast one."""
     row_sum: Format = "fp32"
     """l."""
     row_sum_clamp: float | None = None
     """The least that a key range adds to l."""
+    pv_sums: Format = "fp32"
+    """The tensor core's own sums of P_bar V, every instruction's; with other accumulation every key range's."""
+    pv_levels: Literal["one", "two"] = "one"
+    """ "one": a tensor core adds P_bar V into O_bar itself; "two": into 0, and every range's sum is added outside in
+    fp32."""
     range_pv: Format = "fp32"
     """P_bar V over one key range."""
     accumulator: Format = "fp32"
@@ -152,6 +184,14 @@ class Recipe:
     """dS."""
     alpha_in_backward: Literal["after-product", "before-cast"] = "after-product"
     """alpha times dS K, or dS holds alpha when it is cast."""
+    quantize_do: str = NO_QUANTIZER
+    """dO for dV."""
+    quantize_backward_probs: str = NO_QUANTIZER
+    """P for dV, after its cast."""
+    quantize_dscores: str = NO_QUANTIZER
+    """dS, after its cast, in blocks of rows by keys."""
+    backward_operands: Literal["given", "quantized"] = "given"
+    """Whether dQ and dK are products with q and k as they were given, or as the forward quantised them."""
     gradient_accumulator: Format = "fp32"
     """Every range's contribution to dQ, dK, dV, and their sums."""
     dq: Format = "bf16"
@@ -192,6 +232,11 @@ class Recipe:
                 parse(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        for name in QUANTIZERS:
+            try:
+                parse_quantizer(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -208,6 +253,11 @@ class Recipe:
         return Recipe(
             **values | {"softmax": SoftmaxRule(**values["softmax"]), "schedule": Schedule(**values["schedule"])}
         )
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """The fields of ``QUANTIZERS`` that quantise something."""
+        return tuple(name for name in QUANTIZERS if getattr(self, name) != NO_QUANTIZER)
 
     @property
     def subtracts_maximum(self) -> bool:
@@ -229,108 +279,3 @@ def _choices() -> dict[str, tuple[str, ...]]:
     """The fields of a recipe that name one of several ways, and these."""
     hints = get_type_hints(Recipe)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-_QIU2025 = Recipe(
-    "qiu2025",
-    "published code of Qiu & Yao (arXiv 2510.04212): scores, maximum, row sum and O accumulator in BF16",
-    scores="bf16",
-    alpha="after-rounding",
-    difference="bf16",
-    row_max="bf16",
-    exp="exact",
-    row_sum="bf16",
-    row_sum_clamp=1e-10,
-    range_pv="bf16",
-    accumulator="bf16",
-    lse_from="rounded-l",
-    delta_products="bf16",
-    backward_scores="as-forward",
-    dprobs="bf16",
-    alpha_in_backward="before-cast",
-    gradient_accumulator="bf16",
-    schedule=Schedule(query_block=512, key_tile=512),
-)
-
-_STABILISED = replace(
-    _QIU2025,
-    name="qiu2025-stabilised",
-    summary="as qiu2025, with the published mitigation: a repeated maximum is multiplied by beta",
-    softmax=SoftmaxRule("stabilised", beta=2.0),
-)
-_FA2 = Recipe(
-    "fa2",
-    "FlashAttention-2: fp32 scores and sums, keys descending, O rounded once",
-    schedule=Schedule(order="descending"),
-)
-
-PRESETS = {
-    recipe.name: recipe
-    for recipe in (
-        _FA2,
-        Recipe(
-            "cudnn",
-            "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once",
-            alpha_in_backward="before-cast",
-        ),
-        Recipe(
-            "efficient",
-            "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
-            dscores_from="cast-probs",
-            alpha_in_backward="before-cast",
-            schedule=Schedule(query_block=64, key_tile=64),
-        ),
-        Recipe(
-            "flex",
-            "FlexAttention compiled: as cuDNN, but a causal query block's diagonal tile first, then ascending",
-            schedule=Schedule(order="diagonal-first"),
-        ),
-        _QIU2025,
-        _STABILISED,
-        replace(
-            _STABILISED,
-            name="qiu2025-stabilised-unclamped",
-            summary="as qiu2025-stabilised, without the lower limit on l",
-            row_sum_clamp=None,
-        ),
-        Recipe(
-            "bf16-forward",
-            "scores, S - m, numerator, row sum and O in BF16, all keys at once; backward of FlashAttention-2",
-            scores="bf16",
-            alpha="before-rounding",
-            difference="bf16",
-            exp="exact",
-            row_sum="bf16",
-            accumulator="bf16",
-            schedule=Schedule(key_tile=2**20),
-        ),
-        Recipe(
-            "bf16-scores",
-            "scores and S - m in BF16, everything else as FlashAttention-2, whose backward recomputes fp32 scores",
-            scores="bf16",
-            alpha="before-rounding",
-            difference="bf16",
-            exp="exact",
-        ),
-        replace(
-            _FA2, name="delta-fp32", summary="as fa2, with delta from O before its last rounding", delta_from="fp32-o"
-        ),
-        replace(_FA2, name="delta-from-dp", summary="as fa2, with delta = rowsum(P o dP)", delta_from="dp"),
-        replace(_FA2, name="lowp-row-sum", summary="as fa2, with l summing the cast P_bar", row_sum_of="cast-probs"),
-    )
-}
-# FlashAttention-2 takes 64-key tiles from D = 65 on (measured on an H200: O agrees in 99.96 % at D 128, 85 % with 128).
-_FA2_SCHEDULE = {name for name, recipe in PRESETS.items() if recipe.schedule == _FA2.schedule}
-
-
-def preset(name: str, input_format: Format = "bf16", head_dim: int = 64) -> Recipe:
-    """A published kernel's recipe by name, for BF16 or FP16 inputs and a head dimension, on which tile widths depend.
-
-    KeyError names the known ones.
-    """
-    if name not in PRESETS:
-        raise KeyError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
-    recipe = PRESETS[name].for_input(input_format)
-    if name in _FA2_SCHEDULE and head_dim > 64:
-        recipe = replace(recipe, schedule=replace(recipe.schedule, key_tile=64))
-    return recipe

@@ -21,7 +21,7 @@ Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,28 +32,16 @@ from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_instruments import dump_gradients
-from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to, tanh
-from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, mask_scores, query_tiles, recipe_scores
-
-
-@triton.jit
-def backward_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
-    """(S log2 e, dS/dS before the softcap) from q.k in fp32, any shape; the slope is 1 without softcap."""
-    slope = 1.0
-    if R.backward_scores == "as-forward":
-        s = recipe_scores(products, scale, softcap, R, G)
-        if R.alpha == "in-exponent" and not G.softcap:
-            s *= scale
-        if G.softcap:
-            slope = 1.0 - (s / softcap) * (s / softcap)
-        s *= LOG2_E
-    elif G.softcap:
-        t = tanh(products * scale / softcap)
-        slope = 1.0 - t * t
-        s = t * (softcap * LOG2_E)
-    else:
-        s = products * (scale * LOG2_E)
-    return s, slope
+from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_tiles import (
+    backward_scores,
+    described,
+    key_tiles,
+    load_tile,
+    load_values,
+    mask_scores,
+    query_tiles,
+)  # fmt: skip
 
 
 @triton.jit
@@ -75,8 +63,8 @@ def delta_kernel(
     h = (bh % heads).to(tl.int64)
     start = tl.program_id(0) * G.block_m
     offs = start + tl.arange(0, G.block_m)
-    dims = tl.arange(0, G.block_d)
-    here = (offs < q_length)[:, None] & (dims < G.head_dim)[None, :]
+    dims = tl.arange(0, G.block_dv)
+    here = (offs < q_length)[:, None] & (dims < G.value_dim)[None, :]
     offs = offs.to(tl.int64)[:, None]
     o_at = o_ptr + b * stride_ob + h * stride_oh + offs * stride_ot + dims[None, :] * stride_od
     do_at = do_ptr + b * stride_gb + h * stride_gh + offs * stride_gt + dims[None, :] * stride_gd
@@ -140,7 +128,7 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-        v = load_tile(values, b, hk, start, view[0], G.block_n, G)
+        v = load_values(values, b, hk, start, view[0], G.block_n, G)
         s, slope = backward_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
         if MASKED:
             s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
@@ -189,7 +177,7 @@ def dq_kernel(
     keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
     values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
     q = load_tile(queries, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
-    do = load_tile(gradients, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
+    do = load_values(gradients, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
     slots = offs
     any_slot = False
     if G.dump:
@@ -230,7 +218,7 @@ def dq_kernel(
 @triton.jit
 def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles, MASKED: tl.constexpr,
                   R: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """Adds dS^T Q to dk and cast(P)^T dO to dv, [N, block_d], over tiles of query rows; everything is transposed.
+    """Adds dS^T Q to dk [N, block_d] and cast(P)^T dO to dv [N, block_dv] over tiles of query rows, all transposed.
 
     ``sums``: dk, dv, and the sums within a block of query rows, where the recipe rounds after each; else unused.
     """
@@ -246,7 +234,7 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         if MASKED:
             s = tl.trans(mask_scores(tl.trans(s), offs + shift, cols, view, G))
         p = tl.exp2(s - lse[None, :])
-        do = load_tile(gradients, b, h, start, q_length, G.block_m, G)
+        do = load_values(gradients, b, h, start, q_length, G.block_m, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
         dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
         ds = as_operand(score_gradients(p, dp, delta[None, :], slope, scale, R, G), tl.constexpr(R.dscores))
@@ -267,12 +255,13 @@ def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_ob, stride_oh, stride_ot,
+    stride_ob, stride_oh, stride_ot, stride_wb, stride_wh, stride_wt,
     k_heads, group, q_length, k_length, shift, left, right, scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys; the query heads that share it are added one after the other."""
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_D: tl.constexpr = G.block_d
+    BLOCK_DV: tl.constexpr = G.block_dv
     start = tl.program_id(0) * BLOCK_N
     bh = tl.program_id(1)
     b = bh // k_heads
@@ -282,16 +271,16 @@ def dkdv_kernel(
     keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
     values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
     k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
-    v = load_tile(values, b, hk, start, k_length, BLOCK_N, G)
+    v = load_values(values, b, hk, start, k_length, BLOCK_N, G)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     last = tl.minimum(start + BLOCK_N, k_length) - 1
     begin, whole, partial, end = query_tiles(start, last, q_length, shift, left, right, G)
     dk_part = 0.0
     dv_part = 0.0
     if R.gradient_accumulator != "fp32":
         dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        dv_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     columns = (k, v, cols)
     for g in range(0, group):
         h = hk * group + g
@@ -310,14 +299,16 @@ def dkdv_kernel(
             # The next head's sums start anew.
             dv, dv_part = end_sum(dv, dv_part, True, R)
             dk, dk_part = end_range(dk, dk_part, True, scale, R)
-    dims = tl.arange(0, BLOCK_D)
-    here = (cols < k_length)[:, None] & (dims < G.head_dim)[None, :]
-    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh
-    at = at + cols.to(tl.int64)[:, None] * stride_ot + dims[None, :]
     if R.gradient_accumulator == "fp32" and R.alpha_in_backward == "after-product":
         dk = dk * scale
-    tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here)
-    tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here)
+    here = (cols < k_length)[:, None]
+    cols = cols.to(tl.int64)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols * stride_ot + dims
+    tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    at = b.to(tl.int64) * stride_wb + hk.to(tl.int64) * stride_wh + cols * stride_wt + dims
+    tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here & (dims < G.value_dim))
 
 
 class BackwardOutputs(NamedTuple):
@@ -328,7 +319,7 @@ class BackwardOutputs(NamedTuple):
     dk: Tensor
     """[B, Hk, Tk, D], likewise."""
     dv: Tensor
-    """As ``dk``."""
+    """[B, Hk, Tk, Dv], likewise."""
     delta: Tensor
     """[B, Hq, Tq] fp32."""
     dprobs: Tensor
@@ -350,7 +341,7 @@ def backward(
     if on_cpu:
         q, k, v, do, o = (t.float() for t in (q, k, v, do, o))
     tma = has_tensor_memory(device) and all(fits_descriptor(t) for t in (q, k, v, do))
-    shape = {"softcap": softcap is not None, "tma": tma}
+    shape: dict[str, Any] = {"softcap": softcap is not None, "tma": tma, "value_dim": v.shape[3]}
     rows = dq_geometry(recipe, head_dim, visibility, level=level, **shape)
     columns = dkdv_geometry(recipe, head_dim, visibility, **shape)
     visible = visibility.arguments(q_length, k_length)
@@ -361,7 +352,7 @@ def backward(
     grad_dtype = DTYPES[recipe.dq]
     delta = new(batch, heads, q_length)
     dq = new(batch, heads, q_length, head_dim, dtype=grad_dtype)
-    dk, dv = (new(batch, k_heads, k_length, head_dim, dtype=grad_dtype) for _ in range(2))
+    dk, dv = (new(batch, k_heads, k_length, t.shape[3], dtype=grad_dtype) for t in (k, v))
     n_slots = n_slots if rows.dump else 0
     dprobs, dscores = new(n_slots, k_length), new(n_slots, k_length, dtype=DTYPES[recipe.dscores])
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
@@ -384,17 +375,19 @@ def backward(
     launch_rows("dq", dq, dq.stride()[:3], rows)
     dkdv_kernel[(-(-k_length // columns.block_n), batch * k_heads)](
         *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
-        k_heads, heads // k_heads, q_length, k_length, *visible, scale, softcap or 0.0,
+        *dv.stride()[:3], k_heads, heads // k_heads, q_length, k_length, *visible, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
 
 
-def backward_like(q: Tensor, k: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int) -> BackwardOutputs:
+def backward_like(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, recipe: Recipe, *, level: Level, n_slots: int
+) -> BackwardOutputs:
     """Empty tensors with the shapes and formats of ``backward``'s outputs."""
     n_slots = n_slots if level in ("tiles", "full") else 0
-    dq, dk, dv = (q.new_empty(t.shape, dtype=DTYPES[recipe.dq]) for t in (q, k, k))
+    dq, dk, dv = (q.new_empty(t.shape, dtype=DTYPES[recipe.dq]) for t in (q, k, v))
     dprobs = lse.new_empty(n_slots, k.shape[2])
     dscores = dprobs.new_empty(dprobs.shape, dtype=DTYPES[recipe.dscores])
     return BackwardOutputs(dq, dk, dv, torch.empty_like(lse), dprobs, dscores)

@@ -41,7 +41,7 @@ from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
-from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, tile_scores
+from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, load_values, tile_scores
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
         if G.dump:
             dump_tile(dump, s, cast, m_new, tile, view[0], G)
-        v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        v = load_values(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
@@ -87,7 +87,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
     acc, l, m, _, _ = sums
     _, _, _, b, hk, view, _, _ = task
     BLOCK_M: tl.constexpr = G.block_m
-    BLOCK_D: tl.constexpr = G.block_d
+    BLOCK_DV: tl.constexpr = G.block_dv
     BLOCK_N: tl.constexpr = G.block_n
     ones = as_operand(tl.full([BLOCK_N, ONES], 1.0, tl.float32), tl.constexpr(R.probs))
     first_range = begin // G.range_tiles
@@ -111,7 +111,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
         m_new = next_maximum(m, top, near_top > 1, R)
         rescale = rescaling(m, m_new, factor, R)
         total = tl.zeros([BLOCK_M], tl.float32)
-        product = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        product = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         cast_sum = cast_sum * rescale[:, None]
         for tile in range(first, last):
             s = tile_scores(task, tile, True, R, G)
@@ -120,7 +120,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
             total += range_sum(p, cast, R)
             if G.rows:
                 cast_sum = dot_add(cast, ones, cast_sum, tl.constexpr(R.probs))
-            v = load_tile(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+            v = load_values(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
                 dump_tile(dump, s, cast, m_new, tile, view[0], G)
@@ -147,7 +147,7 @@ def forward_kernel(
     ``rows_ptr`` [5, B, Hq, Tq]: m, l, near, sum of the cast P_bar, sum over features of O's rounding error.
     """
     BLOCK_M: tl.constexpr = G.block_m
-    BLOCK_D: tl.constexpr = G.block_d
+    BLOCK_DV: tl.constexpr = G.block_dv
     # The last query blocks see the most keys under causality: they go first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1)
@@ -157,7 +157,7 @@ def forward_kernel(
     offs = block * G.block_m + tl.arange(0, G.block_m)
     here = offs < q_length
     positions = offs + shift
-    dims = tl.arange(0, G.block_d)
+    dims = tl.arange(0, G.block_dv)
     view = (k_length, left, right)
 
     queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
@@ -178,7 +178,7 @@ def forward_kernel(
     if R.alpha == "in-exponent" and not G.softcap:
         factor = scale
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     near = tl.zeros([BLOCK_M, ONES], tl.float32)
@@ -240,7 +240,7 @@ def forward_kernel(
     o_offs = (
         b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
     )
-    inside = here[:, None] & (dims < G.head_dim)[None, :]
+    inside = here[:, None] & (dims < G.value_dim)[None, :]
     tl.store(o_ptr + o_offs, cast, mask=inside)
     if G.unrounded:
         tl.store(unrounded_ptr + o_offs, o, mask=inside)
@@ -260,7 +260,7 @@ class ForwardOutputs(NamedTuple):
     """What ``forward`` returns; what was not asked for is empty."""
 
     o: Tensor
-    """[B, Hq, Tq, D], in the recipe's format."""
+    """[B, Hq, Tq, Dv], in the recipe's format."""
     unrounded: Tensor
     """O in fp32, before its last rounding."""
     lse: Tensor
@@ -280,7 +280,7 @@ def forward(
     level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
     sinks: Tensor | None = None,
 ) -> ForwardOutputs:  # fmt: skip
-    """Launch the forward kernel on q [B, Hq, Tq, D], k, v [B, Hk, Tk, D] in the recipe's input format, any strides.
+    """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv], any strides.
 
     ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
     ``unrounded``: keep O in fp32 too. ``sinks`` [Hq] fp32: logits in the softmax's denominator; L has them in it.
@@ -289,7 +289,7 @@ def forward(
     fast = has_tensor_memory(q.device)
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level,
-        tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast,
+        tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast, value_dim=v.shape[3],
     )  # fmt: skip
     geometry = replace(
         geometry, unrounded=unrounded and not geometry.split, sink=sinks is not None and not geometry.split
@@ -305,7 +305,7 @@ def forward(
         return torch.empty(shape, dtype=torch.float32 if on_cpu and dtype.is_floating_point else dtype, device=q.device)
 
     tiles = -(-k_length // geometry.block_n)
-    o = new(splits * batch, heads, q_length, head_dim, dtype=out_format)
+    o = new(splits * batch, heads, q_length, v.shape[3], dtype=out_format)
     full_o = new(*o.shape) if geometry.unrounded else new(0)
     lse = new(splits, batch, heads, q_length)
     rows = new(5, splits, batch, heads, q_length) if geometry.rows else new(0)
@@ -345,11 +345,13 @@ def forward(
 
 
 def forward_like(
-    q: Tensor, k: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level, n_slots: int,
-    unrounded: bool,
+    q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level,
+    n_slots: int, unrounded: bool,
 ) -> ForwardOutputs:  # fmt: skip
     """Empty tensors with the shapes and formats of ``forward``'s outputs."""
-    geometry = forward_geometry(recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level)
+    geometry = forward_geometry(
+        recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level, value_dim=v.shape[3]
+    )
     k_length, n_slots = k.shape[2], n_slots if geometry.dump else 0
     rows = q.shape[:3]
 
@@ -357,8 +359,8 @@ def forward_like(
         return q.new_empty(shape, dtype=dtype)
 
     return ForwardOutputs(
-        new(*q.shape, dtype=DTYPES[recipe.out]),
-        new(*q.shape) if unrounded else new(0),
+        new(*rows, v.shape[3], dtype=DTYPES[recipe.out]),
+        new(*rows, v.shape[3]) if unrounded else new(0),
         new(*rows),
         new(5, *rows) if geometry.rows else new(0),
         new(n_slots, k_length, dtype=DTYPES[recipe.scores]),

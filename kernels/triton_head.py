@@ -7,7 +7,7 @@ import torch
 from attn_diag.kernels.attention import check_kernels_support, check_tensors, sink_gradients
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.emulation import EmulatedHead, RecipeNotSupportedError
-from attn_diag.kernels.emulation_forward import HeadLike
+from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.geometry import Visibility
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_backward import backward
@@ -19,13 +19,15 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
 
     The head's tensors may be of any float dtype; their values must be numbers of the recipe's input format.
 
-    Raises RecipeNotSupportedError for a site the kernels lack, an explicit mask or chosen query positions;
+    Raises RecipeNotSupportedError for a site the kernels lack, ALiBi, an explicit mask or chosen query positions;
     BackendError where nothing here can run them; ValueError for shapes that they do not take.
     """
     check_kernels_support(recipe)
     masking = getattr(head, "masking", None)
     if masking is not None and (masking.mask is not None or masking.positions is not None):
         raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
+    if getattr(masking, "alibi", None) is not None:
+        raise RecipeNotSupportedError("the Triton kernels take no ALiBi slopes; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
     with torch.no_grad():
         q, k, v = (t.to(DTYPES[recipe.input])[None, None] for t in (head.q, head.k, head.v))

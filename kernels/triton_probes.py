@@ -38,6 +38,22 @@ def dot_kernel(a_ptr, b_ptr, c_ptr, out_ptr, K, N, FORMAT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def fp8_dot_kernel(
+    a_ptr, b_ptr, c_ptr, out_ptr, K, N, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, IMPRECISE: tl.constexpr
+):
+    """out = a @ b + c of E4M3 operands, a [M, K] and b [K, N] with K contiguous; sizes are multiples of the blocks."""
+    offs_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    accumulator = tl.load(c_ptr + offs_m[:, None] * N + offs_n[None, :])
+    for start in range(0, K, BLOCK_K):
+        a = tl.load(a_ptr + offs_m[:, None] * K + (start + offs_k)[None, :])
+        b = tl.load(b_ptr + offs_n[None, :] * K + (start + offs_k)[:, None])
+        accumulator = tl.dot(a, b, accumulator, max_num_imprecise_acc=IMPRECISE)
+    tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], accumulator)
+
+
+@triton.jit
 def exp2_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     """y = 2**x, fp32."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -84,6 +100,31 @@ def dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0) -> tuple[Tensor, Instruc
         a, b, c, out, a.shape[1], b.shape[1], FORMAT=_FORMATS[a.dtype], BLOCK=size, BLOCK_K=_BLOCK_K, num_warps=warps
     )
     return out[:m, :n], _instruction(getattr(compiled, "asm", None))
+
+
+def fp8_dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0, *, promoted: bool = False) -> tuple[Tensor, Instruction]:
+    """As ``dot``, of E4M3 operands on a GPU; their sizes are multiples of the tile, K of 32 (``promoted``: of 128).
+
+    ``promoted``: Triton adds to the accumulator outside the tensor core, every 128 products.
+
+    Raises:
+        BackendError: The tensors are not on a GPU.
+        TypeError: Operands other than E4M3.
+        ValueError: Other sizes.
+    """
+    check_backend(a.device)
+    if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"fp8_dot expects torch.float8_e4m3fn, got {a.dtype} and {b.dtype}")
+    (size, warps), block_k = TILES[tile], 128 if promoted else 32
+    (m, k), n = a.shape, b.shape[1]
+    if m % size or n % size or k % block_k:
+        raise ValueError(f"fp8_dot expects M and N in multiples of {size} and K of {block_k}, got {m}, {n}, {k}")
+    out = torch.full((m, n), torch.nan, device=a.device)
+    compiled = fp8_dot_kernel[(m // size, n // size)](
+        a.contiguous(), b.T.contiguous(), c.float().contiguous(), out, k, n, BLOCK=size, BLOCK_K=block_k,
+        IMPRECISE=block_k if promoted else None, num_warps=warps,
+    )  # fmt: skip
+    return out, _instruction(getattr(compiled, "asm", None))
 
 
 def exp2(x: Tensor) -> Tensor:

@@ -16,20 +16,31 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_diag.kernels.geometry import Geometry
-from attn_diag.kernels.triton_math import dot, round_to, tanh
+from attn_diag.kernels.triton_math import LOG2_E, dot, round_to, tanh
 
 
 @triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """Positions [start, start + BLOCK) of a head: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
+    """Positions [start, start + BLOCK) of q or k: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
+    return _load(source, b, h, start, length, BLOCK, G.head_dim, G.block_d, G.tma)
+
+
+@triton.jit
+def load_values(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile``, of v or dO: [BLOCK, block_dv], zero beyond V's features."""
+    return _load(source, b, h, start, length, BLOCK, G.value_dim, G.block_dv, G.tma)
+
+
+@triton.jit
+def _load(source, b, h, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+          TMA: tl.constexpr):  # fmt: skip
     desc, ptr, stride_t, stride_d = source
-    BLOCK_D: tl.constexpr = G.block_d
-    if G.tma:
+    if TMA:
         tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
     else:
         offs = start + tl.arange(0, BLOCK)
-        dims = tl.arange(0, G.block_d)
-        here = (offs < length)[:, None] & (dims < G.head_dim)[None, :]
+        dims = tl.arange(0, BLOCK_D)
+        here = (offs < length)[:, None] & (dims < DIM)[None, :]
         tile = tl.load(ptr + offs.to(tl.int64)[:, None] * stride_t + dims[None, :] * stride_d, mask=here, other=0.0)
     return tile
 
@@ -102,6 +113,26 @@ def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
+def backward_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+    """(S log2 e, dS/dS before the softcap) from q.k in fp32, any shape; the slope is 1 without softcap."""
+    slope = 1.0
+    if R.backward_scores == "as-forward":
+        s = recipe_scores(products, scale, softcap, R, G)
+        if R.alpha == "in-exponent" and not G.softcap:
+            s *= scale
+        if G.softcap:
+            slope = 1.0 - (s / softcap) * (s / softcap)
+        s *= LOG2_E
+    elif G.softcap:
+        t = tanh(products * scale / softcap)
+        slope = 1.0 - t * t
+        s = t * (softcap * LOG2_E)
+    else:
+        s = products * (scale * LOG2_E)
+    return s, slope
+
+
+@triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
     q, positions, keys, b, hk, view, scale, softcap = task
@@ -114,12 +145,13 @@ def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constex
 
 
 def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> list[Any]:
-    """Tensor descriptors of tiles [block, block_d] where the kernel wants them, else the tensors themselves."""
+    """Descriptors of tiles [block, block_d], for v and dO [block, block_dv]; the tensors where none are wanted."""
     tensors = (q, k, v, *do)
     if not geometry.tma:
         return list(tensors)
     blocks = (geometry.block_m, geometry.block_n, geometry.block_n, geometry.block_m)
-    return [_descriptor(tensor, block, geometry.block_d) for tensor, block in zip(tensors, blocks, strict=False)]
+    widths = (geometry.block_d, geometry.block_d, geometry.block_dv, geometry.block_dv)
+    return [_descriptor(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
 
 
 def _descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:

@@ -1,4 +1,7 @@
-"""What is true: attention in float64 on a kernel's own inputs, and correct rounding. Imports nothing of ours."""
+"""What is true: attention and linear attention in float64 on a kernel's own inputs, and correct rounding.
+
+Imports nothing of ours.
+"""
 
 from attn_diag.reference.attention import (
     AttentionHead,
@@ -10,21 +13,28 @@ from attn_diag.reference.attention import (
     row_blocks,
 )
 from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
-from attn_diag.reference.masking import Masking, hides
+from attn_diag.reference.linear import LINEAR_OPERATORS, LinearCall, LinearOperator, LinearReference, linear_reference
+from attn_diag.reference.masking import Alibi, Masking, hides
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
 
 __all__ = [
+    "LINEAR_OPERATORS",
     "UNIT",
+    "Alibi",
     "AttentionHead",
     "BoundCollector",
     "FloatFormat",
     "HeadBounds",
     "HeadReference",
+    "LinearCall",
+    "LinearOperator",
+    "LinearReference",
     "Masking",
     "RowBlock",
     "Rows",
     "format_of",
     "hides",
+    "linear_reference",
     "reference_head",
     "reference_rows",
     "round_nearest_even",

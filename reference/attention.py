@@ -1,6 +1,6 @@
 """Attention forward and backward in float64, for one head of one sequence, streamed over blocks of query rows.
 
-    S = alpha Q K^T             softcap c: S <- c tanh(S / c); then the mask
+    S = alpha Q K^T             softcap c: S <- c tanh(S / c); then the mask, and ALiBi's -slope |t - j|
     m = rowmax S                P_bar = exp(S - m)         l = rowsum P_bar       L = m + ln l
     O_bar = P_bar V             O = O_bar / l              P = P_bar / l
     delta = rowsum(dO o O)      dP = dO V^T                dS = P o (dP - delta)  (softcap: times 1 - (S/c)^2)
@@ -90,8 +90,11 @@ class AttentionHead:
         positions = self._position_list[rows] if isinstance(rows, slice) else self.positions[rows].tolist()
         return self.masking.span(min(positions), max(positions), len(self.k))
 
-    def apply_mask(self, scores: Tensor, rows: Rows, keys: slice) -> None:
-        """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask, in place."""
+    def apply_mask(self, scores: Tensor, rows: Rows, keys: slice, unit: float = 1.0) -> None:
+        """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask and ALiBi's bias, in place.
+
+        ``unit``: alpha, where the scores still lack it; an additive mask is taken to be in the same units.
+        """
         positions, begin = self.positions[rows], keys.start
         left, right = self.masking.reach
         if left is None and right is not None:
@@ -106,6 +109,8 @@ class AttentionHead:
                 scores.masked_fill_(~mask, -torch.inf)
             else:
                 scores.add_(mask)
+        if self.masking.alibi is not None:
+            self.masking.alibi.add_to(scores, self.masking.alibi.distances(positions, keys, len(self.k)), unit)
 
 
 @dataclass
@@ -294,7 +299,8 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         scores.mul_(head.scale)
     slope = None
     if head.softcap is not None:
-        scores.div_(head.softcap).tanh_()
+        # By a tensor: CUDA divides by a plain number by multiplying with its rounded reciprocal.
+        scores.div_(scores.new_full((), head.softcap)).tanh_()
         slope = 1 - scores.square()
         scores.mul_(head.softcap)
     head.apply_mask(scores, rows, keys)

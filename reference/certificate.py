@@ -15,7 +15,8 @@ Per row t, over its n visible keys:
             sum needs more than 53 bits (BF16 and FP16 inputs, as a rule), and S - m is exact too. A scale that is no
             power of two costs u alpha ||q|| max ||k||. Otherwise gamma(D + 1) alpha ||q|| max ||k|| (Cauchy-Schwarz).
             Softcap: tanh is 1-Lipschitz, and |x| tanh'(x) <= tanh |x|: 8 u min(c, |S|) more. A mask used: u |S| more,
-            and |S| <= |m| + 746 where exp(S - m) is not zero.
+            and |S| <= |m| + 746 where exp(S - m) is not zero. ALiBi's slope has at most 24 bits and a distance at most
+            29, so their product is exact, and it is one more mask; with a mask as well, 2 u (|S| + |mask| + |bias|).
     P_bar   computed = P_bar (1 + rho_j), |rho_j| <= rho = expm1(error of S + u |S - m| + 4.5 u), P_bar taken from
             the computed m: any number will do. The rest depends on the rows' weights P = P_bar / l:
     B_d     sum_j P_j |V_jd| <= min(||P||_2 ||V_.d||_2, max_j |V_jd|) =: B_d, as sum_j P_j = 1; B'_d likewise for K
@@ -117,9 +118,13 @@ class BoundCollector:
         keys = block.keys.stop - block.keys.start
         self._keys[rows] = float(keys)
         self._product_depth[rows], self._sum_depth[rows] = float(product_depth(keys)), float(sum_depth(keys))
-        mask = self._head.masking.mask
-        if mask is not None and mask.dtype != torch.bool and block.scores.shape[1]:
-            sizes = mask[rows, block.keys].double().abs()
+        masking = self._head.masking
+        added = [] if masking.mask is None or masking.mask.dtype == torch.bool else [masking.mask[rows, block.keys]]
+        if masking.alibi is not None:
+            distances = masking.alibi.distances(self._head.positions[rows], block.keys, len(self._head.k))
+            added.append(distances * masking.alibi.slope)
+        if added and block.scores.shape[1]:
+            sizes = torch.stack([t.double().abs().expand(block.scores.shape) for t in added]).sum(0)
             top = block.row_max.masked_fill(block.fully_masked, 0.0)
             self._mask[rows] = sizes.masked_fill_(block.scores < (top - _VANISHES)[:, None], 0.0).amax(1)
         if self._gradient is not None:
@@ -232,6 +237,8 @@ class _Weights:
             self.slope_error = 3 * error / head.softcap + 3 * UNIT
         if bool((mask > 0).any()):
             error, size, exact = _mask_error(reference, mask, error, size, exact)
+            if head.masking.alibi is not None and head.masking.mask is not None:
+                error = error + 2 * UNIT * _SLACK * size  # of two additions the first may be larger than what follows
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
         self.rho = torch.expm1(theta)
         relative = self.rho + self.gamma

@@ -99,7 +99,7 @@ def _as_objects(values: Sequence[int]) -> npt.NDArray[np.object_]:
     return result
 
 
-def dyadic(value: float) -> tuple[int, int]:
+def dyadic(value: float | Fraction) -> tuple[int, int]:
     """(m, e) with value = m 2**e exactly. Raises ValueError for NaN or Inf."""
     if not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,54 @@ import torch
 from torch import Tensor
 
 Causal = Literal["none", "top-left", "bottom-right"]
+AlibiOrigin = Literal["row", "first-key", "last-key"]
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """A bias that grows with a key's distance (Press et al., "Train Short, Test Long", arXiv 2108.12409).
+
+    Under causality all three origins are one softmax: they differ by a number a row, which the LSE keeps and O loses.
+    Raises ValueError for a slope that is not finite or that fp32 cannot hold: its products with distances up to 2**29
+    would round.
+    """
+
+    slope: float
+    """Of one head; 0 is no bias."""
+    origin: AlibiOrigin = "row"
+    """"row": -slope |position(t) - j|, as flash_attn defines it; "first-key": slope j, what flash_attn 2 computes under
+    causality without a left window, and BLOOM; "last-key": slope (j - (Tk - 1)), as MPT."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.slope) and float(torch.tensor(self.slope, dtype=torch.float32)) == self.slope):
+            raise ValueError(f"an ALiBi slope must be a finite number of fp32, got {self.slope}")
+
+    def distances(self, positions: Tensor, keys: slice, k_length: int) -> Tensor:
+        """What the slope is multiplied by, int64 [R, K] ([1, K] where all rows share it).
+
+        Args:
+            positions: position(t) of R rows, int64 [R].
+            keys: K keys.
+            k_length: Tk.
+        """
+        at = torch.arange(keys.start, keys.stop, device=positions.device)[None, :]
+        if self.origin == "row":
+            return (at - positions[:, None]).abs_().neg_()
+        return at if self.origin == "first-key" else at - (k_length - 1)
+
+    def add_to(self, scores: Tensor, distances: Tensor, unit: float = 1.0) -> None:
+        """Add the bias to ``scores`` [R, K] in place, rounded once, as a fused multiply-add does.
+
+        Args:
+            scores: In units of ``unit``; fp32 ones get a slope that was divided by it in fp32.
+            distances: As of ``distances``.
+            unit: alpha, where the scores still lack it.
+        """
+        if scores.dtype == torch.float64:
+            scores.add_(distances.double().mul_(self.slope / unit))
+            return
+        slope = float(torch.tensor(self.slope / unit, dtype=scores.dtype))
+        scores.copy_(scores.double().add_(distances.double().mul_(slope)))
 
 
 @dataclass(frozen=True)
@@ -25,6 +74,8 @@ class Masking:
     """[Tq], integers: where only chosen query rows are kept, the last key that a causal row t sees. Without it
     position(t) = t, shifted by Tk - Tq unless ``causal`` is "top-left" (the default of FlashAttention >= 2.1, also for
     windows)."""
+    alibi: Alibi | None = None
+    """A bias by distance; added after scale, softcap and ``mask``."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

@@ -110,7 +110,7 @@ class OracleRow:
         self.keys, self._mask = visible_keys(head, t)
         self._k, self._v = oracle.k.rows(self.keys), oracle.v.rows(self.keys)
         if head.sink is not None:  # a last key of zeros, whose logit is an additive mask
-            self._mask.append(head.sink)
+            self._mask.append(Fraction(head.sink))
             self._k, self._v = self._k.with_zeros(), self._v.with_zeros()
         products, exponent = self._k.times(IntegerMatrix.of(head.q[t : t + 1]))
         m, e = oracle.scale

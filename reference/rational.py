@@ -32,8 +32,8 @@ class RowRationals:
     """S as integers times two to the second number; None under softcap."""
     products: list[int]
     """alpha q.k, as integers."""
-    mask: list[float]
-    """The additive mask."""
+    mask: list[Fraction]
+    """What is added to the scores."""
     dprobs: list[int]
     """dP, as integers times 2**dprobs_exponent."""
     dprobs_exponent: int
@@ -75,7 +75,7 @@ class RowRationals:
         if self.scores is not None:
             integers, exponent = self.scores
             return scaled(integers[i], exponent)
-        return None if self.products[i] else Fraction(self.mask[i])
+        return None if self.products[i] else self.mask[i]
 
     def lse(self) -> Fraction | None:
         """L."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,8 +11,8 @@ import torch
 from attn_diag.reference.attention import AttentionHead
 
 
-def visible_keys(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], list[float]]:
-    """The keys that row t attends to, and their additive mask."""
+def visible_keys(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], list[Fraction]]:
+    """The keys that row t attends to, and what is added to their scores, exactly."""
     count, position = len(head.k), int(head.positions[t])
     left, right = head.masking.reach
     first = 0 if left is None else max(0, position - left)
@@ -23,4 +25,9 @@ def visible_keys(head: AttentionHead, t: int) -> tuple[npt.NDArray[np.int64], li
         else:
             mask = row.double().numpy()
             keys = keys[mask[keys] > -np.inf]
-    return keys, mask[keys].tolist()
+    found = [Fraction(x) for x in mask[keys].tolist()]
+    alibi = head.masking.alibi
+    if alibi is not None:
+        every = alibi.distances(head.positions[t : t + 1], slice(0, count), count)[0].tolist()
+        found = [x + Fraction(alibi.slope) * every[j] for x, j in zip(found, keys.tolist(), strict=True)]
+    return keys, found

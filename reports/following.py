@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
+from attn_diag.results.wording import source_argument
 
 # What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
 _IN_FP32 = {
@@ -109,7 +110,7 @@ def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None
     worst = finding.worst
     if not worst.source.endswith((".safetensors", ".pt", ".npz")):
         return None
-    arguments = ["--example"] if worst.source.startswith("example ") else [shlex.quote(worst.source)]
+    arguments = [source_argument(worst.source)]
     if worst.head is not None:
         arguments += ["--head", str(worst.head)]
     if worst.batch is not None:

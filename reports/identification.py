@@ -28,7 +28,12 @@ _COARSE = {
 _NAMED = 3
 # Lines of the ranking, and recipes with the same bits that are named in one.
 _MAX_LINES, _MAX_SAME = 8, 2
-_EXP = {"exp2-fma": "exp2 of an FMA", "exact": "exact exp", "polynomial": "polynomial exp"}
+_EXP = {
+    "exp2-fma": "exp2 of an FMA",
+    "exact": "exact exp",
+    "exp2": "exp2 of a difference",
+    "polynomial": "polynomial exp",
+}
 
 
 def identifications_renderables(found: Identifications) -> Iterator[RenderableType]:

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from attn_diag.reports.layout import Hanging
+from attn_diag.results.wording import source_argument
 
 OK, FAIL = "OK", "FAIL"
 _STYLES = {OK: "bold green", FAIL: "bold red"}
@@ -47,4 +48,4 @@ def on_head(command: str, source: str, head: int | None, observation: str | None
     options = [] if head is None else ["--head", str(head)]
     if observation not in (None, "observed"):
         options += ["--observation", shlex.quote(str(observation))]
-    return " ".join(["attn-diag", command, shlex.quote(source), *options])
+    return " ".join(["attn-diag", command, source_argument(source), *options])

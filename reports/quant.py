@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
-from attn_diag.results.quant import MeanOfErrors, Quant
+from attn_diag.results.quant import EngineWeights, MeanOfErrors, Quant, StraightThrough
 from attn_diag.results.wording import percent
 
 _VERDICTS = {"pass": OK, "fail": FAIL, "undecided": "UNDECIDED"}
@@ -82,6 +82,32 @@ def _sentences(found: Quant) -> Iterator[str]:
             f"error's square is the same in every row. Channel {shift.worst_channel} moves most: its mean by "
             f"{percent(shift.worst_shift)} of the output's size."
         )
+    if found.gradient is not None:
+        yield _gradient(found.gradient)
+    if found.engine is not None:
+        yield _engine(found.engine)
+
+
+def _gradient(found: StraightThrough) -> str:
+    known = "is that of the smoothed forward" if found.right else "is not that of the smoothed forward"
+    words = (
+        f"The straight-through gradient {known}: its gain along dyᵀ x is {found.gain:.3f} ± {found.standard_error:.1g} "
+        "(1: right)"
+    )
+    if found.clipped_gain is None:
+        return f"{words}; nothing is clipped."
+    return f"{words}; clipped elements have {percent(found.clipped)} of it, with a gain of {found.clipped_gain:.2g}."
+
+
+def _engine(found: EngineWeights) -> str:
+    whose = "" if found.quantizer is None else f" ({found.quantizer})"
+    output = "" if found.output is None else f", the output by {percent(found.output)}"
+    if found.same:
+        return f"The engine{whose} has the trainer's weights: {percent(found.equal, '.4g')} of them equal."
+    return (
+        f"Mismatch: the engine's weights{whose} are not the trainer's: {found.words}. {percent(found.equal)} are "
+        f"equal; they differ by {percent(found.difference)} of w{output}, away from zero by {100 * found.away:+.3g} %."
+    )
 
 
 def _mean(found: MeanOfErrors) -> str:

@@ -66,6 +66,7 @@ _RENDERERS = {
     "identification": Renderer("identification:identification_renderables"),
     "identifications": Renderer("identification:identifications_renderables"),
     "invariance": Renderer("invariance:invariance_renderables", page="invariance:invariance_document"),
+    "linear": Renderer("linear:linear_renderables", page="linear:linear_document"),
     "microscope": Renderer("microscope:microscope_renderables"),
     "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),

@@ -34,8 +34,24 @@ def seen(q: Tensor, k: Tensor, causal: str, left: int, right: int) -> Tensor:
     return ((left < 0) | (j >= at - left)) & (((right < 0) & (causal == "none")) | (j <= at + max(right, 0)))
 
 
+def alibi(slopes: Tensor, rows: int, keys: int, causal: str, left: int) -> Tensor:
+    """[1 or B, H, Tq, Tk], as flash_attn 2's csrc/flash_attn/src/mask.h adds it, LSE and all."""
+    at, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
+    distance = j.expand(rows, -1) if causal != "none" and left < 0 else -(at - j).abs()
+    return slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: str, left: int, right: int, softcap: float, bias: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: str,
+    left: int,
+    right: int,
+    softcap: float,
+    bias: Any = None,
+    slopes: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """O [B, T, H, D], LSE [B, H, T], P and d scores / d S, [B, H, Tq, Tk]; all in FP32 but O."""
     group = q.shape[2] // k.shape[2]
@@ -47,6 +63,8 @@ def attend(
         scores, slope = softcap * capped, 1 - capped.square()
     if bias is not None:
         scores = scores + bias.float()
+    if slopes is not None:
+        scores = scores + alibi(slopes, q.shape[1], k.shape[1], causal, left)
     scores = scores.masked_fill(~seen(q, k, causal, left, right), -torch.inf)
     lse = scores.logsumexp(-1)
     probs = (scores - lse.clamp(min=-1e30)[..., None]).exp()
@@ -153,7 +171,8 @@ def _lasts(a: Given, causal: bool) -> Given:
     """Our words for the options; causality and windows end with the last key."""
     window = {"left": a["window_size_left"], "right": a["window_size_right"]}
     causality = "bottom-right" if causal else "none"
-    return {"scale": a["softmax_scale"], "causal": causality, "softcap": a["softcap"], **window}
+    more = {"slopes": a["alibi_slopes"]} if a.get("alibi_slopes") is not None else {}
+    return {"scale": a["softmax_scale"], "causal": causality, "softcap": a["softcap"], **window, **more}
 
 
 def _lse_of(q: Tensor) -> Tensor:

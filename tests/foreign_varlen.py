@@ -31,7 +31,7 @@ def packed_forward(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tens
     """O [T, H, D] and LSE [H, T] of documents [T, H, D]; padding is NaN, as what nobody writes may be."""
     o, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.float32)
     for rows, keys in documents(ends_q, ends_k):
-        out, log, _, _ = attend(q[None, rows], k[None, keys], v[None, keys], **options)
+        out, log, _, _ = attend(q[None, rows], k[None, keys], v[None, keys], **_own(options, rows, ends_q))
         o[rows], lse[:, rows] = out[0], log[0]
     return o, lse
 
@@ -41,11 +41,20 @@ def packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     for rows, keys in documents(ends_q, ends_k):
+        own = _own(options, rows, ends_q)
         found = backward(
-            do[None, rows], q[None, rows], k[None, keys], v[None, keys], o[None, rows], lse[None, :, rows], **options
+            do[None, rows], q[None, rows], k[None, keys], v[None, keys], o[None, rows], lse[None, :, rows], **own
         )
         dq[rows], dk[keys], dv[keys] = (t[0] for t in found)
     return dq, dk, dv
+
+
+def _own(options: Given, rows: slice, ends: Tensor) -> Given:
+    """With the slopes of one document, where each has its own."""
+    slopes = options.get("slopes")
+    if slopes is None or slopes.dim() == 1:
+        return options
+    return {**options, "slopes": slopes[int((ends[:-1] == rows.start).nonzero()[-1])]}
 
 
 def _options(a: Given, causal: bool) -> Given:
@@ -57,6 +66,7 @@ def _options(a: Given, causal: bool) -> Given:
         "softcap": a.get("softcap", 0.0),
         "left": left,
         "right": right,
+        "slopes": a.get("alibi_slopes"),
     }
 
 
@@ -83,9 +93,9 @@ class FlashAttnVarlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *options: Any) -> Any:
         ctx.options = options
-        longest, causal, window = options
+        longest, causal, window, slopes = options
         o, lse, _, _ = torch.ops.flash_attn._flash_attn_varlen_forward(
-            q, k, v, ends_q, ends_k, longest, longest, 0.0, q.shape[-1] ** -0.5, causal, *window
+            q, k, v, ends_q, ends_k, longest, longest, 0.0, q.shape[-1] ** -0.5, causal, *window, alibi_slopes=slopes
         )
         ctx.save_for_backward(q, k, v, o, lse, ends_q, ends_k)
         return o
@@ -93,20 +103,20 @@ class FlashAttnVarlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, o, lse, ends_q, ends_k = ctx.saved_tensors
-        longest, causal, window = ctx.options
+        longest, causal, window, slopes = ctx.options
         grads = [torch.empty_like(t) for t in (q, k, v)]
         torch.ops.flash_attn._flash_attn_varlen_backward(
             do, q, k, v, o, lse, *grads, ends_q, ends_k, longest, longest, 0.0, q.shape[-1] ** -0.5, causal, *window,
-            0.0, None, False,
+            0.0, slopes, False,
         )  # fmt: skip
-        return *grads, *(None,) * 5
+        return *grads, *(None,) * 6
 
 
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: int, *,
-    causal: bool = False, window: tuple[int, int] = (-1, -1),
+    causal: bool = False, window: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    return FlashAttnVarlen.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, causal, window)  # type: ignore[no-untyped-call]
+    return FlashAttnVarlen.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, causal, window, alibi_slopes)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

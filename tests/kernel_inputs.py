@@ -10,11 +10,12 @@ from torch import Tensor
 from attn_diag.reference import AttentionHead, Masking
 
 
-def kernel_inputs(device: str, *, T: int, Tk: int | None = None, D: int = 64, H: int = 2, Hk: int = 1,
-                  dtype: torch.dtype = torch.bfloat16, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def kernel_inputs(device: str, *, T: int, Tk: int | None = None, D: int = 64, Dv: int | None = None, H: int = 2,
+                  Hk: int = 1, dtype: torch.dtype = torch.bfloat16,
+                  **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Normal q, k, v and dO, one sequence each; the rest of a case are options of attention."""
     generator = torch.Generator().manual_seed(0)
-    sizes = ((1, H, T, D), (1, Hk, Tk or T, D), (1, Hk, Tk or T, D), (1, H, T, D))
+    sizes = ((1, H, T, D), (1, Hk, Tk or T, D), (1, Hk, Tk or T, Dv or D), (1, H, T, Dv or D))
     return tuple(torch.randn(s, generator=generator).to(device, dtype) for s in sizes)  # type: ignore[return-value]
 
 

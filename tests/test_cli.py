@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[dict[str, Tensor | str | None], str]] = {
     "varlen-batch": ({"cu_seqlens": torch.tensor([0, 25])}, "cu_seqlens_q ends at 25, but there are 24 query rows"),
     "dropout": ({"dropout_p": "0.1"}, "dropout is not supported"),
     "sinks": ({"sinks": torch.ones(3)}, "sinks must have shape [2], one number a query head, got [3]"),
-    "alibi": ({"alibi_slopes": torch.ones(2)}, "ALiBi slopes are not supported"),
+    "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [2], one slope a query head"),
     "fp8": (
         {n: None if n in ("do", "o") else GIVEN[n].to(torch.float8_e4m3fn) for n in GIVEN},
         "q is float8_e4m3fn without descale factors",

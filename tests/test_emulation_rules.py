@@ -171,7 +171,7 @@ class TestExactRecipe:
             "dq dk": ["dprobs", "dscores"],
             "dq dk dv": ["gradient_accumulator", "dq"],
             "delta dq dk": ["delta_products", "delta"],
-            "o delta dq dk": ["out", "range_pv", "accumulator", "row_sum", "probs"],
+            "o delta dq dk": ["out", "pv_sums", "range_pv", "accumulator", "row_sum", "probs"],
         }
         assert moved == next((set(outputs.split()) for outputs, sites in after.items() if site in sites), set(OUTPUTS))
 

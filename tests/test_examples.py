@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,30 @@ def test_nanogpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(own(watched)) == 10
     assert own(watched) == own(unwatched) == unwatched
     assert [line.split(",")[0] for line in watched if "worst head" in line] == [f"step {i}" for i in (0, 2, 4, 6)]
+
+
+def test_hf_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed((EXAMPLES / "hf_trainer.py").read_text(), tmp_path, capsys)
+    assert "step 5, the worst head of each layer" in lines
+    assert lines[-1] == "0 alarms"
+
+
+def test_a_kernel_under_development() -> None:
+    """Its usual test passes, and the check names the mistake."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "kernel")]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES / "kernel", check=False).stdout
+    assert "1 failed, 1 passed" in told
+    assert "the row sum l, or 1/l, is rounded" in told
+
+
+def test_the_notebook_runs() -> None:
+    cells = json.loads((EXAMPLES / "inspect.ipynb").read_text())["cells"]
+    assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    known: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), known)
+    assert known["found"].captures[0].observations[0].heads[0].verdict.labels == ("ill_conditioned",)
 
 
 def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,3 +444,19 @@ def test_the_derivative_by_the_scale_is_that_of_differences() -> None:
         one, other = (reference_rows(replace(capped, scale=head.scale * (1 + s)), rows).out for s in (step, -step))
         exact = scale_derivative(capped, reference_rows(capped, rows))
         torch.testing.assert_close((one - other) / (2 * step), exact, rtol=0, atol=1e-8)
+
+
+def test_a_row_whose_heavy_keys_weight_crosses_is_no_flaw() -> None:
+    """A healthy kernel's truncated sums move many features of two rows of a short call: no fault of it."""
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(1, 65, 4, 64, generator=generator)[:, :64, :1].transpose(1, 2).bfloat16()
+    k, v = (torch.randn(10, 128, 2, 64, generator=generator)[[5, 2, 8, 0, 7], :, 0] for _ in "kv")
+    k, v = (t.reshape(1, 1, -1, 64)[:, :, :517].bfloat16() for t in (k, v))
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
+    capture = attn_diag.Capture.from_tensors(tensors | {"o": torch.zeros_like(q)}, causal="bottom-right")
+    head = read_head(capture, 0, 0, torch.device("cpu"), NonFiniteCensus()).head
+    o = emulate_head(replace(preset("fa2"), accumulation="nvidia-tensor-core"), head, key_gradients=False).o
+    found = attn_diag.identify(
+        attn_diag.Capture.from_tensors(tensors | {"o": o[None, None].bfloat16()}, causal="bottom-right")
+    )
+    assert (found.outcome, found.recipes) == ("identified", ("fa2",))

@@ -180,7 +180,6 @@ def tensors(length: int = 24, layout: str = "BTHD", grad: bool = True) -> list[T
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dropout": ("flash_attn 2", {"dropout_p": 0.25}, "dropout 0.25 is on"),
-    "ALiBi": ("flash_attn 2", {"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes not supported"),
     "a score_mod": ("FlashAttention-4", {"score_mod": max}, "score_mod not supported"),
     "half packed": ("FlashAttention-4", {"cu_seqlens_q": torch.tensor([0, 24])}, "not captured yet (cu_seqlens_q)"),
     "padding": ("Transformer Engine", {"attn_mask_type": "padding_causal"}, "not captured yet (cu_seqlens_q"),

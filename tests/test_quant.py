@@ -244,6 +244,91 @@ def test_what_cannot_be_says_so(options: dict[str, object], said: str) -> None:
         attn_diag.quant(**given)  # type: ignore[arg-type]
 
 
+def inputs(rows: int = 96, columns: int = 256, out: int = 64) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] and dy [rows, out]."""
+    rng = torch.Generator().manual_seed(7)
+    return torch.randn(rows, columns, generator=rng), torch.randn(rows, out, generator=rng)
+
+
+class TestStraightThrough:
+    @pytest.mark.parametrize("name", ["int4", "int8-asymmetric", "mxfp4", "nvfp4", "fp8"])
+    def test_is_right_where_nothing_is_clipped(self, name: str) -> None:
+        x, dy = inputs()
+        found = attn_diag.quant(weight(1), name, x=x, dy=dy).gradient
+        assert found is not None
+        assert found.right, found
+
+    def test_a_clipped_part_does_not_move(self) -> None:
+        """An amax of a quarter of the data's: the gradient of what it clips is for nothing, unless left out."""
+        x, dy = inputs()
+        w = weight(2)
+        amax = w.abs().amax() / 4
+
+        def fake(kind: str) -> Callable[[Tensor], Tensor]:
+            return lambda t: attn_diag.fake_quantize(t, "int8", block="tensor", amax=amax, gradient=kind)  # type: ignore[arg-type]
+
+        by = attn_diag.quantizer("int8", block="tensor")
+        passed, cut = (
+            attn_diag.quant(w, by, observed=fake(kind), x=x, dy=dy).gradient for kind in ("straight-through", "clipped")
+        )
+        assert passed is not None
+        assert cut is not None
+        g = dy.double().T @ x.double()
+        beyond = w.abs() > amax
+        assert passed.gain == pytest.approx(1 - float(g[beyond].square().sum() / g.square().sum()), abs=0.02)
+        assert not passed.right
+        assert cut.right, cut
+
+    def test_a_wrong_gradient_is_seen(self) -> None:
+        """Of a function of one's own, twice too large; and none at all."""
+        x, dy = inputs()
+        w = weight(3)
+
+        def twice(t: Tensor) -> Tensor:
+            return plain_int4(t).detach() + 2 * (t - t.detach())
+
+        by_hand = attn_diag.quant(w, "int4", observed=twice, x=x, dy=dy)
+        assert by_hand.gradient is not None
+        assert by_hand.gradient.gain == pytest.approx(0.5, abs=0.02)
+        assert by_hand.outcome == "pass", "the values are int4's"
+
+    def test_it_needs_x(self) -> None:
+        _, dy = inputs()
+        with pytest.raises(InputError, match="give x too"):
+            attn_diag.quant(weight(1), "int4", dy=dy)
+        with pytest.raises(InputError, match=r"dy must be finite, \[96, 64\]"):
+            attn_diag.quant(weight(1), "int4", x=inputs()[0], dy=dy[:, :5])
+
+
+class TestEngine:
+    def test_groups_of_32_beside_128_are_named(self) -> None:
+        w, x = weight(4), inputs()[0]
+        trainer = attn_diag.quantizer("int4", block="128")
+        for engine in (attn_diag.quantize(w, "int4").values, "int4"):
+            found = attn_diag.quant(w, trainer, observed=attn_diag.quantize(w, trainer).values, x=x, engine=engine)
+            assert found.outcome == "fail"
+            assert found.engine is not None
+            assert "32" in f"{found.engine.quantizer} {found.engine.words}" or found.engine.quantizer == "int4"
+            assert "the engine runs other weights" in found.headline
+            assert found.engine.output == pytest.approx(found.engine.difference, rel=0.3)
+
+    def test_the_same_weights_pass(self) -> None:
+        w = weight(5)
+        values = attn_diag.quantize(w, "int4").values
+        found = attn_diag.quant(w, "int4", observed=values, engine=values)
+        assert found.outcome == "pass"
+        assert found.engine is not None
+        assert found.engine.same
+
+
+def test_draws_do_not_go_with_data_of_the_same_seed() -> None:
+    """Weights made with seed 0, dithered with seed 0."""
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    found = attn_diag.quantize(w, "int4", elements="int4:stochastic")
+    away = (found.values - w) * w.sign()
+    assert abs(float(away.mean())) < 4 * float(away.std()) / 128
+
+
 class TestCommand:
     @pytest.fixture
     def layer(self, tmp_path: Path) -> Path:

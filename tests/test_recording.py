@@ -213,7 +213,7 @@ def test_other_losses_are_counted_too(
 
     recorder = attn_diag.capture(tiny.model, place)
     if where == "forward":
-        monkeypatch.setattr(recorder, "_part", SimpleNamespace(missing=fails))
+        monkeypatch.setattr(recorder, "_part", SimpleNamespace(missing=fails, sequences=None))
     elif where == "backward":
         whole = AttentionCall.tensors
         monkeypatch.setattr(AttentionCall, "tensors", lambda call: fails() if call.dq is not None else whole(call))

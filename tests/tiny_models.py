@@ -65,6 +65,12 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
 # Of which fewer tests are run.
 _MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma": ("Gemma", _ROTARY | {"head_dim": 8}, "model.layers.{}.self_attn"),
+    "gemma2": (
+        "Gemma2",
+        _ROTARY
+        | {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+        "model.layers.{}.self_attn",
+    ),
     "olmo": ("Olmo", _ROTARY, "model.layers.{}.self_attn"),
     "phi": ("Phi", _ROTARY, "model.layers.{}.self_attn"),
     "gpt_oss": (
@@ -72,6 +78,18 @@ _MORE: dict[str, tuple[str, dict[str, Any], str]] = {
         _ROTARY | {"head_dim": 8, "sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
         "model.layers.{}.self_attn",
     ),
+    "deepseek_v3": (  # MLA: q and k of 16 features, v of 12
+        "DeepseekV3",
+        _ROTARY
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 12, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        "model.layers.{}.self_attn",
+    ),
+    "bloom": ("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS}
+              | {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "transformer.h.{}.self_attention"),
+    "mpt": ("Mpt", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": 2, "n_heads": HEADS, "max_seq_len": 64},
+            "transformer.blocks.{}.attn"),
     "albert": (
         "Albert",
         _SHAPE | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

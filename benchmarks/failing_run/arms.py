@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_diag import attention
 from attn_diag.analyses.mitigation.mitigations import plans
-from attn_diag.kernels.recipe import BACKWARD, Recipe, SoftmaxRule, preset
+from attn_diag.kernels import preset
+from attn_diag.kernels.recipe import BACKWARD, Recipe, SoftmaxRule
 
 # Keys of one range: l and O_bar are rounded after each. 2**20 is all of them at once, as the failing kernel did; 512 is
 # the published code of Qiu & Yao (arXiv 2510.04212), 128 a FlashAttention-2 tile.

@@ -26,7 +26,7 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
 )
 from attn_diag.results.explanation import Explanation, Paragraph
-from attn_diag.results.wording import SYMBOLS, percent, plural
+from attn_diag.results.wording import SYMBOLS, percent, plural, source_argument
 from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY
 
 _Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
@@ -97,6 +97,7 @@ _OUTPUTS = {
     "dk": "dK",
     "dv": "dV",
     "dsinks": "dSink",
+    "dmask": "dMask",
     "dq_pre": "dQ before RoPE",
 }
 _PARTS = {"delta": "delta", "lse": "the LSE", "ds_cast": "the cast of dS", "dq_cast": "the cast of dQ"}
@@ -386,7 +387,7 @@ def _next(capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: He
         yield "Save the capture (capture.save(path)) for the commands that look further:"
         source = "path"
     else:
-        source = shlex.quote(capture.source)
+        source = source_argument(capture.source)
     name = "" if observation.name == "observed" else f" --observation {shlex.quote(observation.name)}"
     yield (
         f"attn-diag attribute {source}{name} --head {head.head} says which rounding makes it, "

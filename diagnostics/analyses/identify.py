@@ -146,14 +146,14 @@ class _Report:
         runner_up = next((r for r in ranking if r.told_apart), None)
         fitting = [t.out for t in found.as_good]
         contested = int(torch.stack([(out != fitting[0]) for out in fitting]).any(0).sum()) if fitting else 0
-        q_length, k_length = c.lengths(self.batch)
+        q_length, _ = c.lengths(self.batch)
         return Identification(
             source=c.source,
             observation=self.observation,
             layer=c.metadata.layer,
             batch=self.batch,
             head=self.head + c.metadata.head_offset,
-            shape={"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": q_length, "Tk": k_length, "D": c.head_dim},
+            shape=c.sizes(self.batch),
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
             backend=f"emulation on {backend_name(self.device)}",
             rows=found.rows,

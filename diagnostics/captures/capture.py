@@ -13,11 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.documents import Document, read_documents
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
+from attn_diag.captures.mask_gradient import GRADIENT
 from attn_diag.captures.metadata import FORMAT_VERSION, PACKED_VERSION, Metadata
 from attn_diag.captures.packed import is_packed, may_be_packed, with_cu_seqlens
+from attn_diag.captures.paged import PagedKeys, stored, with_pages
 from attn_diag.captures.shapes import require_fitting
 from attn_diag.captures.sinks import with_sinks
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
@@ -39,9 +42,10 @@ class Capture:
     """Tensors, or lazy sources of them, by their names in capture format 1.
 
     ``q k v`` are required, [B, H, T, D] (or [B, T, H, D] with ``metadata.layout`` "BTHD"), k and v with Hk heads, Hq a
-    multiple of Hk; FP8 ones need ``q_descale``, ``k_descale`` and ``v_descale``, [B, heads] or one number each. ``do``
-    like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask`` broadcastable to [B, H, Tq, Tk]; ``q_positions`` [Tq]
-    (where other ranks have other rows, ``own_dk`` and ``own_dv`` are the sums of the rank's own keys, [B, Hk, Tq, D]).
+    multiple of Hk; v and o may have other features, Dv, than q and k (MLA). FP8 ones need ``q_descale``, ``k_descale``
+    and ``v_descale``, [B, heads] or one number each. ``do`` like o; ``x`` [B, Tq, C]; ``w_q`` [D * heads, C]; ``mask``
+    broadcastable to [B, H, Tq, Tk]; ``q_positions`` [Tq] (where other ranks have other rows, ``own_dk`` and ``own_dv``
+    are the sums of the rank's own keys, [B, Hk, Tq, D]).
     ``o dq dk dv`` are laid out like the inputs, so is ``dq_pre``, the gradient of the query projection's output (before
     RoPE and QK-norm); ``lse delta`` are [B, Hq, Tq] in either layout. A bare output belongs to the observation
     "observed", "flash.o" to "flash".
@@ -49,11 +53,22 @@ class Capture:
     Attention sinks (format 1.1): ``sinks`` [Hq], a logit a head in the softmax's denominator (``s_aux``,
     ``learnable_sink`` and [1, Hq, 1, 1] are taken too), and their gradient ``dsinks`` [Hq], summed over rows and batch.
 
+    The gradient of an additive mask (format 1.1): ``dmask`` of its shape, summed over the axes along which it is
+    broadcast, a batch item's and head's of the whole call.
+
+    ALiBi (format 1.1): ``alibi_slopes`` [Hq], or [B, Hq] ([documents, Hq] of packed sequences), in fp32 or less;
+    ``metadata.alibi_origin`` says what the distance is counted from.
+
     Packed sequences (format 1.1): with ``cu_seqlens_q`` and ``cu_seqlens_k``, integers [documents + 1], documents lie
     one after the other along T of tensors whose B is 1 (or q, k, v, o and their gradients are [total, H, D], x is
     [total, C], lse and delta [H, total]). ``cu_seqlens`` is both, ``position_ids`` [total] that begin again at 0 with
     every document too. The documents are the batch items then, those without rows or keys left out, and so is padding
     behind the last; ``causal`` and ``window`` are each document's.
+
+    A cache in pages (format 1.1): with ``page_table`` [B, pages of a sequence] (``block_table``) and ``cache_seqlens``
+    [B] (``seqused_k``), k and v are [pages, page size, Hk, D], whatever the layout of q, [B, Hq, Tq, D] (or packed by
+    ``cu_seqlens_q``, or [B, Hq, D]). ``cache_seqlens`` alone say how much of k and v [B, Hk, T, D] is used. The
+    sequences become packed ones. k and v may be FP8 beside a wider q, with ``k_descale`` and ``v_descale``.
     """
     metadata: Metadata = field(default_factory=Metadata)
     """What it says about itself."""
@@ -68,7 +83,8 @@ class Capture:
         tokens_first = "q" in self.tensors and len(self.tensors["q"].shape) == 3 and may_be_packed(self.tensors)
         if tokens_first:
             object.__setattr__(self, "metadata", replace(self.metadata, layout="BTHD"))
-        object.__setattr__(self, "tensors", with_cu_seqlens(with_sinks(self.tensors)))
+        tensors = with_pages(with_sinks(self.tensors), self.metadata.layout)
+        object.__setattr__(self, "tensors", with_cu_seqlens(tensors))
         require_inputs(self.tensors, self.metadata)
         if is_packed(self.tensors):
             totals = (self.tensors[name].shape[3 - self._head_axis] for name in "qk")
@@ -143,6 +159,25 @@ class Capture:
     def head_dim(self) -> int:
         """D of q and k."""
         return self.tensors["q"].shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv, the features of v and o: D, or another number (128 beside a D of 192 in DeepSeek's MLA)."""
+        return self.tensors["v"].shape[3]
+
+    def sizes(self, batch: int | None = None) -> dict[str, int]:
+        """B, Hq, Hk, Tq, Tk, D, and Dv where it is another.
+
+        Args:
+            batch: The sequence whose Tq and Tk they are; None: the longest of all.
+
+        Returns:
+            The sizes by name.
+        """
+        q_length, k_length = (self.q_length, self.k_length) if batch is None else self.lengths(batch)
+        found = {"B": self.batch, "Hq": self.q_heads, "Hk": self.kv_heads, "Tq": q_length, "Tk": k_length}
+        other = {} if self.value_dim == self.head_dim else {"Dv": self.value_dim}
+        return {**found, "D": self.head_dim, **other}
 
     @property
     def scale(self) -> float:
@@ -238,6 +273,14 @@ class Capture:
         sinks = self.tensors.get("sinks")
         return self.metadata.softmax_offset if sinks is None else float(sinks[head].double())
 
+    def alibi_slope(self, batch: int, head: int) -> float | None:
+        """The slope of one head's ALiBi bias as stored, NaN and Inf included; None where there is none."""
+        slopes = self.tensors.get(SLOPES)
+        if slopes is None:
+            return None
+        number = batch if self.documents is None else self.documents[batch].number
+        return float(slopes[head] if len(slopes.shape) == 1 else slopes[number, head])
+
     @property
     def has_sinks(self) -> bool:
         """Whether every head has a sink."""
@@ -263,7 +306,9 @@ class Capture:
     @property
     def format_version(self) -> str:
         """That of the capture format which its tensors need."""
-        return PACKED_VERSION if self.documents is not None or self.has_sinks else FORMAT_VERSION
+        newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors
+        newer = newer or any(name.rpartition(".")[2] == GRADIENT for name in self.tensors)
+        return PACKED_VERSION if newer else FORMAT_VERSION
 
     def in_text(self) -> dict[str, str]:
         """Its metadata as text by key, with its dtype and, of packed sequences, how many documents there are.
@@ -275,6 +320,10 @@ class Capture:
         if self.documents is not None:
             lengths = [d.lengths[0] for d in self.documents]
             found["documents"] = f"{len(lengths)} of {min(lengths)} to {max(lengths)} rows"
+        if isinstance(k := self.tensors["k"], PagedKeys):
+            used = [page for pages in k.pages for page in pages]
+            shared = f", {len(used) - len(set(used))} of them again" if len(set(used)) < len(used) else ""
+            found["cache"] = f"{min(k.lengths)} to {max(k.lengths)} keys in pages of {k.page_size}; {len(used)}{shared}"
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -284,7 +333,7 @@ class Capture:
             InputError: The folder cannot be written, or the disk is full.
         """
         target, text = Path(path), self.metadata.to_text(self.format_version)
-        tensors = {name: tensor[...].contiguous().cpu() for name, tensor in self.tensors.items()}
+        tensors = {name: tensor[...].contiguous().cpu() for name, tensor in stored(self.tensors).items()}
         # safetensors refuses tensors that share memory, as views of one buffer or k passed as v do.
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
         for name, tensor in tensors.items():

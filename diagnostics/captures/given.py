@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.loading import find_captures, load
-from attn_diag.captures.sources import PACKING
+from attn_diag.captures.sources import CACHE, PACKING
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.errors import InputError
 
@@ -48,16 +48,23 @@ class CallTensors(TypedDict, total=False):
     w_q: Array | None
     dq_pre: Array | None
     mask: Array | None
+    dmask: Array | None
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
     position_ids: Array | None
+    page_table: Array | None
+    cache_seqlens: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
     sinks: Array | None
     dsinks: Array | None
+    alibi_slopes: Array | None
     causal: bool | str
     scale: float | None
     window: tuple[int, int] | None
     softcap: float | None
     softmax_offset: float | None
+    alibi_origin: str | None
     layout: str
 
 
@@ -68,7 +75,7 @@ One = Capture | Array
 Source = One | Named | Sequence[Capture | Named]
 """What a function of heads takes."""
 
-_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "layout")
+_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "alibi_origin", "layout")
 
 
 def is_array(value: object) -> TypeGuard[Array]:
@@ -131,6 +138,8 @@ def _of_call(q: Array, k: Array | None, v: Array | None, call: CallTensors, func
 def _same_lengths(tensors: dict[str, Tensor], layout: str | None) -> bool:
     """Whether every sequence has as many keys as query rows, so that both alignments of a causal mask are one."""
     q, k = tensors["q"], tensors["k"]
+    if any(name in tensors for name in CACHE):
+        return False
     borders = [tensors.get(name) for name in PACKING]
     if borders[0] is not None:
         return borders[1] is None or equal_bits(*(b.to("cpu", torch.int64) for b in borders if b is not None))

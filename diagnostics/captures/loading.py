@@ -97,14 +97,11 @@ def load(path: str | Path, **options: Any) -> Capture:
         InputError: The file is missing, empty, truncated or of another kind, or its tensors do not fit each other.
     """
     path = Path(path)
-    require_regular_file(path)
-    if path.suffix not in CAPTURE_SUFFIXES:
-        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(CAPTURE_SUFFIXES)}")
-    if path.stat().st_size == 0:
-        raise InputError(f"{path}: the file is empty")
+    reader = _reader(path)
     with named_errors(path):
-        reader = {".safetensors": _read_safetensors, ".npz": read_npz}.get(path.suffix, _read_pt)
         tensors, text, notes = reader(path)
+        if text.get("kind", "").strip().lower() == "linear":
+            raise InputError("a capture of linear attention (kind=linear), which `attn-diag inspect` alone reads")
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
             if name == "softmax_offset" and math.prod(tensors[name].shape) != 1:
@@ -120,6 +117,24 @@ def load(path: str | Path, **options: Any) -> Capture:
         capture = Capture(tensors, metadata, str(path), (*assumed, *notes))
         require_held(capture, path.stat().st_size)
         return capture
+
+
+def read_file(path: Path) -> tuple[dict[str, TensorSource], dict[str, str]]:
+    """The tensors and metadata of a capture's file, whatever kind of capture it is. Raises InputError, naming it."""
+    reader = _reader(path)
+    with named_errors(path):
+        tensors, text, _ = reader(path)
+        return tensors, text
+
+
+def _reader(path: Path) -> Callable[[Path], Read]:
+    """What reads a file of this name. Raises InputError where it is no capture."""
+    require_regular_file(path)
+    if path.suffix not in CAPTURE_SUFFIXES:
+        raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(CAPTURE_SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: the file is empty")
+    return {".safetensors": _read_safetensors, ".npz": read_npz}.get(path.suffix, _read_pt)
 
 
 def require_held(capture: Capture, size: int) -> None:

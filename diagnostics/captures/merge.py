@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sequence import joined_rows
 from attn_diag.captures.sinks import OF_HEADS, summed
-from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
+from attn_diag.captures.sources import CACHE, INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.captures.stacked import documents_axis, stacked_documents
 from attn_diag.errors import InputError
 
@@ -208,7 +209,7 @@ def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
     if members[0].documents is not None and len(members) > 1:
         tensors = stacked_documents([capture.tensors for capture in members], members[0].metadata.layout)
-        for name in {"w_q", "sinks"} & members[0].tensors.keys():
+        for name in {"w_q", "sinks", SLOPES} & members[0].tensors.keys() - tensors.keys():
             _require_equal(name, members)
             tensors[name] = members[0].tensors[name]
         for name in [n for n in members[0].tensors if n.rpartition(".")[2] == "dsinks"]:
@@ -223,17 +224,24 @@ def _stack_batches(members: list[Capture]) -> dict[str, TensorSource]:
         elif name in _OF_ALL_SEQUENCES:
             _require_equal(name, members)
             tensors[name] = sources[0]
-        elif name.rpartition(".")[2] == "dsinks":
+        elif name.rpartition(".")[2] == "dsinks" or _adds_up(name, sources[0], 4):
             tensors[name] = summed(sources)
-        elif name == "mask" or name.endswith("_descale"):
+        elif name in ("mask", SLOPES) or name.endswith("_descale"):
             tensors[name] = _stack_shared(name, members)
         else:
             tensors[name] = JoinedSource(tuple(sources), 0)
     return tensors
 
 
+def _adds_up(name: str, source: TensorSource, axis: int) -> bool:
+    """Whether a tensor is the gradient of a mask that all share along the axis so many from the last."""
+    if name.rpartition(".")[2] != "dmask":
+        return False
+    return len(source.shape) < axis or source.shape[-axis] == 1
+
+
 def _stack_shared(name: str, members: list[Capture]) -> TensorSource:
-    """A mask, or descale factors: one for all sequences where all ranks have the same one, else one a sequence."""
+    """A mask, slopes, descale factors: one for all sequences where all ranks have the same one, else one a sequence."""
     sources = [capture.tensors[name] for capture in members]
     whole = 4 if name == "mask" else 2
     per_item = len(sources[0].shape) == whole
@@ -268,16 +276,22 @@ def _join_heads(
     tensors: dict[str, TensorSource] = {}
     for name in parts[0]:
         sources, base = tuple(part[name] for part in parts), name.rpartition(".")[2]
+        if base in CACHE:  # the keys are read side by side then, as packed ones
+            _same(name, sources)
+            continue
         shape = sources[0].shape
         axis: int | None = 1 if base in _PER_ROW else head_axis
         if base == "w_q":
             axis = 0 if shape[0] == heads * first.head_dim else None
-        elif base == "mask":
+        elif _adds_up(name, sources[0], 3):
+            tensors[name] = summed(sources)
+            continue
+        elif base in ("mask", "dmask"):
             axis = len(shape) - 3 if len(shape) > 2 and shape[-3] > 1 else None
         elif base.endswith("_descale"):
             axis = 1 if len(shape) == 2 else None
-        elif base in OF_HEADS:
-            axis = 0
+        elif base in (SLOPES, *OF_HEADS):
+            axis = len(shape) - 1
         elif base in ("x", "q_positions", *PACKING):
             axis = None
         tensors[name] = _same(name, sources) if axis is None else JoinedSource(sources, axis)

@@ -11,20 +11,23 @@ from attn_diag.errors import InputError
 
 FORMAT = "attn-diag-capture"
 FORMAT_VERSION = "1"
-# Written only where there is what a reader of version 1 would not understand: packed sequences, sinks.
+# Written only where there is what a reader of version 1 would not understand: packed sequences, sinks, ALiBi.
 PACKED_VERSION = "1.1"
 
 Layout = Literal["BHTD", "BTHD"]
 Causal = Literal["none", "top-left", "bottom-right"]
 LseBase = Literal["e", "2"]
 LseSink = Literal["included", "excluded"]
+AlibiOrigin = Literal["row", "first-key", "last-key"]
 
+# Keys of version 1.1 that are written only where they say something else.
+_UNSAID = {"lse_sink": "included", "alibi_origin": "row"}
 # Positions are 64-bit integers; their differences with a window must be too.
 _WIDEST = 2**62
 
 _DROPOUT = "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)"
 _SINKS = "expected a tensor 'sinks' of logits, [Hq], beside q; one number for all heads is softmax_offset"
-_ALIBI = "ALiBi slopes are not supported: pass the bias as the additive tensor 'mask'"
+_ALIBI = "expected ALiBi's slopes as a tensor 'alibi_slopes', [Hq], beside q; a bias that is written out is 'mask'"
 _PACKED = "expected a tensor of integers, [documents + 1], beside q"
 _REFUSED = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_mask"), _DROPOUT),
@@ -60,6 +63,10 @@ class Metadata:
     """A sink's logit, the same for all heads: 0 is the off-by-one softmax; None: none, or the tensor ``sinks``."""
     lse_sink: LseSink = "included"
     """Whether the captured LSE has the sink in it, as FlashAttention's has, or is that of the keys alone."""
+    alibi_origin: AlibiOrigin = "row"
+    """Where the bias of ``alibi_slopes`` is counted from: "row": -slope |position(t) - j|; "first-key": slope j, as
+    flash_attn 2 has it under causality without a left window, its LSE too, and BLOOM; "last-key": slope (j - Tk + 1),
+    as MPT."""
     layer: int | None = None
     """The model's number of the layer."""
     head_offset: int = 0
@@ -83,7 +90,7 @@ class Metadata:
 
     def __post_init__(self) -> None:
         for name, allowed in (("layout", Layout), ("causal", Causal), ("lse_base", LseBase),
-                              ("lse_sink", LseSink)):  # fmt: skip
+                              ("lse_sink", LseSink), ("alibi_origin", AlibiOrigin)):  # fmt: skip
             if getattr(self, name) not in get_args(allowed):
                 raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         # Errors of dQ carry the square of scale; times anything it must stay a number other than 0.
@@ -144,7 +151,7 @@ class Metadata:
         text = {"format": FORMAT, "format_version": version, **self.extra}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name == "extra" or value is None or (item.name == "lse_sink" and value == "included"):
+            if item.name == "extra" or value is None or value == _UNSAID.get(item.name):
                 continue
             text[item.name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         # Half a surrogate pair, as a dump's names may hold it, cannot be written.
@@ -172,7 +179,8 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
     **dict.fromkeys(
-        ("layout", "causal", "lse_base", "lse_sink", "kernel", "device", "torch", "hardware", "notes"), (str, "text")
+        ("layout", "causal", "lse_base", "lse_sink", "alibi_origin", "kernel", "device", "torch", "hardware", "notes"),
+        (str, "text"),
     ),
 }
 KEYS = frozenset(_PARSERS)

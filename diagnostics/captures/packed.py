@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.documents import first_of, require_integers
-from attn_diag.captures.sources import OBSERVED, PACKING, TensorSource
+from attn_diag.captures.sources import CACHE, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 
 # [total, H, D], as flash_attn's varlen functions have them; of the others the first axis is the batch, or lacks.
@@ -76,7 +76,7 @@ def with_cu_seqlens(tensors: Mapping[str, TensorSource]) -> Mapping[str, TensorS
 
 def may_be_packed(tensors: Mapping[str, TensorSource]) -> bool:
     """Whether q [total, H, D], a layout of its own whatever is stated, may stand for documents."""
-    return is_packed(tensors) or "cu_seqlens" in tensors or "position_ids" in tensors
+    return is_packed(tensors) or any(name in tensors for name in ("cu_seqlens", "position_ids", *CACHE, "block_table"))
 
 
 def _of_positions(source: TensorSource) -> Tensor | None:

@@ -62,7 +62,7 @@ def joined_rows(
         elif name.rpartition(".")[2] == "dsinks":
             if whole:
                 tensors[name] = summed(sources)
-        elif name in ("w_q", "sinks"):
+        elif name in ("w_q", "sinks", "alibi_slopes"):
             if not all(equal_bits(sources[0][...], source[...]) for source in sources[1:]):
                 raise InputError(f"{name} differs between ranks that hold other rows of the same sequences")
             tensors[name] = sources[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attn_diag.captures.alibi import require_slopes
+from attn_diag.captures.mask_gradient import require_mask_gradient
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sinks import require_sinks
 from attn_diag.captures.sources import PACKING, TensorSource
@@ -66,6 +68,8 @@ def require_fitting(tensors: Tensors, metadata: Metadata) -> None:
             raise InputError(f"{odd[0]}: rows that several ranks share cannot be packed sequences")
     _check_inputs(shaped)
     require_sinks(tensors, metadata, shaped.q_heads)
+    require_slopes(tensors, metadata, shaped.q_heads, shaped.batch)
+    require_mask_gradient(tensors)
     _check_outputs(shaped)
 
 

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre", "dsinks")
+OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre", "dsinks", "dmask")
 DEFAULT_OBSERVATION = "observed"
 PACKING = ("cu_seqlens_q", "cu_seqlens_k")
+CACHE = ("page_table", "cache_seqlens")
 INPUTS = (
     "q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "q_descale", "k_descale", "v_descale", "sinks",
-    *PACKING,
+    "alibi_slopes", *PACKING, *CACHE,
 )  # fmt: skip
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, *FP8)

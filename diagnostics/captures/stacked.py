@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.joined import JoinedSource
 from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
@@ -55,7 +56,9 @@ def stacked_documents(members: Sequence[Mapping[str, TensorSource]], layout: str
             tensors[name] = _borders(name, sources, totals)
         elif axis is not None:
             tensors[name] = JoinedSource(sources, axis)
-        elif base in INPUTS + OBSERVED and base not in ("w_q", *OF_HEADS):
+        elif base == SLOPES and len(sources[0].shape) == 2:
+            tensors[name] = JoinedSource(sources, 0)
+        elif base in INPUTS + OBSERVED and base not in ("w_q", SLOPES, *OF_HEADS):
             raise InputError(f"{name} of packed sequences cannot be put together over ranks; inspect each rank's file")
     return tensors
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.captures.sinks import OF_HEADS
-from attn_diag.captures.sources import DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
+from attn_diag.captures.sources import CACHE, DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
 
@@ -24,7 +25,7 @@ def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
     """
     for name in tensors:
         observation, dot, output = name.rpartition(".")
-        if output not in PACKING and output not in OF_HEADS:
+        if output not in (*PACKING, *OF_HEADS) and name != SLOPES:
             refuse_unsupported(output)
         if (
             output in OBSERVED
@@ -56,7 +57,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
             raise InputError(f"q_positions must be integers, got {short(dtype)}")
     elif (
         base in INPUTS + OBSERVED
-        and base not in PACKING
+        and base not in (*PACKING, *CACHE)
         and dtype not in FLOATS
         and not (base == "mask" and dtype == torch.bool)
     ):
@@ -65,7 +66,9 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 
 def _check_input_dtypes(tensors: Tensors) -> None:
     dtypes = {name: tensors[name].dtype for name in ("q", "k", "v")}
-    if len(set(dtypes.values())) > 1 and not all(dtype in FP8 for dtype in dtypes.values()):
+    # A cache may be narrower than q.
+    cached = dtypes["q"] in FLOATS and dtypes["k"] in FP8 and dtypes["v"] in FP8
+    if len(set(dtypes.values())) > 1 and not cached and not all(dtype in FP8 for dtype in dtypes.values()):
         listed = ", ".join(f"{name} {short(dtype)}" for name, dtype in dtypes.items())
         common = max(set(dtypes.values()), key=list(dtypes.values()).count)
         odd = [name for name, dtype in dtypes.items() if dtype != common]

@@ -18,7 +18,7 @@ def quant(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A safetensors file: w [out, in], and, if there are, observed (what became of it) and x.",
+            help="A safetensors file: w [out, in], and, if there are, observed (what became of it), x, dy and engine.",
         ),
     ],
     quantizer: Annotated[
@@ -42,14 +42,20 @@ def quant(
     The declared quantiser is held against the values in every bit; where they are not its own, those that differ from
     it in one thing or two are tried: blocks, rounding, the rule and the format of the scales, zero point, a stale amax.
 
-    Exit codes: 0 if the values are the declared quantiser's, or nothing was observed; 1 if they are not, or dithered
-    ones are biased.
+    With x and dy the straight-through gradient is held against that of the smoothed forward; with engine, what an
+    inference engine makes of the same weight, against the trainer's.
+
+    Exit codes: 0 if the values are the declared quantiser's, or nothing was observed; 1 if they are not, dithered ones
+    are biased, or the engine's are others.
     """
     from attn_diag.testing.quantizing.files import read_layer
     from attn_diag.testing.quantizing.quant import quant as run
 
     delivery.require_apart([file], [html], what="the file to be read")
     layer = read_layer(file, weight, quantizer, changes or [], device)
-    found = run(layer.w, layer.by, observed=layer.observed, x=layer.x, level=level, source=str(file))
+    found = run(
+        layer.w, layer.by, observed=layer.observed, x=layer.x, dy=layer.dy, engine=layer.engine, level=level,
+        source=str(file),
+    )  # fmt: skip
     delivery.deliver(found, html)
     return 0 if found.passed else 1

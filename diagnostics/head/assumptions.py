@@ -16,10 +16,11 @@ from typing import get_args
 import torch
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal, Layout, LseBase, Metadata
+from attn_diag.captures.metadata import AlibiOrigin, Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
 from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_sinks import with_other_sinks
+from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
@@ -98,6 +99,9 @@ def _message(check: Misfit) -> str:
     if check.sinks is not None:
         within = percent(check.better_error)
         return f"{found} {check.sinks} within {within}: the kernel's sinks are not the capture's."
+    if check.slopes is not None:
+        within = percent(check.better_error)
+        return f"{found} {check.slopes} within {within}: the kernel's slopes are not the capture's."
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     near = percent(check.better_error)
@@ -121,6 +125,11 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if known:
         error, words = min(known)
         return Misfit(observation, "o", stated.error, False, None, error, sinks=words)
+    fits = [(out_fit(c, observation, device), words) for words, c in with_other_slopes(capture)]
+    known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
+    if known:
+        error, words = min(known)
+        return Misfit(observation, "o", stated.error, False, None, error, slopes=words)
     best = better_reading(capture, observation, device, stated)
     return _misfit(observation, stated, best)
 
@@ -206,6 +215,11 @@ def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misf
     other = lse_error(flipped, observation, device)
     if other is not None and other <= TOLERANCE:
         return Misfit(observation, "lse", error, False, f"lse_base={base}", other)
+    for origin in get_args(AlibiOrigin) if "alibi_slopes" in capture.tensors else ():
+        moved = replace(capture, metadata=replace(capture.metadata, alibi_origin=origin))
+        other = lse_error(moved, observation, device)
+        if other is not None and other <= TOLERANCE:
+            return Misfit(observation, "lse", error, False, f"alibi_origin={origin}", other)
     return Misfit(observation, "lse", error, ok=False)
 
 

@@ -18,7 +18,7 @@ from attn_diag.head.machine import backend_name
 from attn_diag.head.recipe_search import spread_rows
 from attn_diag.head.scale_fit import ScaleFit
 from attn_diag.kernels import (
-    PRESETS,
+    RECIPES,
     EmulatedHead,
     Recipe,
     RecipeNotSupportedError,
@@ -39,8 +39,8 @@ def require_known(engine: str, recipes: Sequence[str | Recipe]) -> Engine:
     if engine not in ("emulation", "triton"):
         raise InputError(f"engine must be emulation or triton, got {engine!r}")
     for name in recipes:
-        if isinstance(name, str) and name not in PRESETS:
-            raise InputError(f"no recipe {name!r}; known: {', '.join(PRESETS)}")
+        if isinstance(name, str) and name not in RECIPES:
+            raise InputError(f"no recipe {name!r}; known: {', '.join(RECIPES)}")
     return "emulation" if engine == "emulation" else "triton"
 
 
@@ -153,6 +153,10 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
             flaw = find_flaw(subject, best, rows)
             named = " or ".join(dict.fromkeys(names))
             return Recognised(best.recipe, best.match.agreement, named, "" if flaw is None else flaw.words)
+    narrow, _ = search.low_bit_trials(subject, rows[:: max(1, len(rows) // _ROWS)], rows)
+    for trial in narrow[:1]:
+        if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
+            return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)
     return None
 
 

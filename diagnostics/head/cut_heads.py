@@ -45,14 +45,14 @@ def read_cut(
         shift = masking.shift(*parts[0].lengths)
         at = torch.arange(rows, device=device) + (first - parts[0].rows.start + shift)
         masking = replace(masking, positions=at)
-    elif rows * width > _MOST_SCORES:
+    elif rows * width > _MOST_SCORES or "alibi_slopes" in capture.tensors:
         return None
     else:
         masking = Masking(mask=torch.cat([_visible(masking, part, own, span, device) for part in parts]))
     inputs, kv = read_head(capture, batch, head, device).head, head // (capture.q_heads // capture.kv_heads)
     every = whole.of(capture)
     k, v = (_read(every, name, kv, span, device) * capture.descale(name, batch, kv) for name in "kv")
-    return replace(inputs, k=k, v=v, masking=masking)
+    return replace(inputs, k=k, v=v, masking=replace(masking, alibi=inputs.masking.alibi))
 
 
 def _visible(masking: Masking, part: Document, own: Document, span: slice, device: torch.device) -> Tensor:

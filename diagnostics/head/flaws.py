@@ -34,6 +34,8 @@ _BLOCK = 128
 _RUNS = 8
 # Rows or features with so many times the misses of a recipe that fits are looked at together.
 _CONCENTRATED = 10
+# Rows by themselves are left to chance where they are at most this part of all, or two.
+_FEW_ROWS = 16
 # Features are named where they are at most this part of all.
 _FEW_FEATURES = 4
 
@@ -61,6 +63,9 @@ class Flaw:
     place: bool
     """Whether they are a place: few features, rows together or at one distance, or few of the rows that see as many
     keys; else the recipe itself may be another one."""
+    chance: bool
+    """Whether the right recipe may miss them too: a few rows, each by itself. One rounding of P_bar that falls to the
+    other side, where a row has a heavy key, moves many features of that row."""
 
     @property
     def words(self) -> str:
@@ -122,6 +127,7 @@ def _placed(
     bad, width = wrong.any(1), wrong.shape[1]
     columns = wrong.any(0)
     few = int(columns.sum()) * _FEW_FEATURES <= width
+    alone = not bool((bad[1:] & bad[:-1]).any()) and int(bad.sum()) <= max(2, len(bad) // _FEW_ROWS)
     # Neighbours of wrong rows may be right by chance: they put no weight on what is wrong.
     places = bad.nonzero()[:, 0]
     inside = torch.zeros_like(bad)
@@ -139,6 +145,7 @@ def _placed(
         explained=explained,
         kept=kept,
         agreement=float(equal.double().mean()) if equal.numel() else 0.0,
+        chance=explained and alone and not _at_one_distance(bad),
         place=few or left is inside or _together(bad) or (not explained and _are_few(subject, rows, bad)),
     )
 
@@ -166,9 +173,14 @@ def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: Float
 
 def _together(bad: Tensor) -> bool:
     """Whether the rows marked are few runs, or lie at one distance."""
-    numbers = bad.nonzero()[:, 0]
-    steps = numbers.diff()
+    steps = bad.nonzero()[:, 0].diff()
     return 1 + int((steps > 1).sum()) <= _RUNS or len(set(steps.tolist())) == 1
+
+
+def _at_one_distance(bad: Tensor) -> bool:
+    """Whether the rows marked, three or more, follow each other at one distance: as the first rows of tiles do."""
+    steps = bad.nonzero()[:, 0].diff().tolist()
+    return len(steps) > 1 and len(set(steps)) == 1
 
 
 def _are_few(subject: SearchedHead, rows: Tensor, bad: Tensor) -> bool:

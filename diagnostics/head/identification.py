@@ -121,7 +121,10 @@ def identify_head(
     sampled, flaw = _flaws(subject, trials[0], final, rows)
     judge = _Judge(capture, observation, batch, head, subject, device)
     elements = trials[0].match.equal.numel()
-    found = IdentifiedHead(subject, len(final), trials, tried, search.threshold(subject.fmt, elements), flaw)
+    least = search.threshold(subject.fmt, elements, trials[0].recipe)
+    # What the right recipe may miss too is set aside, not held against the kernel.
+    broken = None if flaw is None or flaw.chance else flaw
+    found = IdentifiedHead(subject, len(final), trials, tried, least, broken)
     judge.choose(found, sampled)
     return found
 
@@ -130,6 +133,8 @@ def _flaws(
     subject: SearchedHead, best: Trial, final: torch.Tensor, rows: int | None
 ) -> tuple[Flaw | None, Flaw | None]:
     """What the best recipe does not explain: in the rows compared, and in as many as can be looked at."""
+    if best.recipe.quantized:
+        return None, None  # what it misses is codes that turned
     length, keys = len(subject.observed), len(subject.inputs.head.k)
     count = rows or min(length, _WHOLE_SCORES // keys)
     found = find_flaw(subject, best, final)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.documents import Document
 from attn_diag.captures.sources import PACKING
@@ -33,7 +34,12 @@ class OtherDocuments:
         """The capture with these documents in place of its own."""
         ends = [[0, *(d.rows.stop for d in self.documents)], [0, *(d.keys.stop for d in self.documents)]]
         borders = {name: torch.tensor(end) for name, end in zip(PACKING, ends, strict=True)}
-        return replace(capture, tensors={**capture.tensors, **borders})
+        slopes: dict[str, Tensor] = {}
+        if SLOPES in capture.tensors and len(capture.tensors[SLOPES].shape) == 2 and capture.documents is not None:
+            # Each takes the slopes of the document that its first row belongs to.
+            first = [max(o.number for o in capture.documents if o.rows.start <= d.rows.start) for d in self.documents]
+            slopes[SLOPES] = capture.tensors[SLOPES][...][first]
+        return replace(capture, tensors={**capture.tensors, **borders, **slopes})
 
 
 def merged(capture: Capture) -> OtherDocuments | None:

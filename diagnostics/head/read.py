@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of
+from attn_diag.errors import InputError
+from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of
 
 
 class NonFiniteCensus:
@@ -151,6 +152,25 @@ def _read_sink(capture: Capture, batch: int, head: int, census: NonFiniteCensus,
     return None
 
 
+# Distances up to it times a slope of fp32 are exact in float64.
+_FARTHEST = 2**29
+
+
+def _read_alibi(capture: Capture, batch: int, head: int, census: NonFiniteCensus, bad_rows: Tensor) -> Alibi | None:
+    """The bias by distance of a head; None without one, as with a slope of 0. NaN and Inf spoil every row."""
+    slope = capture.alibi_slope(batch, head)
+    if not slope:
+        return None
+    if not math.isfinite(slope):
+        census.record("alibi_slopes", batch, head, bad_rows.new_ones(1))
+        bad_rows.fill_(True)
+        return None
+    positions = capture.q_positions(batch)
+    if positions is not None and int(positions.abs().max()) > _FARTHEST:
+        raise InputError(f"{capture.source}: q_positions beyond {_FARTHEST} are too far for ALiBi; correct them")
+    return Alibi(slope, capture.metadata.alibi_origin)
+
+
 def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
@@ -177,6 +197,7 @@ def read_head(
         window=capture.metadata.window,
         mask=mask,
         positions=capture.q_positions(batch),
+        alibi=_read_alibi(capture, batch, head, census, bad_rows["q"]),
     )
     return HeadInputs(
         AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink),

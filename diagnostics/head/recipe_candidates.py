@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from attn_diag.head.recipe_changes import CAST_ROW_SUM, FP32_ROW_SUM, SITES, coarse_scores
-from attn_diag.kernels import PRESETS, Recipe, Schedule, preset
+from attn_diag.kernels import LOW_BIT, PRESETS, RECIPES, Recipe, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import BACKWARD
 
@@ -38,6 +38,12 @@ def known_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     tile = split_tile(head_dim)
     splitting = replace(preset("fa2", fmt, head_dim), schedule=Schedule(key_tile=tile, split_keys=tile))
     return *forwards.values(), splitting
+
+
+@cache
+def low_bit_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
+    """The published kernels below 16 bits, each in its own schedule."""
+    return tuple(preset(name, fmt, head_dim) for name in LOW_BIT)
 
 
 @cache
@@ -101,7 +107,7 @@ def variants(recipe: Recipe) -> list[Recipe]:
 
 def known_name(recipe: Recipe, head_dim: int) -> str | None:
     """The preset with this forward and schedule, up to how it takes the exponential; None if there is none."""
-    for known in known_recipes(recipe.input, head_dim):
+    for known in (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim)):
         if _forward(known) == _forward(recipe) and _same_order(known.schedule, recipe.schedule, head_dim):
             return known.name
     return None
@@ -109,13 +115,14 @@ def known_name(recipe: Recipe, head_dim: int) -> str | None:
 
 def family_name(recipe: Recipe, head_dim: int) -> str:
     """The first preset with these rounding sites, in whatever schedule."""
-    named = (known.name for known in known_recipes(recipe.input, head_dim) if _forward(known) == _forward(recipe))
+    every = (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim))
+    named = (known.name for known in every if _forward(known) == _forward(recipe))
     return next(named, recipe.name)
 
 
 def same_forward(name: str, fmt: Format, head_dim: int) -> list[Recipe]:
     """All presets with the forward and schedule of preset ``name``: they differ, if at all, in their backward."""
-    wanted, presets = preset(name, fmt, head_dim), [preset(n, fmt, head_dim) for n in PRESETS]
+    wanted, presets = preset(name, fmt, head_dim), [preset(n, fmt, head_dim) for n in RECIPES]
     return [p for p in presets if _forward(p) == _forward(wanted) and p.schedule == wanted.schedule]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Format, base, parse
+from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
 
 CastMode = Literal["toward-zero", "up", "down"]
 _CASTS: dict[CastMode, str] = {"toward-zero": "truncates", "up": "rounds up", "down": "rounds down"}
@@ -61,6 +62,8 @@ class Site:
 
 # In the order of the computation.
 SITES: dict[str, Site] = {
+    "quantize_q": Site("quantisation of q", undone={"quantize_q": NO_QUANTIZER}),
+    "quantize_k": Site("quantisation of k", undone={"quantize_k": NO_QUANTIZER, "smooth_k": "none"}),
     "scores": Site(
         "rounding of the scores S", "the scores S", "scores", takes={"alpha": "before-rounding", "exp": "exact"}
     ),
@@ -68,7 +71,10 @@ SITES: dict[str, Site] = {
     "row_max": Site("rounding of the row maximum m", "the row maximum", "maximum"),
     "exp": Site("polynomial exp2", undone={"exp": "exact"}),
     "probs": Site("cast of P̄ for PV", cast="the cast of P̄"),
+    "quantize_probs": Site("quantisation of P̄", undone={"quantize_probs": NO_QUANTIZER}),
+    "quantize_v": Site("quantisation of v", undone={"quantize_v": NO_QUANTIZER}),
     "row_sum": Site("rounding of the row sum l", "the row sum l", "row sum"),
+    "pv_sums": Site("sums of P̄V inside the tensor core", "P̄V in the tensor core"),
     "range_pv": Site("rounding of P̄V per key range", "P̄V of every tile", "PV of a range"),
     "accumulator": Site("rounding of Ō between key ranges", "the accumulator of O", "O's accumulator"),
     "accumulation": Site("truncation in the sums of products", undone={"accumulation": "exact"}),
@@ -78,6 +84,8 @@ SITES: dict[str, Site] = {
     "backward_probs": Site("cast of P in dS"),
     "dprobs": Site("rounding of dP", "dP"),
     "dscores": Site("cast of dS", cast="the cast of dS"),
+    "quantize_dscores": Site("quantisation of dS", undone={"quantize_dscores": NO_QUANTIZER}),
+    "backward_operands": Site("quantised q and k of dS K and dSᵀQ", undone={"backward_operands": "given"}),
     "gradient_accumulator": Site("rounding of dQ between key ranges", "the gradients' accumulator"),
     "dq": Site("last rounding of dQ", cast="the last cast of the gradients"),
     "arithmetic": Site("fp32 arithmetic between the sites", undone={"arithmetic": "fp64"}),
@@ -158,3 +166,22 @@ LATE_DIVISION = RecipeChange("O is cast before the division by l", {"division": 
 CUBIC_EXP2 = RecipeChange("a degree-3 polynomial for exp2", {"exp": "polynomial", "exp_degree": 3})
 DS_FROM_CAST_P = RecipeChange("dS from the cast P", {"dscores_from": "cast-probs"})
 EARLY_ALPHA = RecipeChange("alpha before the cast of dS", {"alpha_in_backward": "before-cast"})
+SMOOTH_K = RecipeChange("k's mean over the keys is taken off before it is quantised", {"smooth_k": "mean"})
+SMOOTH_Q = RecipeChange(
+    "q's mean over a query block is taken off before it is quantised, its product added", {"smooth_q": "block-mean"}
+)
+ROTATED = RecipeChange("q and k times a Hadamard matrix before they are quantised", {"rotation": "hadamard"})
+TWO_LEVELS = RecipeChange("sums of P_barV of a key range are added in fp32 outside", {"pv_levels": "two"})
+FP32_PV_SUMS = RecipeChange("the tensor core sums P_barV in fp32", exact("pv_sums"))
+EXACT_SUMS = RecipeChange("sums of products without truncation", exact("accumulation"))
+
+
+def requantised(recipe: Recipe, field_name: str, words: str, **changes: Any) -> RecipeChange | None:
+    """An operand's quantiser with fields changed; None where nothing is quantised there, or nothing changes."""
+    text = getattr(recipe, field_name)
+    by = parse_quantizer(text)
+    if by is None or all(getattr(by, name) == value for name, value in changes.items()):
+        return None
+    name, *parts = text.split()
+    kept = [part for part in parts if part.partition("=")[0] not in changes]
+    return RecipeChange(words, {field_name: " ".join([name, *kept, *(f"{n}={v}" for n, v in changes.items())])})

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.read import HeadInputs, read_head
-from attn_diag.head.recipe_candidates import families, known_name, known_recipes, mixtures, schedules, variants
-from attn_diag.kernels import Recipe, emulate_rows
+from attn_diag.head.recipe_candidates import (
+    families,
+    known_name,
+    known_recipes,
+    low_bit_recipes,
+    mixtures,
+    schedules,
+    variants,
+)
+from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows
+from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import Format
 from attn_diag.reference import reference_rows
 from attn_diag.work import map_in_order
@@ -125,6 +134,10 @@ LEVEL = 0.01
 # The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
 # truncation, which are not modelled, now and then move O across a rounding boundary.
 _MISSED_BF16 = 0.002
+# Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
+_MISSED_LOW_BIT = 0.01
+# With so much fewer bits on a few rows they are not looked at further.
+_LOW_BIT_AT_ALL = 0.9
 # With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
 _MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
@@ -195,9 +208,11 @@ def known(subject: SearchedHead) -> list[Recipe]:
     return [r for r in recipes if subject.diagonal or r.schedule.order != "diagonal-first"]
 
 
-def threshold(fmt: Format, elements: int) -> float:
+def threshold(fmt: Format, elements: int, recipe: Recipe | None = None) -> float:
     """The agreement from which a recipe fits: what the right one has, less a standard error of so many elements."""
     missed = _MISSED_BF16 * 2.0 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
+    if recipe is not None and recipe.quantized:
+        missed = _MISSED_LOW_BIT
     return 1 - missed - math.sqrt(missed * (1 - missed) / elements)
 
 
@@ -212,7 +227,7 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
 def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
     """The finalists on the final rows, best first, and how many recipes were tried altogether.
 
-    First the presets' rounding sites; where none of them fits, every mixture of these.
+    First the presets' rounding sites; where none of them fits, kernels below 16 bits, then every mixture of the former.
     """
     d = subject.head_dim
     found = families(subject.fmt, d)
@@ -220,9 +235,33 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     best = trials[0].match
     if best.agreement >= threshold(subject.fmt, best.equal.numel()):
         return trials, tried
+    narrow, tried_narrow = low_bit_trials(subject, coarse_rows, final_rows)
+    tried += tried_narrow
+    if narrow and narrow[0].match.agreement >= threshold(subject.fmt, best.equal.numel(), narrow[0].recipe):
+        return ranked([*narrow, *trials], d), tried
     more, tried_more = _tried(subject, coarse_rows, final_rows, mixtures(subject.fmt, d), [])
     known_already = {t.recipe for t in trials}
     return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), tried + tried_more
+
+
+def low_bit_trials(subject: SearchedHead, few: Tensor, many: Tensor) -> tuple[list[Trial], int]:
+    """Kernels below 16 bits on ``many`` rows, best first, where they fit on a few; and how many were tried.
+
+    Their scales are those of all rows of q: where only chosen ones were captured, none.
+    """
+    if subject.inputs.head.masking.positions is not None:
+        return [], 0
+    recipes = [r for r in low_bit_recipes(subject.fmt, subject.head_dim) if _runs(r, subject.inputs.head)]
+    trials = [t for t in subject.run(recipes, few) if t.match.agreement > _LOW_BIT_AT_ALL]
+    return ranked(subject.run([t.recipe for t in trials], many), subject.head_dim), len(recipes)
+
+
+def _runs(recipe: Recipe, head: HeadLike) -> bool:
+    try:
+        check_supported(recipe, head)
+    except RecipeNotSupportedError:
+        return False
+    return True
 
 
 def _tried(
@@ -255,6 +294,6 @@ def _coarse(subject: SearchedHead, rows: Tensor, found: Sequence[Recipe], always
 
 def _in_one_block(recipe: Recipe) -> Recipe:
     """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
-    if recipe.schedule.order == "diagonal-first":
+    if recipe.schedule.order == "diagonal-first" or recipe.smooth_q != "none":
         return recipe
     return replace(recipe, schedule=replace(recipe.schedule, query_block=2**20))

@@ -152,7 +152,7 @@ class RowMaximaCollector:
 def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
     """A collector of repeated maxima for this head, "as_run" included where the recipe's scores are known."""
     head = inputs.head
-    if recipe is None or not plain_scores(head) or not _follows_scores(recipe):
+    if recipe is None or not plain_scores(head) or head.masking.alibi is not None or not _follows_scores(recipe):
         return RowMaximaCollector(len(head.q), head.q.device, inputs.input_format)
     arithmetic = format_of(torch.float64 if recipe.arithmetic == "fp64" else torch.float32)
     score_format = site_format(recipe.scores) or arithmetic
@@ -161,7 +161,9 @@ def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollecto
 
 
 def _follows_scores(recipe: Recipe) -> bool:
-    """Whether equal stored scores come from nearly equal ones: no random draws, no saturation at 448."""
+    """Whether equal stored scores come from nearly equal ones: no random draws, no saturation at 448, q and k whole."""
+    if {"quantize_q", "quantize_k"} & set(recipe.quantized) or recipe.smooth_k != "none":
+        return False
     rounding = parse(recipe.scores)
     return rounds_monotonically(recipe.scores) and (rounding is None or not rounding.format.finite)
 
@@ -176,7 +178,7 @@ def site_format(text: str) -> FloatFormat | None:
 
 
 def plain_scores(head: AttentionHead) -> bool:
-    """Whether the scores are alpha q.k alone (no softcap, no additive mask): a recipe may store them without alpha."""
+    """Whether nothing but ALiBi changes alpha q.k (softcap, additive mask): a recipe may store scores without alpha."""
     mask = head.masking.mask
     return head.softcap is None and (mask is None or mask.dtype == torch.bool)
 

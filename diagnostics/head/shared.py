@@ -54,6 +54,7 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
                 keys = keys + _mixed(c.descale(name[0], batch, kv_head))
         prefix = ((keys + 1) * _weights(length, 3)[: len(keys)]).cumsum(0)
         row = _hash(c.read("q", batch, head), 4) + _mixed(c.descale("q", batch, head))
+        row = row + _mixed(c.alibi_slope(batch, head) or 0.0)
         if masked:
             row = row + _hash_mask(c, batch, head, stops)
         before = torch.cat([prefix.new_zeros(1), prefix])[stops]

@@ -18,7 +18,7 @@ from attn_diag.head.propagation import sloped
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import RowMaximaCollector, collector_of
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
-from attn_diag.kernels.recipe import FORMATS
+from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, Rows, reference_head, ulp
 from attn_diag.work import map_in_order
 
@@ -315,6 +315,7 @@ def measure_variants(
 def exact_recipe(recipe: Recipe) -> Recipe:
     """The same algorithm and schedule in float64, nothing rounded."""
     unrounded: dict[str, Any] = dict.fromkeys([name for name in FORMATS if name != "input"], "fp32")
+    unrounded |= dict.fromkeys((*QUANTIZERS, *SMOOTHING), "none")
     return replace(recipe, **unrounded, arithmetic="fp64", accumulation="exact", exp="exact")
 
 

@@ -182,6 +182,8 @@ class Misfit:
     """Of packed sequences: which other documents O fits, in words; a fault of the kernel or of cu_seqlens."""
     sinks: str | None = None
     """Other sinks that O fits, in a sentence; then the kernel or the stated sinks are wrong."""
+    slopes: str | None = None
+    """Other ALiBi slopes that O fits, likewise."""
 
 
 @dataclass(frozen=True)

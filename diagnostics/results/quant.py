@@ -82,6 +82,46 @@ class Alternative:
     """As ``OutputShift.constant``; null without x."""
 
 
+@dataclass(frozen=True)
+class StraightThrough:
+    """The straight-through gradient beside the gradient of the smoothed forward, along dyᵀ x."""
+
+    rows: int
+    """Rows of x and dy."""
+    gain: Number
+    """How far the smoothed forward's loss moves, over how far the gradient says; 1: right."""
+    standard_error: Number
+    """Of ``gain``, over draws of the dither."""
+    right: bool
+    """Whether it is 1, to 2 % or within four standard errors."""
+    clipped: Number
+    """What clipped elements have of the gradient's say."""
+    clipped_gain: Number | None
+    """Their own gain: 0 where they stay where they are; null where none is clipped."""
+    draws: int
+    """Of the dither."""
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """What another program, an inference engine, makes of the same weight."""
+
+    quantizer: str | None
+    """Whose values they are; null: of none that is known."""
+    words: str
+    """How it differs from the trainer's, in words."""
+    equal: Number
+    """The part of the elements that have the trainer's value."""
+    difference: Number
+    """Root mean square of engine less trainer, over that of w."""
+    away: Number
+    """Mean of engine less trainer times sign(w), over the mean of |w|."""
+    output: Number | None
+    """Root mean square of the outputs' difference over that of y; null without x."""
+    same: bool
+    """Whether both have the same values, but for last bits."""
+
+
 @dataclass(frozen=True, repr=False)
 class Quant(Result):
     """The result of ``attn_diag.quant``."""
@@ -127,6 +167,10 @@ class Quant(Result):
     """What others would leave, the declared one first."""
     next: str | None = None
     """What to do next."""
+    gradient: StraightThrough | None = None
+    """The straight-through gradient; null without x and dy, or a quantiser."""
+    engine: EngineWeights | None = None
+    """What an engine makes of the weight; null where that was not given."""
     schema: Literal["attn-diag-quant"] = "attn-diag-quant"
     schema_version: Literal[1] = 1
 

@@ -132,6 +132,25 @@ class StabilisedLimits:
     """Whether that is less than the baseline leaves; null likewise."""
 
 
+@dataclass(frozen=True)
+class ProbsUnderflow:
+    """How much of P_bar becomes 0 in its cast to 8 bits, with one scale and order of keys; see ``head.underflow``."""
+
+    words: str
+    """What is changed, in words; "as it is" for the baseline."""
+    scale: Number
+    """What P_bar is multiplied by before its cast."""
+    order: str
+    """The order of the keys."""
+    counted: Number
+    """The part of the visible P_bar that is rounded to 0."""
+    predicted: Number
+    """The same from every row's mean score, deviation and running maximum, as of normal scores."""
+    closed_form: Number | None
+    """The same from the head's alone, where the first keys are met first: Phi((gap + 1.03 sigma - 6.93 - ln S) / sigma)
+    for E4M3; with sigma = 1 that of arXiv 2606.06521. Null for another order."""
+
+
 @dataclass(frozen=True, repr=False)
 class WhatIf(OneHead, Result):
     """The result of ``attn_diag.what_if``: other recipes and mitigations on one head's inputs."""
@@ -172,6 +191,9 @@ class WhatIf(OneHead, Result):
     """The limits of the stabilised softmax."""
     summary: tuple[str, ...]
     """The result in sentences."""
+    underflow: tuple[ProbsUnderflow, ...] = ()
+    """What of P_bar its cast rounds to 0, the baseline first; empty where P_bar is not cast to 8 bits, one scale for
+    all."""
     notes: tuple[str, ...] = ()
     """What was left out or assumed."""
     family_size: int = field(default=0)

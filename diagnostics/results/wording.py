@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Sequence
 from decimal import Decimal
 
 DASH = "–"
 """What is shown of a number that is not known."""
 SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dsinks": "dSink",
-           "dw_q": "dW_Q"}  # fmt: skip
+           "dmask": "dMask", "dw_q": "dW_Q"}  # fmt: skip
 """The outputs of attention and of its backward pass, by their keys in captures and results."""
 
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
@@ -132,6 +133,11 @@ def singular(predicate: str) -> str:
     for several, one in _OF_ONE.items():
         said = said.replace(several, one)
     return said
+
+
+def source_argument(source: str) -> str:
+    """A capture's source as an argument of a command; of the bundled example the option that stands for it."""
+    return "--example" if source.startswith("example ") else shlex.quote(source)
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -21,6 +21,8 @@ from attn_diag.head.recipe_changes import SITES, exact, in_mode
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode, parse
+from attn_diag.kernels.quantizers import NO_QUANTIZER
+from attn_diag.kernels.recipe import QUANTIZERS
 from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
 from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
 
@@ -47,6 +49,10 @@ def rounding_sites(recipe: Recipe) -> tuple[RoundingSite, ...]:
             loses, words = value == "polynomial", f"{words} of degree {recipe.exp_degree}"
         elif name == "accumulation":
             loses = value == "nvidia-tensor-core"
+        elif name in QUANTIZERS:
+            loses = value != NO_QUANTIZER
+        elif name == "backward_operands":
+            loses = value == "quantized" and ("quantize_k" in recipe.quantized or "quantize_q" in recipe.quantized)
         elif name == "arithmetic":
             loses = value == "fp32"
             if recipe.accumulation == "fp32-nearest":

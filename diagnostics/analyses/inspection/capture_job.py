@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.dsinks import judge_dsinks
+from attn_diag.analyses.dmask import judge_sums
 from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
@@ -181,9 +181,8 @@ class CaptureJob:
                     coarse=coarse_words(recipe or (found.recipe if found else None)),
                 )
             )
-        shape = {"B": c.batch, "Hq": c.q_heads, "Hk": c.kv_heads, "Tq": c.q_length, "Tk": c.k_length, "D": c.head_dim}
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
-        return CaptureDiagnosis(c.source, c.in_text(), shape, self.assumptions, nonfinite, tuple(observations))
+        return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
     def _measure(self, group: HeadGroup) -> GroupMeasurement:
         """Every observation of the query heads that share a key head, in one sequence."""
@@ -278,8 +277,8 @@ class CaptureJob:
             covered=covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
         )
-        why = judge_dsinks(c, name, {h: [p.sink for p in parts] for h, parts in measured.items()}, quantities)
-        missing += () if why is None else (f"dSink ({why})",)
+        sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
+        missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
         entries = [
             pool(
                 parts,

@@ -68,16 +68,21 @@ def inspect(
     w_q: Array | None = None,
     dq_pre: Array | None = None,
     mask: Array | None = None,
+    dmask: Array | None = None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     position_ids: Array | None = None,
+    page_table: Array | None = None,
+    cache_seqlens: Array | None = None,
     sinks: Array | None = None,
     dsinks: Array | None = None,
+    alibi_slopes: Array | None = None,
     causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     softmax_offset: float | None = None,
+    alibi_origin: str | None = None,
     layout: str | None = None,
     dump: Dump | None = None,
     recipes: Sequence[str | Recipe] = (),
@@ -98,13 +103,17 @@ def inspect(
         lse, delta: [B, H, T] fp32; lse in the natural logarithm.
         x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
         dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
-        mask, scale, window, softcap: The call's own.
+        mask, dmask, scale, window, softcap: The call's own; dmask, the gradient of an additive mask, of its shape.
         cu_seqlens_q, cu_seqlens_k: Of packed (varlen) sequences, integers [documents + 1]: where documents begin, and
             the last one ends; the second only where it is another. q, k, v, o and their gradients are [total, H, D]
             then, lse and delta [H, total] (or all with a batch of 1). Every document is a sequence of its own.
         position_ids: Instead of these, integers [total] that begin again at 0 with every document.
+        page_table, cache_seqlens: Of a cache in pages: [B, pages of a sequence] and [B], with k and v [pages, page
+            size, Hk, D]; the second alone: how much of k and v is used.
         sinks, dsinks: [H], the logits of attention sinks (as gpt-oss: one more key of value 0), and their gradient.
         softmax_offset: Instead of these, the logit that all heads have: 0 is the off-by-one softmax.
+        alibi_slopes: [H] or [B, H], ALiBi's: -slope |t - j| is added to the scores, aligned as the causal mask is.
+        alibi_origin: "row"; or "first-key" or "last-key", where slope j, or slope (j - Tk + 1), is added instead.
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
         dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
@@ -123,10 +132,11 @@ def inspect(
     """
     require_by_name("inspect", k)
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
-             "dq_pre": dq_pre, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-             "position_ids": position_ids, "sinks": sinks, "dsinks": dsinks,
-             "softmax_offset": softmax_offset, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
-             "layout": layout}  # fmt: skip
+             "dq_pre": dq_pre, "mask": mask, "dmask": dmask, "cu_seqlens_q": cu_seqlens_q,
+             "cu_seqlens_k": cu_seqlens_k, "position_ids": position_ids, "page_table": page_table,
+             "cache_seqlens": cache_seqlens, "sinks": sinks, "dsinks": dsinks, "alibi_slopes": alibi_slopes,
+             "softmax_offset": softmax_offset, "alibi_origin": alibi_origin, "causal": causal, "scale": scale,
+             "window": window, "softcap": softcap, "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:
         captures, made_by = captures_of(q, k, v, call, function="inspect"), {}
@@ -228,6 +238,7 @@ def inspect_captures(
 
     ran: list[CaptureJob] = []
     for job in jobs:
+        job.patterns.beside = chosen
         if usable(job.capture.source, partial(run, job)) is not None:
             ran.append(job)
         done += job.head_count

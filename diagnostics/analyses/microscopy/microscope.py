@@ -137,6 +137,7 @@ def look(
         raise InputError(f"{opened.source}: row {row} holds or sees NaN or Inf; choose another row")
     if bool(block.fully_masked[0]):
         raise InputError(f"{opened.source}: row {row} sees no key; choose another row")
+    _refuse_low_bit(subject)
     _refuse_sinks_beyond_the_walk(subject, block)
     trace = trace_row(recipe, forward, row)
     walk = walk_element(recipe, trace, head.v[:, feature], exponent_factor(recipe, head))
@@ -202,6 +203,16 @@ def look(
     )
     progress(3, 3)
     return found
+
+
+def _refuse_low_bit(subject: MicroscopeSubject) -> None:
+    """Raise InputError where operands are quantised: the walk multiplies them as they were given."""
+    recipe = subject.recipe
+    if recipe.quantized or recipe.alpha == "in-q" or recipe.pv_sums != "fp32":
+        raise InputError(
+            f"{subject.opened.source}: the microscope does not follow {recipe.name}'s quantised operands; "
+            "attn-diag attribute says what each of them makes"
+        )
 
 
 def _refuse_sinks_beyond_the_walk(subject: MicroscopeSubject, block: RowBlock) -> None:

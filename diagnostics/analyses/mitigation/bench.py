@@ -26,6 +26,7 @@ from attn_diag.analyses.mitigation.mitigations import PRODUCTS, Price, WhatIfPla
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants
 from attn_diag.kernels import Recipe
+from attn_diag.kernels.emulation_forward import SCORES
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors
@@ -158,7 +159,7 @@ class Bench:
 
     def _acting_rows(self, recipe: Recipe) -> RepeatedMaxima:
         epsilon = recipe.softmax.epsilon
-        key = recipe.scores, recipe.alpha, recipe.accumulation, recipe.schedule, epsilon
+        key = *(getattr(recipe, field) for field in SCORES), recipe.schedule, epsilon
         if key not in self._acting:
             self._acting[key] = repeated_maxima_as_run(recipe, self.truth.head, epsilon)
         return self._acting[key]

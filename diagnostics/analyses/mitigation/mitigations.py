@@ -12,6 +12,7 @@ from attn_diag.head import recipe_changes as known
 from attn_diag.head.recipe_changes import RecipeChange
 from attn_diag.kernels import Recipe, SoftmaxRule, preset
 from attn_diag.kernels.formats import base
+from attn_diag.kernels.quantizers import NO_QUANTIZER
 
 Kind = Literal["mitigation", "mix", "other recipe"]
 
@@ -99,6 +100,17 @@ _FIELD_CHANGES: dict[str, tuple[RecipeChange, ...]] = {
         known.UNCAST_DS,
     ),
 }
+_OPERANDS = {
+    "quantize_q": "q", "quantize_k": "k", "quantize_v": "v", "quantize_probs": "P_bar", "quantize_do": "dO of dV",
+    "quantize_backward_probs": "P of dV", "quantize_dscores": "dS",
+}  # fmt: skip
+_SCALES = {
+    "quantize_q": {"token": "row", "32-tokens": "32rows"},
+    "quantize_k": {"token": "row", "64-tokens": "64rows"},
+    "quantize_v": {"channel": "column", "64-tokens": "64rows"},
+}
+_WHOLE_PRICE = Price(words="slower products: 16 bits, or fp32 sums outside the tensor core")
+_SMOOTH_Q_PRICE = Price(words="one row more of products a query block: its mean times k")
 _STABILISED_PRICE = Price(
     vector_ops=3, words="every score is compared with its row's maximum and counted before the exponential"
 )
@@ -155,6 +167,7 @@ def _all(
 ) -> Iterator[WhatIfPlan]:
     yield from _field_changes(baseline)
     yield from _mixes(baseline)
+    yield from _quantisers(baseline)
     yield from _rules(baseline, keys, score_unit, betas)
     yield from _orders(baseline, keys)
     yield from _random(baseline, seeds)
@@ -172,6 +185,33 @@ def _field_changes(baseline: Recipe) -> Iterator[WhatIfPlan]:
             yield _changed("cast-row-sum", baseline, [known.CAST_ROW_SUM])
         else:
             yield _changed("fp32-row-sum", baseline, [known.FP32_ROW_SUM])
+
+
+def _quantisers(baseline: Recipe) -> Iterator[WhatIfPlan]:
+    """Of recipes below 16 bits: operands left whole, other scales, smoothing, rotation and sums."""
+    for field in baseline.quantized:
+        name, words = field.removeprefix("quantize_"), _OPERANDS[field]
+        change = RecipeChange(f"{words} not quantised", {field: NO_QUANTIZER})
+        yield _changed(f"whole-{name}", baseline, [change], price=_WHOLE_PRICE)
+        for label, block in _SCALES.get(field, {}).items():
+            if other := known.requantised(baseline, field, f"a scale of {words} for every {label}", block=block):
+                yield _changed(f"{name}-scale-{label}", baseline, [other])
+    if {"quantize_q", "quantize_k"} & set(baseline.quantized):
+        for name, on in (("smooth-k", known.SMOOTH_K), ("smooth-q", known.SMOOTH_Q), ("hadamard", known.ROTATED)):
+            (site,) = on.fields
+            off = RecipeChange(f"without {name}", {site: "none"})
+            change, label = (on, name) if getattr(baseline, site) == "none" else (off, f"no-{name}")
+            price = _SMOOTH_Q_PRICE if label == "smooth-q" else None
+            yield _changed(label, baseline, [change], price=price)
+    if base(baseline.probs) in ("e4m3", "e5m2"):
+        for factor in (1.0, 256.0, 448.0):
+            if factor != baseline.probs_scale:
+                change = RecipeChange(f"P_bar times {factor:g} before its cast", {"probs_scale": factor})
+                yield _changed(f"p-scale-{factor:g}", baseline, [change])
+    if baseline.accumulation == "nvidia-tensor-core":
+        if known.TWO_LEVELS.acts_on(baseline):
+            yield _changed("two-level-sums", baseline, [known.TWO_LEVELS])
+        yield _changed("exact-sums", baseline, [known.EXACT_SUMS, known.FP32_PV_SUMS], price=_WHOLE_PRICE)
 
 
 def _mixes(baseline: Recipe) -> Iterator[WhatIfPlan]:

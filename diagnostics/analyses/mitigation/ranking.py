@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from attn_diag.analyses.mitigation.equivalence import RepeatedMaxima, beta_limits
-from attn_diag.kernels import Recipe
+from attn_diag.head.quality import AS_GOOD, LOSSY
+from attn_diag.kernels import LOW_BIT, Recipe
 from attn_diag.results import wording
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, StabilisedLimits, WhatIf
@@ -99,6 +100,10 @@ def stabilised_limits(
     return replace(limits, best=beta, best_helps=best.removed is not None and best.removed > 0)
 
 
+# Less of P_bar that becomes 0 is not told.
+_UNDERFLOW = 1e-3
+
+
 def summarise(found: WhatIf) -> tuple[str, ...]:
     """What the baseline loses, what helps most and cheapest, what does nothing, what harms, what changes the model."""
     mitigations = [c for c in found.candidates if c.kind == "mitigation"]
@@ -115,6 +120,8 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
         sentences.append(_best(found, ranked, title))
     sentences += _fp32_o(found)
     sentences += _mixed_scores(found, title)
+    sentences += _underflow(found)
+    sentences += _beside_own_format(found)
     useless = [c for c in ranked if abs(c.removed or 0.0) < NOTHING]
     if useless:
         named = _names(useless)
@@ -125,6 +132,37 @@ def summarise(found: WhatIf) -> tuple[str, ...]:
     sentences += _stabilised(found, title)
     sentences += _not_equivalent(found, title)
     return tuple(sentences)
+
+
+def _beside_own_format(found: WhatIf) -> Iterator[str]:
+    """Whether a kernel below 16 bits is as good as its own format allows: its captured errors beside its recipe's."""
+    if found.observed is None or found.recipe not in LOW_BIT:
+        return
+    pairs = {name: (getattr(found.observed, name), getattr(found.baseline.errors, name)) for name in ("o", "dq")}
+    factors = {name: seen / own for name, (seen, own) in pairs.items() if seen is not None and own}
+    if not factors:
+        return
+    told = wording.together([f"{wording.SYMBOLS[name]} {factor:.2f}" for name, factor in factors.items()])
+    worst = max(factors.values())
+    words = (
+        "as good as that format allows" if worst <= AS_GOOD
+        else "something is rounded more coarsely than this recipe rounds it" if worst > LOSSY
+        else "neither clearly as good nor clearly coarser"
+    )  # fmt: skip
+    yield f"Captured errors are {told} times those of {found.recipe}, the kernel's own format: {words} (this head)."
+
+
+def _underflow(found: WhatIf) -> Iterator[str]:
+    """What of P_bar becomes 0 in its cast, and what another scale or order would leave of that."""
+    if not found.underflow or max(u.counted for u in found.underflow) < _UNDERFLOW:
+        return
+    own, *others = found.underflow
+    closed = "" if own.closed_form is None else f", from the gap to the first keys alone {percent(own.closed_form)}"
+    rest = "; ".join(f"{u.words} {percent(u.counted)}" for u in others)
+    yield (
+        f"{percent(own.counted)} of P_bar becomes 0 in its cast (predicted from means and deviations of the scores: "
+        f"{percent(own.predicted)}{closed}){f'; {rest}' if rest else ''}."
+    )
 
 
 def percent(value: float | None) -> str:

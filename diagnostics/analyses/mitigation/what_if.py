@@ -27,6 +27,7 @@ from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import plain_scores
 from attn_diag.head.truth import observed_sizes
+from attn_diag.head.underflow import probs_underflow
 from attn_diag.kernels import Recipe
 from attn_diag.results.several import Several
 from attn_diag.results.what_if import Errors, WhatIf
@@ -176,18 +177,20 @@ def _tried(
         notes=tuple(notes),
         family_size=family,
         unfit=given.baseline.caution or _unfit(given),
+        underflow=probs_underflow(baseline.recipe, truth.head),
     )
     return replace(result, summary=summarise(result))
 
 
 def _score_unit(recipe: Recipe, inputs: HeadInputs) -> float:
     """What a scaled score of 1 is among the recipe's stored scores."""
-    return 1 / inputs.head.scale if recipe.alpha == "in-exponent" and plain_scores(inputs.head) else 1.0
+    units = {"in-exponent": 1 / inputs.head.scale, "in-q": 1 / math.log(2)}
+    return units.get(recipe.alpha, 1.0) if plain_scores(inputs.head) else 1.0
 
 
 def _clip_thresholds(inputs: HeadInputs, max_logit: float, notes: list[str]) -> list[float]:
-    if not plain_scores(inputs.head):
-        notes.append("QK-clip: not run, softcap or an additive mask acts on the scores")
+    if not plain_scores(inputs.head) or inputs.head.masking.alibi is not None:
+        notes.append("QK-clip: not run, softcap, ALiBi or an additive mask acts on the scores")
         return []
     known = CLIP_THRESHOLDS[0]
     if max_logit <= known:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.other_sinks import OtherSink
+from attn_diag.head.other_slopes import OtherSlope
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
@@ -69,6 +70,8 @@ class Evidence:
     """Of packed sequences: these rows in documents that are cut in another way, read likewise."""
     sinks: Sequence[Sequence[OtherSink]] = ()
     """Of each of the heads, the sinks that a faulty kernel may have given it."""
+    slopes: Sequence[Sequence[OtherSlope]] = ()
+    """Likewise its ALiBi slopes."""
 
     @property
     def name(self) -> str:

@@ -14,9 +14,12 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
 from attn_diag.head.other_documents import merged, near, seen_in_out
+from attn_diag.head.other_pages import CacheReading, lse_offset, read_otherwise
 from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
+from attn_diag.head.other_slopes import other_slopes
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
@@ -40,6 +43,8 @@ class CapturePatterns:
     """Finds where and how quantities of a capture are wrong."""
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
+        self.beside: Sequence[Capture] = ()
+        self._caches: dict[tuple[str, int], CacheReading | None] = {}
         self._capture, self._device, self._left = capture, device, _MOST_QUANTITIES
         self._group = capture.q_heads // capture.kv_heads
         self._kept: tuple[object, HeadTruths] | None = None
@@ -61,6 +66,8 @@ class CapturePatterns:
             found: Of each sequence, what it rests on.
             batches: The sequences.
         """
+        if (cache := self._cache(observation, verdict, batches)) is not None:
+            return cache
         bad = verdict.answer in ("wrong", "nonfinite")
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         # An LSE tells its sink to a millionth, however little the sink takes.
@@ -85,6 +92,27 @@ class CapturePatterns:
         if len(self._batches(batches)) > 1:
             where = f"batch item {batch} alone: " if others_right else f"worst in batch item {batch}: "
         return with_patterns(verdict, patterns, where)
+
+    def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
+        """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""
+        c, name = self._capture, verdict.quantity
+        if not isinstance(c.tensors["k"], PagedKeys) or name not in ("o", "lse") or verdict.answer == "nonfinite":
+            return None
+        found = []
+        for batch in self._batches(batches):
+            key = (observation, batch)
+            if key not in self._caches and verdict.answer != "good":
+                self._caches[key] = read_otherwise(c, observation, batch, self._device, self.beside)
+            reading = self._caches.get(key)
+            if reading is None and name == "lse" and verdict.answer != "good":
+                reading = lse_offset(c, observation, batch, self._device)
+            if reading is not None:
+                said = f"are what {reading.words} gives" if reading.of_cache else f"are {reading.words}"
+                number = c.documents[batch].number if c.documents else batch
+                item = f"batch item {batch}" + (f" (sequence {number} of the page table)" if number != batch else "")
+                words = f"{item}: all rows {said}"
+                found.append(Pattern("cache", words, reading.explained, reading.remaining))
+        return with_patterns(verdict, found) if found else None
 
     def _batches(self, batches: Sequence[int]) -> list[int]:
         return sorted(set(batches))
@@ -157,6 +185,7 @@ class CapturePatterns:
             name, observed, fmt, outlying, features, captured=captured,
             others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
+            slopes=[other_slopes(c, batch, h) for h in heads],
         )  # fmt: skip
 
     def _cuts(self, observation: str, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead | None]]]:

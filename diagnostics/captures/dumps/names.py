@@ -28,6 +28,7 @@ _ANYWHERE = {
     "w_q": ("w_q", "wq"),
     "sinks": ("s_aux", "learnable_sink", "attention_sinks", "attn_sink", "softmax_offset"),
     "dsinks": ("dsinks", "ds_aux"),
+    "alibi_slopes": ("alibi_slopes",),
 }
 # Too common as endings.
 _ALONE = {
@@ -39,7 +40,7 @@ _ALONE = {
     **{name: (name,) for name in ("q_positions", "q_descale", "k_descale", "v_descale")},
 }
 _GRADIENT = re.compile(r"(?:grad_+(?P<after>.+)|(?P<before>.+?)_+grad)")
-_GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks"}
+_GRADIENT_OF = {"o": "do", "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
 _PACKED = re.compile(r"cu_?seq_?lens?(_[a-z]+)*|(?:qo|kv|paged_kv|mask)_indptr(_buf)?", re.IGNORECASE)
 _PAGED = re.compile(r"(?:paged_)?kv_indices|block_tables?|page_tables?|paged_kv_.*|kv_cache", re.IGNORECASE)
 _LISTED = 24
@@ -71,7 +72,7 @@ def refuse_packed(name: str) -> None:
             f"'{name}': packed (varlen) sequences are not supported in other tools' dumps: make a capture of the "
             "call's tensors, cu_seqlens_q and cu_seqlens_k among them (attn_diag.Capture.from_tensors)"
         )
-    if role_of(name) not in (("sinks", True), ("dsinks", True)):
+    if role_of(name) not in (("sinks", True), ("dsinks", True), ("alibi_slopes", True)):
         refuse_unsupported(name)
 
 

@@ -27,6 +27,10 @@ class Layer:
     """What became of it."""
     x: Tensor | None
     """The layer's inputs, [..., in]."""
+    dy: Tensor | None
+    """The gradient of its outputs, [..., out]."""
+    engine: Tensor | None
+    """What an engine makes of the weight, [out, in]."""
     by: Quantizer | None
     """What the quantiser should be."""
 
@@ -36,7 +40,7 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
 
     Args:
         path: The file.
-        weight: The weight's name in it; beside it may be ``observed`` and ``x``.
+        weight: The weight's name in it; beside it may be ``observed``, ``x``, ``dy`` and ``engine``.
         name: The declared quantiser's; None for none.
         changes: "field=value" each, of the declared quantiser.
         device: auto, cpu or cuda.
@@ -56,9 +60,10 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
             f"{path} has no tensor {weight!r}, but {', '.join(sorted(tensors)) or 'none'}; name it by --weight"
         )
     target = pick_device(device)
-    w, observed, x = (None if n not in tensors else tensors[n].to(target) for n in (weight, "observed", "x"))
+    names = (weight, "observed", "x", "dy", "engine")
+    w, observed, x, dy, engine = (None if n not in tensors else tensors[n].to(target) for n in names)
     assert w is not None
-    return Layer(w, observed, x, by)
+    return Layer(w, observed, x, dy, engine, by)
 
 
 def _field(text: str) -> tuple[str, Any]:

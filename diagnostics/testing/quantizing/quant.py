@@ -16,8 +16,10 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify
+from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
+from attn_diag.testing.quantizing.gradient import Values, straight_through
 
 Declared = str | Quantizer | None
 
@@ -26,8 +28,10 @@ def quant(
     w: Tensor,
     by: Declared = None,
     *,
-    observed: Tensor | None = None,
+    observed: Tensor | Values | None = None,
     x: Tensor | None = None,
+    dy: Tensor | None = None,
+    engine: Tensor | str | Quantizer | None = None,
     level: float = 0.01,
     source: str = "tensors",
 ) -> Quant:
@@ -44,8 +48,12 @@ def quant(
         w: The weight before, [out, in], float64, fp32, BF16 or FP16.
         by: The quantiser that should be: a name (see ``attn_diag.quantizer``), a Quantizer, or None where it is not
             known.
-        observed: What became of ``w``: its dequantised values, [out, in], any float dtype.
+        observed: What became of ``w``: its dequantised values, [out, in], any float dtype; or the fake quantiser, a
+            function of ``w``.
         x: Inputs of the layer, [N, in] (or [..., in]), for the error of its output.
+        dy: The gradient of the layer's output, [N, out] (or [..., out]), for the straight-through gradient's own error.
+        engine: What another program that is to run the same weights makes of ``w`` (an inference engine beside a
+            trainer): its values, or its quantiser.
         level: Significance level of the tests.
         source: Where the tensors come from, for the report.
 
@@ -57,8 +65,12 @@ def quant(
     """
     require_level(level)
     declared = quantizer(by) if by is not None else None
-    _require(w, observed, x, declared)
     w = w.detach()
+    function = None if observed is None or isinstance(observed, Tensor) else observed
+    observed = _called(function, w) if function is not None else observed
+    assert observed is None or isinstance(observed, Tensor)
+    _require(w, observed, x, declared)
+    _require_rest(w, x, dy, engine)
     if observed is None:
         assert declared is not None
         matches: Sequence[QuantizerMatch] = ()
@@ -74,6 +86,17 @@ def quant(
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
     outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
+    gradient = None
+    if rows is not None and dy is not None and shown is not None:
+        by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
+        own = function if function is not None else None if made is None else _values_of(made)
+        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own)
+    other = None
+    if engine is not None:
+        other = beside_engine(w, exact + errors.error, shown, engine, rows)
+        if not other.same:
+            outcome, headline = "fail", f"{headline}; the engine runs other weights: {other.words}"
+            following = following or "quantise alike in trainer and engine: blocks, scales and rounding"
     return Quant(
         tool=describe_tool(w.device),
         source=source,
@@ -95,6 +118,8 @@ def quant(
         output=None if rows is None else errors.output(rows),
         alternatives=tuple(_alternatives(exact, rows, shown)) if shown is not None else (),
         next=following,
+        gradient=gradient,
+        engine=other,
     )
 
 
@@ -119,6 +144,36 @@ def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Qua
     for name, tensor in (("w", w), ("observed", observed), ("x", x)):
         if tensor is not None and not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds NaN or Inf; quantise finite values")
+
+
+def _require_rest(w: Tensor, x: Tensor | None, dy: Tensor | None, engine: Tensor | str | Quantizer | None) -> None:
+    if dy is not None and x is None:
+        raise InputError("dy is the gradient of x wᵀ: give x too")
+    if dy is not None and x is not None:
+        expected = [*x.shape[:-1], w.shape[0]]
+        if list(dy.shape) != expected or not bool(dy.isfinite().all()):
+            raise InputError(f"dy must be finite, {expected}, the gradient of x wᵀ, got {list(dy.shape)}")
+    if isinstance(engine, Tensor) and engine.shape != w.shape:
+        raise InputError(f"engine must be w's dequantised values, {list(w.shape)}, got {list(engine.shape)}")
+
+
+def _called(function: Values, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = function(w)
+    if not isinstance(found, Tensor):
+        raise InputError(f"the fake quantiser must return a tensor, got {type(found).__name__}")
+    return found
+
+
+def _values_of(made: PossibleQuantizer) -> Values | None:
+    """As the values were made, straight-through; None for the quantiser itself."""
+    if not made.zero_shift and made.amax_factor is None:
+        return None
+
+    def values(weight: Tensor) -> Tensor:
+        return weight + (made.values(weight.detach()).values - weight).detach()
+
+    return values
 
 
 def _errors(w: Tensor, observed: Tensor | None, made: PossibleQuantizer | None) -> QuantizationErrors:

@@ -121,10 +121,20 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
 
 
 def case_of_capture(capture: Capture) -> CaseInputs:
-    """All inputs of a capture's call. Raises InputError for FP8, whose factors no kernel here is given."""
+    """All inputs of a capture's call.
+
+    Raises InputError for FP8 and ALiBi, which no kernel here is given, and for several packed or paged sequences.
+    """
     m, tensors = capture.metadata, capture.tensors
-    if "q_descale" in tensors:
+    if any(name.endswith("_descale") for name in tensors):
         raise InputError(f"{capture.source}: kernels are not run on FP8 inputs; leave this capture out")
+    if "alibi_slopes" in tensors:
+        raise InputError(f"{capture.source}: kernels are not run with alibi_slopes yet; inspect judges what it holds")
+    if capture.documents is not None:
+        raise InputError(
+            f"{capture.source}: kernels are run on one sequence, and this has {len(capture.documents)}, packed or in "
+            "pages; save one by itself (attn_diag.captures.apart.alone)"
+        )
     given = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in tensors}
     more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions") if n in tensors}
     return CaseInputs(
@@ -143,7 +153,7 @@ def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name in ("dq_pre", "dsinks"):
+        if name in ("dq_pre", "dsinks", "dmask"):
             continue
         if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
@@ -317,7 +327,8 @@ def _refuse_what_is_not_run(capture: Capture) -> None:
     """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
-    given |= {n: capture.tensors.get(n) for n in ("mask", "q_positions", "q_descale", "cu_seqlens_q", "sinks")}
+    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q", "sinks", "alibi_slopes")
+    given |= {n: capture.tensors.get(n) for n in names}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_diag.captures.apart import ITEM
 from attn_diag.captures.capture import Capture
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import PRESETS, preset
@@ -104,10 +105,10 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Colle
         cause = "pass"
     right = [k for k in sound if culprits and any(_right_in(k, bad.faults) for bad in culprits)]
     error, helps = _helps(fragile, sound)
+    item = capture.metadata.extra.get(ITEM)
     made = ReplayedCapture(
         source=capture.source,
-        shape={"B": capture.batch, "Hq": capture.q_heads, "Hk": capture.kv_heads,
-               "Tq": capture.q_length, "Tk": capture.k_length, "D": capture.head_dim},
+        shape={"item": int(item), **capture.sizes()} if item else capture.sizes(),
         dtype=str(capture.tensors["q"].dtype).removeprefix("torch."),
         cause=cause,
         culprits=tuple(k.name for k in culprits),

@@ -13,10 +13,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_captures
+from attn_diag.captures.apart import alone
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.hardware import package_version
-from attn_diag.captures.selection import Selection, select_observations
+from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
@@ -32,6 +33,7 @@ from attn_diag.work import Progress
 
 INSTALLED = "installed"
 DEFAULT_LIMIT_S = 300.0
+_MOST_DOCUMENTS = 8
 # Emulations of published kernels, and of what helps a head that amplifies the rounding of delta.
 RECIPES = ("fa2", "cudnn", "efficient", "flex", "delta-fp32", "delta-from-dp")
 
@@ -106,18 +108,32 @@ def replay_captures(
     names, not_here = kernels_named(given, where)
     asked_for = frozenset(_shown(x if isinstance(x, str) else _importable(x)) for x in given if x != INSTALLED)
     left_out, found = list(unreadable), list[ReplayedCapture]()
-    for number, capture in enumerate(captures):
-        job = _Job(capture, names, asked_for, selection or Selection(), where, limit_s, level)
+    single = [part for capture in captures for part in _one_by_one(capture, selection or Selection())]
+    for number, (capture, chosen) in enumerate(single):
+        job = _Job(capture, names, asked_for, chosen, where, limit_s, level)
         try:
-            found.append(job.run(_after(progress, number * len(names), len(captures) * len(names))))
+            found.append(job.run(_after(progress, number * len(names), len(single) * len(names))))
         except InputError as error:
-            if skip is None or len(captures) == 1:
+            if skip is None or len(single) == 1:
                 raise
             skip(error)
             left_out.append(str(error))
     if not found:
         raise InputError("none of the captures could be replayed")
     return Replay(describe_tool(where), tuple(found), not_here, limit_s, tuple(left_out))
+
+
+def _one_by_one(capture: Capture, selection: Selection) -> list[tuple[Capture, Selection]]:
+    """A capture, or each of its packed or paged sequences that is chosen. Raises InputError for too many."""
+    if capture.documents is None:
+        return [(capture, selection)]
+    batches = select_heads(capture, selection)[1]
+    if len(batches) > _MOST_DOCUMENTS:
+        raise InputError(
+            f"{capture.source}: {len(batches)} packed or paged sequences, each of which is replayed by itself; choose "
+            f"at most {_MOST_DOCUMENTS} of them, such as --batch 0-3"
+        )
+    return [(alone(capture, batch), replace(selection, batches=None)) for batch in batches]
 
 
 def _after(progress: Progress | None, before: int, total: int) -> Callable[[int], None]:

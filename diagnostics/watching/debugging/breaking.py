@@ -97,6 +97,7 @@ class Breakpoint:
     # What the watch calls.
 
     sequences = None
+    may_be_late = False
 
     def wants_step(self, step: int) -> bool:
         """Look at every so many steps."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal, LseSink
+from attn_diag.captures.metadata import AlibiOrigin, Causal, LseSink
 from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import PACKING
 from attn_diag.errors import InputError
@@ -108,6 +109,10 @@ class AttentionCall:
     """[Hq], a logit a head in the softmax's denominator."""
     lse_sink: LseSink = "included"
     """Whether ``lse`` has the sinks in it, or is that of the keys alone."""
+    alibi_slopes: Tensor | None = None
+    """[Hq], or [B, Hq] ([documents, Hq])."""
+    alibi_origin: AlibiOrigin = "row"
+    """What ALiBi's bias is counted from; see ``Metadata``."""
     do: Tensor | None = None
     """This and dq, dk, dv: None before the backward pass, and without one."""
     dq: Tensor | None = None
@@ -115,6 +120,8 @@ class AttentionCall:
     dv: Tensor | None = None
     dsinks: Tensor | None = None
     """[Hq], summed over rows and the whole batch."""
+    dmask: Tensor | None = None
+    """Of ``mask``'s shape, where it is additive and learned."""
     x: Tensor | None = None
     """Input of the query projection, [B, Tq, C], where it was found."""
     x_dtype: torch.dtype | None = None
@@ -132,6 +139,8 @@ class AttentionCall:
     """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout)."""
+    copied: Set[str] = frozenset()
+    """Names of tensors that are copies already: they last."""
     awaits_backward: bool = False
     """Whether o takes part in autograd, so that ``Listener.backward`` may follow."""
     notes: list[str] = field(default_factory=list)
@@ -163,14 +172,17 @@ class AttentionCall:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
         # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
         self.q, self.k, self.v, self.o = (cast(Tensor, _Gone.of(t)) for t in (self.q, self.k, self.v, self.o))
-        self.lse = self.mask = self.x = self.w_q = self.sinks = None
+        self.lse = self.mask = self.x = self.w_q = self.sinks = self.alibi_slopes = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by their names in capture format 1.
 
         Where other ranks have other rows, dK and dV are sums over those too: "own_dk" and "own_dv".
         """
-        names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", *PACKING, *OF_HEADS)
+        names = (
+            "q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", "dmask", SLOPES,
+            *PACKING, *OF_HEADS,
+        )  # fmt: skip
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.own is None:
             return found
@@ -193,6 +205,7 @@ class AttentionCall:
             "window": self.window,
             "softcap": self.softcap,
             "lse_sink": self.lse_sink,
+            "alibi_origin": self.alibi_origin,
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,
@@ -276,11 +289,19 @@ class Part:
                 if name == "sinks" or not some_items:  # their gradient is one sum over the whole batch
                     parts[name] = _clone(t[first:last], stream)
                 continue
-            if name == "w_q":
-                parts[name] = _clone(t[first * call.q.shape[3] : last * call.q.shape[3]], stream)
+            if name == SLOPES:
+                own = t[items] if some_items and t.dim() == 2 and call.cu_seqlens_q is None else t
+                parts[name] = _clone(own[..., first:last], stream)
                 continue
-            if name == "mask":
+            if name == "w_q":
+                part = t[first * call.q.shape[3] : last * call.q.shape[3]] if some_heads else t
+                parts[name] = part if part is t and name in call.copied else _clone(part, stream)
+                continue
+            if name == "dmask" and ((some_items and _shared(t, 4)) or (some_heads and _shared(t, 3))):
+                continue  # one sum over what is not kept
+            if name in ("mask", "dmask"):
                 part = t[(None,) * (4 - t.dim())]
+            if name == "mask":
                 # Expanded axes hold one mask.
                 for axis in range(4):
                     part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
@@ -292,8 +313,14 @@ class Part:
                 part = part[:, first // group : last // group]
             elif name != "x" and part.shape[1] == heads:
                 part = part[:, first:last]
-            parts[name] = _clone(part.to(call.x_dtype) if name == "x" else part, stream)
+            part = part.to(call.x_dtype) if name == "x" else part
+            parts[name] = part if part is t and name in call.copied and t.is_contiguous() else _clone(part, stream)
         return parts
+
+
+def _shared(gradient: Tensor, axis: int) -> bool:
+    """Whether the gradient of a mask is one sum along the axis so many from the last."""
+    return gradient.dim() < axis or gradient.shape[-axis] == 1
 
 
 class Listener(Protocol):
@@ -302,6 +329,11 @@ class Listener(Protocol):
     @property
     def sequences(self) -> int | None:
         """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
+        ...
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether it may be told at the end of the step, of copies: it need not see the call while that runs."""
         ...
 
     def wants(self, place: CallPlace) -> bool:

@@ -31,6 +31,7 @@ class Clock:
 
     Attributes:
         owns: whether one that holds the model's parameters is known.
+        heard: whether an optimizer's step has been heard of.
         by_parameters: whether steps are told by the change of the model's parameters, as no optimizer is heard of.
     """
 
@@ -38,7 +39,7 @@ class Clock:
         self._model, self.owns = model, model is None
         self._leader: weakref.ref[Any] | None = None
         self._others: set[int] = set()
-        self.by_parameters = self._heard = False
+        self.by_parameters = self.heard = False
         self._versions: dict[int, int] | None = None
         self._waited = 0
 
@@ -69,7 +70,7 @@ class Clock:
 
         A compiled ``optimizer.step()`` runs no hook.
         """
-        if self._heard or self._model is None or "torch._dynamo" not in sys.modules:
+        if self.heard or self._model is None or "torch._dynamo" not in sys.modules:
             return False
         trained = [p for p in self._model.parameters() if p.requires_grad and not p.is_inference()]
         versions = {id(p): p._version for p in trained[:: max(1, len(trained) // _SAMPLE)]}
@@ -77,7 +78,7 @@ class Clock:
         # torch.func puts others in their place.
         changed = before is not None and before != versions and before.keys() == versions.keys()
         if changed and _in_step():
-            self._heard, changed = True, False  # LBFGS calls the model within its step
+            self.heard, changed = True, False  # LBFGS calls the model within its step
         self.by_parameters |= changed
         return changed
 
@@ -88,7 +89,7 @@ class Clock:
             optimizer: Whose.
             seen: Whether attention was called since the last one ended: then it does.
         """
-        self._heard, self.by_parameters = True, False
+        self.heard, self.by_parameters = True, False
         leader = None if self._leader is None else self._leader()
         # Who steps twice while the leader does not has taken over.
         if not seen and leader is not None and optimizer is not leader and id(optimizer) not in self._others:

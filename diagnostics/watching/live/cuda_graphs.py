@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from attn_diag.watching.live.frames import in_cuda_graphs_memory
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
-from attn_diag.watching.live.places import MadeBy, in_cuda_graphs_memory
+from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.stream_capture import in_cuda_graph, stay_out_of_graphs
 
 _METHODS = ("capture_begin", "capture_end", "replay")
@@ -30,7 +31,7 @@ _RECORD = "_attn_diag_record"
 
 @dataclass
 class _Record:
-    tells: list[Callable[[], None]] = field(default_factory=list)
+    tells: list[Callable[[], object]] = field(default_factory=list)
     """Of calls and of backwards, for whoever looks."""
     others: list[tuple[Audience, Callable[[], None]]] = field(default_factory=list)
     """For one that is there, whether it looks or not."""
@@ -73,7 +74,7 @@ class GraphRecordings:
         observers: Sequence[Audience],
         looking: Sequence[Audience],
         changed: Callable[[], None],
-        forward: Callable[[OperatorCall, MadeBy], None],
+        forward: Callable[[OperatorCall, MadeBy], object],
         backward: Callable[[OperatorBackward], None],
     ) -> None:
         self._observers, self._looking = observers, looking

@@ -38,6 +38,11 @@ class FlexCall(OperatorCall):
         self._differentiable = None
 
     @property
+    def name(self) -> str:
+        """The operator's, behind FlexAttention in a compiled graph."""
+        return f"{NAMESPACE}::{FORWARD}"
+
+    @property
     def is_cuda(self) -> bool:
         """Whether it ran on a GPU."""
         return self.o.is_cuda

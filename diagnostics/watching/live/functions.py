@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_diag.watching.live.methods import method_spaces, methods
 from attn_diag.watching.live.rings import TORCH_RING, ring_functions
 from attn_diag.watching.live.sites import (
     EAGER,
@@ -41,6 +42,7 @@ def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
         yield SDPA, sdpa
     yield from ring_functions(sys.modules)
     yield MULTI_HEAD, functional.multi_head_attention_forward
+    yield from methods()
     unregistered = [module for module, name in _FLASH_ATTN if not torch._C._dispatch_has_kernel(name)]
     for module, site, names in (
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
@@ -72,6 +74,7 @@ def _transformers_implementations() -> Namespace:
 def namespaces() -> Iterator[Namespace]:
     """Every place where user code may have one of the functions by name."""
     yield _transformers_implementations()
+    yield from method_spaces()
     for name, module in list(sys.modules.items()):
         inside_torch = name == "torch" or name.startswith("torch.")
         if not inside_torch or name in _TORCH_HOMES:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from attn_diag.watching.live.held_products import HeldProducts, MadeWithProduct
 from attn_diag.watching.live.linear_layers import (
     ROWS,
     CapturedProjection,
@@ -30,6 +31,7 @@ from attn_diag.watching.live.linear_layers import (
 from attn_diag.watching.live.pending import Pending
 from attn_diag.watching.live.places import attention_calls
 from attn_diag.watching.live.products import Product
+from attn_diag.watching.live.untraced import passed_by
 
 _KEPT = 12
 # Of so many before those all is forgotten but whose they are.
@@ -125,6 +127,28 @@ class GraphProjections:
         self._waiting: list[_Waiting] = []
         self._codes: dict[int, CodeType] = {}
         self._attends: dict[int, bool] = {}
+        self.products = HeldProducts()
+
+    def passes(self, spot: _Site, a: Tensor, b: Tensor, frame: FrameType | None) -> bool:
+        """Whether a product that has run at a place is of no interest, or has been taken."""
+        return not self._waiting and self.products.passes(spot, a, b, frame)
+
+    def passed(self) -> None:
+        """A call was recorded: what ran before it is of no interest, but for what makes a q."""
+        if self._recent:
+            if self.products.all_known:
+                self.products.idle.update(ran.site for ran in self._recent if self._places.get(ran.site) is None)
+            self.forget()
+        self.products.held.clear()
+
+    def made_with(self, module: nn.Module) -> MadeWithProduct | None:
+        """The one known place that makes the q of a module's calls, and that alone."""
+        layers = {id(layer): layer for layer in module.modules()}
+        found = [(site, layers[number]) for site, number in self._verified if number in layers]
+        if len(found) != 1 or (made := self._places.get(found[0][0])) is None or not made.exact:
+            return None
+        site, layer = found[0]
+        return MadeWithProduct(CapturedProjection(layer, made.slice, exact=True), self.products, site, self._recent)
 
     def ran(self, product: Product) -> None:
         """Note a product."""
@@ -137,6 +161,7 @@ class GraphProjections:
         self._take_gradient(product, site)
         known = self._places.get(site, ...)
         if known is None or (known is ... and not self._goes_forward(code)):
+            self.products.idle.add(site)
             return
         y = product.y[:ROWS].clone() if known is ... else None
         factor = product.b.T
@@ -150,6 +175,7 @@ class GraphProjections:
     def find(self, module: nn.Module, q: Tensor) -> FoundProjection | None:
         """Find the projection of ``module`` that made ``q`` [B, H, T, D]."""
         batch, _, rows, _ = q.shape
+        self._take_held()
         near = [ran for ran in reversed(self._recent) if ran.rows == batch * rows]
         for ran in near:
             if (found := self._known(ran, module, q)) is not None:
@@ -183,6 +209,7 @@ class GraphProjections:
             among_others: Whether the graph may hold modules that are not among these: a copy of one has its values too.
         """
         batch, _, rows, _ = q.shape
+        self._take_held()
         near = [ran for ran in (*reversed(self._recent), *reversed(self._older)) if ran.rows == batch * rows]
         if not near or not bool(q[:1, :, :ROWS].any()):
             return None
@@ -191,6 +218,12 @@ class GraphProjections:
             if found := [module for module in modules if self._makes(module, near, q, alike)]:
                 return found[0] if len(found) == 1 else None
         return None
+
+    def _take_held(self) -> None:
+        """Look at what was held for a call that is not recorded after all."""
+        for site, (x, b) in self.products.held.items():
+            self._recent.append(_Ran(site, len(x), x, _Factor.of(b.T), b.T[:ROWS].clone(), None))
+        self.products.held.clear()
 
     def _makes(self, module: nn.Module, near: list[_Ran], q: Tensor, alike: Callable[[_Ran, nn.Module], bool]) -> bool:
         """Whether one of these products made ``q`` with a weight of the module's."""
@@ -221,6 +254,7 @@ class GraphProjections:
         """Let go of the products that ran: attention did, or nobody wants them."""
         self._recent.clear()
         self._older.clear()
+        self.products.held.clear()
 
     def attention_goes_back(self) -> None:
         """What the layers above wait for would have come by now."""
@@ -342,3 +376,7 @@ def _fits(gradient: Tensor, one: _Waiting, *, by_x: bool) -> bool:
     at = torch.linspace(0, len(gradient) - 1, min(_SPREAD, len(gradient)), device=dq.device).long()
     part = one.projection.slice.of(gradient[at][None])[0].transpose(0, 1)
     return same_norms(part, dq[at // rows, :, at % rows])
+
+
+for _ours in (GraphProjections.passes, GraphProjections.passed):
+    passed_by(_ours.__code__)

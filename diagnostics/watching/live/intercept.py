@@ -17,14 +17,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from attn_diag.watching.live import flex_graphs
+from attn_diag.watching.live.backlog import Backlog, Thread
 from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
+from attn_diag.watching.live.observer import Observer
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides
 from attn_diag.watching.live.places import MadeBy
@@ -43,51 +45,6 @@ from attn_diag.watching.live.stream_capture import in_cuda_graph
 from attn_diag.watching.live.tap import Tap
 
 
-class Observer(Protocol):
-    """What a watch is to the interception. Nothing here raises."""
-
-    @property
-    def sequences(self) -> int | None:
-        """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
-        ...
-
-    def made_by(self, module: str = "") -> MadeBy | None:
-        """Who makes the call that is running, if it may be of interest; ``module`` as of ``meets``."""
-        ...
-
-    def meets(
-        self, module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
-    ) -> Any | None:
-        """The call that is about to run, if it counts; its ``wanted`` says whether to be told of it.
-
-        Args:
-            module: Who makes it, from the compiled module on, where a graph says it.
-            made_by: Who made it when it was recorded, where it is not what runs now.
-            operator: The fused operator that has run, where nothing but that is known.
-        """
-        ...
-
-    def counts(self, met: Any) -> None:
-        """A call has run, wanted or not."""
-        ...
-
-    def sees(self, met: Any, fields: Fields, result: Any) -> None:
-        """A wanted call has run."""
-        ...
-
-    def went_back(self, back: OperatorBackward) -> None:
-        """A fused operator's backward has run."""
-        ...
-
-    def failed(self, error: Exception) -> None:
-        """A call could not be read."""
-        ...
-
-    def forked(self) -> None:
-        """This is a forked child now: be gone, without waiting for a lock."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Pair:
     site: AttentionSite | None
@@ -104,7 +61,7 @@ _looking: list[Observer] = []
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
-_thread = threading.local()
+_thread = Thread()
 # How many calls there were of FlexAttention, or of what may be it.
 flex_calls = 0
 
@@ -115,6 +72,7 @@ def _in_child() -> None:
     _lock = threading.RLock()
     _of_functions.clear()
     _looking.clear()
+    backlog.drop()
     while _observers:
         _observers.pop().forked()
 
@@ -132,7 +90,9 @@ def install(observer: Observer, *, functions: bool = True) -> None:
             compiled anew then.
     """
     with _lock:
+        backlog.forget()
         _observers.append(observer)
+        backlog.begin()
         flex_graphs.prepare(observer)
         recordings.install()
         try:
@@ -147,6 +107,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
 def remove(observer: Observer) -> None:
     """Stop telling it; the last one leaves every function and operator as it was."""
     with _lock:
+        backlog.forget()
         for those in (_observers, _of_functions):
             if observer in those:
                 those.remove(observer)
@@ -168,6 +129,7 @@ def look(observer: Observer, *, wanted: bool) -> None:
         elif not wanted and observer in _looking:
             _looking.remove(observer)
         meet_operators()
+        backlog.begin()
 
 
 def meet_operators() -> None:
@@ -268,12 +230,19 @@ def passed_on(site: AttentionSite, function: Function, args: tuple[Any, ...], kw
 
 def _in_ring() -> bool:
     """Whether what runs is a hop of a ring attention, which alone is told of."""
-    return getattr(_thread, "hops", None) is not None
+    return _thread.hops is not None
+
+
+def _tell_late(made_by: MadeBy, read: Callable[[], Fields]) -> list[tuple[Observer, Any]]:
+    met = _met(made_by=made_by)
+    _tell(met, read, None)
+    return met
 
 
 def _met(
     module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
 ) -> list[tuple[Observer, Any]]:
+    backlog.tell()  # it came before
     met = ((observer, observer.meets(module, made_by, operator)) for observer in tuple(_observers))
     return [(observer, one) for observer, one in met if one is not None]
 
@@ -282,7 +251,7 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
     global flex_calls
     flex_calls += site in (FLEX, TRANSFORMERS)
     met = _met()
-    before, outer = getattr(_thread, "calls", 0), (getattr(_thread, "tap", None), getattr(_thread, "site", None))
+    before, outer = _thread.calls, (_thread.tap, _thread.site)
     tap = Tap()
     _thread.tap, _thread.site = tap if site.over_operator else None, site
     if site.ring:
@@ -299,9 +268,16 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         _thread.tap, _thread.site = outer
         if site.ring:
             _thread.hops = None
-    if getattr(_thread, "calls", 0) == before:  # no inner attention function was told of
+    if _thread.calls == before:  # no inner attention function was told of
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
+        if site is SDPA:
+            backlog.learn(sys._getframe(), met, tap.operator)
     return result
+
+
+def _late(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """SDPA has run, and no operator that is recorded did."""
+    _tell(_met(), lambda: _read(SDPA, SDPA.read, args, kwargs, result, Tap()), result)
 
 
 def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,6 +287,7 @@ def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, 
         result = function(*args, **kwargs)
     finally:
         _thread.hops = None
+    backlog.tell()
     for observer in tuple(_looking):
         try:
             back = site.back(bind(function, site, args, kwargs), result)
@@ -334,7 +311,7 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
             return
         for observer, one in wanting:
             observer.sees(one, fields, result)
-    _thread.calls = getattr(_thread, "calls", 0) + 1
+    _thread.calls = _thread.calls + 1
     for observer, one in met:
         observer.counts(one)
 
@@ -347,18 +324,20 @@ def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _forward(call: OperatorCall) -> None:
     """A fused operator has run: within a function or the composite operator, which know more, or alone."""
-    if (hops := getattr(_thread, "hops", None)) is not None:
+    if (hops := _thread.hops) is not None:
         hops.append(call)
-    elif (tap := getattr(_thread, "tap", None)) is not None:
+    elif (tap := _thread.tap) is not None:
         tap.operator = call
     elif call.is_cuda and recordings.takes():
         recordings.forward(call)
     elif _looking and not (call.is_cuda and in_cuda_graph()):
-        _ran(call)
+        backlog.learn(sys._getframe(), _ran(call), call)
 
 
-def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> None:
-    _tell(_met(call.module, made_by, call), lambda: {**call.fields(), "operator": call}, None)
+def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
+    met = _met(call.module, made_by, call)
+    _tell(met, lambda: {**call.fields(), "operator": call}, None)
+    return met
 
 
 def _backward(back: OperatorBackward) -> None:
@@ -371,6 +350,7 @@ def _backward(back: OperatorBackward) -> None:
 
 
 def _went_back(back: OperatorBackward) -> None:
+    backlog.tell()
     for observer in tuple(_looking):
         observer.went_back(back)
 
@@ -379,7 +359,7 @@ def _flex_forward(args: tuple[Any, ...]) -> None:
     global flex_calls
     flex_calls += 1
     # A function around a compiled FlexAttention alone knows whether somebody uses the LSE that it gives.
-    if getattr(_thread, "site", None) is None:
+    if _thread.site is None:
         _forward(FlexCall(args))
 
 
@@ -387,7 +367,8 @@ def _flex_backward(args: tuple[Any, ...]) -> None:
     _backward(flex_backward(args))
 
 
-_overrides = OperatorOverrides(_composite, _forward, _backward)
+backlog = Backlog(_thread, _observers, _looking, _tell_late, _went_back)
+_overrides = OperatorOverrides(_composite, _late, _forward, _backward, backlog)
 recordings = GraphRecordings(_observers, _looking, meet_operators, _ran, _went_back)
 
 

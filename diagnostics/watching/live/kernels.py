@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_diag.captures.metadata import AlibiOrigin
+from attn_diag.watching.live.paged_calls import of_kvcache, without_pages
+
 Given = Mapping[str, Any]
 # What kernels call their arguments -> what we do.
 NAMES = {
@@ -84,6 +87,7 @@ class FusedOperator:
         named = {ours: found[theirs] for theirs, ours in NAMES.items() if theirs in found and ours not in found}
         found = named | found
         found |= {} if self.reads is None else dict(self.reads(found))
+        found |= without_pages(found) if self.packs else {}
         return found | {"packed": self.packs and _is_packed(found)}
 
     def laid_out(self, tensor: Tensor, name: str, given: Given) -> Tensor:
@@ -96,8 +100,25 @@ class FusedOperator:
         """
         layouts = given.get("layouts", {})
         layout = layouts.get(name, layouts.get("k" if name in "kv" else "q", self.layout))
+        if given.get("rows_apart") and tensor.dim() == 4:
+            tensor = tensor.flatten(0, 1)
         tensor = tensor[None] if tensor.dim() == 3 else tensor
         return tensor if layout == "BHTD" else tensor.permute([layout.index(axis) for axis in "BHTD"])
+
+
+def alibi_origin(causal: bool, window: tuple[int, int], keys: int) -> AlibiOrigin:
+    """Where flash_attn 2 counts the bias of its slopes from: under plain causality it adds slope j, in its LSE too.
+
+    Args:
+        causal: As it was given.
+        window: Likewise, (left, right), below 0 unlimited.
+        keys: Tk, of packed sequences the longest; a window that reaches so far is none.
+
+    Source: csrc/flash_attn/src/mask.h, and ``set_params_fprop`` for when a call is causal.
+    """
+    left, right = window
+    plain = (causal or right == 0) and (left < 0 or left >= keys)
+    return "first-key" if plain else "row"
 
 
 def refusal(given: Given) -> str | None:
@@ -109,7 +130,8 @@ def refusal(given: Given) -> str | None:
     known = _BORDERS if given.get("packed") else ()
     if packed := [name for name in _PACKED if name not in known and given.get(name) is not None]:
         return f"packed or paged sequences are not captured yet ({', '.join(packed)})"
-    unknown = [name for name, value in given.items() if name not in _HARMLESS and _alters(value)]
+    told = _HARMLESS | {"alibi_slopes"} if "alibi_origin" in given else _HARMLESS
+    unknown = [name for name, value in given.items() if name not in told and _alters(value)]
     return f"{', '.join(unknown)} not supported" if unknown else None
 
 
@@ -136,6 +158,15 @@ def _of_tokens(
     # Such kernels run on a GPU alone; the CPU stands for whatever else a package gives them.
     devices = ("CUDA", "CPU") if "::" in name else ()
     return FusedOperator(name, kernel, backward, devices, 1, "bottom-right", "BTHD", reads, needs, packs=True)
+
+
+def _slopes(given: Given) -> Given:
+    """flash_attn 2's ALiBi."""
+    if given.get("alibi_slopes") is None:
+        return {}
+    left, right = (-1 if given.get(name) is None else given[name] for name in ("left", "right"))
+    keys = given.get("max_seqlen_k") or given["k"].shape[-3]
+    return {"alibi_origin": alibi_origin(bool(given.get("is_causal")), (left, right), keys)}
 
 
 def _chunked(given: Given) -> Given:
@@ -238,16 +269,20 @@ OPERATORS = (
     _of_tokens(
         "torch_attn::_varlen_attn", "torch varlen_attn", "torch_attn::_varlen_attn_backward", reads=_torch_varlen
     ),
-    _of_tokens("flash_attn::_flash_attn_varlen_forward", "flash_attn 2", "flash_attn::_flash_attn_varlen_backward"),
-    _of_tokens("_vllm_fa2_C::varlen_fwd", "vLLM flash_attn 2", ""),
+    _of_tokens(
+        "flash_attn::_flash_attn_varlen_forward", "flash_attn 2", "flash_attn::_flash_attn_varlen_backward", _slopes
+    ),
+    _of_tokens("_vllm_fa2_C::varlen_fwd", "vLLM flash_attn 2", "", _slopes),
     _of_tokens("_vllm_fa3_C::fwd", "vLLM flash_attn 3", "", _chunked),
-    _of_tokens("flash_attn::_flash_attn_forward", "flash_attn 2", "flash_attn::_flash_attn_backward"),
+    _of_tokens("flash_attn::_flash_attn_forward", "flash_attn 2", "flash_attn::_flash_attn_backward", _slopes),
     # Of FlashAttention-3 older versions have the inner pair alone.
     _of_tokens("flash_attn_3::_flash_attn_forward", "flash_attn 3", "flash_attn_3::_flash_attn_backward", _chunked),
     _of_tokens("flash_attn_3::fwd", "flash_attn 3", "flash_attn_3::bwd", _chunked),
     _of_tokens(
         "flash_attn.cute.interface:_flash_attn_fwd", "FlashAttention-4", "flash_attn.cute.interface:_flash_attn_bwd"
     ),
+    # Its kernel is no operator. With new keys it puts them into the cache first.
+    _of_tokens("flash_attn.flash_attn_interface:flash_attn_with_kvcache", "flash_attn 2 kvcache", "", of_kvcache),
     _of_tokens("xformers_flash::flash_fwd", "xformers flash", "xformers_flash::flash_bwd"),
     _of_tokens("xformers_flash3::flash_fwd", "xformers flash 3", "xformers_flash3::flash_bwd"),
     _of_tokens(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_diag.watching.live.untraced import passed_by, untraced
+
 # Rotations leave the norm of a row as it is; BF16 changes it by less than this.
 _SAME_NORM = 0.02
 QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
@@ -87,14 +89,21 @@ class _Seen:
 
 
 class Projections:
-    """Watches the linear layers of a model: at first all of them, then those that made a q; without a model none."""
+    """Watches the linear layers of a model: at first all of them, then those that made a q; without a model none.
+
+    Attributes:
+        recording: Whether what runs is held.
+        watching: Whether there is a model.
+        recent: What has run since the last attention call, the newest last.
+        known: What makes the q of the modules that were seen.
+    """
 
     def __init__(self) -> None:
         self.recording = self.watching = False
         self._names: dict[nn.Module, str] = {}
         self._handles: dict[nn.Module, Any] = {}
-        self._recent: deque[_Seen] = deque(maxlen=_KEPT)
-        self._known: dict[str, CapturedProjection | None] = {}
+        self.recent: deque[_Seen] = deque(maxlen=_KEPT)
+        self.known: dict[str, CapturedProjection | None] = {}
 
     def watch(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Begin."""
@@ -110,11 +119,11 @@ class Projections:
 
     def _ran(self, layer: nn.Module, args: tuple[Any, ...], y: Any) -> None:
         if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor):
-            self._recent.append(_Seen(layer, self._names[layer], args[0], y))
+            self.recent.append(_Seen(layer, self._names[layer], args[0], y))
 
     def settle(self) -> None:
         """Leave all other layers alone, now that every attention has been seen once."""
-        kept = {found.layer for found in self._known.values() if found is not None}
+        kept = {found.layer for found in self.known.values() if found is not None}
         if kept:
             for layer in list(self._handles):
                 if layer not in kept:
@@ -129,31 +138,83 @@ class Projections:
 
     def forget(self) -> None:
         """Let go of the activations that are held."""
-        self._recent.clear()
+        self.recent.clear()
 
     def made_in(self, module: str) -> list[Tensor]:
         """What the linear layers of ``module`` have just made, the newest first."""
         prefix = f"{module}." if module else ""
-        return [seen.y for seen in reversed(self._recent) if seen.name.startswith(prefix)]
+        return [seen.y for seen in reversed(self.recent) if seen.name.startswith(prefix)]
 
     def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
         """Find the projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its own output."""
         batch, _, rows, _ = q.shape
         prefix = f"{module}." if module else ""
-        near = [s for s in reversed(self._recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
-        if module not in self._known:
+        near = [s for s in reversed(self.recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
+        if module not in self.known:
             there = [(s.layer, s.name, y[:1, :ROWS]) for s in near if (y := by_rows(s.y, batch, rows)) is not None]
-            self._known[module] = search(there, q)
-        found = self._known[module]
+            self.known[module] = search(there, q)
+        found = self.known[module]
         if found is None:
             return None
         seen = next((s for s in near if s.layer is found.layer), None)
         if seen is None:
             return None
         with suppress(ValueError):  # another thread's newer ones have pushed it out
-            self._recent.remove(seen)
+            self.recent.remove(seen)
         x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
+
+
+class MadeWith:
+    """The linear layer that makes the q of a place, and does nothing else with it."""
+
+    __slots__ = ("_address", "_projection", "_rows", "_weight", "biased", "layer")
+
+    def __init__(self, projection: CapturedProjection) -> None:
+        self.layer, self.biased, self._projection = projection.layer, projection.biased, projection
+        self._weight: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._address = 0
+
+    def ran(self) -> tuple[Tensor, int, torch.dtype, bool] | None:
+        """Its newest input, columns of its output, the dtype of the product, and whether the input is our own copy.
+
+        None: it has not run. Nobody else is to ask again.
+        """
+        raise NotImplementedError
+
+    def serves(self, place: object) -> None:
+        """Note a place whose q it makes."""
+
+    def weight(self, width: int) -> Tensor | None:
+        """The rows of its weight that make q, as they are now; ``width``: columns of its output."""
+        weight = self.layer._parameters.get("weight")
+        address = 0 if weight is None else weight.data_ptr()
+        if weight is None or weight is not self._weight or address != self._address:
+            self._rows, own = untraced(self._projection.weight, width), untraced(own_weight, self.layer)
+            self._weight = None
+            # Rows that are chosen one by one are a copy, which does not change with the weight.
+            if weight is not None and own is not None and self._rows is not None:
+                same = self._rows.data_ptr() == own.data_ptr() == address
+                self._weight, self._address = weight if same else None, address
+        return self._rows
+
+
+class MadeWithLayer(MadeWith):
+    """One that runs eagerly."""
+
+    __slots__ = ("_layers",)
+
+    def __init__(self, projection: CapturedProjection, layers: Projections) -> None:
+        super().__init__(projection)
+        self._layers = layers
+
+    def ran(self) -> tuple[Tensor, int, torch.dtype, bool] | None:
+        """See ``MadeWith``."""
+        for seen in reversed(self._layers.recent):
+            if seen.layer is self.layer:
+                return seen.x, seen.y.shape[-1], seen.y.dtype, False
+        return None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -277,3 +338,7 @@ def same_norms(one: Tensor, other: Tensor) -> bool:
     """Whether their rows are as long as each other's: a rotation may lie between."""
     norm = other.double().norm(dim=-1)
     return bool((one.double().norm(dim=-1) - norm).norm() / norm.norm() < _SAME_NORM)
+
+
+for _ours in (MadeWith.weight, MadeWithLayer.ran):
+    passed_by(_ours.__code__)

@@ -30,9 +30,11 @@ class OperatorCall:
         operator: Which.
         lse: What it returned; None where it does not.
         module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
+        record: What was recorded of the call, where its tensors are copies.
     """
 
     module = ""
+    record: object | None = None
 
     def __init__(
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
@@ -50,6 +52,11 @@ class OperatorCall:
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
         self._laid_out_o: Tensor | None = None
         self._differentiable: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The operator's, such as "aten::_scaled_dot_product_flash_attention"."""
+        return self.operator.name
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -89,6 +96,10 @@ class OperatorCall:
             self._differentiable = any(t.requires_grad for t in self.inputs)
         return self._differentiable
 
+    def recorded(self, record: object, *, differentiable: bool) -> None:
+        """Note that its tensors are copies, which nobody differentiates, of those of a call that is recorded."""
+        self.record, self._differentiable = record, differentiable
+
     def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
         """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""
         found = copy(self)
@@ -107,8 +118,8 @@ class OperatorCall:
         found = self.of_others(others[0], others[1], others[2], others[3], None if lse is None else copy_of(lse))
         plain = {name: x for name, x in self.given.items() if isinstance(x, (bool, int, float, str, type(None)))}
         borders = {name: copy_whole(self.given[name]) for name in PACKING if self.given.get("packed")}
-        sinks = self.given.get("sinks")
-        found._given = plain | borders | {"sinks": None if sinks is None else copy_whole(sinks)}
+        whole = {name: self.given.get(name) for name in ("sinks", "alibi_slopes")}
+        found._given = plain | borders | {name: None if t is None else copy_whole(t) for name, t in whole.items()}
         found._given |= {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
         found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
         return found
@@ -124,6 +135,7 @@ class OperatorCall:
         q, k, v = self.inputs
         lse = self.lse
         if lse is not None:
+            lse = lse.transpose(0, 1).flatten(1)[None] if self.given.get("rows_apart") and lse.dim() == 3 else lse
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse[None] if lse.dim() == 2 else lse
             lse = cut(lse, rows) if lse.numel() else None
             # Some have packed documents one below the other, padded to the longest.
@@ -144,9 +156,16 @@ class OperatorCall:
             "scale": given.get("scale"),
             "softcap": given.get("softcap") or None,
             "sinks": given.get("sinks"),
+            "alibi_slopes": self._slopes(q),
+            "alibi_origin": given.get("alibi_origin", "row"),
             "refused": refusal(given),
             **{name: given[name] for name in PACKING if given.get("packed")},
         }
+
+    def _slopes(self, q: Tensor) -> Tensor | None:
+        """ALiBi's, of those sequences that are kept."""
+        slopes: Tensor | None = self.given.get("alibi_slopes")
+        return slopes if slopes is None or slopes.dim() == 1 or self.given.get("packed") else slopes[: len(q)]
 
     @property
     def kernel(self) -> str:
@@ -168,7 +187,12 @@ class OperatorBackward:
         args: What it was given.
         kwargs: Likewise.
         result: What it returned.
+
+    Attributes:
+        forward: What was recorded of the forward, where that is known.
     """
+
+    forward: object | None = None
 
     def __init__(
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any

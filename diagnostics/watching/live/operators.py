@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
+from attn_diag.watching.live.backlog import Backlog
 from attn_diag.watching.live.kernels import FusedOperator, operators
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
 from attn_diag.watching.live.untraced import passed_by, traced_again, untraced
@@ -81,17 +82,22 @@ class OperatorOverrides:
 
     Args:
         composite: Called instead of ``SCALED_DOT_PRODUCT``.
+        late: Told of one that has run and was to be recorded, where no operator underneath was.
         forward: Told of a fused operator that has run.
         backward: Told of one's backward.
+        backlog: Records the calls that need not be told of at once.
     """
 
     def __init__(
         self,
         composite: Meets,
+        late: Callable[[tuple[Any, ...], dict[str, Any], Any], None],
         forward: Callable[[OperatorCall], None],
         backward: Callable[[OperatorBackward], None],
+        backlog: Backlog,
     ) -> None:
-        self._composite, self._forward, self._backward = composite, forward, backward
+        self._composite, self._late, self._forward, self._backward = composite, late, forward, backward
+        self._backlog = backlog
         self._kernels = Kernels()
         self._known = 0, 0
         self._within = threading.local()
@@ -156,12 +162,21 @@ class OperatorOverrides:
         return functools.wraps(function)(run)
 
     def _met(self, kernel: Any, arguments: Arguments) -> Callable[..., Any]:  # noqa: ARG002 - as the others
-        composite = self._composite
+        composite, late, backlog = self._composite, self._late, self._backlog
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             # A subclass (a DTensor, a fake one) takes the operator apart: what is inside is met on plain tensors.
             if type(args[0]) not in (Tensor, torch.nn.Parameter):
                 return kernel(keys, *args, **kwargs)
+            if backlog.open and backlog.begins(args, kwargs):
+                result = None
+                try:
+                    result = kernel(keys, *args, **kwargs)
+                finally:
+                    recorded = backlog.ended(result)
+                if not recorded:
+                    untraced(late, args, kwargs, result)
+                return result
             return untraced(composite, traced_again(partial(kernel, keys)), args, kwargs)
 
         passed_by(run.__code__)
@@ -171,19 +186,32 @@ class OperatorOverrides:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             self._forward(OperatorCall(operator, arguments, args, kwargs, result))
 
-        return self._outermost(operator, kernel, tell)
+        backlog = self._backlog
+
+        def records(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+            return backlog.open and backlog.ran(operator, arguments, args, kwargs, result)
+
+        return self._outermost(operator, kernel, tell, records)
 
     def _went_back(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             self._backward(OperatorBackward(operator, arguments, args, kwargs, result))
 
-        return self._outermost(operator, kernel, tell)
+        backlog = self._backlog
+        # Behind the dispatcher's keys.
+        at = 1 + list(arguments).index("out") if not operator.is_function and "out" in arguments else 0
+
+        def records(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:  # noqa: ARG001 - as forwards
+            return backlog.open and 0 < at < len(args) and backlog.went_back(args[at], args, result)
+
+        return self._outermost(operator, kernel, tell, records)
 
     def _outermost(
         self,
         operator: FusedOperator,
         kernel: Any,
         tell: Callable[[tuple[Any, ...], dict[str, Any], Any], None],
+        records: Callable[[tuple[Any, ...], dict[str, Any], Any], bool],
     ) -> Callable[..., Any]:
         within, first = self._within, 0 if operator.is_function else 1
 
@@ -195,9 +223,11 @@ class OperatorOverrides:
                 result = kernel(*args, **kwargs)
             finally:
                 within.one = False
-            untraced(tell, args[first:], kwargs, result)
+            if not records(args, kwargs, result):
+                untraced(tell, args[first:], kwargs, result)
             return result
 
+        passed_by(records.__code__)
         passed_by(run.__code__)
         self._codes.add(run.__code__)
         return run

@@ -65,7 +65,8 @@ class Pending:
         self._version = 0
         self._last_row: Tensor | None = None
         self._slice: Slice | None = None
-        self._spoilt = False
+        self._spoilt: set[str] = set()
+        self._forward: object | None = None
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -113,11 +114,20 @@ class Pending:
         if node is not None:
             self._missing.add("kernel")
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
+            self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}})
             return
         self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
+        self._follow_tensors(graph)
+
+    def _follow_tensors(self, graph: Graph) -> None:
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
-                if name == "dsinks" and not _alone(tensor, self):
+                # Of MLA's latent, which is v and a part of k: its gradient is the sum of both.
+                if name in _INPUTS and any(
+                    made_of(graph[other][0], tensor) for other in _INPUTS if other != name and other in graph
+                ):
+                    continue
+                if name in _OF and not _alone(tensor, name, self):
                     continue  # several calls of one backward: the gradient is of all of them
                 self._missing.add(name)
                 hook = self._guarded(self._taker(name, lay_out))
@@ -131,7 +141,9 @@ class Pending:
             reused: whether a graph may put something else where o and lse were, as it does with the parts of a ring.
         """
         self._missing.add("kernel")
-        tensors = [t for t in (operator.o, operator.lse) if t is not None]
+        self._forward = operator.record
+        # Of one that was recorded it is known which backward is its; one that is not may be told by its values.
+        tensors = [t for t in (operator.o, operator.lse) if t is not None and self._forward is None]
         # Their identities are needed, and nothing of ours keeps them alive.
         self._kept = [StorageWeakRef(t.untyped_storage()) for t in tensors if not reused]  # type: ignore[no-untyped-call]
         self._version = operator.o._version
@@ -144,6 +156,8 @@ class Pending:
 
     def kept_by(self, back: OperatorBackward) -> bool:
         """Whether a backward was given this forward's own o or LSE (a graph may copy one of them)."""
+        if back.forward is not None:
+            return back.forward is self._forward
         if back.o._version != self._version:
             return False  # something was added to O in its place, as a ring may do to the first of its parts
         own = {t.untyped_storage()._cdata for t in (back.o, back.lse) if t is not None}
@@ -151,12 +165,18 @@ class Pending:
 
     def looks_like(self, back: OperatorBackward) -> bool:
         """Whether a backward was given what this forward returned, in another place: made again, or copied."""
-        o, row = back.o, self._last_row
-        return row is not None and o.shape[:2] + o.shape[3:] == row.shape and torch.equal(o[..., -1, :], row)
+        row = self._last_row
+        if row is None or back.forward is not None:
+            return False
+        # Of what was recorded there are the first sequences alone.
+        o = back.o if self._forward is None else back.o[: len(row)]
+        return o.shape[:2] + o.shape[3:] == row.shape and torch.equal(o[..., -1, :], row)
 
     def from_operator(self, back: OperatorBackward) -> None:
         """Take the gradients from the operator's backward."""
         self._kept, self._last_row = [], None
+        if back.forward is not None:
+            self.call.copied |= {"do", "dq", "dk", "dv"}
         self._take(back.do, back.gradients)
 
     def give_up(self) -> None:
@@ -183,11 +203,11 @@ class Pending:
 
     def _taker(self, name: str, lay_out: LayOut) -> Any:
         # Behind a cast of autocast a gradient comes widened; it has only the bits of what the kernel saw.
-        given: Tensor = getattr(self.call, "sinks" if name == "dsinks" else name[-1])
+        given: Tensor = getattr(self.call, _OF.get(name, name[-1]))
         dtype = given.dtype
 
         def arrived(grad: Tensor) -> None:
-            if name == "dsinks" and self._spoilt:
+            if name in self._spoilt:
                 self._arrived(name)
                 return
             setattr(self.call, name, lay_out(grad.detach()).to(dtype))
@@ -207,9 +227,9 @@ class Pending:
         """Whether this gradient has not come yet."""
         return name in self._missing
 
-    def spoil_sinks(self) -> None:
-        """Do without the sinks' gradient, which another call shares."""
-        self._spoilt = True
+    def spoil(self, name: str) -> None:
+        """Do without this gradient, which another call shares."""
+        self._spoilt.add(name)
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -217,23 +237,29 @@ class Pending:
         self._handles.clear()
 
 
-# The parameter of sinks by its identity -> the calls that wait for its gradient.
-_sinks_of: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+# What a gradient is of, where its last letter does not say it.
+_OF = {"dsinks": "sinks", "dmask": "mask"}
+# A parameter that calls may share (sinks, a bias) by its identity -> who waits for its gradient.
+_waiting: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
 
 
-def _alone(sinks: Tensor, pending: Pending) -> bool:
-    """Whether no other call waits for the gradient of the same sinks; if one does, it gets none of it either."""
-    other = _sinks_of.get(id(sinks))
-    if other is not None and other.waits_for("dsinks"):
-        other.spoil_sinks()
+def _alone(tensor: Tensor, name: str, pending: Pending) -> bool:
+    """Whether no other call waits for the gradient of the same tensor; if one does, it gets none of it either."""
+    other = _waiting.get(id(tensor))
+    if other is not None and other.waits_for(name):
+        other.spoil(name)
         return False
-    _sinks_of[id(sinks)] = pending
+    _waiting[id(tensor)] = pending
     return True
 
 
 def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """A gradient without the kernel's padding of D."""
-    return None if grad is None else cut(grad.detach() if grad.requires_grad else grad, like.shape[-1])
+    """A gradient without the kernel's padding of D, of the sequences of which there are copies."""
+    if grad is None:
+        return None
+    grad = grad.detach() if grad.requires_grad else grad
+    batch = like.shape[0]
+    return cut(grad if grad.shape[0] == batch else grad[:batch], like.shape[-1])
 
 
 def _attention_node(o: Tensor) -> Any | None:
@@ -249,3 +275,25 @@ def _attention_node(o: Tensor) -> Any | None:
             return None
         node = node.next_functions[0][0] if node.next_functions else None
     return None
+
+
+def made_of(made: Tensor, tensor: Tensor) -> bool:
+    """Whether one tensor was made of another, or is it, as far as the nearest nodes of autograd's graph say."""
+    if made is tensor:
+        return True
+    waiting, seen = [made.grad_fn], 0
+    while waiting and seen < _NEAREST:
+        node, seen = waiting.pop(0), seen + 1
+        for before, number in node.next_functions if node is not None else ():
+            if before is None:
+                continue
+            if before is tensor.grad_fn and number == tensor.output_nr:
+                return True
+            if tensor.grad_fn is None and getattr(before, "variable", None) is tensor:
+                return True
+            waiting.append(before)
+    return False
+
+
+# Gradients of inputs, by the names of a graph; and so many of autograd's nodes are looked at.
+_INPUTS, _NEAREST = ("dq", "dk", "dv"), 32

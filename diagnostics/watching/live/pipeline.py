@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
+
 _STAGES = "torch.distributed.pipelining.stage"
 # Before the first step a stage runs once on made-up numbers, to learn its shapes; with gradients since torch 2.13.
 _REHEARSALS = ("_forward_metadata_inference", "_shape_inference")
@@ -25,6 +27,11 @@ class Stage:
     """On how many ranks."""
     rehearses: bool
     """Whether it only learns its shapes."""
+
+
+def pipelines() -> bool:
+    """Whether there may be any: their module is loaded (accelerate does so for everybody), and there are ranks."""
+    return _STAGES in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def stage_running() -> Stage | None:

@@ -13,52 +13,29 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from attn_diag.watching.live.flex_graphs import FORWARD
+from attn_diag.watching.live.frames import (
+    AUTOGRAD,
+    CALLER_OF_GRAPHS,
+    CUDA_GRAPHS,
+    GRAPH,
+    MAX_FRAMES,
+    METHOD,
+    Site,
+    classified,
+    kinds,
+)
 from attn_diag.watching.live.kernels import is_forward
 from attn_diag.watching.live.linear_layers import clean
 
-_MAX_FRAMES = 80
-# Frames of torch's between a graph and an operator that it calls: some more when the graph runs for the first time.
-_MAX_BETWEEN = 10
-_TORCH = str(Path(torch.__file__).parent)
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
-# The code of a graph; what the modules have that inductor writes; what calls graphs.
-_GENERATED, _IN_INDUCTORS, _CALLS_GRAPHS = "<eval_with_key>", "extern_kernels", "runtime_wrappers.py"
-# What runs a graph that is to become a CUDA graph.
-_CUDA_GRAPHS_FILE = "cudagraph_trees.py"
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
-_Site = tuple[tuple[int, int], ...]
-
-# What the code of a frame is, to whoever looks for the module that runs: read off it once.
-_GRAPH, _CALLER_OF_GRAPHS, _CUDA_GRAPHS, _AUTOGRAD, _METHOD = 1, 2, 4, 8, 16
-_kinds: dict[int, int] = {}
-_codes: list[CodeType] = []
-
-
-def _classified(frame: FrameType) -> int:
-    code, found = frame.f_code, 0
-    if code.co_filename.startswith(_GENERATED) or _IN_INDUCTORS in frame.f_globals:
-        found |= _GRAPH
-    elif code.co_filename.endswith(_CALLS_GRAPHS):
-        found |= _CALLER_OF_GRAPHS
-    elif code.co_filename.endswith(_CUDA_GRAPHS_FILE):
-        found |= _CUDA_GRAPHS
-    first = code.co_varnames[:1]
-    if first == ("ctx",) and code.co_name == "forward":
-        found |= _AUTOGRAD
-    elif first == ("self",):
-        found |= _METHOD
-    _codes.append(code)  # no other code gets its number
-    _kinds[id(code)] = found
-    return found
 
 
 class Caller(NamedTuple):
@@ -66,7 +43,7 @@ class Caller(NamedTuple):
 
     owner: nn.Module | None
     """The innermost module, of the model where there is one, that runs."""
-    site: _Site | None
+    site: Site | None
     """Where in compiled code the call stands; None in eager code."""
     differentiated: bool
     """Whether it is the forward of an autograd function, where gradients are off although they will come."""
@@ -94,7 +71,7 @@ class _Run:
 
     number: int
     index: int = 0
-    sites: set[_Site] = field(default_factory=set)
+    sites: set[Site] = field(default_factory=set)
 
 
 class CallPlaces:
@@ -116,14 +93,14 @@ class CallPlaces:
         self._by_name: dict[str | None, nn.Module] = {}
         self._layers: dict[Any, int] = {}
         self._counts: dict[tuple[Any, bool], int] = defaultdict(int)
-        self._ran = defaultdict[tuple[_Site | None, bool], int](int)
+        self._ran = defaultdict[tuple[Site | None, bool], int](int)
         self._runs: dict[tuple[Any, bool], _Run] = {}
         self._attentions: dict[int, list[nn.Module]] = {}
         self._unnamed: set[int] = set()
         self._calls: dict[int, int] = {}
         self._no_modules: set[int] = set()
         self._code: dict[int, CodeType] = {}
-        self._told_by: dict[tuple[int, _Site], nn.Module] = {}
+        self._told_by: dict[tuple[int, Site], nn.Module] = {}
         self.met: set[int | None] = set()
         self.most: dict[int, int] = {}
         self.compiled: set[int] = set()
@@ -164,25 +141,25 @@ class CallPlaces:
         frame: FrameType | None = sys._getframe().f_back
         site: list[tuple[int, int]] = []
         compiled = differentiated = foreign = pooled = False
-        for _ in range(_MAX_FRAMES):
+        for _ in range(MAX_FRAMES):
             if frame is None:
                 break
             number = id(frame.f_code)
-            kind = _kinds.get(number)
+            kind = kinds.get(number)
             if kind is None:
-                kind = _classified(frame)
-            if kind & _GRAPH:
+                kind = classified(frame)
+            if kind & GRAPH:
                 compiled = True
                 self._code.setdefault(number, frame.f_code)
                 site.append((number, frame.f_lasti))
-            elif kind & (_CALLER_OF_GRAPHS | _CUDA_GRAPHS):
+            elif kind & (CALLER_OF_GRAPHS | CUDA_GRAPHS):
                 compiled = True
-                pooled |= bool(kind & _CUDA_GRAPHS)
-            if kind & _AUTOGRAD:
+                pooled |= bool(kind & CUDA_GRAPHS)
+            if kind & AUTOGRAD:
                 # Without gradients the function runs too, and autograd has no use for it.
                 differentiated |= bool(getattr(frame.f_locals.get("ctx"), "next_functions", True))
             # Before Python 3.13 a look at a frame's variables keeps them alive: not those of training loops.
-            elif kind & _METHOD and number not in self._no_modules:
+            elif kind & METHOD and number not in self._no_modules:
                 owner = frame.f_locals.get("self")
                 if not isinstance(owner, nn.Module):
                     self._no_modules.add(number)
@@ -359,35 +336,6 @@ class CallPlaces:
 def is_attention_by_name(module: nn.Module) -> bool:
     """Whether its class is called so."""
     return _ATTENTION.search(type(module).__name__) is not None
-
-
-def graph_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The code of a graph, and the place in it, where an operator is called that was called out of ``frame``."""
-    for _ in range(_MAX_BETWEEN):
-        if frame is None:
-            return None
-        kind = _kinds.get(id(frame.f_code))
-        if (_classified(frame) if kind is None else kind) & _GRAPH:
-            return frame.f_code, frame.f_lasti
-        if not frame.f_code.co_filename.startswith(_TORCH):
-            return None  # somebody's own operator, that may call several
-        frame = frame.f_back
-    return None
-
-
-def in_cuda_graphs_memory() -> bool:
-    """Whether what is allocated now is a CUDA graph's: torch forbids that anything of ours stays there."""
-    if "torch._inductor.cudagraph_trees" not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe().f_back
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return False
-        kind = _kinds.get(id(frame.f_code))
-        if (_classified(frame) if kind is None else kind) & _CUDA_GRAPHS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def attention_calls(code: CodeType) -> int:

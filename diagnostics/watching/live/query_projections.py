@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from attn_diag.watching.live import products
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.graph_projections import GraphProjections
-from attn_diag.watching.live.linear_layers import Projections
+from attn_diag.watching.live.linear_layers import MadeWith, MadeWithLayer, Projections
+from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.pending import Pending
+from attn_diag.watching.live.untraced import passed_by
 
+SHARDED = "w_q is left out: the weight is sharded over ranks while attention runs"
 NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
 # Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
 _COMPILER = "torch._functorch.aot_autograd"
@@ -48,13 +51,13 @@ class QueryProjections:
         self._wanted = wanted and self._model is not None
         if not wanted:
             self._in_graphs.forget()
-        products.listen(self._told, wanted=self._wanted and self._compiled)
+        products.listen(self._told, self._in_graphs.passes, wanted=self._wanted and self._compiled)
 
     def graph_runs(self) -> None:
         """A compiled graph has made a call: there are such."""
         if not self._compiled:
             self._compiled = True
-            products.listen(self._told, wanted=self._wanted)
+            products.listen(self._told, self._in_graphs.passes, wanted=self._wanted)
 
     def forget(self) -> None:
         """Let go of what ran before an attention call, or after the last one."""
@@ -73,10 +76,38 @@ class QueryProjections:
 
     def close(self) -> None:
         """Remove every hook."""
-        products.listen(self._told, wanted=False)
+        products.listen(self._told, self._in_graphs.passes, wanted=False)
         self.in_layers.close()
         self._in_graphs.step_ended()
         self._in_graphs.forget()
+
+    def learned(self, met: Met, module: nn.Module | None) -> tuple[bool, MadeWith | None]:
+        """Whether it is known what makes the q of calls like this one, and what does: a layer, and nothing behind it.
+
+        Args:
+            met: The call.
+            module: Whose it is, where it has a name.
+        """
+        name, compiled = met.place.module, met.caller.site is not None
+        if self._model is None or (not compiled and not self.in_layers.watching):
+            return True, None
+        if compiled:
+            made = None if module is None else self._in_graphs.made_with(module)
+            return made is not None, made
+        if name is None or name not in self.in_layers.known:
+            return False, None
+        found = self.in_layers.known[name]
+        return found is None or found.exact, None if found is None else MadeWithLayer(found, self.in_layers)
+
+    def passed(self) -> None:
+        """A call was recorded, which took what it needs."""
+        self.in_layers.recent.clear()
+        self._in_graphs.passed()
+
+    def unknown(self) -> None:
+        """A call is wanted of which it is not known what makes its q: look at every product."""
+        self._in_graphs.products.idle.clear()
+        self._in_graphs.products.all_known = False
 
     def maker(self, modules: list[nn.Module], q: Tensor, *, among_others: bool) -> nn.Module | None:
         """Which of several attention modules made ``q`` [B, H, T, D] in a graph, where its products tell.
@@ -89,7 +120,7 @@ class QueryProjections:
         self,
         call: AttentionCall,
         pending: Pending | None,
-        known: tuple[Tensor, Tensor, bool] | None,
+        known: tuple[Tensor, Tensor | None, bool] | None,
         module: nn.Module | None,
         *,
         compiled: bool,
@@ -104,16 +135,19 @@ class QueryProjections:
             compiled: Whether it ran in a compiled graph.
         """
         name = call.place.module
-        if known is not None:
+        if known is not None and (self._model is not None or not call.copied):
             x, weight, biased = known
-            call.x, call.x_dtype, call.w_q = x.detach(), call.q.dtype, weight.detach()
+            # A copy is one of what the product saw.
+            call.x, call.x_dtype = x.detach(), x.dtype if call.copied else call.q.dtype
+            call.w_q = None if weight is None else weight.detach()
+            call.notes += [SHARDED] if weight is None else []
             if pending is not None:
                 pending.copy_dq = biased
         elif name is not None and (found := self.in_layers.find(name, call.q)) is not None:
             projection, x, y = found
             call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y.shape[-1])
             if call.w_q is None:
-                call.notes.append("w_q is left out: the weight is sharded over ranks while attention runs")
+                call.notes.append(SHARDED)
             if pending is not None:
                 pending.follow_projection(y, projection)
         elif name is not None and module is not None and (in_graph := self._in_graphs.find(module, call.q)) is not None:
@@ -122,3 +156,6 @@ class QueryProjections:
                 self._in_graphs.follow(pending, in_graph, name)
         elif compiled and self._model is not None:
             call.notes.append(NO_PROJECTION)
+
+
+passed_by(QueryProjections.passed.__code__)

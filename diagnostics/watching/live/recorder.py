@@ -20,7 +20,7 @@ from attn_diag.captures.capture import Capture, Captures
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.results.wording import plural
-from attn_diag.watching.live import flex_graphs
+from attn_diag.watching.live import flex_graphs, intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.claim import IfTaken, claim
@@ -221,6 +221,8 @@ class Recorder:
         """All that is kept is of the first so many items of a batch; None: no such number."""
         return self._part.sequences
 
+    may_be_late = True
+
     def wants_step(self, step: int) -> bool:
         """Whether this step is captured."""
         if self._full:
@@ -293,6 +295,7 @@ class Recorder:
         return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{number}.safetensors"
 
     def _submit_open(self) -> None:
+        intercept.backlog.tell()
         taken, self._taken = self._taken, {}
         for one in taken.values():
             self._submit(one)
@@ -394,4 +397,4 @@ def trigger(reason: str) -> None:
         recorder.dump(reason)
 
 
-_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre", "dsinks")
+_LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre", "dsinks", "dmask")

@@ -112,6 +112,8 @@ def merged(
         raise InputError("packed sequences in a ring are not put together")
     if any(hop.given.get("sinks") is not None for hop in hops):
         raise InputError("attention sinks in a ring: each hop would count them, which is not put together")
+    if any(hop.given.get("alibi_slopes") is not None for hop in hops):
+        raise InputError("ALiBi slopes in a ring: each hop counts distances from its own keys; not put together")
     if order == "zigzag" and rows % 2:
         raise InputError(f"a ring in zigzag order needs an even number of rows a rank, got {rows}")
     seen, told = [], []

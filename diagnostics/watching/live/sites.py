@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from attn_diag.watching.live.kernels import alibi_origin
 from attn_diag.watching.live.tap import Tap
 
 # Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive;
@@ -101,6 +102,17 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else t.dtype
 
 
+def dropout_refusal(dropout: float | None) -> str | None:
+    """Why a call with dropout is not analysed; None without any."""
+    return _refusals(dropout)
+
+
+def _unexpanded(mask: Tensor) -> LayOut:
+    """What makes the gradient of a mask one of what it was expanded from: that alone is kept."""
+    axes = [axis for axis in range(mask.dim()) if mask.stride(axis) == 0 and mask.shape[axis] > 1]
+    return partial(torch.sum, dim=axes, keepdim=True, dtype=torch.float32) if axes else unchanged
+
+
 def _refusals(dropout: float | None, **others: object) -> str | None:
     if dropout:
         return f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it"
@@ -127,8 +139,11 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "v": as_autocast(v[spread]),
         "o": result[spread],
     }
+    learned: Graph = {}
+    if isinstance(mask, Tensor) and mask.is_floating_point() and (q.dim() == 4 or mask.dim() < 3):
+        learned["dmask"] = (mask, _unexpanded(mask))
     found: Fields = tensors | {
-        "graph": gradients(result, q, k, v, lambda t: t[spread]),
+        "graph": gradients(result, q, k, v, lambda t: t[spread]) | learned,
         "within": tap.operator if fused else None,
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": causal,
@@ -214,7 +229,14 @@ def _additive(mask: Tensor | None, padding: Tensor | None, batch: int, heads: in
 def _read_eager(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     """transformers' eager_attention_forward masks by the mask it is given alone."""
     found = _read_transformers(a, result, tap)
-    return None if found is None else found | {"kernel": "transformers eager", "causal": "none", "window": None}
+    if found is None:
+        return None
+    options = {**(a.get("kwargs") or {}), **a}
+    if options.get("position_bias") is not None and found["q"].dtype.itemsize == 2:
+        # T5's softmax rounds to 16 bits what a fused kernel keeps in fp32: single rows look like mistakes.
+        why = f"position_bias not supported in {found['q'].dtype} eager attention, sdpa is"
+        found["refused"] = found["refused"] or why
+    return found | {"kernel": "transformers eager", "causal": "none", "window": None}
 
 
 def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
@@ -237,7 +259,7 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
         "lse_sink": "included" if lse is None or sinks is None else "excluded",  # FlexAttention's, of the keys alone
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
-        "refused": _refusals(options.get("dropout"), position_bias=options.get("position_bias")),
+        "refused": _refusals(options.get("dropout")),
     }
     if isinstance(mask, Tensor) and mask.dim() == 4:
         # Some masks are longer than the keys of this layer.
@@ -251,7 +273,18 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
         causal = getattr(module, "is_causal", True) if causal is None else causal
         found["causal"] = "bottom-right" if causal and q.shape[2] > 1 else "none"
         found["window"] = (window - 1, 0) if window else None
-    return found
+    return found | _with_bias(found, options.get("position_bias"))
+
+
+def _with_bias(found: Fields, bias: Tensor | None) -> Fields:
+    """A relative position bias [1 or B, H, Tq, Tk], as T5's, and the mask of the call in one."""
+    mask = found.get("mask")
+    if bias is None:
+        return {}
+    added = bias.detach().float()[..., : found["k"].shape[-2]]
+    if mask is None:
+        return {"mask": added}
+    return {"mask": added.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else added + mask}
 
 
 def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
@@ -321,15 +354,18 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
     graph: Graph = {"do": (o, turned), **_unshared(zip(("dq", "dk", "dv"), inputs, strict=True))}
     if (sinks := _flash_sinks(a)) is not None:
         graph["dsinks"] = (sinks, unchanged)
+    slopes, causal = a.get("alibi_slopes"), bool(a.get("causal"))
     return {"kernel": "flash_attn", "q": q, "k": k, "v": v, "o": turned(o)} | {
         "graph": graph,
         "lse": _saved_lse(o, tuple(q.shape[:3])),
         "sinks": sinks,
-        "causal": "bottom-right" if a.get("causal") else "none",
+        "causal": "bottom-right" if causal else "none",
         "scale": a.get("softmax_scale"),
         "window": None if window == (-1, -1) else window,
         "softcap": a.get("softcap") or None,
-        "refused": _refusals(a.get("dropout_p"), alibi_slopes=a.get("alibi_slopes")),
+        "alibi_slopes": slopes,
+        "alibi_origin": "row" if slopes is None else alibi_origin(causal, window, k.shape[2]),
+        "refused": _refusals(a.get("dropout_p")),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -17,12 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import BY_PARAMETERS, Clock
-from attn_diag.watching.live.linear_layers import FAST_PATHS, first_head, is_run_compiled
+from attn_diag.watching.live.harmless import harmless, run_harmlessly
+from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
 from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
-from attn_diag.watching.live.pipeline import stage_running
+from attn_diag.watching.live.pipeline import pipelines, stage_running
 from attn_diag.watching.live.places import Caller, CallPlaces, MadeBy
 from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
@@ -35,26 +35,6 @@ _log = logging.getLogger("attn_diag")
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
 UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
-
-
-def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a watch's method log its failures instead of raising them; it returns None then."""
-
-    @functools.wraps(method)
-    def run(watch: Watch, *args: Any) -> Any:
-        return _run_harmlessly(watch, method, watch, *args)
-
-    return run
-
-
-def _run_harmlessly(watch: Watch, what: Callable[..., Any], *args: Any) -> Any:
-    if watch.gone or torch.compiler.is_compiling():
-        return None  # nothing of ours belongs in a graph that is traced, nor in a forked child
-    try:
-        return what(*args)
-    except Exception as error:
-        watch.failed(error)
-        return None
 
 
 class Watch:
@@ -73,6 +53,7 @@ class Watch:
         step: the number of the current one.
         calls_seen: how many, wanted or not.
         gone: whether this is a forked child's copy.
+        projections: what makes the q of calls.
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
@@ -87,7 +68,7 @@ class Watch:
         self._pending: dict[int, Pending] = {}
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
+        self.projections, self._spread = QueryProjections(model, self.guarded), SpreadHeads()
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._unseen = Unseen(model, self._places, self.warn_once)
@@ -106,7 +87,7 @@ class Watch:
         self._places.read()
         self._unseen.begin()
         whole = self.model is not None and is_run_compiled(self.model)
-        self._projections.watch(whole=whole)
+        self.projections.watch(whole=whole)
         # A hook inside a compiled module would have it compiled anew.
         if self.model is not None and not whole and not isinstance(self.model, FAST_PATHS):
             begins, ended = self.guarded(self._forward_begins), self.guarded(self._forward_ended)
@@ -124,7 +105,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._projections.close()
+        self.projections.close()
         self._drop_pending()
 
     def forked(self) -> None:
@@ -134,14 +115,15 @@ class Watch:
 
     def end_step(self) -> None:
         """The step is over; an optimizer's ``step()`` does this by itself."""
+        intercept.backlog.tell()
         if intercept.looks(self):
             self._unseen.step_ends(seen=bool(self.calls_seen))
         self._drop_pending()
         ended, self.step = self.step, self.step + 1
         self._looked = self.looked
-        self._projections.step_ended()
-        for counted in (self._with_gradients, self._told):
-            counted.clear()
+        self.projections.step_ended()
+        self._with_gradients.clear()
+        self._told.clear()
         self._places.step_ended()
         self._calls_this_step = self._forwards_this_step = 0
         self._look()
@@ -178,7 +160,23 @@ class Watch:
 
     # What the interception calls.
 
-    @_harmless
+    @property
+    def may_be_late(self) -> bool:
+        """Whether it may be told of calls later, with copies of their tensors: steps are told by an optimizer alone."""
+        steps = self._trains and self._clock.heard
+        return steps and not pipelines() and (self.listener.may_be_late or not intercept.looks(self))
+
+    def would_want(self, place: CallPlace) -> bool:
+        """Whether the listener wants the call that is about to run there; its exceptions are not caught."""
+        return self.listener.wants(place)
+
+    def learns(self, met: Met) -> tuple[bool, MadeWith | None] | None:
+        """Whether it is known what makes the q of calls like this one, and what; None: another may be another kind."""
+        if met.recomputing or met.stage is not None or not met.place.gradients:
+            return None
+        return self.projections.learned(met, self._places.named(met.place.module))
+
+    @harmless
     def made_by(self, module: str = "") -> MadeBy | None:
         """Say who makes the call that is running; None: not the model. ``module`` as of ``meets``."""
         found = self._made_by(module)
@@ -199,7 +197,7 @@ class Watch:
         nobody = caller.owner is None and (caller.site is None or caller.foreign)
         return self.model is not None and nobody
 
-    @_harmless
+    @harmless
     def meets(
         self, module: str = "", made_by: MadeBy | None = None, operator: OperatorCall | None = None
     ) -> Met | None:
@@ -219,13 +217,13 @@ class Watch:
             caller = made_by.caller
             if operator is not None and caller.site is not None:
                 q = operator.inputs[0]
-                find = partial(self._projections.maker, q=q, among_others=caller.owner is None)
+                find = partial(self.projections.maker, q=q, among_others=caller.owner is None)
                 caller = self._places.told_by(caller, find)
         else:
             caller = self._places.seen_from_here(made_by.caller)
         recomputing = made_by.recomputing
         if caller.site is not None:
-            self._projections.graph_runs()
+            self.projections.graph_runs()
         if recomputing and caller.site is not None and not caller.differentiated:
             return None  # a compiled backward makes again what its forward did not keep
         gradients = made_by.gradients
@@ -244,15 +242,16 @@ class Watch:
         followed = recomputing and (layer, call) in self._with_gradients
         return Met(place, caller, recomputing, not followed and self.listener.wants(place), stage)
 
-    @_harmless
+    @harmless
     def counts(self, met: Met) -> None:
         """Count the call, which is over."""
         self._places.count(met.caller, recomputing=met.recomputing)
         self._calls_this_step += 1
         self.calls_seen += 1
-        self._projections.forget()  # also the projections of calls that nobody wanted
+        if not intercept.backlog.telling:
+            self.projections.forget()  # also the projections of calls that nobody wanted
 
-    @_harmless
+    @harmless
     def sees(self, met: Met, fields: Fields, result: Any) -> None:
         """Tell the listener of a wanted call that has run, and follow its gradients."""
         place = met.place
@@ -270,8 +269,8 @@ class Watch:
         call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
             call.head_offset = first_head(module, call.q)
-            made = self._projections.in_layers.made_in(place.module or "")
-            if (spread := self._spread.first(place.module or "", call.q, call.k, made)) is not None:
+            near = self.projections.in_layers.made_in(place.module or "")
+            if (spread := self._spread.first(place.module or "", call.q, call.k, near)) is not None:
                 call.head_offset, sure = spread
                 call.notes += [] if sure else [ASSUMED]
         if self._places.by_order(met.caller):
@@ -287,7 +286,7 @@ class Watch:
         elif place.gradients and met.caller.differentiated and not call.awaits_backward:
             self.warn_once(IN_A_FUNCTION, f"{place.module}: " if place.module else "")
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
-        self._projections.take(call, pending, known, module, compiled=met.caller.site is not None)
+        self.projections.take(call, pending, known, module, compiled=met.caller.site is not None)
         if pending is not None:
             self._with_gradients.add((place.layer, place.call))
             with self._lock:
@@ -299,10 +298,11 @@ class Watch:
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
         self.listener.forward(call)
 
-    @_harmless
+    @harmless
     def went_back(self, back: OperatorBackward) -> None:
         """Give the call whose backward this is its gradients."""
-        self._projections.goes_back()
+        if not intercept.backlog.telling:
+            self.projections.goes_back()
         with self._lock:
             # The newest forward goes back first.
             waiting = [p for p in reversed(self._pending.values()) if p.waits_for_operator]
@@ -321,8 +321,6 @@ class Watch:
         self.warn_once(f"a call was not recorded: {reason_of(error)}")
         self.listener.failed(error)
 
-    # Ourselves.
-
     def finished(self, pending: Pending) -> None:
         """Tell the listener of a call whose gradients are all there."""
         with self._lock:
@@ -331,13 +329,13 @@ class Watch:
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``what`` so that our own failures are logged instead of raised; it returns None then."""
-        return Hook(partial(_run_harmlessly, self, what))
+        return Hook(partial(run_harmlessly, self, what))
 
     def _look(self, *, at_least: bool = False) -> None:
         """Keep what a wanted step needs; on others nothing costs anything."""
         # A user's function of the step is asked no more often than needed.
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
-        self._projections.look(wanted=wanted)
+        self.projections.look(wanted=wanted)
         # Until it is known that a loop trains, calls tell of steps.
         # Nor is there a look that tells of steps where no optimizer does.
         intercept.look(self, wanted=wanted or at_least or not self._trains or self._clock.by_parameters)
@@ -374,7 +372,7 @@ class Watch:
 
     def _forward_ended(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
         # What the last linear layers hold, logits among it, is not kept through the backward.
-        self._projections.forget()
+        self.projections.forget()
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         if in_cuda_graph():  # it steps when that is replayed
@@ -388,11 +386,12 @@ class Watch:
             torch.autograd.Variable._execution_engine.queue_callback(stepped)
 
     def _stepped(self, optimizer: Any) -> None:
+        intercept.backlog.tell()
         intercept.tell_of_warm_ups()
         if not self._clock.is_ours(optimizer):
             return
         self._trains = True
-        self._projections.forget()
+        self.projections.forget()
         if not self._clock.ticks(optimizer, seen=bool(self._calls_this_step)):
             return
         if intercept.looks(self):

@@ -196,6 +196,8 @@ class Monitor:
         """So many of a batch are sampled."""
         return self._sequences
 
+    may_be_late = False
+
     def wants_step(self, step: int) -> bool:
         """Check every so many steps."""
         return step % self.every == 0

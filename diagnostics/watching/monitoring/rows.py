@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference import FloatFormat, format_of, hides, round_nearest_even, ulp
+from attn_diag.reference import Alibi, FloatFormat, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.attention import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample, by_layer
 
@@ -227,7 +227,7 @@ def _mask(
         mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape, strict=True))][0]
     additive = mask is not None and mask.dtype != torch.bool
     slope = largest = None
-    if sample.softcap is not None or additive:
+    if sample.softcap is not None or additive or sample.alibi_slopes is not None:
         seen = scores
         if mask is not None:
             seen = scores.masked_fill(hides(mask), -torch.inf)
@@ -241,7 +241,13 @@ def _mask(
         scores.masked_fill_(hidden, -torch.inf)
     if mask is not None:
         scores = scores.add_(mask) if additive else scores.masked_fill_(~mask, -torch.inf)
-    return scores.flatten(0, 1), slope, largest
+    scores = scores.flatten(0, 1)
+    if sample.alibi_slopes is not None:
+        distances = Alibi(0.0, sample.alibi_origin).distances(sample.positions(rows), keys, sample.k.shape[2])
+        own = sample.alibi_slopes[sequence, heads]
+        own = own[:, rows] if own.shape[1] > 1 else own
+        scores = scores.add_(own[..., None] * distances)
+    return scores, slope, largest
 
 
 def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attn_diag.captures.metadata import AlibiOrigin
 from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 
@@ -60,6 +61,9 @@ class Sample:
     """L."""
     sinks: Tensor | None = None
     """[L * Hq], a logit a head in the softmax's denominator."""
+    alibi_slopes: Tensor | None = None
+    """[S, L * Hq, R or 1] float64."""
+    alibi_origin: AlibiOrigin = "row"
     documents: Documents | None = None
     """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
 
@@ -93,7 +97,7 @@ class Sample:
             k=_picked(call.k, several),
             v=_picked(call.v, several),
             o=pick(call.o),
-            lse=None if call.lse is None else _with_sinks(pick(call.lse), call),
+            lse=None if call.lse is None or _elsewhere(call) else _with_sinks(pick(call.lse), call),
             mask=mask,
             x=x,
             w_q=w_q,
@@ -105,6 +109,8 @@ class Sample:
             softcap=call.softcap,
             own=call.own,
             sinks=None if call.sinks is None else call.sinks.detach().clone(),
+            alibi_slopes=_slopes(call, several, documents),
+            alibi_origin="row" if documents is not None else call.alibi_origin,
             documents=documents,
         )
         return sample.with_gradient(call)
@@ -126,7 +132,8 @@ class Sample:
         own: object = None if self.own is None else self.own.positions.numpy().tobytes()
         if self.documents is not None:
             own = id(self)  # whether others are packed alike would have to be looked up on the device
-        return *kinds, self.q_length, self.masking.causal, self.masking.window, self.scale, self.softcap, own
+        options = self.masking.causal, self.masking.window, self.scale, self.softcap, self.alibi_origin
+        return *kinds, self.q_length, *options, own
 
     @classmethod
     def stacked(cls, samples: Sequence[Sample]) -> Sample:
@@ -163,7 +170,8 @@ class Sample:
 
 
 # Tensors of a sample, and the axis that layers share.
-_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "sinks": 0}
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "sinks": 0,
+            "alibi_slopes": 1}  # fmt: skip
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -171,6 +179,23 @@ Index = TypeVar("Index", int, Tensor)
 def evenly(index: Index, length: int, rows: int) -> Index:
     """Say which of ``length`` queries the sampled row ``index`` of ``rows`` is: a number, or a tensor of them."""
     return (2 * index + 1) * length // (2 * rows)
+
+
+def _slopes(call: AttentionCall, sequences: int, documents: Documents | None) -> Tensor | None:
+    """ALiBi's slopes of every sampled row, [S, Hq, R or 1] float64."""
+    if call.alibi_slopes is None:
+        return None
+    slopes = call.alibi_slopes.detach().double().to(call.q.device, copy=True)
+    if slopes.dim() == 1:
+        return slopes[None, :, None].expand(sequences, -1, -1)
+    if documents is None:
+        return slopes[:sequences, :, None]
+    return slopes[documents.rows.clamp(max=len(slopes) - 1)].T[None]
+
+
+def _elsewhere(call: AttentionCall) -> bool:
+    """Whether the LSE counts ALiBi's distances from where packed documents begin, which rows do not know."""
+    return call.alibi_slopes is not None and call.cu_seqlens_q is not None and call.alibi_origin != "row"
 
 
 def _with_sinks(lse: Tensor, call: AttentionCall) -> Tensor:

@@ -1,0 +1,114 @@
+"""SageAttention 1.0.6's own kernels beside the recipe ``sage1``: which part of O's elements has the same bits.
+
+Needs a GPU and the wheel (`pip install sageattention==1.0.6`). Kinds of inputs, head dimensions, lengths and masks; of
+lengths that are no multiple of 64 without a causal mask also how far O is from float64: the released kernel does not
+mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads alone), so that they join the row sum.
+
+    python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h200.json --capture s.safetensors
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import made_by, options_of, save
+from torch import Tensor
+
+import attn_diag
+from attn_diag.head.machine import pick_device
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking, reference_head
+
+KINDS = ("gaussian", "k with a mean", "outliers", "large scores")
+HEADS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape and kind."""
+
+    kind: str
+    length: int
+    width: int
+    causal: bool
+    equal: float
+    """The part of O's elements with the recipe's bits."""
+    without: dict[str, float]
+    """The same of recipes with one thing less."""
+    error: float
+    """Of the kernel's O against float64, relative."""
+    emulated_error: float
+    """Of the recipe's."""
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "sums of PV in fp32": {"pv_sums": "fp32", "accumulation": "fp32-nearest"},
+    "k not smoothed": {"smooth_k": "none"},
+    "k's mean not rounded": {"smooth_k": "mean"},
+    "ties to even": {"quantize_q": "int8 block=128rows", "quantize_k": "int8 block=64rows"},
+}
+
+
+def inputs(kind: str, length: int, width: int, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v [1, H, T, D] BF16."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, HEADS, length, width, generator=generator) for _ in range(3))
+    if kind == "k with a mean":
+        k += 4 * torch.randn(1, HEADS, 1, width, generator=generator)
+    if kind == "outliers":
+        k[..., 3] *= 20
+        q[..., 7] *= 20
+    if kind == "large scores":
+        q *= 4
+    return tuple(x.bfloat16() for x in (q, k, v))
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--capture", type=Path, metavar="FILE", help="save one call there")
+    arguments = parser.parse_args()
+    device = pick_device("cuda")
+    sageattn = importlib.import_module("sageattention.core").sageattn
+
+    rows = []
+    for kind, length, width, causal in product(KINDS, (512, 1024, 200), (64, 128), (True, False)):
+        q, k, v = (x.to(device) for x in inputs(kind, length, width, arguments.seed))
+        got = sageattn(q, k.clone(), v, is_causal=causal)  # it takes k's mean off in place
+        counts = dict.fromkeys(("", *CHANGES), 0.0)
+        errors = torch.zeros(2, dtype=torch.float64)
+        size = 0.0
+        for h in range(HEADS):
+            masking = Masking("top-left" if causal else "none")
+            one = [x[0, h].double() for x in (q, k, v)]
+            head = AttentionHead(one[0], one[1], one[2], None, width**-0.5, masking)
+            truth = reference_head(head).out
+            recipe = preset("sage1", head_dim=width)
+            for name in counts:
+                made = emulate_head(replace(recipe, **CHANGES.get(name, {})), head).o
+                counts[name] += float((made == got[0, h]).double().mean()) / HEADS
+                if not name:
+                    errors[1] += float((made.double() - truth).square().sum())
+            errors[0] += float((got[0, h].double() - truth).square().sum())
+            size += float(truth.square().sum())
+        relative = (errors / size).sqrt().tolist()
+        own = counts.pop("")
+        rows.append(Row(kind, length, width, causal, own, counts, *relative))
+        print(rows[-1])
+        if arguments.capture and (kind, length, width, causal) == ("k with a mean", 512, 64, True):
+            tensors = {n: x.cpu() for n, x in (("q", q), ("k", k), ("v", v), ("sage.o", got))}
+            capture = attn_diag.Capture.from_tensors(tensors, causal="top-left", kernel="sageattention 1.0.6")
+            capture.save(arguments.capture)
+    whole = [row.equal for row in rows if row.length % 64 == 0 or row.causal]
+    print(f"least {min(whole):.4%}, mean {sum(whole) / len(whole):.4%} of O's elements; {inspect.getfile(sageattn)}")
+    save(made_by(device) | {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

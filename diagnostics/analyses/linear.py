@@ -1,0 +1,400 @@
+"""Linear attention captured: is it the mathematics, as good as a well-rounded kernel, biased, fragile?
+
+The counterfactual is an emulated chunked kernel that rounds as flash-linear-attention's healthy ones do (operands of
+products in the inputs' format, sums and the state in fp32), with chunks of 16 to 128: of these the one that is
+furthest off. What no kernel of the format leaves is three times the error of one that also rounds its state, decays and
+sums to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.linear_causes import Cause, Causes, Place
+from attn_diag.analyses.linear_findings import adjusted, findings_of, sentence_of
+from attn_diag.analyses.linear_noise import cancelled, mean_away, near
+from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.captures.loading import find_captures
+from attn_diag.errors import InputError
+from attn_diag.head.linear import LinearRun
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY
+from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
+from attn_diag.reference.linear import OF_HEADS
+from attn_diag.results.diagnosis import Label
+from attn_diag.results.linear import (
+    LINEAR_SYMBOLS,
+    ChunkError,
+    LinearDiagnosedCapture,
+    LinearDiagnosis,
+    LinearHead,
+    LinearObservation,
+    LinearQuantity,
+)
+from attn_diag.results.wording import number, percent, plural, ranges, times
+from attn_diag.statistics.means import FLAT_BAND_99, require_level
+from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
+
+# Steps whose errors are counted together, as they share the state's; and rows of a state.
+_BLOCK, _STATE_BLOCK = 16, 2
+_CURVE = 64
+# A row stands out beyond so many times what the coarse kernel leaves about it; one number a row needs more.
+_ROW_LIMIT, _NUMBER_LIMIT = 8.0, 16.0
+# A well-rounded kernel's own error from which a head is called fragile.
+_FRAGILE = 0.02
+# A site that explains so much of an error proves that the error is no accident.
+_PROOF = 0.5
+# A mean of which a well-rounded kernel has so much is the inputs', not the kernel's.
+_SHARED = 0.5
+# Without a site that makes it a factor is called lossy above this only: a released kernel on an H200 has 2.29
+# (flash-linear-attention's RWKV-7, the log decay's gradient), and the yardstick knows no reason for it yet.
+_UNNAMED = 3.0
+# So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
+_FP32 = 2.0**-6
+_STATES = ("final_state", "dinitial_state")
+
+
+def inspect_linear(
+    source: LinearCapture | str | Path | Sequence[LinearCapture | str | Path] | None = None,
+    *,
+    operator: str | None = None,
+    level: float = 0.01,
+    device: str = "auto",
+    **given: Any,
+) -> LinearDiagnosis:
+    """Diagnose calls of linear attention.
+
+    Args:
+        source: A LinearCapture, a capture's file, a folder of them, or a list of these; None where tensors are given.
+        operator: Of tensors that are given by name: rwkv7, gated_delta_rule, kda, gla, simple_gla, mamba2, …
+        level: Significance of the tests of means, after Benjamini-Hochberg.
+        device: auto, cpu or cuda.
+        **given: The call's tensors by fla's names ([B, T, H, D]), what it returned (``o``, ``final_state``), ``do`` and
+            its gradients (``dq``, …), and ``scale``, ``l2norm``, ``normalize`` and the fields of ``Metadata``.
+
+    Raises:
+        InputError: Tensors do not fit each other, the operator is not known, or nothing was captured that it returned.
+    """
+    if source is None:
+        if operator is None:
+            raise InputError("name the operator (operator='kda') whose tensors these are, or a capture")
+        tensors = {name: given.pop(name) for name in list(given) if hasattr(given[name], "shape")}
+        captures = [LinearCapture.from_tensors(operator, tensors, **given)]
+    elif operator is not None or given:
+        raise InputError("a capture states its operator and tensors itself; give one or the other")
+    else:
+        listed = [source] if isinstance(source, LinearCapture | str | Path) else list(source)
+        captures = []
+        for one in listed:
+            captures += [one] if isinstance(one, LinearCapture) else map(load_linear, find_captures([one]))
+    return inspect_linear_captures(captures, level=level, device=device)
+
+
+def inspect_linear_captures(
+    captures: Iterable[LinearCapture],
+    *,
+    level: float = 0.01,
+    device: str = "auto",
+    heads: Callable[[int], bool] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    unreadable: Sequence[str] = (),
+) -> LinearDiagnosis:
+    """Diagnose captures; the tests of all their means are adjusted together.
+
+    Args:
+        captures: The captures.
+        level, device: As for ``inspect_linear``.
+        heads: Which of the model's heads to look at; None: all.
+        progress: Called with (done, total) after every head.
+        unreadable: Inputs that could not be read, for the result.
+
+    Raises:
+        InputError: A capture has nothing that an operator returned.
+    """
+    require_level(level)
+    where = pick_device(device)
+    chosen = list(captures)
+    for capture in chosen:
+        if not capture.observations:
+            raise InputError(
+                f"{capture.source}: nothing to judge: add what the operator returned (o, final_state, dq, …)"
+            )
+    jobs = [_Job(capture, where, heads) for capture in chosen]
+    done, total = 0, sum(len(job.heads) * len(job.capture.observations) for job in jobs)
+    found = []
+    for job in jobs:
+        observations = []
+        for name, outputs in job.capture.observations.items():
+            entries = []
+            for head in job.heads:
+                entries.append(job.judged(head, outputs))
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            observations.append(LinearObservation(name, tuple(outputs), tuple(entries)))
+        found.append(job.diagnosed(observations))
+    found, tests = adjusted(found, level)
+    findings = findings_of(found)
+    return LinearDiagnosis(
+        describe_tool(where), sentence_of(findings, found), findings, tuple(found), tests, level, tuple(unreadable)
+    )
+
+
+@dataclass
+class _Job:
+    """One capture, its reference and the emulated kernels."""
+
+    capture: LinearCapture
+    device: torch.device
+    wanted: Callable[[int], bool] | None
+
+    def __post_init__(self) -> None:
+        self.run = LinearRun(self.capture, self.device)
+        self.causes = Causes(self.run)
+        tensors = self.capture.tensors
+        self.count = tensors["v"].shape[2]
+        self.group = self.count // tensors["q"].shape[2]
+        offset = self.capture.metadata.head_offset
+        self.heads = [h for h in range(self.count) if self.wanted is None or self.wanted(h + offset)]
+        if not self.heads:
+            raise InputError(f"{self.capture.source}: no such head: it has {offset} to {offset + self.count - 1}")
+        self.reference = self.run.reference
+        self.compared = self.run.format is not None
+        self.others: list[dict[str, Tensor]] = []
+        self.coarse: dict[str, Tensor] = {}
+        if self.compared:
+            recipe, fmt = self.run.recipe, self.run.format
+            assert fmt is not None
+            self.others = [self.run.emulated(replace(recipe, chunk=chunk)) for chunk in self.run.chunks]
+            self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt))
+
+    def place(self, name: str, head: int) -> Place | None:
+        """Where a head is in a quantity's tensor; None where another head has it."""
+        if name in _STATES:
+            return slice(None), head
+        if name[1:] in OF_HEADS:
+            return (slice(head, head + 1),)
+        like = self.capture.tensors["v" if name == "o" else name[1:]]
+        if like.shape[2] == self.count:
+            return slice(None), slice(None), head
+        return None if head % self.group else (slice(None), slice(None), head // self.group)
+
+    def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
+        quantities = []
+        for name, tensor in outputs.items():
+            place = self.place(name, head)
+            if name in self.reference.values and place is not None:
+                quantities.append(self._quantity(name, tensor, place))
+        broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
+        labels: list[Label] = []
+        reasons: list[str] = []
+        for answer in ("nonfinite", "wrong", "lossy", "undecided"):
+            own = [q for q in quantities if q.answer == answer]
+            if own and (answer != "undecided" or not labels):
+                labels.append(answer)
+                reasons += [q.words for q in own]
+        if broken_forward and len(reasons) > len(broken_forward):
+            reasons.append("Gradients come from what the forward left: look at the forward first.")
+        drift, chunks = self._along(head, outputs.get("o"))
+        amplification = None
+        if self.compared:
+            off = self._error(self.others[-1]["o"], "o", head)
+            amplification = off / self._unit
+            if off > _FRAGILE and not {"nonfinite", "wrong", "lossy"} & {*labels}:
+                labels.insert(0, "ill_conditioned")
+                reasons.insert(
+                    0, f"A well-rounded kernel's O is {percent(off)} off on this head too: the inputs make it so."
+                )
+        norms = torch.cat([n[head] for n in self.reference.norms])
+        shrink = -float(norms.clamp(min=1e-300).log().mean())
+        return LinearHead(
+            head=head + self.capture.metadata.head_offset,
+            labels=tuple(labels) or ("clean",),
+            reasons=tuple(reasons),
+            quantities=tuple(quantities),
+            largest_step=float(norms.max()),
+            memory=math.log(2) / shrink if shrink > 1e-9 else math.inf,
+            amplification=amplification,
+            drift=drift,
+            chunks=chunks,
+        )
+
+    def _error(self, found: Tensor, name: str, head: int) -> float:
+        place = self.place(name, head)
+        assert place is not None
+        true = self.reference.values[name][place]
+        size = float(true.norm())
+        return float((found[place] - true).norm()) / size if size else 0.0
+
+    def _along(self, head: int, o: Tensor | None) -> tuple[float | None, tuple[ChunkError, ...]]:
+        if o is None:
+            return None, ()
+        fmt = format_of(o.dtype)
+        true = self.reference.values["o"][:, :, head]
+        error = o.to(self.device)[:, :, head].double() - true
+        if not error.isfinite().all():
+            return None, ()
+        excess = o.to(self.device)[:, :, head].double() - round_nearest_even(true, fmt)
+        walk = torch.cat([excess[b, steps].sum(1) for b, steps in self.capture.call.sequences])
+        band = FLAT_BAND_99 * float(walk.square().sum().sqrt())
+        b, steps = max(self.capture.call.sequences, key=lambda s: s[1].stop - s[1].start)
+        other = (self.others[-1]["o"][:, :, head] - true)[b, steps] if self.compared else None
+        points = []
+        for start in range(0, steps.stop - steps.start, _CURVE):
+            part = slice(start, start + _CURVE)
+            size = float(true[b, steps][part].norm())
+            points.append(
+                ChunkError(
+                    start,
+                    float(error[b, steps][part].norm()) / size if size else None,
+                    float(other[part].norm()) / size if size and other is not None else None,
+                )
+            )
+        return (float(walk.cumsum(0).abs().max()) / band if band else 0.0), tuple(points)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """A head's tensor as [rows, D]: steps of all sequences, or the rows of states."""
+        return x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x.reshape(-1, 1)
+
+    def _quantity(self, name: str, tensor: Tensor, place: Place) -> LinearQuantity:
+        symbol = _capital(LINEAR_SYMBOLS.get(name, name))
+        head = tensor.to(self.device)[place]
+        observed, true = head.double(), self.reference.values[name][place]
+        known = self.reference.bounds[name][place].isfinite()
+        broken = int((~observed.isfinite() & known).sum())
+        if broken:
+            words = f"{symbol} holds NaN or Inf in {plural(broken, 'element')} where the reference is finite."
+            return _stated(name, "nonfinite", words)
+        if not known.all():
+            return _stated(name, "undecided", f"{symbol}: float64 does not know the truth, the state grows too large.")
+        size = float(true.norm())
+        error = float((observed - true).norm())
+        relative = error / size if size else None
+        fmt = format_of(tensor.dtype)
+        if not self.compared or name[1:] in OF_HEADS:
+            why = "inputs of this format have no published way to round" if not self.compared else "one number a head"
+            return replace(
+                _stated(name, "stated", f"{symbol} is {percent(relative)} off ({why})."), relative_error=relative
+            )
+        squares = self._rows((observed - true).square()).sum(1)
+        noise = [self._rows((o[name][place] - true).square()) for o in self.others]
+        least = self._rows(ulp(true, fmt).square() / 12 + cancelled(self.run, name, place))
+        largest = max([*noise, least], key=lambda rows: float(rows.sum()))
+        yard = largest.sum(1)
+        coarse = torch.maximum(self._rows((self.coarse[name][place] - true).square()).sum(1), yard)
+        blocks = np.arange(len(squares)) // (_STATE_BLOCK if name in _STATES else _BLOCK)
+        ratio = paired_ratio(squares.cpu().numpy(), yard.cpu().numpy(), blocks)
+        if name in _STATES and ratio is not None:
+            # Rows of a state may all be multiples of one (the same key in every step): its columns are not.
+            columns = self._rows((observed - true).square()).sum(0)
+            other = paired_ratio(columns.cpu().numpy(), largest.sum(0).cpu().numpy())
+            ratio = ratio if other is None else min(ratio, other, key=lambda r: r.low)
+        mean = self._mean(observed, true, fmt, place) if name == "o" else (None, None)
+        found = LinearQuantity(
+            name, "good", "", relative, math.sqrt(float(yard.sum())) / size if size else None,
+            None if ratio is None else ratio.factor, None if ratio is None else (ratio.low, ratio.high),
+            None, None, *mean, )  # fmt: skip
+        return self._answered(found, symbol, ratio, squares, yard, coarse, observed, place)
+
+    def _mean(
+        self, observed: Tensor, true: Tensor, fmt: FloatFormat, place: Place
+    ) -> tuple[float | None, float | None]:
+        """As ``mean_away``; p is 1 where a well-rounded kernel has half of it too, as of keys that repeat."""
+        exact, sign = round_nearest_even(true, fmt), true.sign()
+        mean, p = mean_away(self._rows((observed - exact) * sign).cpu().numpy(), _BLOCK)
+        for other in self.others:
+            excess = (other["o"][place] - exact) * sign
+            size = float((observed - exact).square().mean().sqrt())
+            if mean is not None and size and float(excess.mean()) / size / mean > _SHARED:
+                return mean, None if p is None else 1.0
+        return mean, p
+
+    @property
+    def _unit(self) -> float:
+        """The unit roundoff of the inputs' format."""
+        return float(2.0 ** -format_of(self.capture.tensors["q"].dtype).precision)
+
+    def _answered(
+        self, found: LinearQuantity, symbol: str, ratio: RatioEstimate | None, squares: Tensor, yard: Tensor,
+        coarse: Tensor, observed: Tensor, place: Place,
+    ) -> LinearQuantity:  # fmt: skip
+        name, relative = found.quantity, found.relative_error
+        limit = _ROW_LIMIT if self._rows(observed).shape[1] > 1 else _NUMBER_LIMIT
+        outlying = squares > limit**2 * near(torch.maximum(coarse, yard))
+        rest = paired_ratio(squares[~outlying].cpu().numpy(), yard[~outlying].cpu().numpy())
+        beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
+        localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
+        if beyond or localised:
+            cause = self.causes.of_wrong(name, observed, place)
+            if cause is not None and cause.is_rounding:
+                made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
+                return _named(
+                    replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}."), cause
+                )
+            said = f"{symbol} is {percent(relative)} off, which no rounding makes"
+            if cause is not None:
+                said += f": {cause.words}, which explains {percent(cause.explained)} of the squared error"
+            elif localised:
+                lines = "rows" if name in _STATES else "steps"
+                said += f": {lines} {ranges(outlying.nonzero()[:, 0].tolist())}, all else is right"
+            else:
+                said += f": {times(math.sqrt(float(squares.sum() / coarse.sum())))} what a kernel all in 16 bits leaves"
+            return _named(replace(found, answer="wrong", words=f"{said}."), cause)
+        if relative is not None and relative <= _FP32 * self._unit:
+            return replace(found, words=f"{symbol} is {percent(relative)} off: no more than fp32 sums leave.")
+        if ratio is None:
+            return replace(
+                found, answer="undecided" if relative else "good", words=f"{symbol} has too few rows to compare."
+            )
+        interval = f"{number(ratio.factor)} ({number(ratio.low)} to {number(ratio.high)})"
+        said = f"{symbol} has {interval} times a well-rounded kernel's error"
+        cause = self.causes.of_lossy(name, observed, place) if ratio.factor > AS_GOOD and ratio.high > LOSSY else None
+        if cause is not None:
+            said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
+        # A site that is found among the bits needs no further proof that the factor is no accident.
+        if (ratio.low > (LOSSY if cause else _UNNAMED) and ratio.groups >= MIN_GROUPS) or (
+            ratio.factor > LOSSY and cause is not None and cause.explained > _PROOF
+        ):
+            return _named(replace(found, answer="lossy", words=f"{said}."), cause)
+        if ratio.high <= AS_GOOD or ratio.factor <= AS_GOOD:
+            return replace(found, words=f"{said}.")
+        return _named(replace(found, answer="undecided", words=f"{said}."), cause)
+
+    def diagnosed(self, observations: Sequence[LinearObservation]) -> LinearDiagnosedCapture:
+        capture = self.capture
+        (b, t, few, k), v = capture.tensors["q"].shape, capture.tensors["v"].shape[3]
+        missing = [] if self.run.has_gradients else ["gradients (no do was captured)"]
+        seen = {name for o in observations for name in o.outputs}
+        missing += [name for name in self.reference.values if name not in seen]
+        size, bound = float(self.reference.values["o"].square().mean().sqrt()), float(self.reference.bounds["o"].max())
+        text = capture.metadata.to_text("1.1")
+        text = {key: value for key, value in text.items() if key not in ("layout", "causal", "lse_base", "format")}
+        return LinearDiagnosedCapture(
+            source=capture.source,
+            operator=capture.operator,
+            metadata=text | {"dtype": str(capture.tensors["q"].dtype).removeprefix("torch.")},
+            shape={"B": b, "T": t, "H": self.count, "Hk": few, "K": k, "V": v, "N": len(capture.call.sequences)},
+            not_judged=tuple(missing),
+            reference_bound=bound / size if size else 0.0,
+            observations=tuple(observations),
+        )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if text.startswith("the ") else text
+
+
+def _stated(name: str, answer: Any, words: str) -> LinearQuantity:
+    return LinearQuantity(name, answer, words, None, None, None, None, None, None, None, None)
+
+
+def _named(found: LinearQuantity, cause: Cause | None) -> LinearQuantity:
+    return found if cause is None else replace(found, cause=cause.name, explained=cause.explained)

@@ -1,0 +1,203 @@
+"""Which fault or rounding site makes an error of linear attention: each is emulated, what it explains measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
+from attn_diag.head.linear import CHUNKS, LinearRun
+from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
+
+# A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
+FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
+# With a fault that explains as much, no site is looked for.
+_SURE = 0.97
+# The coefficient of a site that is there.
+_ONE = (0.6, 1.5)
+Place = tuple[Any, ...]
+_STEPWISE = {
+    "decay_step": "each step's decay in the inputs' format",
+    "log_decay_step": "each step's log decay in the inputs' format",
+    "state_step": "the state in the inputs' format after every step",
+}
+CAUSES: dict[str, str] = {
+    **dict(LINEAR_FAULTS.items()),
+    **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
+    **_STEPWISE,
+    "zero": "it is zero",
+    "sign": "its sign is turned",
+    "factor": "it is multiplied by a number",
+}
+"""Every cause that can be named, in words."""
+_OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
+_OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
+_MOST_STEPWISE = 2**14
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What explains an error."""
+
+    name: str
+    """A key of ``CAUSES``."""
+    explained: float
+    """Part of the squared error."""
+    words: str
+    """In words, with the chunk where one was tried."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is a rounding site, not wrong mathematics."""
+        return self.name in LINEAR_SITES or self.name in _STEPWISE
+
+
+class Causes:
+    """Emulated faults and sites of one capture, each made once.
+
+    A fault explains an error e where what the faulty kernel returns is what was observed: 1 - |observed - faulty|^2 /
+    |e|^2. A site is looked for beside other roundings that are not known: d, what it changes in the emulated kernel,
+    must be in e with a coefficient about 1, <e, d> / <d, d>, as it is only where the bits agree; it explains
+    <e, d>^2 / (|e|^2 |d|^2).
+    """
+
+    def __init__(self, run: LinearRun) -> None:
+        self._run = run
+        self._made: dict[tuple[str, int, bool], dict[str, Tensor]] = {}
+        self._found: list[tuple[str, int]] = []
+
+    def of_wrong(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        """The fault that explains what no rounding makes; ``place`` indexes the head in the quantity's tensor."""
+        reference = self._run.reference.values[name][place]
+        if (simple := _simple(observed, reference)) is not None:
+            return simple
+        fault = self._best(self._faults(), name, observed, place, FAULT_EXPLAINS)
+        if fault is not None and fault.explained > _SURE:
+            return fault
+        # Decays that are rounded coarsely look like a boundary that is off by one.
+        site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+        return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
+
+    def of_lossy(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        """The rounding site that explains too large an error."""
+        return self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+
+    def _best(
+        self, tried: Iterable[tuple[str, int]], name: str, observed: Tensor, place: Place, enough: float
+    ) -> Cause | None:
+        listed = list(tried)
+        # What explained another quantity is likely to explain this one, and made already.
+        known = [one for one in self._found if one in listed]
+        for several in (known, listed):
+            best: tuple[float, tuple[str, int]] = (enough, ("", 0))
+            for one in several:
+                explained = self._explained(one, name, observed, place)
+                best = max(best, (explained, one))
+            if best[1][0]:
+                (cause, chunk), explained = best[1], best[0]
+                self._found = list(dict.fromkeys([*self._found, best[1]]))
+                size = "" if cause in _OF_INITIAL or cause in _STEPWISE else f" (chunks of {chunk})"
+                return Cause(cause, explained, f"{CAUSES[cause]}{size}")
+        return None
+
+    def _explained(self, one: tuple[str, int], name: str, observed: Tensor, place: Place) -> float:
+        cause, chunk = one
+        forward = name in LINEAR_OUTPUTS
+        made = self._outputs(cause, chunk, forward=forward)
+        if name not in made:
+            return 0.0
+        reference = self._run.reference.values[name][place]
+        error = observed - reference
+        total = float(error.square().sum())
+        if cause in LINEAR_FAULTS:
+            return 1 - float((observed - made[name][place]).square().sum()) / total if total else 0.0
+        change = made[name][place] - self._outputs("", chunk, forward=forward)[name][place]
+        size, common = float(change.square().sum()), float((error * change).sum())
+        if not size or not total or not _ONE[0] < common / size < _ONE[1]:
+            return 0.0
+        return common**2 / size / total
+
+    def _faults(self) -> Iterator[tuple[str, int]]:
+        capture = self._run.capture
+        q, v = capture.tensors["q"], capture.tensors["v"]
+        for fault in LINEAR_FAULTS:
+            if fault in _OF_INITIAL:
+                state = capture.tensors.get("initial_state")
+                other = fault == "initial_state_transposed" and q.shape[3] != v.shape[3]
+                if state is not None and not other and (fault != "initial_state_of_another" or len(state) > 1):
+                    yield fault, 64
+            elif fault == "no_decay_gradient":
+                continue  # it is zero
+            elif fault not in _OF_DECAY or "g" in capture.tensors or "dt" in capture.tensors:
+                yield from ((fault, chunk) for chunk in CHUNKS if chunk < q.shape[1])
+
+    def _sites(self) -> Iterator[tuple[str, int]]:
+        capture = self._run.capture
+        if self._run.format is None:
+            return
+        decays = "g" in capture.tensors
+        for site in LINEAR_SITES:
+            if ("decay" in site and not decays and "dt" not in capture.tensors) or (
+                site == "normalizer" and not capture.normalize
+            ):
+                continue
+            yield from ((site, chunk) for chunk in CHUNKS)
+        if decays:
+            yield "decay_step", 64
+            yield "log_decay_step", 64
+        if capture.tensors["q"].shape[1] * len(capture.call.sequences) <= _MOST_STEPWISE:
+            yield "state_step", 1
+
+    def _outputs(self, cause: str, chunk: int, *, forward: bool) -> dict[str, Tensor]:
+        if (cause, chunk, False) in self._made:
+            forward = False
+        key = cause, chunk, forward
+        if key not in self._made:
+            self._made[key] = self._emulated(cause, chunk, forward=forward)
+        return self._made[key]
+
+    def _emulated(self, cause: str, chunk: int, *, forward: bool) -> dict[str, Tensor]:
+        run, fmt = self._run, self._run.format
+        recipe = replace(run.recipe, chunk=chunk)
+        if chunk == 1:
+            # A kernel that goes step by step multiplies in fp32: only then the bits of its state can be met.
+            recipe = replace(recipe, operands="fp32")
+        if not cause or cause in LINEAR_FAULTS:
+            return run.emulated(recipe, next((f for f in LINEAR_FAULTS if f == cause), None), forward=forward)
+        assert fmt is not None
+        if cause == "state_step":
+            return run.emulated(replace(recipe, state=fmt), forward=forward)
+        if cause in _STEPWISE:
+            g = run.capture.tensors["g"].double()
+            dtype = run.capture.tensors["q"].dtype
+            g = g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype).double()
+            return LinearRun(_with(run.capture, g.float()), run.device).emulated(recipe, forward=forward)
+        changed: dict[str, Any] = {cause: fmt}
+        return run.emulated(replace(recipe, **changed), forward=forward)
+
+
+def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
+    names = ("do", "dfinal_state", "cu_seqlens")
+    kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
+    return replace(capture, tensors=kept | {"g": g})
+
+
+def _simple(observed: Tensor, reference: Tensor) -> Cause | None:
+    """Zero, a turned sign, or a factor."""
+    size, own = float(reference.square().sum()), float(observed.square().sum())
+    if own == 0 and size > 0:
+        return Cause("zero", 1.0, CAUSES["zero"])
+    if size == 0 or not torch.isfinite(observed).all():
+        return None
+    factor = float((observed * reference).sum()) / size
+    error = float((observed - reference).square().sum())
+    left = float((observed - factor * reference).square().sum())
+    if error == 0 or left > (1 - 0.98) * error:
+        return None
+    if abs(factor + 1) < 0.01:
+        return Cause("sign", 1 - left / error, CAUSES["sign"])
+    return Cause("factor", 1 - left / error, f"it is {factor:.4g} times what it should be")

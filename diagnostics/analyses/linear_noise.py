@@ -1,0 +1,76 @@
+"""What linear attention's errors are held against besides a well-rounded kernel's: cancellation, neighbours, chance."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.linear_causes import Place
+from attn_diag.head.linear import LinearRun
+from attn_diag.reference import format_of
+from attn_diag.statistics.means import mean_test, two_way
+
+_NEAR, _CHUNK = 17, 64
+_FEWEST = 8
+
+
+def cancelled(run: LinearRun, name: str, place: Place) -> Tensor | float:
+    """The variance of a decay's gradient as kernels make it, from terms x o dx that cancel over a chunk; else 0.
+
+    dg_t is the sum over the steps from t on of q o dq - k o dk (and a o da, b o db), each rounded to the format.
+
+    Args:
+        run: The capture's.
+        name: The quantity.
+        place: Where its head is in its tensor.
+    """
+    if name not in ("dg", "ddt"):
+        return 0.0
+    tensors, reference = run.capture.tensors, run.reference.values
+    head, count = place[2], tensors["v"].shape[2]
+    terms = []
+    for x in ("q", "k", "a", "b"):
+        if x in tensors and f"d{x}" in reference:
+            own = head * tensors[x].shape[2] // count
+            terms.append((tensors[x].to(run.device)[:, :, own].double() * reference[f"d{x}"][:, :, own]).square())
+    total = torch.stack(terms).sum(0)
+    by_channel = reference[name].ndim == 4
+    total = total if by_channel else total.sum(2, keepdim=True)
+    # Sums over the next steps, as many as a chunk has.
+    steps = total.shape[1]
+    ahead = torch.nn.functional.pad(total, (0, 0, 1, _CHUNK)).cumsum(1)
+    found = (ahead[:, _CHUNK : _CHUNK + steps] - ahead[:, :steps]) * 4.0 ** -format_of(tensors["q"].dtype).precision / 3
+    return found if by_channel else found[..., 0]
+
+
+def near(rows: Tensor) -> Tensor:
+    """Of each row the mean of those about it, or its own where that is more."""
+    padded = torch.nn.functional.pad(rows[None, None], (_NEAR // 2, _NEAR // 2), mode="replicate")
+    return torch.maximum(rows, torch.nn.functional.avg_pool1d(padded, _NEAR, 1)[0, 0])
+
+
+def mean_away(excess: npt.NDArray[np.float64], block: int) -> tuple[float | None, float | None]:
+    """The mean of errors away from zero over their root mean square, and its p-value (not adjusted).
+
+    Args:
+        excess: [rows, features]; what they share is clustered both ways.
+        block: Rows whose errors share the state's.
+    """
+    rows, features = excess.shape
+    blocks = np.arange(rows) // block
+    if features < _FEWEST or blocks[-1] + 1 < _FEWEST or not excess.any():
+        return None, None
+    by_block = np.stack([np.bincount(blocks, column) for column in excess.T], 1)
+    counts = np.bincount(blocks).astype(np.float64)
+    one = mean_test(by_block.sum(1), counts * features, 0.01)
+    other = mean_test(by_block.sum(0), np.full(features, float(rows)), 0.01)
+    cells = np.array(
+        [np.square(by_block).sum(), (by_block * counts[:, None]).sum(), np.square(counts).sum() * features]
+    )
+    test = two_way(one, other, cells, excess.size, 0.01)
+    p = float(test.p_value)
+    return float(test.mean) / float(np.sqrt(np.square(excess).mean())), p if math.isfinite(p) else None

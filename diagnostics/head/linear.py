@@ -1,0 +1,156 @@
+"""Linear attention's capture through the float64 reference, and through emulated chunked kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.linear import LinearCapture
+from attn_diag.kernels.linear_chunked import LinearHeads, rounded_to, run_linear_call
+from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
+
+_FORMATS: dict[torch.dtype, LinearFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Chunks that are tried where a kernel's own is not known.
+CHUNKS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class LinearRun:
+    """A capture's inputs on one device, its reference, and kernels emulated on them."""
+
+    capture: LinearCapture
+    """The capture."""
+    device: torch.device
+    """Where the reference and the emulations run."""
+
+    @property
+    def format(self) -> LinearFormat | None:
+        """That of q, k and v where kernels have a published way to round; None: fp32, fp64 or FP8."""
+        return _FORMATS.get(self.capture.tensors["q"].dtype)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Those of the yardstick; decays of every channel are too much work, and not published, in chunks of 128."""
+        g = self.capture.tensors.get("g")
+        return CHUNKS if g is None or g.ndim == 3 else CHUNKS[:-1]
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        """The well-rounded kernel's."""
+        fmt = self.format or "fp32"
+        out = _FORMATS.get(self.capture.tensors["v"].dtype, "fp32")
+        return LinearRecipe(operands=fmt, out=out)
+
+    def _moved(self, name: str) -> Tensor | None:
+        tensor = self.capture.tensors.get(name)
+        return None if tensor is None else tensor.to(self.device)
+
+    @cached_property
+    def reference(self) -> LinearReference:
+        """What is true."""
+        call = self.capture.call
+        call = replace(call, tensors={name: t.to(self.device) for name, t in call.tensors.items()})
+        return linear_reference(call, self._moved("do"), self._moved("dfinal_state"))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the capture has what the backward starts from."""
+        return "do" in self.capture.tensors or "dfinal_state" in self.capture.tensors
+
+    def emulated(
+        self, recipe: LinearRecipe, fault: LinearFault | None = None, *, forward: bool = False
+    ) -> dict[str, Tensor]:
+        """What a kernel returns for all sequences, by output, in the operator's layout; float64.
+
+        Args:
+            recipe: What it rounds.
+            fault: What it gets wrong besides.
+            forward: Leave the gradients out.
+        """
+        capture = self.capture
+        do, dfinal = (None if forward else self._moved(name) for name in ("do", "dfinal_state"))
+        call = capture.call
+        inputs = {name: t.to(self.device).float() for name, t in capture.inputs.items()}
+        if fault in ("no_initial_state", "initial_state_transposed", "initial_state_of_another"):
+            inputs["initial_state"] = _faulty(inputs["initial_state"], fault)
+        parts: list[tuple[int, slice, dict[str, Tensor]]] = []
+        for n, (b, steps) in enumerate(call.sequences):
+            own = {
+                name: t if name in OF_HEADS else t[n] if name == "initial_state" else t[b, steps]
+                for name, t in inputs.items()
+            }
+            found = run_linear_call(
+                own, self._prepared, recipe, fault=fault,
+                do=None if do is None else do[b, steps].transpose(0, 1).float(),
+                dfinal=None if dfinal is None else dfinal[n].float(),
+            )  # fmt: skip
+            parts.append((b, steps, found | {"o": found["o"].transpose(0, 1)}))
+        return self._joined(parts)
+
+    def _joined(self, parts: list[tuple[int, slice, dict[str, Tensor]]]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        tensors = self.capture.tensors
+        for name in parts[0][2]:
+            each = [part[name].double() for _, _, part in parts]
+            if name == "states":
+                continue
+            if name in ("final_state", "dinitial_state"):
+                found[name] = torch.stack(each)
+            elif name[1:] in OF_HEADS:
+                found[name] = torch.stack(each).sum(0)
+            else:
+                like = tensors["v" if name == "o" else name[1:]]
+                whole = each[0].new_zeros(like.shape)
+                for (b, steps, _), part in zip(parts, each, strict=True):
+                    whole[b, steps] = part
+                fmt = _FORMATS.get(like.dtype, "fp32")
+                found[name] = rounded_to(whole.float(), fmt).double()
+        return found
+
+    def _prepared(self, given: dict[str, Tensor]) -> LinearHeads:
+        """One sequence's arguments, [T, H, D], as the kernel takes them."""
+        capture, v = self.capture, given["v"]
+        heads = v.shape[1]
+
+        def of(name: str) -> Tensor | None:
+            if name not in given:
+                return None
+            x = given[name]
+            x = x if x.ndim == 3 else x[..., None]
+            return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)
+
+        q, k = of("q"), of("k")
+        assert q is not None
+        assert k is not None
+        if capture.l2norm:
+            # fla normalises in a kernel of its own, which returns its inputs' format.
+            q, k = (x * torch.rsqrt(x.square().sum(2, keepdim=True) + 1e-6) for x in (q, k))
+            fmt = self.format or "fp32"
+            q, k = (x + (rounded_to(x.detach(), fmt) - x.detach()) for x in (q, k))
+        values, g = v.transpose(0, 1), of("g")
+        if "dt" in given:
+            dt = of("dt")
+            assert dt is not None
+            values, g = values * dt, dt * given["A"][:, None, None]
+        elif "g_gamma" in given:
+            g = given["g_gamma"][:, None, None].expand(heads, len(v), 1)
+        elif capture.operator == "retention":
+            number = torch.arange(heads, device=v.device, dtype=torch.float32)
+            g = torch.log1p(-torch.exp2(-5 - number))[:, None, None].expand(heads, len(v), 1)
+        initial = given.get("initial_state")
+        if initial is None:
+            initial = v.new_zeros(heads, q.shape[2], v.shape[2])
+        scale = capture.call.used_scale
+        return LinearHeads(q, k, values, g, of("beta"), of("a"), of("b"), initial, scale, capture.normalize)
+
+
+def _faulty(initial: Tensor, fault: LinearFault) -> Tensor:
+    if fault == "no_initial_state":
+        return torch.zeros_like(initial)
+    if fault == "initial_state_transposed":
+        return initial.mT.contiguous()
+    return initial.roll(1, 0)

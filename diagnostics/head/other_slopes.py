@@ -1,0 +1,114 @@
+"""Other ALiBi slopes than a capture states: what a kernel computes that drops them, takes another head's, or errs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_diag.captures.alibi import SLOPES
+from attn_diag.captures.capture import Capture
+from attn_diag.reference import Alibi
+
+_MOST_HEADS = 16
+# Slopes this near, over the larger one, are one slope: a bias of 64 moves by less than a sixteenth.
+_SAME = 2.0**-10
+
+
+@dataclass(frozen=True)
+class OtherSlope:
+    """A bias by distance that a head may have had."""
+
+    words: str
+    """What follows "are what … gives"."""
+    alibi: Alibi | None
+    """The bias; None: none."""
+
+
+def other_slopes(capture: Capture, batch: int, head: int) -> list[OtherSlope]:
+    """The slopes that a faulty kernel may have given a head.
+
+    Args:
+        capture: The capture.
+        batch: Index of the batch item.
+        head: Index of the query head in the capture.
+
+    Returns:
+        None at all, those of other heads, and mistakes in the slope; where none is stated, those that models with as
+        many heads have.
+    """
+    stated, origin = capture.alibi_slope(batch, head), capture.metadata.alibi_origin
+    number, heads = head + capture.metadata.head_offset, capture.q_heads
+    if stated is None:
+        usual = usual_slopes(heads)
+        return [OtherSlope("ALiBi's usual slopes, which are not stated,", _alibi(usual[head], "row"))]
+    own = 0.0 if not math.isfinite(stated) else stated
+    nearest = sorted((h for h in range(heads) if h != head), key=lambda h: abs(h - head))[:_MOST_HEADS]
+    found = [("no ALiBi slope (the bias dropped)", 0.0)]
+    found += [
+        (f"the ALiBi slope of head {h - head + number}", slope)
+        for h in nearest
+        if (slope := capture.alibi_slope(batch, h)) is not None
+    ]
+    found += [
+        ("an ALiBi slope of the wrong sign", -own),
+        ("the ALiBi slope times the scale", own * capture.scale),
+        ("the ALiBi slope divided by the scale", own / capture.scale),
+        ("an ALiBi slope in base 2 (2 to the power of the bias)", own * math.log(2)),
+        ("the ALiBi slope multiplied by log2(e)", own * math.log2(math.e)),
+    ]
+    return [
+        OtherSlope(words, _alibi(slope, origin))
+        for words, slope in found
+        if math.isfinite(slope) and abs(slope - own) > _SAME * max(abs(slope), abs(own))
+    ]
+
+
+def _alibi(slope: float, origin: str) -> Alibi | None:
+    held = float(torch.tensor(slope, dtype=torch.float32))
+    return Alibi(held, origin) if held and math.isfinite(held) else None  # type: ignore[arg-type]
+
+
+def usual_slopes(heads: int) -> list[float]:
+    """The slopes of the paper for so many heads: 2^(-8 h / n), and between them where n is no power of two."""
+    power = 2 ** math.floor(math.log2(heads))
+    found = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    return found + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+
+
+def with_other_slopes(capture: Capture) -> Iterator[tuple[str, Capture]]:
+    """The capture with other slopes in all its heads, and what is to be said where its O fits them.
+
+    Args:
+        capture: The capture.
+
+    Yields:
+        Words and capture.
+    """
+    bare = replace(
+        capture, tensors={n: t for n, t in capture.tensors.items() if n != SLOPES},
+        metadata=replace(capture.metadata, alibi_origin="row"),
+    )  # fmt: skip
+    if SLOPES not in capture.tensors:
+        slopes = torch.tensor(usual_slopes(capture.q_heads), dtype=torch.float32)
+        yield "ALiBi's usual slopes, which the capture does not state: O fits them", _with(bare, slopes, capture)
+        return
+    stated = capture.tensors[SLOPES][...].float()
+    yield "ALiBi slopes dropped: O fits attention without them", bare
+    if stated.shape[-1] > 1:
+        for by, way in ((1, "before"), (-1, "further on")):
+            words = f"ALiBi slopes off by one head: O fits those of the head {way}"
+            yield words, _with(bare, stated.roll(by, -1), capture)
+    mistakes = {
+        "of the wrong sign": -1.0, "times the scale": capture.scale, "divided by the scale": 1 / capture.scale,
+        "in base 2": math.log(2), "multiplied by log2(e)": math.log2(math.e),
+    }  # fmt: skip
+    for words, factor in mistakes.items():
+        yield f"other ALiBi slopes: O fits the stated ones {words}", _with(bare, stated * factor, capture)
+
+
+def _with(bare: Capture, slopes: torch.Tensor, stated: Capture) -> Capture:
+    metadata = replace(bare.metadata, alibi_origin=stated.metadata.alibi_origin)
+    return replace(bare, tensors={**bare.tensors, SLOPES: slopes}, metadata=metadata)

@@ -1,0 +1,109 @@
+"""The straight-through gradient of a fake quantiser against the gradient of its smoothed forward.
+
+A quantiser is flat almost everywhere, and its straight-through gradient is that of another forward: of E[Q(w + u)], u
+a dither of one spacing of the grid, which is smooth. With G = dyᵀ x, a step d along G moves the smoothed loss
+<G, Q(w)> by
+
+    D = E[<G, Q(w + u + d) - Q(w + u - d)>] / 2         finite differences in float64, over draws of u
+
+and the straight-through gradient g says <g, d>. The gain is D over <g, d>: 1 where the gradient is right, 0 where what
+it moves stays where it is, as clipped elements do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Rounding
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.results.quant import StraightThrough
+from attn_diag.testing.quantizing.candidates import spread
+
+Values = Callable[[Tensor], Tensor]
+DRAWS = 64
+# Steps of up to half a spacing: the dithered forward is linear over them away from the ends of the grid.
+_REACH = 0.5
+# Where the spacing changes, as in FP4, a dither of one spacing is no exact smoothing: gains of 1.01 are its own.
+_SAME = 0.02
+
+
+def spacing_of(w: Tensor, by: Quantizer) -> Tensor:
+    """The distance of the quantiser's neighbouring numbers at each element of ``w``, [R, C] float64."""
+    found = quantize(w, by)
+    scale = spread(found.scale, w, by).double()
+    if found.tensor_scale is not None:
+        scale = scale * found.tensor_scale.double()
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        return scale
+    assert isinstance(elements, Rounding)
+    fmt = elements.format
+    size = (w.double().abs() / scale.clamp(min=1e-300)).clamp(min=2.0**fmt.min_exponent, max=fmt.largest)
+    return scale * 2.0 ** (torch.floor(torch.log2(size)) - fmt.mantissa_bits)
+
+
+def straight_through(
+    w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, draws: int = DRAWS, seed: int = 0
+) -> StraightThrough:
+    """Compare them.
+
+    Args:
+        w: The weight, [R, C] float64.
+        by: The quantiser; its spacing is the dither's.
+        x: Inputs, [N, C] float64.
+        dy: The gradient of y = x Q(w)ᵀ, [N, R] float64.
+        values: The fake quantiser as a function, differentiable by its own rule; None: ``by`` and dy xᵀ as it is.
+        draws: Of the dither.
+        seed: Starts them.
+    """
+    gradient = dy.T @ x
+    given = gradient
+    if values is None:
+
+        def values(weight: Tensor) -> Tensor:
+            return quantize(weight, by).values
+    else:
+        given = _by_autograd(values, w, gradient)
+    clipped = quantize(w, by).clipped
+    spacing = spacing_of(w, by)
+    step = spacing * _REACH * gradient / gradient.abs().amax().clamp(min=1e-300)
+    generator = torch.Generator(w.device).manual_seed(seed)
+    said = given * step
+    moved = torch.zeros_like(w)
+    gains = []
+    whole = float(said.sum())
+    for _ in range(draws):
+        u = (torch.rand(w.shape, generator=generator, device=w.device, dtype=torch.float64) - 0.5) * spacing
+        with torch.no_grad():
+            difference = (values(w + u + step).double() - values(w + u - step).double()) / 2
+        moved += gradient * difference / draws
+        gains.append(float((gradient * difference).sum()) / whole if whole else math.nan)
+    gain, error = float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(draws))
+    of_clipped = float(said[clipped].sum()) / whole if whole else 0.0
+    own = float(said[clipped].sum())
+    return StraightThrough(
+        rows=len(x),
+        gain=gain,
+        standard_error=error,
+        right=abs(gain - 1) <= max(_SAME, 4 * error),
+        clipped=of_clipped,
+        clipped_gain=float(moved[clipped].sum()) / own if own else None,
+        draws=draws,
+    )
+
+
+def _by_autograd(values: Values, w: Tensor, gradient: Tensor) -> Tensor:
+    """What the function's own backward returns; zeros where it has none."""
+    weight = w.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        out = values(weight)
+        if not out.requires_grad:
+            return torch.zeros_like(w)
+        (found,) = torch.autograd.grad(out, weight, gradient.to(out.dtype), allow_unused=True)
+    return torch.zeros_like(w) if found is None else found.double()

@@ -1,0 +1,253 @@
+"""A head's q, k, v and dO as a recipe multiplies them: as given, or smoothed, rotated and quantised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.accumulation import HOPPER_FP16_SUMS, TensorCore, matmul
+from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, parse_quantizer
+from attn_diag.kernels.recipe import Recipe
+
+LOG2_E = 1.4426950408889634
+# What q k^T depends on; with alpha "in-q" the product too.
+OF_SCORES = (
+    "input", "arithmetic", "accumulation", "quantize_q", "quantize_k", "smooth_q", "smooth_k", "rotation", "alpha",
+    "seed",
+)  # fmt: skip
+# Of v as it is multiplied with P_bar, besides the arithmetic.
+OF_VALUES = ("quantize_v", "seed")
+_FIELDS = {"q": "quantize_q", "k": "quantize_k", "v": "quantize_v", "do": "quantize_do"}
+_FP8 = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """values * scale is the operand; ``scale`` is constant along the contracted axis, None for 1."""
+
+    values: Tensor
+    """[T, D]: codes where there is a scale."""
+    scale: Tensor | None = None
+    """[T, 1] for q and k, [1, D] for v."""
+    elements: str = ""
+    """The codes' format: "int", e4m3 or e5m2; empty: 16 bits, or what no single instruction multiplies."""
+
+    def rows(self, index: Tensor | slice) -> Factor:
+        """Some of the rows."""
+        scale = self.scale
+        part = scale[index] if scale is not None and len(scale) == len(self.values) and len(scale) > 1 else scale
+        return Factor(self.values[index], part, self.elements)
+
+    @property
+    def whole(self) -> Tensor:
+        """values * scale."""
+        return self.values if self.scale is None else self.values * self.scale
+
+
+class HeadLike(Protocol):
+    """What is emulated: one head, tensors of any float dtype whose values fp32 can hold exactly.
+
+    q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``sink``: a logit of the softmax's denominator, or None.
+    ``visible_span`` and ``apply_mask`` as in
+    ``attn_diag.reference.AttentionHead``.
+    """
+
+    @property
+    def q(self) -> Tensor: ...  # noqa: D102 - described above, as the rest
+    @property
+    def k(self) -> Tensor: ...  # noqa: D102
+    @property
+    def v(self) -> Tensor: ...  # noqa: D102
+    @property
+    def do(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def scale(self) -> float: ...  # noqa: D102
+    @property
+    def softcap(self) -> float | None: ...  # noqa: D102
+    @property
+    def sink(self) -> float | None: ...  # noqa: D102
+    def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
+    def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice, unit: float = 1.0) -> None: ...  # noqa: D102
+
+
+def working_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype in which the recipe computes between its rounding sites."""
+    return torch.float64 if recipe.arithmetic == "fp64" else torch.float32
+
+
+class PreparedOperands:
+    """Makes every operand once for all recipes that agree in how."""
+
+    def __init__(self, given: dict[str, Tensor], scale: float) -> None:
+        """``given``: q, k, v and perhaps do of a head, in the recipes' working dtype; ``scale``: alpha."""
+        self._given, self._scale = given, scale
+        self._found: dict[tuple[object, ...], Factor] = {}
+
+    def get(self, recipe: Recipe, name: str) -> Factor:
+        """``name`` (q, k, v, do) as the recipe multiplies it, after smoothing, rotation, scale and quantisation."""
+        fields = (*OF_SCORES, "quantize_v", "quantize_do", "schedule")
+        key = name, *(getattr(recipe, field) for field in fields)
+        if key not in self._found:
+            by = parse_quantizer(getattr(recipe, _FIELDS[name]))
+            x = self._prepared(recipe, name)
+            self._found[key] = Factor(x) if by is None else _quantized(x, by, recipe.seed, columns=name in ("v", "do"))
+        return self._found[key]
+
+    def unscaled(self, recipe: Recipe, name: str) -> Tensor:
+        """q or k as quantised, in the unit of the given ones."""
+        whole = self.get(recipe, name).whole
+        if name == "q" and recipe.alpha == "in-q":
+            whole = whole / (self._scale * LOG2_E)
+        return _rotated(whole) if recipe.rotation == "hadamard" else whole
+
+    def scores(self, recipe: Recipe, rows: Tensor, keys: slice) -> Tensor:
+        """q k^T, [R, K]; with alpha "in-q" times alpha log2(e)."""
+        q, k = self.get(recipe, "q").rows(rows), self.get(recipe, "k").rows(keys)
+        found = multiply(recipe, q, Factor(k.values.T, None if k.scale is None else k.scale.T, k.elements))
+        if recipe.smooth_q == "block-mean":
+            means = self._block_means(recipe)[rows // recipe.schedule.query_block]
+            found = found + matmul(means, self._prepared(recipe, "k")[keys].T, "exact")
+        return found
+
+    def shift(self, recipe: Recipe, rows: Tensor) -> Tensor:
+        """What smoothing k took off every scaled score of a row, and so off L: alpha q . mean(k), [R]."""
+        k = self._given["k"]
+        return (self._given["q"][rows] @ (k - _smoothed(recipe, k)).mean(0)) * self._scale
+
+    def _prepared(self, recipe: Recipe, name: str) -> Tensor:
+        """Before it is quantised."""
+        x = self._given[name]
+        if name == "k" and recipe.smooth_k != "none":
+            x = _smoothed(recipe, x)
+        if name == "q" and recipe.alpha == "in-q":
+            x = x * torch.tensor(self._scale * LOG2_E, dtype=x.dtype, device=x.device)
+        if name in ("q", "k") and recipe.rotation == "hadamard":
+            x = _rotated(x)
+        if name == "q" and recipe.smooth_q == "block-mean":
+            x = x - self._block_means(recipe)[torch.arange(len(x), device=x.device) // recipe.schedule.query_block]
+        return x
+
+    def _block_means(self, recipe: Recipe) -> Tensor:
+        """The mean of every query block of q, [blocks, D]."""
+        q = self._given["q"]
+        if recipe.alpha == "in-q":
+            q = q * torch.tensor(self._scale * LOG2_E, dtype=q.dtype, device=q.device)
+        if recipe.rotation == "hadamard":
+            q = _rotated(q)
+        return torch.stack([block.mean(0) for block in torch.split(q, recipe.schedule.query_block)])
+
+
+class Operands:
+    """A head's tensors in the two precisions that recipes compute in."""
+
+    def __init__(self, head: HeadLike) -> None:
+        self.head = head
+        self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._prepared: dict[torch.dtype, PreparedOperands] = {}
+        mask = getattr(getattr(head, "masking", None), "mask", None)
+        self.has_bias = mask is not None and mask.dtype != torch.bool
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        """q, k, v or do in fp32 or float64."""
+        key = name, dtype
+        if key not in self._tensors:
+            self._tensors[key] = getattr(self.head, name).to(dtype)
+        return self._tensors[key]
+
+    def prepared(self, recipe: Recipe) -> PreparedOperands:
+        """q, k, v and dO as recipes of this arithmetic multiply them."""
+        dtype = working_dtype(recipe)
+        if dtype not in self._prepared:
+            names = ("q", "k", "v") if self.head.do is None else ("q", "k", "v", "do")
+            self._prepared[dtype] = PreparedOperands({n: self.get(n, dtype) for n in names}, self.head.scale)
+        return self._prepared[dtype]
+
+    def factor(self, recipe: Recipe) -> float:
+        """What S - m is multiplied by in the exponent: ``unit`` where the recipe leaves it there, else 1."""
+        return self.unit(recipe) if self.in_exponent(recipe) else 1.0
+
+    def unit(self, recipe: Recipe) -> float:
+        """What makes scaled scores of q k^T: alpha, or ln 2 where q holds alpha log2(e)."""
+        return 1 / LOG2_E if recipe.alpha == "in-q" else self.head.scale
+
+    def in_exponent(self, recipe: Recipe) -> bool:
+        """Whether the scale waits for the exponent. Softcap and additive masks apply to scaled scores."""
+        return recipe.alpha in ("in-exponent", "in-q") and self.head.softcap is None and not self.has_bias
+
+
+def multiply(recipe: Recipe, a: Factor, b: Factor, accumulator: Tensor | None = None) -> Tensor:
+    """``a @ b`` (+ ``accumulator``, in the unit of the codes) as the recipe's hardware adds, times both scales."""
+    if a.scale is None and a.elements == "" and b.elements != "":
+        b = Factor(b.whole)
+    elif b.scale is None and b.elements == "" and a.elements != "":
+        a = Factor(a.whole)
+    model, operands = recipe.accumulation, recipe.input
+    if a.elements == b.elements == "int":
+        model = "exact"  # INT32 sums
+    elif a.elements == b.elements and a.elements in _FP8:
+        operands = a.elements
+    found = matmul(a.values, b.values, model, accumulator, operands=operands)
+    for scale in (a.scale, b.scale):
+        found = found if scale is None else found * scale
+    return found
+
+
+def values_product(recipe: Recipe, cast: Tensor, v: Factor, accumulator: Tensor | None = None) -> Tensor:
+    """P_bar V of one key range in the unit of the codes: cast P_bar [R, K], v [K, Dv] (its scale is left out)."""
+    elements = base(recipe.probs) if recipe.quantize_probs == NO_QUANTIZER else ""
+    operands, core = recipe.input, _core(recipe)
+    if elements in _FP8 and v.elements == elements:
+        operands = elements
+    elif elements in STORED:
+        operands = elements if elements in ("bf16", "fp16") else recipe.input
+    return matmul(cast, v.values, recipe.accumulation, accumulator, operands=operands, core=core)
+
+
+def _core(recipe: Recipe) -> TensorCore | None:
+    """The tensor core with sums of another format than its own."""
+    return HOPPER_FP16_SUMS if base(recipe.pv_sums) == "fp16" else None
+
+
+def _quantized(x: Tensor, by: Quantizer, seed: int, *, columns: bool) -> Factor:
+    """Codes and a scale where that is constant along the contracted axis (``columns``: the first), else the values."""
+    found = quantize(x, by, seed=seed)
+    rows, width = by.block_shape((len(x), x.shape[1]))
+    constant = rows >= len(x) if columns else width >= x.shape[1]
+    if not constant or found.zero_point is not None or found.tensor_scale is not None:
+        return Factor(found.values.to(x.dtype))
+    elements = by.parsed_elements
+    if columns:
+        scale = found.scale[:1].repeat_interleave(width, 1)[:, : x.shape[1]]
+    else:
+        scale = found.scale[:, :1].repeat_interleave(rows, 0)[: len(x)]
+    name = "int" if isinstance(elements, Integers) else _name(elements)
+    return Factor(found.codes.to(x.dtype), scale.to(x.dtype), name)
+
+
+def _name(elements: Rounding) -> str:
+    return next((name for name in _FP8 if parse(name) == Rounding(elements.format)), "")
+
+
+def _smoothed(recipe: Recipe, k: Tensor) -> Tensor:
+    mean = k.mean(0, keepdim=True)
+    if recipe.smooth_k == "mean" or recipe.arithmetic == "fp64":
+        return k - mean
+    fmt = parse(recipe.input)
+    return round_to(k - round_to(mean, fmt), fmt)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """x H / sqrt(D) with Sylvester's H, which is its own inverse. Raises ValueError unless D is a power of two."""
+    width = x.shape[1]
+    if width & (width - 1):
+        raise ValueError(f"a Hadamard rotation needs a head dimension that is a power of two, got {width}")
+    matrix = x.new_ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return x @ matrix / math.sqrt(width)

@@ -1,0 +1,60 @@
+"""What a chunked kernel of linear attention rounds, and what it may get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LinearFormat = Literal["bf16", "fp16", "fp32"]
+LinearFault = Literal[
+    "no_inter_chunk", "boundary_write", "boundary_decay", "no_initial_state", "initial_state_transposed",
+    "initial_state_of_another", "no_decay_gradient", "no_decay_gradient_of_states",
+]  # fmt: skip
+
+LINEAR_FAULTS: dict[LinearFault, str] = {
+    "no_inter_chunk": "the inter-chunk term is missing: o has nothing of the state before its chunk",
+    "boundary_write": "a chunk boundary is off by one: the last step of each chunk is not written to the state",
+    "boundary_decay": "a chunk boundary is off by one: the decay of each chunk's last step is not applied to the state",
+    "no_initial_state": "the initial state is not used",
+    "initial_state_transposed": "the initial state is used transposed ([V, K] for [K, V])",
+    "initial_state_of_another": "each sequence starts from the initial state of the one before it",
+    "no_decay_gradient": "the gradient of the decay is dropped: it is zero",
+    "no_decay_gradient_of_states": "the gradient of the decay lacks what reaches it through the states between chunks",
+}
+"""What a kernel may get wrong, in words."""
+
+
+@dataclass(frozen=True)
+class LinearRecipe:
+    """The rounding sites of a chunked kernel. Its sums are fp32's; gradients have their inputs' formats."""
+
+    operands: LinearFormat = "bf16"
+    """Of every matrix product: q, k, v scaled by decays, scores, the state as it meets q, and gradients."""
+    state: LinearFormat = "fp32"
+    """Of the state (and its gradient) that is carried from chunk to chunk."""
+    decay: LinearFormat = "fp32"
+    """Of exponentials of the decays' sums."""
+    log_decay: LinearFormat = "fp32"
+    """Of the sums themselves."""
+    inverse: LinearFormat | None = None
+    """Of the triangular inverse (UT transform); None: as operands."""
+    stored: LinearFormat | None = None
+    """Of what kernels hand each other between products (w, u and the new values of a delta rule); None: as operands."""
+    accumulator: LinearFormat = "fp32"
+    """Of every matrix product's result."""
+    normalizer: LinearFormat = "fp32"
+    """Of the running sum of k that linear_attn divides by."""
+    out: LinearFormat = "bf16"
+    """Of o."""
+    chunk: int = 64
+    """Steps in a chunk."""
+
+
+LINEAR_SITES: dict[str, str] = {
+    "state": "the state between chunks",
+    "decay": "the decays",
+    "log_decay": "the logarithms of the decays",
+    "accumulator": "the products' sums",
+    "normalizer": "the normaliser's running sum",
+}
+"""The sites that well-rounded kernels keep in fp32, in words."""

@@ -1,0 +1,207 @@
+"""Captures of linear attention: written and read, refused by name, judged; planted defects are found and named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Run
+from linear_inputs import LONG, linear_inputs, rounded
+from linear_kernels import DEFECTS, observed
+from torch import Tensor
+
+import attn_diag
+from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.errors import InputError
+from attn_diag.head.linear import LinearRun
+from attn_diag.reference.linear import LINEAR_OPERATORS
+from attn_diag.results.linear import LinearDiagnosis
+
+NAMED = {
+    "state_bf16": ("lossy", "state_step"),
+    "decay_bf16": ("lossy", "decay_step"),
+    "boundary": ("wrong", "boundary_write"),
+    "no_inter_chunk": ("wrong", "no_inter_chunk"),
+    "no_initial_state": ("wrong", "no_initial_state"),
+    "no_decay_gradient": ("wrong", "zero"),
+}
+
+
+def call_of(operator: str, seed: int, steps: int = 192) -> tuple[dict[str, Tensor], Tensor]:
+    """Arguments as in training, with an initial state, and dO."""
+    make = torch.Generator().manual_seed(seed)
+    tensors = rounded(linear_inputs(operator, (1, steps, 1, 32, 32), seed, kind=LONG))
+    tensors["initial_state"] = torch.randn(1, 1, 32, 32, generator=make) * 0.3
+    return tensors, torch.randn(1, steps, 1, 32, generator=make).bfloat16()
+
+
+def captured(operator: str, seed: int, defect: str | None = None) -> LinearCapture:
+    tensors, do = call_of(operator, seed)
+    scale = LinearCapture(operator, tensors).call.used_scale
+    return LinearCapture(operator, {**tensors, "do": do, **observed(tensors, do, scale=scale, defect=defect)})
+
+
+def emulated(operator: str, chunk: int = 64, **sites: Any) -> LinearCapture:
+    """What a chunked kernel returns, in its formats."""
+    tensors, do = call_of(operator, 0)
+    capture = LinearCapture(operator, {**tensors, "do": do})
+    run = LinearRun(capture, torch.device("cpu"))
+    found = run.emulated(replace(run.recipe, chunk=chunk, **sites))
+    kept = {}
+    for name, value in found.items():
+        like = torch.bfloat16 if name == "o" else torch.float32 if name == "final_state" else tensors[name[1:]].dtype
+        kept[name] = value.to(like)
+    return replace(capture, tensors={**capture.tensors, **kept})
+
+
+@pytest.mark.parametrize("operator", ["gla", "gated_delta_rule", "rwkv7"])
+def test_healthy_kernels_are_clean(operator: str) -> None:
+    found = attn_diag.inspect_linear([captured(operator, 0), emulated(operator, 32)])
+    assert found.labels == {"clean"}, found.sentence
+    assert found.tests > 0
+
+
+@pytest.mark.parametrize("operator", list(LINEAR_OPERATORS))
+def test_every_operator_is_emulated_like_its_reference(operator: str) -> None:
+    tensors = linear_inputs(operator, (1, 70, 2, 8, 8), 0)
+    tensors |= {"do": torch.randn(1, 70, 2, 8), "initial_state": torch.randn(1, 2, 8, 8)}
+    run = LinearRun(LinearCapture(operator, tensors), torch.device("cpu"))
+    found, true = run.emulated(run.recipe), run.reference.values
+    assert set(true) == set(found)
+    for name, value in true.items():
+        # fp32 arithmetic: some hundred roundings of 2**-24.
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_found_and_named(defect: str) -> None:
+    operator = {"state_bf16": "gla", "decay_bf16": "kda", "boundary": "rwkv7"}.get(defect, "gated_delta_rule")
+    found = attn_diag.inspect_linear(captured(operator, 1, defect))
+    label, cause = NAMED[defect]
+    assert found.findings[0].label == label, found.sentence
+    assert found.findings[0].cause == cause, found.sentence
+
+
+@pytest.mark.parametrize("site", ["state", "decay", "accumulator"])
+def test_coarse_sites_of_a_chunked_kernel_are_named(site: str) -> None:
+    found = attn_diag.inspect_linear(emulated("simple_gla", 32, **{site: "bf16"}))
+    named = {q.cause for h in found.heads for q in h.quantities}
+    assert "lossy" in found.labels
+    assert site in named
+
+
+def test_a_truncating_kernel_is_biased() -> None:
+    capture = captured("gla", 2)
+    true = LinearRun(capture, torch.device("cpu")).reference.values["o"].float()
+    truncated = (true.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": truncated}))
+    assert "biased" in found.labels
+    assert "towards" in " ".join(found.heads[0].reasons)
+
+
+def test_nan_and_what_float64_does_not_know() -> None:
+    capture = captured("gla", 3)
+    o = capture.tensors["o"].clone()
+    o[0, 100, 0, 5] = torch.nan
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": o}))
+    assert found.labels == {"nonfinite"}
+    # A state that grows by 40 times a step leaves float64's range: nothing is said of it.
+    tensors: dict[str, Any] = rounded(linear_inputs("iplr", (1, 256, 1, 8, 8), 0))
+    tensors |= {"a": tensors["a"] * 40, "b": -tensors["b"] * 40}
+    grown = attn_diag.inspect_linear(operator="iplr", **tensors, o=torch.zeros_like(tensors["v"]))
+    assert grown.labels == {"undecided"}
+
+
+def test_files_keep_everything(tmp_path: Path) -> None:
+    tensors = rounded(linear_inputs("rwkv7", (1, 20, 2, 8, 8), 0))
+    named = {"r": tensors["q"], "w": tensors["g"], **{n: tensors[n] for n in ("k", "v", "a", "b")}}
+    capture = LinearCapture.from_tensors(
+        "rwkv7", {**named, "o": tensors["v"], "cu_seqlens": torch.tensor([0, 5, 20])}, scale=0.5, layer=3, kernel="fla"
+    )
+    again = load_linear(capture.save(tmp_path / "c.safetensors"))
+    assert again.operator == "rwkv7"
+    assert again.scale == 0.5
+    assert again.metadata.layer == 3
+    assert {name: t.tolist() for name, t in again.tensors.items()} == {
+        n: t.tolist() for n, t in capture.tensors.items()
+    }
+    with pytest.raises(InputError, match="linear attention"):
+        attn_diag.load(tmp_path / "c.safetensors")
+    with pytest.raises(InputError, match="not a capture of linear attention"):
+        load_linear("tests/captures/failing_step500_L2H7.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("operator", "change", "said"),
+    [
+        ("kda", {"beta": None}, "'beta' is missing"),
+        ("kda", {"beta": torch.ones(1, 20, 3)}, "beta must have shape"),
+        ("gla", {"v": torch.ones(1, 20, 2, 8, dtype=torch.int32)}, "dtype"),
+        ("gla", {"do": torch.ones(1, 19, 2, 8)}, "do must have shape"),
+        ("gla", {"cu_seqlens": torch.tensor([0, 30])}, "cu_seqlens must rise"),
+        ("gla", {"q": torch.ones(1, 20, 3, 8), "k": torch.ones(1, 20, 3, 8)}, "multiple"),
+        ("delta_rule", {"g": torch.ones(1, 20, 2)}, "has no decay"),
+        ("attention", {}, "operator must be one of"),
+    ],
+)
+def test_bad_captures_are_refused_by_name(operator: str, change: dict[str, Tensor | None], said: str) -> None:
+    known = operator if operator in LINEAR_OPERATORS else "gla"
+    tensors: dict[str, Any] = {**linear_inputs(known, (1, 20, 2, 8, 8), 0), **change}
+    with pytest.raises(InputError, match=said):
+        LinearCapture.from_tensors(operator, tensors)
+
+
+def test_shared_heads_and_packed_sequences_are_judged() -> None:
+    tensors = rounded(linear_inputs("kda", (1, 150, 4, 16, 16), 0, key_heads=2))
+    capture = LinearCapture(
+        "kda", {**tensors, "do": tensors["v"], "cu_seqlens": torch.tensor([0, 50, 150])}, l2norm=True
+    )
+    run = LinearRun(capture, torch.device("cpu"))
+    out = {
+        n: x.to(torch.float32 if n in ("dg", "final_state") else torch.bfloat16)
+        for n, x in run.emulated(run.recipe).items()
+    }
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, **out}))
+    assert not found.labels & {"wrong", "lossy", "biased", "nonfinite"}
+    assert [sum(q.quantity == "dq" for q in h.quantities) for h in found.heads] == [1, 0, 1, 0]
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, run: Run) -> None:
+    captured("gated_delta_rule", 1, "no_inter_chunk").save(tmp_path / "bad.safetensors")
+    out, page = tmp_path / "found.json", tmp_path / "page.html"
+    done = run("inspect", tmp_path / "bad.safetensors", "--json", out, "--html", page, "--fail-on", "wrong")
+    assert done.code == 1
+    assert done.out.startswith("WRONG")
+    assert "inter-chunk" in done.out
+    assert "inter-chunk" in page.read_text()
+    document = LinearDiagnosis.from_json(out.read_text())
+    assert document.findings[0].cause == "no_inter_chunk"
+    assert json.loads(out.read_text())["schema"] == "attn-diag-linear"
+    assert run("inspect", tmp_path, "tests/captures/pair_T256.safetensors").code == 2
+
+
+def test_what_fp32_leaves_and_what_cancels_is_no_fault() -> None:
+    # Sums in another order, and a decay's gradient that is next to nothing, made of terms that cancel.
+    tensors = rounded(linear_inputs("linear_attn", (1, 130, 1, 33, 8), 1, kind=LONG), torch.float16)
+    gone = rounded(linear_inputs("kda", (1, 130, 1, 8, 8), 1, kind="tiny_decay"), torch.float16)
+    for operator, given in (("linear_attn", tensors), ("kda", gone)):
+        capture = LinearCapture(operator, {**given, "do": given["v"]})
+        run = LinearRun(capture, torch.device("cpu"))
+        found = run.emulated(replace(run.recipe, chunk=128))
+        kept = {n: x.to(torch.float32 if n in ("final_state", "dg") else torch.float16) for n, x in found.items()}
+        verdict = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, **kept}))
+        assert not verdict.labels & {"wrong", "lossy"}, verdict.sentence
+
+
+def test_a_fragile_head_is_told_from_a_bad_kernel() -> None:
+    tensors = rounded(linear_inputs("delta_rule", (1, 130, 1, 16, 8), 3, kind="repeated"))
+    tensors["initial_state"] = torch.randn(1, 1, 16, 8)
+    run = LinearRun(LinearCapture("delta_rule", tensors), torch.device("cpu"))
+    out = run.emulated(run.recipe, forward=True)["o"].bfloat16()
+    verdict = attn_diag.inspect_linear(LinearCapture("delta_rule", {**tensors, "o": out}))
+    assert not verdict.labels & {"wrong", "lossy", "biased"}, verdict.sentence
+    assert verdict.report()
