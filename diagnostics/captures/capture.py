@@ -21,6 +21,7 @@ from attn_diag.captures.mask_gradient import GRADIENT
 from attn_diag.captures.metadata import FORMAT_VERSION, PACKED_VERSION, Metadata
 from attn_diag.captures.packed import is_packed, may_be_packed, with_cu_seqlens
 from attn_diag.captures.paged import PagedKeys, stored, with_pages
+from attn_diag.captures.places import place
 from attn_diag.captures.shapes import require_fitting
 from attn_diag.captures.sinks import with_sinks
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
@@ -327,12 +328,12 @@ class Capture:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the capture as safetensors, complete or not at all, and return its path.
+        """Write the capture as safetensors, complete or not at all, to a path or a URL; return where it is.
 
         Raises:
             InputError: The folder cannot be written, or the disk is full.
         """
-        target, text = Path(path), self.metadata.to_text(self.format_version)
+        target, text = place(path), self.metadata.to_text(self.format_version)
         tensors = {name: tensor[...].contiguous().cpu() for name, tensor in stored(self.tensors).items()}
         # safetensors refuses tensors that share memory, as views of one buffer or k passed as v do.
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]

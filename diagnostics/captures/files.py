@@ -6,10 +6,12 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from attn_diag.captures.places import is_remote, reached, upload
 from attn_diag.errors import InputError
 
 # Of files that captures are read from.
@@ -19,7 +21,9 @@ PARTIAL = ".partial"
 
 
 def require_writable(target: Path) -> None:
-    """Raise InputError now, before hours of work, if ``target`` could not be written."""
+    """Raise InputError now, before hours of work, if ``target`` could not be written; a store is asked only then."""
+    if is_remote(target):
+        return
     try:
         kept = _destination(target)
         usable = not kept.is_dir() and kept.parent.is_dir() and os.access(kept.parent, os.W_OK)
@@ -45,7 +49,14 @@ def write_atomically(target: Path, write: Callable[[str], object]) -> None:
     A process that is killed meanwhile leaves its temporary file behind, hidden: ".<target's name>.<random>.partial".
     A file that is replaced keeps its mode; a new one has that of the umask.
     A device or a pipe is written to directly: a rename would put a file in its place, for root even in /dev.
+    What goes to a URL is written here first and then put there whole.
     """
+    if is_remote(target):
+        with tempfile.TemporaryDirectory(prefix="attn-diag-") as folder:
+            write(file := str(Path(folder) / target.name))
+            with reached(target, "written"):
+                upload(file, target)
+        return
     if _is_special(target):
         try:
             write(str(target))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeGuard, get_type_hints
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.loading import find_captures, load
+from attn_diag.captures.places import place
 from attn_diag.captures.sources import CACHE, PACKING
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.errors import InputError
@@ -86,7 +86,7 @@ def is_array(value: object) -> TypeGuard[Array]:
 def is_several(source: object) -> bool:
     """Whether an answer about this is a list of answers: of a list, or of a folder."""
     if isinstance(source, str | os.PathLike):
-        return Path(source).is_dir()
+        return place(source).is_dir()
     return not isinstance(source, Capture) and not is_array(source)
 
 
@@ -161,7 +161,7 @@ def _opened(source: object, options: dict[str, Any], function: str) -> list[Capt
         changed = {name: value for name, value in options.items() if value is not None}
         return [replace(source, metadata=source.metadata.override(**changed)) if changed else source]
     if isinstance(source, str | os.PathLike):
-        return [load(path, **options) for path in find_captures([Path(source)])]
+        return [load(path, **options) for path in find_captures([source])]
     if isinstance(source, Iterable) and not isinstance(source, bytes | dict):
         found = [capture for item in source for capture in _opened_item(item, options, function)]
         if not found:

@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.loading import find_captures, read_file
 from attn_diag.captures.metadata import Metadata
+from attn_diag.captures.places import place
 from attn_diag.captures.sources import DEFAULT_OBSERVATION, FLOATS
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.errors import InputError
@@ -120,7 +121,7 @@ class LinearCapture:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as safetensors, complete or not at all, and return its path."""
-        target, text = Path(path), self.metadata.to_text(VERSION)
+        target, text = place(path), self.metadata.to_text(VERSION)
         for unused in ("layout", "causal", "lse_base", "scale"):
             text.pop(unused, None)
         text |= {"kind": KIND, "operator": self.operator}
@@ -166,7 +167,7 @@ def load_linear(path: str | os.PathLike[str]) -> LinearCapture:
     Raises:
         InputError: The file is missing or damaged, is another capture, or its tensors do not fit each other.
     """
-    sources, text = read_file(Path(path))
+    sources, text = read_file(place(path))
     if not is_linear(text):
         raise InputError(f"{path}: not a capture of linear attention: expected metadata kind=linear and operator=…")
     if "operator" not in text:

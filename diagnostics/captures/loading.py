@@ -19,6 +19,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import CAPTURE_SUFFIXES, PARTIAL, named_errors
 from attn_diag.captures.metadata import KEYS, Metadata, refuse_unsupported
 from attn_diag.captures.pickles import Odd, unpickle
+from attn_diag.captures.places import is_remote, place, reached
 from attn_diag.captures.sources import TensorSource
 from attn_diag.captures.stored import read_header
 from attn_diag.errors import InputError
@@ -35,19 +36,23 @@ def load_example() -> Capture:
     return replace(load(_EXAMPLE), source=f"example {_EXAMPLE.name}")
 
 
-def find_captures(paths: Iterable[str | Path]) -> list[Path]:
+def find_captures(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The capture files among ``paths``; a directory stands for all of those below it, in order of their names.
+
+    Args:
+        paths: Paths, and URLs of an object store (``places.place``), of which .safetensors files alone are captures.
 
     Raises:
         InputError: A path does not exist or cannot be reached, or a directory holds no captures.
     """
     found: list[Path] = []
-    for path in map(Path, paths):
+    for path in map(place, paths):
         if not stat.S_ISDIR(_mode(path)):
             found.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix in CAPTURE_SUFFIXES and not p.name.startswith("."))
-        inside = [p for p in inside if not p.is_dir()]
+        with reached(path, "listed"):
+            inside = sorted(p for p in path.rglob("*") if p.suffix in CAPTURE_SUFFIXES and not p.name.startswith("."))
+            inside = [p for p in inside if not p.is_dir()]
         if not inside:
             partial = next((f"; {error}" for error in half_written([path])), "")
             raise InputError(
@@ -64,7 +69,8 @@ def half_written(paths: Iterable[str | Path]) -> list[InputError]:
     One that was completed later under the same name is no longer missed.
     """
     complaints = []
-    for file in sorted({f for path in map(Path, paths) if path.is_dir() for f in path.rglob(f".*{PARTIAL}")}):
+    here = [path for path in map(place, paths) if not is_remote(path)]  # a store has whole objects alone
+    for file in sorted({f for path in here if path.is_dir() for f in path.rglob(f".*{PARTIAL}")}):
         named = _HALF_WRITTEN.fullmatch(file.name)
         if named is not None and not _was_completed(file.with_name(named[1]), file):
             complaints.append(
@@ -90,13 +96,13 @@ def load(path: str | Path, **options: Any) -> Capture:
     A pickle that would run code is refused and never executed. A pipe is never opened.
 
     Args:
-        path: A .safetensors, .pt, .pth or .npz file.
+        path: A .safetensors, .pt, .pth or .npz file, or the URL of a .safetensors file.
         **options: Metadata to put in place of what the file says (``layout``, ``causal``, ``scale``, …).
 
     Raises:
         InputError: The file is missing, empty, truncated or of another kind, or its tensors do not fit each other.
     """
-    path = Path(path)
+    path = place(path)
     reader = _reader(path)
     with named_errors(path):
         tensors, text, notes = reader(path)
@@ -132,6 +138,10 @@ def _reader(path: Path) -> Callable[[Path], Read]:
     require_regular_file(path)
     if path.suffix not in CAPTURE_SUFFIXES:
         raise InputError(f"{path}: not a capture; expected a file ending in {', '.join(CAPTURE_SUFFIXES)}")
+    if is_remote(path) and path.suffix != ".safetensors":
+        raise InputError(
+            f"{path}: only .safetensors is read from a store, part by part; download this file and name it"
+        )
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
     return {".safetensors": _read_safetensors, ".npz": read_npz}.get(path.suffix, _read_pt)
@@ -179,11 +189,12 @@ _KINDS = (
 def _mode(path: Path) -> int:
     """What ``path`` leads to, as st_mode. Raises InputError where it leads nowhere."""
     try:
-        return path.stat().st_mode
+        with reached(path, "reached"):
+            return path.stat().st_mode
     except FileNotFoundError:
         raise InputError(f"{path}: no such file or directory") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
 
 def require_regular_file(path: Path) -> None:
@@ -193,7 +204,7 @@ def require_regular_file(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
         raise InputError(f"{path}: expected a regular file, this is {kind}; save the capture to a file and name that")
-    if not os.access(path, os.R_OK):
+    if not is_remote(path) and not os.access(path, os.R_OK):
         raise InputError(f"{path}: cannot be opened: no permission to read it")
 
 

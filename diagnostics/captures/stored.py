@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from attn_diag.captures.places import identity, is_remote, reached, read_range
 from attn_diag.errors import InputError
 
 _DTYPES = {
@@ -36,6 +38,21 @@ _DTYPES = {
 }
 # So many bytes are read at once of a tensor whose heads lie between each other (BTHD).
 _BLOCK = 2**24
+# Bytes of the longest header that safetensors takes.
+_HEADER = 100_000_000
+
+
+_CHANGED = (
+    "cut off or overwritten since it was opened; expected it unchanged, as its tensors are read when they are needed: "
+    "begin again"
+)
+
+
+class Stored(Protocol):
+    """Bytes that are read range by range."""
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Bytes ``start`` to ``start + count``, uint8. Raises InputError where they are not what they were."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +87,48 @@ class StoredFile:
                 "leave it where it is, and begin again"
             ) from None
         if not same:
-            raise InputError(
-                f"{self.path}: cut off or overwritten since it was opened; expected it unchanged, as its tensors are "
-                "read when they are needed: begin again"
-            )
+            raise InputError(f"{self.path}: {_CHANGED}")
         return buffer
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object of a store as it was when it was opened; of each read the range alone travels."""
+
+    path: Path
+    """Its URL, as ``places.place`` makes it."""
+    state: str
+    """By which the store tells it from another one under the same name."""
+
+    @classmethod
+    def at(cls, path: Path) -> StoredObject:
+        """The object that is at ``path`` now."""
+        with reached(path, "read"):
+            return cls(path, identity(path))
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Bytes ``start`` to ``start + count``, uint8.
+
+        Raises:
+            InputError: The object is gone, cannot be reached, or is not what it was.
+        """
+        try:
+            with reached(self.path, "read"):
+                # Empty ranges mean the whole object to some stores.
+                content = read_range(self.path, start, count) if count else b""
+                same = identity(self.path) == self.state
+        except FileNotFoundError:
+            raise InputError(f"{self.path}: removed since it was opened; begin again") from None
+        if len(content) != count or not same:
+            raise InputError(f"{self.path}: {_CHANGED}")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a file; indexing reads just that part."""
 
-    file: StoredFile
+    file: Stored
     start: int
     """Its first byte."""
     shape: tuple[int, ...]
@@ -120,11 +167,14 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         InputError: It holds a tensor of a type that is not supported.
         Exception: Whatever else safetensors finds wrong.
     """
-    file = StoredFile.at(path)
-    # Checks the whole header against the file's size; it ships without types.
-    opened: Any = safe_open(path, framework="pt")
-    with opened as handle:
-        text = handle.metadata() or {}
+    # safetensors checks the whole header against the file's size.
+    file: Stored
+    if is_remote(path):
+        file = StoredObject.at(path)
+        text = _text_of_object(file, path.stat().st_size)
+    else:
+        file = StoredFile.at(path)
+        text = _text(path)
     length = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
     header = json.loads(bytes(file.read(8, length).numpy()))
     tensors = {}
@@ -135,6 +185,26 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         start = 8 + length + entry["data_offsets"][0]
         tensors[name] = StoredTensor(file, start, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     return tensors, text
+
+
+def _text(path: str | Path) -> dict[str, str]:
+    """A file's metadata. Raises whatever safetensors finds wrong with its header."""
+    opened: Any = safe_open(path, framework="pt")  # it ships without types
+    with opened as handle:
+        return handle.metadata() or {}
+
+
+def _text_of_object(stored: StoredObject, size: int) -> dict[str, str]:
+    """As ``_text`` of an object of ``size`` bytes, by a hollow file of its size and header: nothing else travels."""
+    start = bytes(stored.read(0, min(8, size)).numpy())
+    length = int.from_bytes(start, "little")
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as hollow:
+        hollow.write(start)
+        if length <= min(size - 8, _HEADER):
+            hollow.write(bytes(stored.read(8, length).numpy()))
+        hollow.truncate(size)
+        hollow.flush()
+        return _text(hollow.name)
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int]:

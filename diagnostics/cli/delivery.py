@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_diag.captures.places import is_remote
 from attn_diag.errors import InputError
 from attn_diag.printing import inert_json, say
 
@@ -59,7 +60,9 @@ class Delivery:
         for target in targets:
             if target.name == "-":
                 raise InputError("an output needs the name of a file, got '-'; only --json writes to stdout")
-            if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
+            if target.exists() and any(
+                not is_remote(path) and path.exists() and path.samefile(target) for path in inputs
+            ):
                 raise InputError(f"{target} is {what} and would be overwritten; choose another name")
 
     def deliver(self, result: Result, html: Path | None = None, *, quiet: bool = False, full: bool = False) -> None:

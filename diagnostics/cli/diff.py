@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.cli.options import Device, Level, command, labels, listed
 from attn_diag.errors import InputError
@@ -22,8 +23,8 @@ _UNMATCHED = "unmatched"
 @command
 def diff(
     *,
-    a: Annotated[Path, typer.Argument(metavar="A", help=f"Before: {_HELP[0].lower()}{_HELP[1:]}")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="After: the same.")],
+    a: Annotated[Path, typer.Argument(metavar="A", parser=place, help=f"Before: {_HELP[0].lower()}{_HELP[1:]}")],
+    b: Annotated[Path, typer.Argument(metavar="B", parser=place, help="After: the same.")],
     a_observation: Annotated[str | None, typer.Option(help="Only this observation of A.")] = None,
     b_observation: Annotated[
         str | None, typer.Option(help="Only this observation of B (two kernels of one file).")
@@ -55,7 +56,7 @@ def diff(
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
-            side = as_diagnosis(path, level=level, device=device, progress=progress, skip=complain)
+            side = as_diagnosis(str(path), level=level, device=device, progress=progress, skip=complain)
         sides.append(side if observation is None else only(side, observation, str(path)))
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)), by=by)
     delivery.deliver(found)

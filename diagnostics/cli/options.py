@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.errors import InputError
 
@@ -96,7 +97,12 @@ class Inputs:
     """The captures that a command reads."""
 
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Captures (.safetensors, .pt, .npz) or directories of them.")
+        list[Path] | None,
+        typer.Argument(
+            parser=place,
+            metavar="[PATHS]...",
+            help="Captures (.safetensors, .pt, .npz) or directories of them; also s3://, gs://, hf://.",
+        ),
     ] = None
     example: Example = False
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, progress_bar
 from attn_diag.cli.options import Device, Example, Inputs, Level, ObservationName, Overrides, Places, command
 
@@ -14,7 +15,9 @@ from attn_diag.cli.options import Device, Example, Inputs, Level, ObservationNam
 @command
 def what_if(
     *,
-    path: Annotated[Path | None, typer.Argument(help="A capture (.safetensors, .pt, .npz).")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(parser=place, metavar="[PATH]", help="A capture (.safetensors, .pt, .npz).")
+    ] = None,
     example: Example = False,
     observation: ObservationName = None,
     recipe: Annotated[

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_diag.analyses.comparison.matching import HeadPlace
@@ -14,6 +13,7 @@ from attn_diag.analyses.comparison.matching import match as match_heads
 from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.analyses.comparison.trends import find_trends, trend_words
 from attn_diag.captures.files import CAPTURE_SUFFIXES
+from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
@@ -70,7 +70,7 @@ def as_diagnosis(
     if isinstance(side, Diagnosis):
         return side
     if isinstance(side, str | PathLike):
-        path = Path(fspath(side))
+        path = place(side)
         if not path.is_dir() and path.suffix not in CAPTURE_SUFFIXES:
             return read_diagnosis(path)
         from attn_diag.captures.loading import find_captures, load_each

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from attn_diag.captures.places import is_remote, reached
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 
@@ -46,12 +47,32 @@ class Claim:
         os.close(self._handle)
 
 
-def claim(folder: Path, rank: int, run: str, if_taken: IfTaken) -> Claim:
+@dataclass(frozen=True)
+class RemoteClaim:
+    """A folder of an object store, marked as this run's by an object: a store has no locks."""
+
+    folder: Path
+    _marker: Path
+
+    def lost(self) -> bool:
+        """Never: nothing is written under another name than this run's."""
+        return False
+
+    def release(self) -> None:
+        """Remove the marker."""
+        with suppress(Exception):
+            self._marker.unlink()
+
+    def leave(self) -> None:
+        """Let go of it in a forked child: the marker is the parent's."""
+
+
+def claim(folder: Path, rank: int, run: str, if_taken: IfTaken) -> Claim | RemoteClaim:
     """Make a folder and mark it as this run's.
 
     The marker, ".attn-diag-rank<rank>", says which run captures, on which host and in which process. One that a killed
-    process left behind is taken over, unless that was on another host or the folder's file system has no locks: then
-    nobody can tell whether its run is over.
+    process left behind is taken over, unless that was on another host or the folder's file system has no locks, as an
+    object store: then nobody can tell whether its run is over.
 
     Args:
         folder: The one asked for.
@@ -64,13 +85,17 @@ def claim(folder: Path, rank: int, run: str, if_taken: IfTaken) -> Claim:
         InputError: The folder cannot be written; or it is taken, and ``if_taken`` is "stop".
     """
     place, numbers = folder, count(2)
+    found: Claim | RemoteClaim | str
     while True:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            found = _try(place, rank, run, alone=if_taken == "another")
+            if is_remote(place):
+                found = _try_remote(place, rank, run, alone=if_taken == "another")
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                found = _try(place, rank, run, alone=if_taken == "another")
         except OSError as error:
             raise InputError(f"cannot capture into {place}: {error.strerror}; choose another folder") from None
-        if isinstance(found, Claim):
+        if not isinstance(found, str):
             if place != folder:
                 _log.warning("%s is another run's: capturing into %s", folder, place)
             return found
@@ -117,6 +142,23 @@ def _try(folder: Path, rank: int, run: str, *, alone: bool) -> Claim | str:
         os.close(handle)
         if why is not None:
             return f"{folder} is taken: {why}"
+
+
+def _try_remote(folder: Path, rank: int, run: str, *, alone: bool) -> RemoteClaim | str:
+    """As ``_try``, by what the store lists."""
+    with reached(folder, "captured into"):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        markers = {name for name in names if name.startswith(".attn-diag-rank")}
+        runs = {(folder / name).read_text() for name in markers}
+        marker = folder / f".attn-diag-rank{rank}"
+        if marker.name in markers or (alone and runs - {run}):
+            return f"{folder} is another run's, or was until it was killed: delete its .attn-diag-rank* if it is over"
+        mine = "" if alone and run not in runs else f"_rank{rank}"
+        there = next((n for n in names if n.startswith("step") and n.endswith(f"{mine}.safetensors")), None)
+        if there is not None:
+            return f"{folder} holds captures of an earlier run ({there}, …)"
+        marker.write_text(run)
+    return RemoteClaim(folder, marker)
 
 
 def _held(marker: Path) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, Self, get_args
 from torch import nn
 
 from attn_diag.captures.capture import Capture, Captures
+from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.results.wording import plural
@@ -76,7 +77,7 @@ class Recorder:
             raise InputError(f'if_taken must be "stop" or "another", got {if_taken!r}')
         self._losses = Losses()
         self.dropped = self._losses.counts
-        self._asked, self._if_taken = Path(path), if_taken
+        self._asked, self._if_taken = place(path), if_taken
         self._model, self._first_step, self._step = model, first_step, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring = Part(heads, batch), ring
@@ -85,8 +86,7 @@ class Recorder:
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
-        # This rank, and of how many: asked once a step.
-        self._where: tuple[int, int] | None = None
+        self._where: tuple[int, int] | None = None  # this rank, and of how many: asked once a step
         self._watch: Watch | None = None
         flex_graphs.prepare(self)  # the model may be compiled before start()
 
@@ -347,7 +347,7 @@ def capture(
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.
-        path: a folder; one file for every step, layer, call and rank.
+        path: a folder, or its URL (s3://…); one file for every step, layer, call and rank.
         steps: which (a container of numbers, or a function of one); None: all. A step ends with an optimizer's
             ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``. Once a loop trains,
             evaluation without gradients is passed over: it neither counts nor is captured. A step that a loss scaler

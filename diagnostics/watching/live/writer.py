@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.watching.live.claim import Claim
+from attn_diag.watching.live.claim import Claim, RemoteClaim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.stream_capture import stay_out_of_graphs
 
@@ -174,7 +174,7 @@ class Shelf:
     def __init__(self, folder: Path, ring: int, max_bytes: int, losses: Losses) -> None:
         self.written: dict[Path, None] = {}
         self.folder = folder
-        self.claim: Claim | None = None
+        self.claim: Claim | RemoteClaim | None = None
         self._max_bytes, self._losses = max_bytes, losses
         self._ring: deque[list[Taken]] | None = deque(maxlen=ring) if ring else None
         self._step: list[Taken] = []
