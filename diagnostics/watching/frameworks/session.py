@@ -41,6 +41,7 @@ class MonitorOptions(TypedDict, total=False):
     rule: AlarmRule | None
     log: str | os.PathLike[str] | None
     process_group: ProcessGroup | None
+    functions: Mapping[str, Callable[..., Any]] | None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Calls of linear attention met where they run: flash-linear-attention's functions, by their names.
 
-``chunk_kda``, ``fused_recurrent_rwkv7`` and their kin are found in every module that has them under their own name,
-and put back afterwards. A call's arguments are read by the function's own signature; what it cannot be judged by is
-refused with the reason. Gradients are those that autograd hands to the arguments.
+``chunk_kda``, ``fused_recurrent_rwkv7``, ``naive_recurrent_gla`` and their kin are found in every module that has them
+under their own name, and put back afterwards. A call's arguments are read by the function's own signature; what it
+cannot be judged by is refused with the reason. Gradients are those that autograd hands to the arguments.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch import Tensor
 from attn_diag.captures.linear import ALIASES, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.printing import say
-from attn_diag.reference.linear import LINEAR_OPERATORS
+from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS
 from attn_diag.watching.live.functions import namespaces
 
-_NAME = re.compile(r"(?:fused_)?(?:chunk|recurrent)_(\w+)")
+_NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
+# Of autograd's graph of one call: recurrences in torch have ten a step.
+_MOST_NODES = 100_000
 _SWITCHES = ("use_qk_l2norm_in_kernel", "normalize")
 # What changes the mathematics in a way that a capture does not state, where it is given and not False.
 _REFUSED = {
@@ -64,12 +67,54 @@ def capture_linear(
     Yields:
         The captures, which fill when the ``with`` ends.
     """
-    calls, recorder = LinearCalls(), _Recorder(most)
+    calls = LinearCalls()
+    recorder = LinearRecorder(lambda: True if len(recorder.calls) < most else None)
+    put_back = replace_functions(recorder, functions)
+    try:
+        yield calls
+    finally:
+        put_back()
+        _finish(recorder, calls, None if folder is None else Path(folder))
+
+
+def _finish(recorder: LinearRecorder, calls: LinearCalls, folder: Path | None) -> None:
+    for number, call in enumerate(recorder.calls):
+        try:
+            capture = call.capture()
+        except InputError as error:
+            recorder.refuse(f"{call.function}: {error}")
+            continue
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            capture.save(folder / f"call{number}_{call.function}.safetensors")
+        calls.append(capture)
+    calls.refused.update(recorder.refused)
+    for reason, count in recorder.refused.items():
+        say(f"attn-diag: {count} calls of linear attention were not captured: {reason}")
+
+
+def replace_functions(
+    recorder: LinearRecorder, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Callable[[], None]:
+    """Have the operators' functions recorded under every name that loaded modules have for them.
+
+    Args:
+        recorder: By whom.
+        functions: Other functions to meet, by the operator whose arguments they have.
+
+    Returns:
+        What puts them back.
+
+    Raises:
+        InputError: An operator is not known.
+    """
     met = {id(f): (op, f) for op, f in (functions or {}).items()}
-    for operator in met.values():
-        if operator[0] not in LINEAR_OPERATORS:
-            raise InputError(f"operator must be one of {', '.join(LINEAR_OPERATORS)}, got {operator[0]!r}")
+    for operator, _ in met.values():
+        if operator not in LINEAR_OPERATORS:
+            raise InputError(f"operator must be one of {', '.join(LINEAR_OPERATORS)}, got {operator!r}")
     met |= {id(f): (op, f) for op, f in _loaded()}
+    if not met:
+        return lambda: None
     wrapped = {key: recorder.wrapped(operator, function) for key, (operator, function) in met.items()}
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for space in list(namespaces()):
@@ -77,12 +122,12 @@ def capture_linear(
             if id(value) in wrapped and callable(value):
                 changed.append((space, name, value))
                 space[name] = wrapped[id(value)]
-    try:
-        yield calls
-    finally:
+
+    def put_back() -> None:
         for space, name, value in changed:
             space[name] = value
-        recorder.finish(calls, None if folder is None else Path(folder))
+
+    return put_back
 
 
 def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -98,13 +143,53 @@ def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
                     yield operator, value
 
 
-class _Recorder:
-    """Keeps calls, detached, and the gradients that come later."""
+@dataclass(frozen=True)
+class LinearCallRecord:
+    """One call, detached, and the gradients that came since."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._calls: list[tuple[str, str, dict[str, Any], dict[str, Tensor]]] = []
-        self._refused: dict[str, int] = {}
+    operator: str
+    """Whose arguments it has."""
+    function: str
+    """The function's name."""
+    place: Any
+    """What the recorder was told when the call began."""
+    tensors: dict[str, Tensor]
+    """Arguments and outputs."""
+    options: dict[str, Any]
+    """``scale``, ``l2norm``, ``normalize``, ``kernel``."""
+    gradients: dict[str, Tensor]
+    """dO and the gradients of arguments."""
+    without: tuple[str, ...] = ()
+    """Arguments that need a gradient and do not lead to o nor the last state: theirs is zero."""
+
+    def capture(self, **metadata: Any) -> LinearCapture:
+        """It as a capture.
+
+        Args:
+            **metadata: Fields of ``Metadata``.
+
+        Raises:
+            InputError: Its tensors are no call of the operator.
+        """
+        whole = "do" in self.gradients or "dfinal_state" in self.gradients
+        gradients = dict(self.gradients) if whole else {}
+        if whole:
+            gradients |= {f"d{name}": torch.zeros_like(self.tensors[name]) for name in self.without}
+        return LinearCapture.from_tensors(self.operator, {**self.tensors, **gradients}, **self.options, **metadata)
+
+
+class LinearRecorder:
+    """Keeps calls, detached, and the gradients that come later.
+
+    Args:
+        begins: Called before each call; what it returns is the record's ``place``, None: the call is not kept.
+        sequences: So many of a batch are kept, the first; None: all, and always of packed sequences.
+    """
+
+    def __init__(self, begins: Callable[[], Any], sequences: int | None = None) -> None:
+        self._begins, self._sequences = begins, sequences
+        self.calls: list[LinearCallRecord] = []
+        self.refused: dict[str, int] = {}
         self._inside = False
 
     def wrapped(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,28 +198,31 @@ class _Recorder:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             # One of these may call another.
-            if self._inside or len(self._calls) >= self._most:
+            if self._inside or (place := self._begins()) is None:
                 return function(*args, **kwargs)
             slots: dict[str, Tensor] = {}
             try:
-                bound = _aliased(operator, inspect.signature(function).bind(*args, **kwargs), slots)
+                bound = inspect.signature(function).bind(*args, **kwargs)
             except TypeError:
                 return function(*args, **kwargs)  # which says what is wrong
+            first = None if bound.arguments.get("cu_seqlens") is not None else self._sequences
+            aliases = _alias(operator, bound, slots, first)
             self._inside = True
             try:
                 result = function(*bound.args, **bound.kwargs)
             finally:
                 self._inside = False
             try:
-                self._record(operator, function, bound, slots, result)
+                self._record(operator, function, bound, slots, result, first, place, aliases)
             except Exception as error:
-                self._refuse(f"{type(error).__name__}: {error}")
+                self.refuse(f"{type(error).__name__}: {error}")
             return result
 
         return call
 
-    def _refuse(self, reason: str) -> None:
-        self._refused[reason] = self._refused.get(reason, 0) + 1
+    def refuse(self, reason: str) -> None:
+        """Count a call that cannot be a capture."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def _record(
         self,
@@ -143,6 +231,9 @@ class _Recorder:
         bound: inspect.BoundArguments,
         slots: dict[str, Tensor],
         result: Any,
+        first: int | None,
+        place: Any,
+        aliases: Mapping[str, Tensor],
     ) -> None:
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -150,62 +241,80 @@ class _Recorder:
         for name, what in _REFUSED.items():
             value = given.get(name)
             if value is not None and value is not False:
-                self._refuse(f"{function.__name__} with {name}: {what} is not known to a capture; pass what it makes")
+                self.refuse(f"{function.__name__} with {name}: {what} is not known to a capture; pass what it makes")
                 return
         known = ALIASES[""] | ALIASES.get(operator, {})
         setting = LINEAR_OPERATORS[operator]
         wanted = {*setting.arguments, *setting.optional, "initial_state", "cu_seqlens"}
         if operator == "gated_delta_rule" and given.get("gk") is not None:
-            self._refuse(f"{function.__name__} with gk: a decay a channel; that is kda")
+            self.refuse(f"{function.__name__} with gk: a decay a channel; that is kda")
             return
         tensors: dict[str, Any] = {}
         for theirs, value in given.items():
             ours = known.get(theirs, theirs)
             if ours in wanted and isinstance(value, Tensor):
                 # What follows may change it in place.
-                tensors[ours] = value.detach().clone()
+                tensors[ours] = _kept(ours, value, first)
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
-        tensors["o"] = o.detach().clone()
+        tensors["o"] = _kept("o", o, first)
         if isinstance(state, Tensor):
-            tensors["final_state"] = state.detach().clone()
+            tensors["final_state"] = _kept("final_state", state, first)
             if state.requires_grad:
-                state.register_hook(functools.partial(_keep, slots, "dfinal_state"))  # type: ignore[no-untyped-call]
+                state.register_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(_keep, slots, "dfinal_state", first)
+                )
         if o.requires_grad:
-            o.register_hook(functools.partial(_keep, slots, "do"))
+            o.register_hook(functools.partial(_keep, slots, "do", first))
         options = {"scale": given.get("scale"), "l2norm": bool(given.get(_SWITCHES[0])), "kernel": function.__name__}
         options["normalize"] = bool(given.get(_SWITCHES[1]))
-        self._calls.append((operator, function.__name__, {**tensors, **{"options": options}}, slots))
-
-    def finish(self, calls: LinearCalls, folder: Path | None) -> None:
-        for number, (operator, name, given, slots) in enumerate(self._calls):
-            options = given.pop("options")
-            gradients = slots if "do" in slots or "dfinal_state" in slots else {}
-            try:
-                capture = LinearCapture.from_tensors(operator, {**given, **gradients}, **options)
-            except InputError as error:
-                self._refuse(f"{name}: {error}")
-                continue
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                capture.save(folder / f"call{number}_{name}.safetensors")
-            calls.append(capture)
-        calls.refused.update(self._refused)
-        for reason, count in self._refused.items():
-            say(f"attn-diag: {count} calls of linear attention were not captured: {reason}")
+        without = _unreached([o, state], {name: alias for name, alias in aliases.items() if name in tensors})
+        self.calls.append(LinearCallRecord(operator, function.__name__, place, tensors, options, slots, without))
 
 
-def _aliased(operator: str, bound: inspect.BoundArguments, slots: dict[str, Tensor]) -> inspect.BoundArguments:
-    """The call with views of its tensors: their gradients are this call's alone, whatever else uses the tensors."""
+def _alias(
+    operator: str, bound: inspect.BoundArguments, slots: dict[str, Tensor], first: int | None
+) -> dict[str, Tensor]:
+    """Give the call views of its tensors: their gradients are this call's alone, whatever else uses the tensors."""
     known = ALIASES[""] | ALIASES.get(operator, {})
+    aliases = {}
     for name, value in bound.arguments.items():
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             alias = value.view_as(value)
-            alias.register_hook(functools.partial(_keep, slots, f"d{known.get(name, name)}"))  # type: ignore[no-untyped-call]
-            bound.arguments[name] = alias
-    return bound
+            ours = known.get(name, name)
+            left_out = functools.partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
+            alias.register_hook(  # type: ignore[no-untyped-call]
+                functools.partial(_keep, slots, f"d{ours}", first, left_out=left_out)
+            )
+            bound.arguments[name] = aliases[ours] = alias
+    return aliases
 
 
-def _keep(slots: dict[str, Tensor], name: str, gradient: Tensor | None) -> None:
-    # A function that leaves a gradient out hands None on.
+def _unreached(outputs: Sequence[Any], aliases: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Those of the arguments that autograd has no way to from the outputs; none where that would take too long."""
+    nodes = [o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None]
+    left, seen = {alias.grad_fn: name for name, alias in aliases.items()}, set(nodes)
+    while nodes and left and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        left.pop(node, None)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return () if nodes or not seen else tuple(left.values())
+
+
+def _keep(
+    slots: dict[str, Tensor], name: str, first: int | None, gradient: Tensor | None,
+    left_out: Callable[[], Tensor] | None = None,
+) -> None:  # fmt: skip
+    # A function that leaves a gradient out hands None on, which leaves it zero.
+    if gradient is None and left_out is not None:
+        gradient = left_out()
     if gradient is not None:
-        slots[name] = gradient.detach().clone()
+        slots[name] = _kept(name, gradient, first)
+
+
+def _kept(name: str, tensor: Tensor, first: int | None) -> Tensor:
+    """A copy, of the ``first`` sequences."""
+    part = tensor.detach()
+    return (part if name.removeprefix("d") in OF_HEADS or first is None else part[:first]).clone()

@@ -32,6 +32,11 @@ A head alarms ("rounding") when three things hold at one check:
 (``benchmarks/results/failing_run``). Max logit and W_Q's spectral norm are in the metrics, but not in the rule: there
 they were larger in the healthy run than in the failing one at its alarm.
 
+Linear attention has no delta, and a yardstick of its own: each check judges a head as ``inspect`` does. It alarms where
+two checks in a row find the same: "wrong" (no rounding makes the error), "rounding" (lossy: 1.25 times a well-rounded
+kernel's error by a site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always
+was so alarms too. No rate is proven for it: ``benchmarks/study_linear_training.py`` counts.
+
 A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
 single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
 
@@ -49,9 +54,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_diag.printing import printable
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values
+from attn_diag.watching.monitoring.record import LINEAR_FLAGS, LayerCheck, MonitorCheck, Values
 
-Kind = Literal["rounding", "overwhelmed", "nonfinite"]
+Kind = Literal["rounding", "overwhelmed", "nonfinite", "wrong", "biased"]
 
 # E (chi^2_1)^3.
 _THIRD_MOMENT = 15.0
@@ -106,12 +111,16 @@ class AlarmState:
     def __init__(self, rule: AlarmRule | None = None) -> None:
         self.rule = rule or AlarmRule()
         self._layers: dict[tuple[int, str | None], LayerState] = {}
+        self._linear: dict[tuple[int, str | None], LinearState] = {}
 
     def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
         """Take the next check, and return the alarms that it raises."""
         found: list[Alarm] = []
         for layer in check.layers:
             key = layer.layer, layer.module
+            if layer.is_linear:
+                found += self._linear.setdefault(key, LinearState()).update(check.step, layer)
+                continue
             state = self._layers.get(key)
             if state is None or state.heads != layer.heads:
                 state = self._layers[key] = LayerState(layer.heads, self.rule)
@@ -232,6 +241,34 @@ class LayerState:
         told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}
         parts += [f"{text} {values[name]:.3g}" for name, text in told.items() if name in values]
         return "; ".join(parts)
+
+
+class LinearState:
+    """What the rule remembers of one layer of linear attention."""
+
+    def __init__(self) -> None:
+        self._before: set[tuple[Kind, int]] = set()
+        self._raised: set[tuple[Kind, int]] = set()
+
+    def update(self, step: int, layer: LayerCheck) -> list[Alarm]:
+        """Take one check of the layer, and return the alarms that it raises."""
+        now: set[tuple[Kind, int]] = {
+            (_KIND_OF[label], int(head))
+            for label, flag in LINEAR_FLAGS.items()
+            for head in np.flatnonzero(layer.values[flag] > 0)
+        }
+        again, self._before = now & self._before - self._raised, now
+        self._raised |= again
+        found = []
+        for kind, head in sorted(again, key=lambda one: (one[1], one[0])):
+            values = {name: float(v[head]) for name, v in layer.values.items() if math.isfinite(v[head])}
+            reason = (layer.words[head] if head < len(layer.words) else None) or f"linear attention is {kind}"
+            advice = "Capture it (attn_diag.capture_linear) and run attn-diag inspect"
+            found.append(Alarm(kind, step, layer.layer, head, layer.module, reason.rstrip("."), advice, values))
+        return found
+
+
+_KIND_OF: dict[str, Kind] = {"nonfinite": "nonfinite", "wrong": "wrong", "lossy": "rounding", "biased": "biased"}
 
 
 def _cusum(before: Values, gain: Values, odds: float) -> Values:

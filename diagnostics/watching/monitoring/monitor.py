@@ -7,9 +7,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +16,19 @@ from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import require_container, require_model
+from attn_diag.watching.live.linear_layers import is_run_compiled
+from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.watching.monitoring.figures import METRICS, HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.figures import HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.linear import LinearLayers
 from attn_diag.watching.monitoring.metrics import head_sums
-from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table, with_growth
+from attn_diag.watching.monitoring.record import LogFile, MonitorCheck, flat_metrics, table
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
 from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.sent import Sent
 from attn_diag.watching.monitoring.stacks import Key, alike, kind, stacks
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ class Monitor:
     exact scores. One that recomputes it from the scores that the forward rounded errs less than predicted: by 1.2 % of
     dW_Q instead of 6 % where the scores are BF16 (one capture).
 
+    flash-linear-attention's functions are met by name, and one call of each layer is judged as ``inspect_linear`` does,
+    on each rank for itself; the step waits for that. Inside a compiled model they are not seen.
+
     Behind RoPE or QK-norm dQ's share of error is known, not dW_Q's nor its coherence; ``attn_diag.capture`` and
     ``inspect`` know them there too.
 
@@ -76,14 +82,15 @@ class Monitor:
         log: a file to which each check is appended, as a line of JSON with every head (``attn_diag.read_log``,
             ``monitoring.alarm.replay``); on rank 0.
         process_group: ranks to add up over; None: all.
+        functions: other functions of linear attention, by the operator whose arguments they have.
         first_step: the number of the first step.
         history: checks of the run until then, where it is resumed: ``attn_diag.read_log(log)``. The alarm goes on as if
             nothing had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
             Coherence with earlier checks begins anew.
 
     Raises:
-        InputError: the model is none, a number is below 1, a rate not above 0, a log cannot be written, or a history
-            lacks a first step.
+        InputError: the model is none, a number is below 1, a rate not above 0, a log cannot be written, an
+            operator is not known, or a history lacks a first step.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class Monitor:
         rule: AlarmRule | None = None,
         log: str | os.PathLike[str] | None = None,
         process_group: ProcessGroup | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
         first_step: int = 0,
         history: Iterable[MonitorCheck] = (),
     ) -> None:
@@ -125,12 +133,16 @@ class Monitor:
         self._in_vain: set[Key] = set()
         self._complete: dict[Key, Sample] = {}
         self._past: dict[Key, Tensor] = {}
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[Sent] = deque()
         self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_file = LogFile(None if rank() else log)
+        level = self._alarm_state.rule.false_alarm_rate / 1000
+        self._linear = LinearLayers(self._linear_begins, functions, sequences, level)
         self._watch: Watch | None = Watch(model, self, first_step)
         self._watch.start()
+        self._whole = model is not None and is_run_compiled(model)
+        self._linear.look(wanted=not self._whole)
 
     def close(self) -> None:
         """Stop watching; what has been computed can still be read."""
@@ -141,6 +153,7 @@ class Monitor:
                 watch.warn_once(UNSTEPPED)
             watch.tell_of_nothing()
             watch.stop()
+            self._linear.look(wanted=False)
             self._open.clear()
             self._complete.clear()
             self._read(wait=True)
@@ -223,11 +236,7 @@ class Monitor:
             return
         sample = Sample.of(call, self._sequences, self._rows)
         call.let_go()
-        if call.place.gradients:
-            if not self._trains:
-                self._trains = True
-                self._take_back(call.place.step)
-            self._taken.add(key)
+        self._take(call.place)
         if call.awaits_backward:
             waiting = self._open.setdefault(key, {})
             waiting[call.place.call] = sample
@@ -249,6 +258,7 @@ class Monitor:
         # The collective comes first: whatever fails on one rank, the others must not wait for it.
         if self.wants_step(step):
             self._finish(step)
+        self._linear.look(wanted=not self._whole and (not self._trains or self.wants_step(step + 1)))
         self._read(wait=False)
 
     def failed(self, error: Exception) -> None:
@@ -260,6 +270,25 @@ class Monitor:
         self._watch, self._sent, self._log_file = None, deque(), LogFile(None)
 
     # Ourselves.
+
+    def _linear_begins(self) -> CallPlace | None:
+        """Where a call of linear attention is that is about to run, if it is wanted."""
+        watch = self._watch
+        met: Met | None = None if watch is None else watch.meets()
+        if watch is None or met is None:
+            return None
+        watch.counts(met)
+        if not met.wanted:
+            return None
+        self._take(met.place)
+        return met.place
+
+    def _take(self, place: CallPlace) -> None:
+        if place.gradients:
+            if not self._trains:
+                self._trains = True
+                self._take_back(place.step)
+            self._taken.add((place.layer, place.module))
 
     def _take_back(self, step: int) -> None:
         """Forget the checks, from a step on, of an evaluation before training: that counts its steps anew."""
@@ -281,7 +310,10 @@ class Monitor:
                 done |= watch.guarded(self._measured)(keys, those, temporaries) or {}
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
-        if not done:
+        linear, unknown = ([], []) if watch is None else watch.guarded(self._linear.finish)() or ([], [])
+        for reason in unknown:
+            self._warn(f"linear attention is not monitored: {reason}")
+        if not done and not linear:
             if watch is not None and watch.calls_seen and not self._refused:
                 self._warn(UNFINISHED)
             return
@@ -293,7 +325,7 @@ class Monitor:
             found.append((keys, sums.metrics(self._past_of(keys))))
             if sums.sketches is not None:
                 self._remember(keys, sums.sketches[0])
-        self._sent.append(_Sent(step, found))
+        self._sent.append(Sent(step, found, linear))
 
     def _measured(self, keys: list[Key], those: list[Sample], temporaries: int) -> dict[Key, HeadSums]:
         alone = self._reduction is None
@@ -353,41 +385,6 @@ class Monitor:
     def _warn(self, message: str) -> None:
         if self._watch is not None:
             self._watch.warn_once(message)
-
-
-class _Sent:
-    """One check's metrics on their way to the host."""
-
-    def __init__(self, step: int, found: list[tuple[list[Key], HeadMetrics]]) -> None:
-        self.step = step
-        columns = [torch.stack([getattr(metrics, name) for name in METRICS]) for _, metrics in found]
-        self._layers = [(keys, column.shape[1]) for (keys, _), column in zip(found, columns, strict=True)]
-        packed = torch.cat([c.reshape(-1).to(columns[0].device, non_blocking=True) for c in columns])
-        self._event: torch.cuda.Event | None = None
-        self._host = packed
-        if packed.device.type == "cuda":
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(packed.device))
-
-    def ready(self) -> bool:
-        """Whether they have arrived; does not wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def check(self, before: MonitorCheck | None) -> MonitorCheck:
-        """The check, with its growth since the one ``before`` it; waits where they have not arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        values, layers, at = self._host.numpy(), list[LayerCheck](), 0
-        for keys, heads in self._layers:
-            size = heads * len(METRICS)
-            rows = np.array(values[at : at + size]).reshape(len(METRICS), len(keys), -1)
-            at += size
-            for number, (layer, module) in enumerate(keys):
-                layers.append(LayerCheck(layer, module, dict(zip(METRICS, rows[:, number], strict=True))))
-        layers.sort(key=lambda one: (one.layer, one.module or ""))
-        return with_growth(MonitorCheck(self.step, tuple(layers)), before)
 
 
 def _alone(group: ProcessGroup | None) -> bool:

@@ -26,6 +26,8 @@ _COLUMNS = (
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
 _ALARMS = 3
+# Of linear attention's verdict, by label: the metric that is 1 where a head has it.
+LINEAR_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,15 @@ class LayerCheck:
     module: str | None
     """Its dotted name; None outside a model."""
     values: Mapping[str, Values]
-    """Metric name -> one value a head, [Hq]; NaN where unknown."""
+    """Metric name -> one value a head, [Hq]; NaN where unknown. Of linear attention "o_error" (relative), "o_factor"
+    (over a well-rounded kernel's) and so on of each gradient, and 1 or 0 for "wrong", "lossy", "biased"."""
+    words: tuple[str | None, ...] = ()
+    """Of linear attention, one a head: why it is wrong, lossy or biased; None where it is not."""
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is linear attention."""
+        return "lossy" in self.values
 
     @property
     def heads(self) -> int:
@@ -57,9 +67,13 @@ class MonitorCheck:
         return sum(layer.heads for layer in self.layers)
 
     def to_json(self) -> str:
-        """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}."""
+        """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}.
+
+        Layers of linear attention have "words" too, a sentence a head or null.
+        """
         layers = [
             {"layer": c.layer, "module": c.module, "metrics": {n: [_plain(x) for x in v] for n, v in c.values.items()}}
+            | ({"words": c.words} if c.words else {})
             for c in self.layers
         ]
         return json.dumps({"step": self.step, "layers": layers}, separators=(",", ":"))
@@ -71,7 +85,7 @@ class MonitorCheck:
         for c in found["layers"]:
             # numpy reads null as NaN, and "Infinity".
             metrics = {name: np.array(values, dtype=np.float64) for name, values in c["metrics"].items()}
-            layers.append(LayerCheck(c["layer"], c["module"], metrics))
+            layers.append(LayerCheck(c["layer"], c["module"], metrics, tuple(c.get("words", ()))))
         return cls(found["step"], tuple(layers))
 
 
@@ -141,6 +155,9 @@ def with_growth(check: MonitorCheck, before: MonitorCheck | None) -> MonitorChec
     known = {(c.layer, c.module, c.heads): c.values for c in before.layers} if before is not None and steps > 0 else {}
     layers = []
     for layer in check.layers:
+        if layer.is_linear:
+            layers.append(layer)
+            continue
         old, unknown = known.get((layer.layer, layer.module, layer.heads), {}), np.full(layer.heads, math.nan)
         values = dict(layer.values)
         for name in ("max_logit", "dw_q_share"):
@@ -174,21 +191,50 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
     if check is None:
         return "no check yet"
-    shown = [c for c in _COLUMNS if any(np.isfinite(layer.values[c[0]]).any() for layer in check.layers)]
-    rows = [["layer", "head", *(title for _, title, _ in shown)]]
-    for layer in check.layers:
+    softmax = [layer for layer in check.layers if not layer.is_linear]
+    shown = [c for c in _COLUMNS if any(np.isfinite(layer.values[c[0]]).any() for layer in softmax)]
+    rows = [["layer", "head", *(title for _, title, _ in shown)]] if softmax else []
+    for layer in softmax:
         head = _worst(layer)
         known = ((layer.values[name][head], form) for name, _, form in shown)
         cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [f"step {check.step}, the worst head of each layer"]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows)]
+    lines += _aligned(_of_linear([layer for layer in check.layers if layer.is_linear]))
     for alarm in alarms[:_ALARMS]:
         lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
     if len(alarms) > _ALARMS:
         lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
     return inert("\n".join(lines))
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _of_linear(layers: Sequence[LayerCheck]) -> list[list[str]]:
+    """Each layer's quantity with the largest error beside a well-rounded kernel's, or the largest where none is."""
+    rows = [["layer", "head", "linear", "error", "x well-rounded", "found"]] if layers else []
+    for layer in layers:
+        errors = [name for name in layer.values if name.endswith("_error")]
+        ranked = []
+        for number, name in enumerate(errors):
+            factors = layer.values[name.removesuffix("error") + "factor"]
+            best = factors if np.isfinite(factors).any() else layer.values[name]
+            if np.isfinite(best).any():
+                head = int(np.nanargmax(best))
+                ranked.append((np.isfinite(factors).any(), best[head], -number, head, factors[head]))
+        if ranked:
+            _, _, number, head, factor = max(ranked)
+            name = errors[-number]
+            found = [label for label, flag in LINEAR_FLAGS.items() if layer.values[flag][head]]
+            error = format(layer.values[name][head], ".2%").replace("%", " %")
+            beside = format(factor, ".2f") if math.isfinite(factor) else "-"
+            rows.append(
+                [str(layer.layer), str(head), name.removesuffix("_error"), error, beside, ", ".join(found) or "-"]
+            )
+    return rows
 
 
 def _worst(layer: LayerCheck) -> int:
