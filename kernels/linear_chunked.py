@@ -127,6 +127,10 @@ class _Kernel:
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         return _product(x, y, self.recipe.operands, self.recipe.accumulator)
 
+    def inter(self, x: Tensor, y: Tensor) -> Tensor:
+        """A product with the state, or into it."""
+        return _product(x, y, self.recipe.inter or self.recipe.operands, self.recipe.accumulator)
+
     def stored(self, x: Tensor, fmt: LinearFormat | None = None) -> Tensor:
         return _kept(x, fmt or self.stored_format)
 
@@ -179,7 +183,7 @@ class _Kernel:
         inverse = self.stored(_inverse(lower, self.recipe.operands), self.recipe.inverse)
         u = self.stored(self.product(inverse, beta * v))
         w = self.stored(self.product(inverse, beta * k * self.decay(log)))
-        return lambda state, c: u[:, c] - self.product(w[:, c], state)
+        return lambda state, c: u[:, c] - self.inter(w[:, c], state)
 
     def low_rank(
         self, k: Tensor, v: Tensor, q: Tensor, log: Tensor, step: Tensor
@@ -193,7 +197,7 @@ class _Kernel:
         inverse = _inverse(-lower, self.recipe.operands)
         u = self.stored(self.product(inverse @ self.scores(a, k, before, log, -1), v))
         w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), a * self.decay(before)))
-        return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.product(w[:, c], state)
+        return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.inter(w[:, c], state)
 
     def carried(
         self,
@@ -214,7 +218,7 @@ class _Kernel:
                 self.decay(through),
                 self.decay((last - through).clamp(max=0.0) if self.fault else last - through),
             )
-            out = self.product(q[:, c] * here, state) if self.by_channel else self.product(q[:, c], state) * here
+            out = self.inter(q[:, c] * here, state) if self.by_channel else self.inter(q[:, c], state) * here
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
             after = self.decay(last).mT * state
@@ -224,9 +228,9 @@ class _Kernel:
                 if self.fault == "boundary_write":
                     values = torch.cat([values[:, :-1], torch.zeros_like(values[:, :1])], 1)
                 if self.by_channel:
-                    after = after + self.product((keys[:, c] * rest).mT, values)
+                    after = after + self.inter((keys[:, c] * rest).mT, values)
                 else:
-                    after = after + self.product(keys[:, c].mT, values * rest)
+                    after = after + self.inter(keys[:, c].mT, values * rest)
             outs.append(out * scale)
             state = after
         state = self.stored(state, self.recipe.state)

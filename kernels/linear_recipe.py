@@ -29,7 +29,9 @@ class LinearRecipe:
     """The rounding sites of a chunked kernel. Its sums are fp32's; gradients have their inputs' formats."""
 
     operands: LinearFormat = "bf16"
-    """Of every matrix product: q, k, v scaled by decays, scores, the state as it meets q, and gradients."""
+    """Of every matrix product: q, k, v scaled by decays, scores, and gradients."""
+    inter: LinearFormat | None = None
+    """Of the products with the state, and of those that write into it; None: as operands."""
     state: LinearFormat = "fp32"
     """Of the state (and its gradient) that is carried from chunk to chunk."""
     decay: LinearFormat = "fp32"
@@ -46,8 +48,10 @@ class LinearRecipe:
     """Of the running sum of k that linear_attn divides by."""
     out: LinearFormat = "bf16"
     """Of o."""
+    gradients: LinearFormat | None = None
+    """Of gradients as they are handed back; None: as their inputs."""
     chunk: int = 64
-    """Steps in a chunk."""
+    """Steps in a chunk; 1: a recurrent kernel's."""
 
 
 LINEAR_SITES: dict[str, str] = {

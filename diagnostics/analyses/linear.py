@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Cause, Causes, Place
+from attn_diag.analyses.linear_causes import Cause, Causes
 from attn_diag.analyses.linear_findings import adjusted, findings_of, sentence_of
 from attn_diag.analyses.linear_noise import cancelled, mean_away, near
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
-from attn_diag.head.linear import LinearRun
+from attn_diag.head.linear import STATES, LinearRun, Place
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY
 from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
@@ -59,7 +59,6 @@ _SHARED = 0.5
 _UNNAMED = 3.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 _FP32 = 2.0**-6
-_STATES = ("final_state", "dinitial_state")
 
 
 def inspect_linear(
@@ -161,7 +160,6 @@ class _Job:
         self.causes = Causes(self.run)
         tensors = self.capture.tensors
         self.count = tensors["v"].shape[2]
-        self.group = self.count // tensors["q"].shape[2]
         offset = self.capture.metadata.head_offset
         self.heads = [h for h in range(self.count) if self.wanted is None or self.wanted(h + offset)]
         if not self.heads:
@@ -176,21 +174,10 @@ class _Job:
             self.others = [self.run.emulated(replace(recipe, chunk=chunk)) for chunk in self.run.chunks]
             self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt))
 
-    def place(self, name: str, head: int) -> Place | None:
-        """Where a head is in a quantity's tensor; None where another head has it."""
-        if name in _STATES:
-            return slice(None), head
-        if name[1:] in OF_HEADS:
-            return (slice(head, head + 1),)
-        like = self.capture.tensors["v" if name == "o" else name[1:]]
-        if like.shape[2] == self.count:
-            return slice(None), slice(None), head
-        return None if head % self.group else (slice(None), slice(None), head // self.group)
-
     def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
         quantities = []
         for name, tensor in outputs.items():
-            place = self.place(name, head)
+            place = self.run.place(name, head)
             if name in self.reference.values and place is not None:
                 quantities.append(self._quantity(name, tensor, place))
         broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
@@ -228,7 +215,7 @@ class _Job:
         )
 
     def _error(self, found: Tensor, name: str, head: int) -> float:
-        place = self.place(name, head)
+        place = self.run.place(name, head)
         assert place is not None
         true = self.reference.values[name][place]
         size = float(true.norm())
@@ -290,9 +277,9 @@ class _Job:
         largest = max([*noise, least], key=lambda rows: float(rows.sum()))
         yard = largest.sum(1)
         coarse = torch.maximum(self._rows((self.coarse[name][place] - true).square()).sum(1), yard)
-        blocks = np.arange(len(squares)) // (_STATE_BLOCK if name in _STATES else _BLOCK)
+        blocks = np.arange(len(squares)) // (_STATE_BLOCK if name in STATES else _BLOCK)
         ratio = paired_ratio(squares.cpu().numpy(), yard.cpu().numpy(), blocks)
-        if name in _STATES and ratio is not None:
+        if name in STATES and ratio is not None:
             # Rows of a state may all be multiples of one (the same key in every step): its columns are not.
             columns = self._rows((observed - true).square()).sum(0)
             other = paired_ratio(columns.cpu().numpy(), largest.sum(0).cpu().numpy())
@@ -343,7 +330,7 @@ class _Job:
             if cause is not None:
                 said += f": {cause.words}, which explains {percent(cause.explained)} of the squared error"
             elif localised:
-                lines = "rows" if name in _STATES else "steps"
+                lines = "rows" if name in STATES else "steps"
                 said += f": {lines} {ranges(outlying.nonzero()[:, 0].tolist())}, all else is right"
             else:
                 said += f": {times(math.sqrt(float(squares.sum() / coarse.sum())))} what a kernel all in 16 bits leaves"

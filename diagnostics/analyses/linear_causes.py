@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
-from attn_diag.head.linear import CHUNKS, LinearRun
+from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
@@ -19,7 +19,6 @@ FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
 _SURE = 0.97
 # The coefficient of a site that is there.
 _ONE = (0.6, 1.5)
-Place = tuple[Any, ...]
 _STEPWISE = {
     "decay_step": "each step's decay in the inputs' format",
     "log_decay_step": "each step's log decay in the inputs' format",
@@ -36,7 +35,7 @@ CAUSES: dict[str, str] = {
 """Every cause that can be named, in words."""
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
-_MOST_STEPWISE = 2**14
+MOST_STEPWISE = 2**14
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Causes:
         if decays:
             yield "decay_step", 64
             yield "log_decay_step", 64
-        if capture.tensors["q"].shape[1] * len(capture.call.sequences) <= _MOST_STEPWISE:
+        if capture.tensors["q"].shape[1] * len(capture.call.sequences) <= MOST_STEPWISE:
             yield "state_step", 1
 
     def _outputs(self, cause: str, chunk: int, *, forward: bool) -> dict[str, Tensor]:

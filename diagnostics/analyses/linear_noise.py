@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Place
-from attn_diag.head.linear import LinearRun
+from attn_diag.head.linear import LinearRun, Place
 from attn_diag.reference import format_of
 from attn_diag.statistics.means import mean_test, two_way
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
+from attn_diag.captures.linear import LinearCapture
 from attn_diag.captures.loading import find_captures, load
 from attn_diag.captures.places import place
 from attn_diag.captures.sources import CACHE, PACKING
@@ -167,6 +168,9 @@ def _opened(source: object, options: dict[str, Any], function: str) -> list[Capt
         if not found:
             raise InputError(f"{function}() was given no capture: an empty list")
         return found
+    if isinstance(source, LinearCapture):
+        known = "inspect_linear, identify_linear, attribute_linear, what_if_linear or diff_linear"
+        raise InputError(f"{function}() looks at softmax attention; of linear attention use {known}")
     raise InputError(
         f"{function}() takes q, k and v, a Capture, a capture's file, a folder of them, or a list of these; got "
         f"{_kind(source)}"

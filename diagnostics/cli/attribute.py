@@ -27,6 +27,16 @@ def attribute(
     """Say which rounding site makes the errors of O, delta, dQ and dW_Q, head by head."""
     from attn_diag.analyses.attribution.attribute import attribute as take_apart
 
+    if (linear := inputs.one_linear(places, delivery, refused=overrides.given())) is not None:
+        from attn_diag.analyses.linear_recipes.attribute import attribute_linear
+
+        one, head, unreadable = linear
+        with progress_bar("runs") as progress:
+            shares = attribute_linear(
+                one, recipe=recipe, observation=observation, head=head, device=device, progress=progress
+            )
+        delivery.deliver(shares)
+        return 2 if unreadable else 0
     capture, unreadable = inputs.open_one(places.layer, overrides, delivery)
     selection = places.selection(observation)
     with progress_bar("rows") as progress:

@@ -47,8 +47,13 @@ def diff(
     from attn_diag.results.comparison import Outcome
     from attn_diag.statistics.means import require_level
 
-    wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     require_level(level)
+    if _both_linear(a, b):
+        if match is not None:
+            raise InputError("captures of linear attention take no --match: leave it out")
+        delivery.require_apart([a, b], what="one of the two")
+        return _linear(a, b, (a_observation, b_observation), delivery, fail_on, level, device)
+    wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     by = listed(match) or []
     if unknown := [name for name in by if name not in KEYS] or (["nothing"] if match is not None and not by else []):
         raise InputError(f"--match takes some of {', '.join(KEYS)}, got {unknown[0]}")
@@ -64,3 +69,26 @@ def diff(
         return 2
     happened = {*found.outcomes, *([_UNMATCHED] if found.unmatched else [])}
     return 1 if wanted & happened else 0
+
+
+def _both_linear(a: Path, b: Path) -> bool:
+    """Whether both are captures of linear attention. Raises InputError where one is."""
+    from attn_diag.captures.linear import linear_among
+
+    linear = [bool(linear_among([path])[0]) for path in (a, b)]
+    if linear[0] != linear[1]:
+        raise InputError(f"{(a, b)[linear.index(True)]} is a capture of linear attention, and the other side is not")
+    return linear[0]
+
+
+def _linear(
+    a: Path, b: Path, observations: tuple[str | None, str | None], delivery: Delivery, fail_on: str | None,
+    level: float, device: str,
+) -> int:  # fmt: skip
+    from attn_diag.analyses.linear_comparison import diff_linear
+    from attn_diag.results.linear_comparison import DifferenceAnswer
+
+    wanted = labels(fail_on, get_args(DifferenceAnswer))
+    found = diff_linear(a, b, a_observation=observations[0], b_observation=observations[1], level=level, device=device)
+    delivery.deliver(found)
+    return 1 if wanted & found.answers else 0

@@ -26,6 +26,14 @@ def identify(
     """Say which known recipe and order of keys reproduce a captured O bit for bit (first head unless --head)."""
     from attn_diag.analyses.identify import identify_captures
 
+    linear = inputs.one_linear(places, delivery, refused={"--rows": rows, **overrides.given()})
+    if linear is not None:
+        from attn_diag.analyses.linear_recipes.identify import identify_linear
+
+        one, head, unreadable = linear
+        with progress_bar("recipes") as progress:
+            delivery.deliver(identify_linear(one, observation=observation, head=head, device=device, progress=progress))
+        return 2 if unreadable else 0
     captures, unreadable = inputs.open(places.layer, overrides, delivery)
     selection = places.selection(observation)
     with progress_bar("recipes") as progress:

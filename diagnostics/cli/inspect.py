@@ -21,11 +21,11 @@ from attn_diag.cli.options import (
 )
 from attn_diag.cli.tables import Tables
 from attn_diag.errors import InputError
-from attn_diag.results.wording import plural
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from attn_diag.captures.linear import LinearCapture
     from attn_diag.results.diagnosis import Diagnosis
 
 
@@ -66,17 +66,11 @@ def inspect(
 ) -> int:
     """Say of captured attention what is wrong, coarser than a well-rounded kernel, biased or fragile, and where."""
     from attn_diag.analyses.inspection.inspect import inspect_captures
-    from attn_diag.captures.linear import linear_among
     from attn_diag.head.certification import Certify
     from attn_diag.results.diagnosis import Label
 
     wanted = labels(fail_on, get_args(Label))
-    linear, others = linear_among(inputs.paths or [])
-    if linear and (others or inputs.example):
-        raise InputError(
-            f"{plural(len(linear), 'capture')} of linear attention beside others: inspect them in a run of their own"
-        )
-    if linear:
+    if (linear := inputs.linear(places.layer, delivery, [html])) is not None:
         if recipe or certify or certify_rows or any(tables.targets()):
             raise InputError(
                 "captures of linear attention take no --recipe, --certify, --csv or --parquet: leave them out"
@@ -102,24 +96,13 @@ def inspect(
 
 
 def _linear(
-    files: list[Path], places: Places, delivery: Delivery, html: Path | None, wanted: frozenset[str], level: float,
-    device: str,
+    opened: tuple[list[LinearCapture], list[str]], places: Places, delivery: Delivery, html: Path | None,
+    wanted: frozenset[str], level: float, device: str,
 ) -> int:  # fmt: skip
     from attn_diag.analyses.linear import inspect_linear_captures
-    from attn_diag.captures.linear import load_linear
 
-    delivery.require_apart(files, [html])
-    captures, unreadable = [], []
-    for file in files:
-        try:
-            captures.append(load_linear(file))
-        except InputError as error:
-            complain(error)
-            unreadable.append(str(error))
-    layers, heads = numbers("--layer", places.layer), numbers("--head", places.head)
-    captures = [c for c in captures if layers is None or c.metadata.layer in layers]
-    if not captures:
-        raise InputError("none of the captures of linear attention could be read, or is of these layers")
+    captures, unreadable = opened
+    heads = numbers("--head", places.head)
     with progress_bar() as progress:
         found = inspect_linear_captures(
             captures, level=level, device=device, heads=None if heads is None else heads.__contains__,

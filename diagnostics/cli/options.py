@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -17,6 +17,7 @@ from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.captures.capture import Capture
+    from attn_diag.captures.linear import LinearCapture
     from attn_diag.captures.selection import Ranges, Selection
 
 ObservationName = Annotated[str | None, typer.Option("--observation", help="Only this observation.")]
@@ -91,6 +92,10 @@ class Overrides:
             "softcap": self.softcap,
         }  # fmt: skip
 
+    def given(self) -> dict[str, object]:
+        """What the command line says, by the option's name."""
+        return {f"--{f.name}": getattr(self, f.name) for f in fields(self)}
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -128,6 +133,66 @@ class Inputs:
             named = ", ".join(capture.source for capture in captures[:3])
             raise InputError(f"this command looks at one capture, got {len(captures)} ({named}, …); name one")
         return captures[0], unreadable
+
+    def linear(
+        self, layer: str | None, delivery: Delivery, also: Sequence[Path | None] = ()
+    ) -> tuple[list[LinearCapture], list[str]] | None:
+        """Captures of linear attention, and what was said of those that cannot be read; None: the paths hold others.
+
+        Args:
+            layer, delivery, also: As for ``open``.
+
+        Raises:
+            InputError: There are both kinds, or none of linear attention can be read or is of these layers.
+        """
+        from attn_diag.captures.linear import linear_among, load_linear
+
+        files, others = linear_among(self.paths or [])
+        if not files:
+            return None
+        if others or self.example:
+            kind = "capture" if len(files) == 1 else "captures"
+            raise InputError(
+                f"{len(files)} {kind} of linear attention beside others: look at them in a run of their own"
+            )
+        delivery.require_apart(files, also)
+        captures, unreadable = [], []
+        for file in files:
+            try:
+                captures.append(load_linear(file))
+            except InputError as error:
+                complain(error)
+                unreadable.append(str(error))
+        layers = numbers("--layer", layer)
+        captures = [c for c in captures if layers is None or c.metadata.layer in layers]
+        if not captures:
+            raise InputError("none of the captures of linear attention could be read, or is of these layers")
+        return captures, unreadable
+
+    def one_linear(
+        self, places: Places, delivery: Delivery, *, refused: Mapping[str, object]
+    ) -> tuple[LinearCapture, int | None, list[str]] | None:
+        """As ``linear``, for commands that look at one: with the head that is asked for.
+
+        Args:
+            places: Which head.
+            delivery: As for ``open``.
+            refused: Options that linear attention does not have, with what they are given; None or False: nothing.
+
+        Raises:
+            InputError: Several captures or heads are left, or such an option is given.
+        """
+        found = self.linear(places.layer, delivery)
+        if found is None:
+            return None
+        captures, unreadable = found
+        given = [name for name, value in refused.items() if value not in (None, False, [])]
+        given += ["--batch"] if places.batch is not None else []
+        if given:
+            raise InputError(f"captures of linear attention take no {', '.join(given)}: leave it out")
+        if len(captures) > 1:
+            raise InputError(f"this command looks at one capture, got {len(captures)}; name one")
+        return captures[0], places.one()[1], unreadable
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,17 @@ def what_if(
     from attn_diag.analyses.mitigation.what_if import what_if as run
 
     inputs = Inputs([] if path is None else [path], example)
+    refused = {"--only": only, "--beta": beta, **overrides.given()}
+    if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
+        from attn_diag.analyses.linear_recipes.what_if import what_if_linear
+
+        one, head, unreadable = linear
+        with progress_bar("recipes") as progress:
+            other = what_if_linear(
+                one, recipe=recipe, observation=observation, head=head, device=device, progress=progress
+            )
+        delivery.deliver(other)
+        return 2 if unreadable else 0
     capture, unreadable = inputs.open_one(places.layer, overrides, delivery)
     batch, head = places.one()
     with progress_bar("rows") as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_referen
 _FORMATS: dict[torch.dtype, LinearFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Chunks that are tried where a kernel's own is not known.
 CHUNKS = (16, 32, 64, 128)
+# Outputs that are states, [N, H, K, V].
+STATES = ("final_state", "dinitial_state")
+Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,19 @@ class LinearRun:
         call = replace(call, tensors={name: t.to(self.device) for name, t in call.tensors.items()})
         return linear_reference(call, self._moved("do"), self._moved("dfinal_state"))
 
+    def place(self, name: str, head: int) -> Place | None:
+        """Where a head (of v's) is in a quantity's tensor; None where another head of its group has it."""
+        if name in STATES:
+            return slice(None), head
+        if name[1:] in OF_HEADS:
+            return (slice(head, head + 1),)
+        tensors = self.capture.tensors
+        like, count = tensors["v" if name == "o" else name[1:]], tensors["v"].shape[2]
+        if like.shape[2] == count:
+            return slice(None), slice(None), head
+        group = count // tensors["q"].shape[2]
+        return None if head % group else (slice(None), slice(None), head // group)
+
     @property
     def has_gradients(self) -> bool:
         """Whether the capture has what the backward starts from."""
@@ -89,9 +106,9 @@ class LinearRun:
                 dfinal=None if dfinal is None else dfinal[n].float(),
             )  # fmt: skip
             parts.append((b, steps, found | {"o": found["o"].transpose(0, 1)}))
-        return self._joined(parts)
+        return self._joined(parts, recipe)
 
-    def _joined(self, parts: list[tuple[int, slice, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    def _joined(self, parts: list[tuple[int, slice, dict[str, Tensor]]], recipe: LinearRecipe) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         tensors = self.capture.tensors
         for name in parts[0][2]:
@@ -107,7 +124,8 @@ class LinearRun:
                 whole = each[0].new_zeros(like.shape)
                 for (b, steps, _), part in zip(parts, each, strict=True):
                     whole[b, steps] = part
-                fmt = _FORMATS.get(like.dtype, "fp32")
+                last = recipe.out if name == "o" else recipe.gradients
+                fmt = last or _FORMATS.get(like.dtype, "fp32")
                 found[name] = rounded_to(whole.float(), fmt).double()
         return found
 

@@ -1,0 +1,144 @@
+"""Recipes of linear attention's kernels: their names, their sites, and their errors on a capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_args
+
+from torch import Tensor
+
+from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.errors import InputError
+from attn_diag.head.linear import LinearRun
+from attn_diag.head.machine import pick_device
+from attn_diag.kernels.linear_recipe import LINEAR_SITES, LinearFormat, LinearRecipe
+
+SITES: dict[str, str] = {
+    "operands": "operands of products within a chunk",
+    "inter": "operands of products with the state",
+    "stored": "what is handed on between products",
+    "inverse": "the triangular inverse",
+    **LINEAR_SITES,
+    "out": "the last rounding, of o and of gradients",
+}
+
+
+def parse_recipe(text: str, run: LinearRun) -> LinearRecipe:
+    """A well-rounded kernel's recipe with changes, such as "chunk=32,state=bf16".
+
+    Raises:
+        InputError: It names another field or format.
+    """
+    changes: dict[str, int | str] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        if name == "chunk" and value.isascii() and value.isdecimal() and int(value) > 0:
+            changes[name] = int(value)
+        elif name in (*SITES, "gradients") and value in get_args(LinearFormat):
+            changes[name] = value
+        else:
+            raise InputError(
+                f"--recipe takes chunk=N and {', '.join(SITES)} = {' or '.join(get_args(LinearFormat))}, got {part!r}"
+            )
+    return replace(run.recipe, **changes)  # type: ignore[arg-type]
+
+
+def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
+    """What ``parse_recipe`` reads: the chunk, and what differs from a well-rounded kernel's."""
+    own = run.recipe
+    changed = [f.name for f in fields(LinearRecipe) if getattr(recipe, f.name) != getattr(own, f.name)]
+    return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
+
+
+def recipe_words(recipe: LinearRecipe, run: LinearRun) -> str:
+    """It in words."""
+    own = run.recipe
+    said = ["step by step" if recipe.chunk == 1 else f"chunks of {recipe.chunk}"]
+    for site, words in SITES.items():
+        fmt = getattr(recipe, site)
+        if site == "operands" and recipe.inter is None:
+            words = "operands of all products"
+        if fmt != getattr(own, site) and fmt is not None:
+            said.append(f"{words} in {fmt.upper()}")
+    return ", ".join(said)
+
+
+def opened(source: LinearCapture | str | Path, device: str) -> tuple[LinearRun, LinearCapture]:
+    """A capture, and its reference."""
+    capture = source if isinstance(source, LinearCapture) else load_linear(source)
+    run = LinearRun(capture, pick_device(device))
+    if run.format is None:
+        raise InputError(
+            f"{capture.source}: inputs are {capture.tensors['q'].dtype}; recipes are known for BF16 and FP16"
+        )
+    return run, capture
+
+
+def observed_of(capture: LinearCapture, observation: str | None) -> tuple[str, dict[str, Tensor]]:
+    """One observation: its name and tensors."""
+    named = capture.observations
+    if not named:
+        raise InputError(f"{capture.source}: nothing that the operator returned was captured (o, dq, …)")
+    if observation is None and len(named) == 1:
+        observation = next(iter(named))
+    if observation not in named:
+        raise InputError(f"{capture.source}: name one of its observations: {', '.join(named)} (got {observation})")
+    return observation, named[observation]
+
+
+def head_index(capture: LinearCapture, head: int | None) -> int:
+    """The index of a head that is given by the model's number."""
+    offset, count = capture.metadata.head_offset, capture.tensors["v"].shape[2]
+    index = 0 if head is None else head - offset
+    if not 0 <= index < count:
+        raise InputError(f"{capture.source}: no such head: it has {offset} to {offset + count - 1}")
+    return index
+
+
+def has_site(run: LinearRun, site: str) -> bool:
+    """Whether a kernel of the operator has the site."""
+    tensors = run.capture.tensors
+    if "decay" in site:
+        return any(name in tensors for name in ("g", "g_gamma", "dt")) or run.capture.operator == "retention"
+    if site == "inverse":
+        return "beta" in tensors or "a" in tensors
+    return site != "normalizer" or run.capture.normalize
+
+
+def site_formats(recipe: LinearRecipe, run: LinearRun) -> dict[str, LinearFormat]:
+    """What each site of the operator's kernel rounds to."""
+    stored = recipe.stored or recipe.operands
+    resolved: dict[str, LinearFormat] = {
+        "inter": recipe.inter or recipe.operands, "stored": stored, "inverse": recipe.inverse or stored,
+    }  # fmt: skip
+    return {site: resolved.get(site, getattr(recipe, site)) for site in SITES if has_site(run, site)}
+
+
+def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], rounding: frozenset[str]) -> LinearRecipe:
+    """The recipe with these sites rounding, and all others in fp32."""
+    chosen: dict[str, LinearFormat] = {s: f if s in rounding else "fp32" for s, f in formats.items()}
+    if chosen["out"] == "fp32":
+        chosen["gradients"] = "fp32"
+    stored = chosen["stored"]
+    like = {"inter": chosen["operands"], "stored": chosen["operands"], "inverse": stored}
+    plain = {site: None for site, fmt in like.items() if chosen.get(site) == fmt}
+    return replace(recipe, **(chosen | plain))  # type: ignore[arg-type]
+
+
+def squares_of(run: LinearRun, outputs: Mapping[str, Tensor], heads: Iterable[int]) -> dict[int, dict[str, float]]:
+    """||error||^2 / ||reference||^2 by head and quantity; Infinity where it is not finite."""
+    found: dict[int, dict[str, float]] = {}
+    for head in heads:
+        own = found.setdefault(head, {})
+        for name, value in outputs.items():
+            place = run.place(name, head)
+            if name not in run.reference.values or place is None:
+                continue
+            true = run.reference.values[name][place]
+            size, missed = float(true.square().sum()), float((value[place] - true).square().sum())
+            if size > 0:
+                own[name] = missed / size if math.isfinite(missed) else math.inf
+    return found
