@@ -18,6 +18,8 @@ from .analyses.linear_recipes.what_if import what_if_linear as what_if_linear
 from .analyses.microscopy.addition import examine_addition as examine_addition
 from .analyses.microscopy.closed_form import closed_form as closed_form
 from .analyses.microscopy.microscope import microscope as microscope
+from .analyses.mismatch.logprobs import Logprobs as Logprobs
+from .analyses.mismatch.mismatch import mismatch as mismatch
 from .analyses.mitigation.what_if import what_if as what_if
 from .analyses.paper.figures import paper_figures as paper_figures
 from .captures.capture import Capture as Capture
@@ -83,6 +85,7 @@ from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor
 from .watching.monitoring.quantizers import QuantMonitor as QuantMonitor
 from .watching.monitoring.record import read_log as read_log
+from .watching.propagation import explain_logprobs as explain_logprobs
 
 __version__: str
 __all__: list[str]

@@ -72,6 +72,7 @@ _RENDERERS = {
     "linear-identification": Renderer("linear_recipes:identification_renderables"),
     "linear-what-if": Renderer("linear_recipes:what_if_renderables"),
     "microscope": Renderer("microscope:microscope_renderables"),
+    "mismatch": Renderer("mismatch:mismatch_renderables", page="mismatch:mismatch_document"),
     "paper-figures": Renderer("paper_words:paper_renderables", page="paper:paper_document"),
     "probe": Renderer("probe:probe_renderables"),
     "quant": Renderer("quant:quant_renderables", page="quant:quant_document"),

@@ -174,6 +174,8 @@ COMMANDS: dict[str, Command] = {
     "check stored": lambda f, n: ("check", capture(f, n), "--device", "cpu", "--github", "--junit", f / "junit.xml"),
     "check baseline": lambda f, n: ("check", "fa2", *CHECK, "--baseline", diagnosis(f, n)),
     "check saved": lambda f, n: ("check", "fa2", *CHECK, "--baseline", f / short(n), "--save"),
+    "mismatch": lambda f, n: ("mismatch", capture(f, n), capture(f, n), "--html", f / "page.html"),
+    "mismatch missing": lambda f, n: ("mismatch", f / short(n), f / short(n)),
     "quant": lambda f, n: ("quant", layer(f, n), "--weight", text(n), "--html", f / "page.html"),
     "quant missing": lambda f, n: ("quant", layer(f, n), "--quantizer", text(n), "--set", f"block={text(n)}"),
     "convert": lambda f, n: ("convert", dump(f, n), f / short(n)),

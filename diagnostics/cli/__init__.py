@@ -23,6 +23,7 @@ from attn_diag.cli.identify import identify
 from attn_diag.cli.inspect import inspect
 from attn_diag.cli.invariance import invariance
 from attn_diag.cli.microscope import microscope
+from attn_diag.cli.mismatch import mismatch
 from attn_diag.cli.probe import probe
 from attn_diag.cli.quant import quant
 from attn_diag.cli.replay import replay
@@ -70,7 +71,7 @@ app = typer.Typer(
 # As the help page lists them.
 for _command in (
     inspect, report, diff, identify, attribute, what_if, microscope, figures, replay, probe, check, invariance,
-    quant, convert,
+    mismatch, quant, convert,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings=SETTINGS)(dtypes)

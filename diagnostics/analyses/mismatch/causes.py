@@ -1,0 +1,181 @@
+"""What makes the runs differ in a layer, in words; and where that begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attn_diag.analyses.mismatch.fit import Fit
+from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
+from attn_diag.head.assumptions import TOLERANCE
+from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
+from attn_diag.results.wording import number, percent, plural, times
+
+_RUNS: tuple[RunName, RunName] = ("train", "rollout")
+# Half a dozen roundings stand between the token and q, k, v of one layer, or between one layer and the next: the
+# norm, the product, the bias, RoPE, each at most one unit. Differences above are none of one layer's roundings.
+_ROUNDINGS = 8
+# What came in may be amplified, but not by so much in one layer.
+_JUMP = 4.0
+# Scales that were stored in fp32.
+_SAME_SCALE = 1e-5
+
+
+def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> list[MismatchCause]:
+    """The causes of one layer.
+
+    Args:
+        found: The layer.
+        result: Its figures.
+        before: Those of the layers before it.
+    """
+    causes = [*_semantics(found), *_positions(found)]
+    for side, fit in zip(_RUNS, found.fits, strict=True):
+        causes += _of_fit(found.layer, side, fit)
+    if found.weights is not None:
+        words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
+        causes.append(_cause(found.layer, "weights", "both", words))
+    if (
+        not any(c.kind in ("position", "weights") for c in causes)
+        and (jump := _jump(found, result, before)) is not None
+    ):
+        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1]))
+    return causes
+
+
+def _cause(
+    layer: int, kind: CauseKind, side: RunName | str, words: str, *, fitted: bool = False,
+    explained: float | None = None, alternative: str = "",
+) -> MismatchCause:  # fmt: skip
+    labels = {"merge": "rounding", "coarse": "rounding", "unnamed-o": "unnamed", "unnamed-input": "unnamed"}
+    return MismatchCause(
+        layer, kind, labels.get(kind, "semantics"), side, words, "fitted" if fitted else "stated", explained,  # type: ignore[arg-type]
+        alternative,
+    )  # fmt: skip
+
+
+def _of_fit(layer: int, side: RunName, fit: Fit) -> Iterator[MismatchCause]:
+    if fit.best is not None:
+        words = f"{side} computes with {fit.best.words}"
+        yield _cause(layer, fit.best.kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
+        return
+    if not fit.coarse:
+        return
+    off = f"{side}'s O is {times(fit.factor)} times as far from float64 as a well-rounded kernel's"
+    kind: CauseKind = "coarse"
+    if fit.nearest:
+        kind, told = "unnamed-o", f"{fit.nearest} would explain it, but {fit.runner_up}"
+    elif fit.relative > TOLERANCE:
+        kind, told = "unnamed-o", "no rounding makes that, and no other semantics that was tried explains it"
+    else:
+        told = "no other semantics that was tried explains that: it rounds more"
+    words = f"{off}; {told}"
+    yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
+
+
+def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:
+    """What the captures themselves state differently."""
+    layer, head = found.layer, found.stated
+    rows = head.rows
+    if abs(rows[1].scale / rows[0].scale - 1) > _SAME_SCALE:
+        off = rows[1].scale / rows[0].scale - 1
+        words = (
+            f"softmax scale {number(rows[0].scale, 6)} in train, {number(rows[1].scale, 6)} in rollout "
+            f"({percent(off, '+.3g')})"
+        )
+        yield _cause(layer, "scale", "both", words)
+    if rows[0].softcap != rows[1].softcap:
+        a, b = ("no softcap" if r.softcap is None else f"softcap {r.softcap:g}" for r in rows)
+        yield _cause(layer, "softcap", "both", f"{a} in train, {b} in rollout")
+    other = [h for h in found.heads if h.rows[0].sink != h.rows[1].sink]
+    if other:
+        a, b = ("no sink" if r.sink is None else f"a sink (logit {number(r.sink)})" for r in other[0].rows)
+        yield _cause(layer, "sink", "both", f"{a} in train, {b} in rollout (head {other[0].head})")
+    if (masks := _masks(found)) is not None:
+        yield _cause(layer, masks[0], "both", masks[1])
+
+
+def _masks(found: ComparedLayer) -> tuple[CauseKind, str] | None:
+    """Which keys one run alone sees, as stated; None where both see the same."""
+    only = [0, 0]
+    edge = rows_other = total = 0
+    additive = False
+    for h in found.heads:
+        a, b = h.rows
+        seen = a.bias > -torch.inf, b.bias > -torch.inf
+        other = seen[0] ^ seen[1]
+        total += len(other)
+        both = seen[0] & seen[1]
+        apart = (b.bias - a.bias).masked_fill(~both, 0.0)
+        mean = apart.sum(1, keepdim=True) / both.sum(1, keepdim=True).clamp(min=1)
+        additive |= bool(((apart - mean).masked_fill(~both, 0.0).abs() > 1e-3).any())
+        if not bool(other.any()):
+            continue
+        rows_other += int(other.any(1).sum())
+        only[0] += int((seen[0] & ~seen[1]).sum())
+        only[1] += int((seen[1] & ~seen[0]).sum())
+        first = both.int().argmax(1)
+        place = torch.arange(other.shape[1], device=other.device)
+        edge += int((other & (place < first[:, None])).sum())
+    if rows_other:
+        seen_back = windows(found)
+        if edge == sum(only) and seen_back != (None, None):
+            named = ["no window" if w is None else f"a window of {plural(w + 1, 'key')}" for w in seen_back]
+            return "window", f"{named[0]} in train, {named[1]} in rollout ({rows_other} of {total} rows)"
+        words = (
+            f"masks: in {rows_other} of {total} rows train sees {plural(only[0], 'key')} that rollout does not, and "
+            f"rollout {only[1]} that train does not"
+        )
+        return "mask", words
+    return ("mask", "additive masks, or ALiBi's slopes, of other values") if additive else None
+
+
+def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
+    by_shift: dict[int, list[str]] = {}
+    for rotation in found.rotations:
+        by_shift.setdefault(rotation.positions, []).append(rotation.which)
+    for positions, which in by_shift.items():
+        one = next(r for r in found.rotations if r.positions == positions)
+        rows = f"in {len(one.tokens)} of {one.rows} tokens" if len(one.tokens) < one.rows else "in every token"
+        words = (
+            f"RoPE position off by {positions:+d}: {' and '.join(which)} of rollout {rows} are train's turned by "
+            f"{plural(abs(positions), 'position')}"
+        )
+        explained = min(r.explained for r in found.rotations if r.positions == positions)
+        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained)
+
+
+def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
+    """Whether x, or q, k and v, differ by more than this layer's roundings and what came in explain."""
+    limit = _ROUNDINGS * found.unit
+    earlier = [layer.difference for layer in before[-1:]] + [
+        d for layer in before[-1:] for d in (layer.x,) if d is not None
+    ]
+    came_in = max(earlier, default=0.0)
+    if result.x is not None and result.x > max(limit, _JUMP * came_in):
+        where = f"O of layer {before[-1].layer} by {percent(before[-1].difference)}" if before else "nothing before it"
+        return "stream", (
+            f"the attention's input x differs by {percent(result.x)}, {where}: something outside attention (norm, MLP, "
+            "embedding, projection of O) is another"
+        )
+    if result.x is None and before:
+        return None  # what came in is not known
+    worst = max(("q", "k", "v"), key=lambda name: float(getattr(result, name)))
+    size = float(getattr(result, worst))
+    if size > max(limit, _JUMP * (result.x or 0.0)):
+        beside = "" if result.x is None else f", x by {percent(result.x)}"
+        return "projection", (
+            f"{worst} differs by {percent(size)}{beside}: the projection (weights, bias, norm or position encoding) is "
+            "another; not told which"
+        )
+    return None
+
+
+def place_of(cause: MismatchCause) -> Place:
+    """Where in its layer a cause is."""
+    if cause.kind in ("weights", "position"):
+        return "projection"
+    if cause.kind == "unnamed-input":
+        return "stream" if "input x" in cause.words else "projection"
+    return "attention"

@@ -1,0 +1,124 @@
+"""Which hypothesis a run's O fits, and none where several do or none does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.mismatch.hypotheses import Hypothesis, Stated, hypotheses
+from attn_diag.analyses.mismatch.split import Semantics, expected_square, out_of_few
+from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.head.quality import LOSSY
+from attn_diag.reference import FloatFormat
+from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
+
+# What is left beside the stated error where a hypothesis explains it.
+_EXPLAINS = 0.25
+# Standard errors of the log ratio: some fifty hypotheses a layer and a hundred layers are tried, 0.05 / 5000 two-sided.
+_SIGNIFICANT = 4.4
+# Enough to tell: rows, and heads, of a layer.
+_ROWS, _HEADS = 192, 6
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well one run's O of a layer fits what is stated, and what fits better."""
+
+    factor: float
+    """Rms error over that of a well-rounded kernel, under what is stated."""
+    coarse: bool
+    """Whether that is more than rounding at the usual sites leaves, beyond its uncertainty."""
+    relative: float
+    """Norm of the error over that of O."""
+    best: Hypothesis | None
+    """What is named; None where nothing is."""
+    explained: float
+    """The part of the squared error that the best hypothesis takes away, named or not; 0 where none was tried."""
+    factor_left: float | None
+    """As ``factor``, under it."""
+    nearest: str
+    """The best hypothesis in words, where it is not named; empty: none comes near."""
+    runner_up: str
+    """The best one of another kind, in words, and what it leaves; empty: nothing was tried."""
+
+
+def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Fit:
+    """Fit a layer of one run.
+
+    Args:
+        stated: Its heads, all sequences'.
+        fmt: The format of its inputs.
+        out: O's.
+    """
+    sampled = [(_sample(rows), semantics, rows) for rows, semantics in _spread(stated)]
+    chosen = [(rows.select(at), _cut(semantics, at)) for at, semantics, rows in sampled]
+    expected = torch.cat([expected_square(s, r, fmt, out) for r, s in chosen])
+    before = torch.cat([_square(r, out_of_few(s, r)) for r, s in chosen])
+    usable = before.isfinite() & expected.isfinite()
+    against = _ratio(before[usable], expected[usable])
+    if against is None:
+        return Fit(0.0, False, 0.0, None, 0.0, None, "", "")
+    coarse = against.low > LOSSY
+    tried = []
+    for hypothesis, outs in hypotheses(chosen):
+        left = torch.cat([_square(r, out) for (r, _), out in zip(chosen, outs, strict=True)])
+        left = torch.where(left.isfinite(), left, before)
+        tried.append((float(left[usable].sum()), hypothesis, left[usable]))
+    tried.sort(key=lambda one: one[0])
+    total, best, left = tried[0]
+    others = [t for t in tried if t[1].kind != best.kind]
+    kept, wanted = before[usable], expected[usable]
+    factor_left = math.sqrt(total / float(wanted.sum()))
+    explains = total <= max(_EXPLAINS * float(kept.sum()), LOSSY**2 * float(wanted.sum()))
+    named = explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
+    runner_up = ""
+    if others:
+        runner_up = (
+            f"{others[0][1].words} leaves {math.sqrt(others[0][0] / float(wanted.sum())):.3g} times the rounding"
+        )
+    size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
+    return Fit(
+        factor=against.factor,
+        coarse=coarse,
+        relative=math.sqrt(float(kept.sum()) / size) if size else 0.0,
+        best=best if named else None,
+        explained=1 - total / float(kept.sum()),
+        factor_left=factor_left,
+        nearest=best.words if explains and not named and _beyond(kept, left) else "",
+        runner_up=runner_up,
+    )
+
+
+def _beyond(more: Tensor, less: Tensor) -> bool:
+    """Whether one hypothesis leaves significantly more than another, row by row paired."""
+    found = _ratio(more, less)
+    if found is None or found.factor <= 1:
+        return False
+    half = math.log(found.high / found.low) / 2 if found.low > 0 and math.isfinite(found.high) else math.inf
+    # The interval is 95 %: two standard errors, for the many rows that there are.
+    return math.log(found.factor) > _SIGNIFICANT * half / 1.96
+
+
+def _ratio(observed: Tensor, yardstick: Tensor) -> RatioEstimate | None:
+    return paired_ratio(observed.cpu().numpy(), yardstick.cpu().numpy())
+
+
+def _square(rows: HeadRows, predicted: Tensor) -> Tensor:
+    return (rows.o - predicted).square().sum(1)
+
+
+def _spread(stated: Stated) -> Stated:
+    at = torch.linspace(0, len(stated) - 1, min(len(stated), _HEADS)).long().tolist()
+    return [stated[i] for i in dict.fromkeys(at)]
+
+
+def _sample(rows: HeadRows) -> Tensor:
+    count = len(rows.tokens)
+    return torch.linspace(0, count - 1, min(count, _ROWS), device=rows.tokens.device).long()
+
+
+def _cut(semantics: Semantics, rows: Tensor) -> Semantics:
+    return replace(semantics, bias=semantics.bias[rows])

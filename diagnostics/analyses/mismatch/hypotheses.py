@@ -1,0 +1,268 @@
+"""What else a kernel may compute than its capture states: other semantics, and merges of splits that round.
+
+Each is a way to predict O from the captured q, k and v. It is named only where it leaves what rounding leaves, and
+nothing of another kind leaves as little; see ``fit``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.mismatch.split import Blocks, Semantics, blocks_of, out_of_few
+from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
+from attn_diag.head.scale_fit import scale_derivative
+from attn_diag.reference import format_of, round_nearest_even
+from attn_diag.results.mismatch import CauseKind
+from attn_diag.results.wording import number, plural
+
+_STEPS = 6
+_SPLIT_SIZES = (8, 16, 32, 64, 128, 256, 512)
+_SPLIT_COUNTS = (2, 3, 4, 8, 16)
+_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
+
+Stated = Sequence[tuple[HeadRows, Semantics]]
+"""Some heads of a layer in one run, with what the capture states of each."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Splits of keys with their own softmax, merged through their L in a narrow format."""
+
+    size: int | None
+    """Keys of a split, counted from the first key of the call's cache; None: as ``count``."""
+    count: int
+    """So many splits of the keys of each row."""
+    lse: str
+    """What L is rounded to before it weighs a split; base 2: it is multiplied by log2(e)."""
+    order: Literal["together", "in turn"]
+    """Whether all L are rounded and then summed, or the running one is rounded after each split, as in a ring."""
+
+    @property
+    def words(self) -> str:
+        """In a sentence."""
+        what = f"splits of {self.size} keys" if self.size else f"{self.count} splits of each row's keys"
+        how = "" if self.order == "together" else ", one after the other"
+        taken = f"in {self.lse}" if self.lse in _FORMATS else "to base 2 that is taken as one to base e"
+        return f"{what} merged through an LSE {taken}{how}"
+
+    def out(self, partials: Partials) -> Tensor:
+        """O without any other rounding, [n, Dv]."""
+        if self.order == "together":
+            kept = self._kept(partials.lse)
+            weights = (kept - kept.logsumexp(0)).exp().nan_to_num(0.0)
+            return (weights[:, :, None] * partials.o).sum(0)
+        total, running = torch.zeros_like(partials.o[0]), torch.full_like(partials.lse[0], -torch.inf)
+        for o, lse in zip(partials.o, self._kept(partials.lse), strict=True):
+            both = torch.logaddexp(running, lse)
+            total = total + (lse - both).exp().nan_to_num(0.0)[:, None] * (o - total)
+            # To the wrong base is taken what a split gives, not what is running.
+            running = self._kept(both) if self.lse in _FORMATS else both
+        return total
+
+    def _kept(self, lse: Tensor) -> Tensor:
+        """L as it is kept."""
+        if self.lse not in _FORMATS:
+            return lse * math.log2(math.e)
+        rounded = round_nearest_even(lse.nan_to_num(neginf=0.0), format_of(_FORMATS[self.lse]))
+        return rounded.where(lse.isfinite(), lse)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """O and L of every split of a head's keys, in float64."""
+
+    o: Tensor
+    """[splits, n, Dv]; 0 where a row sees no key of a split."""
+    lse: Tensor
+    """[splits, n]; -inf there. A sink is one more split."""
+
+    @classmethod
+    def of(cls, rows: HeadRows, semantics: Semantics, blocks: Blocks, size: int | None, count: int) -> Partials:
+        """Of splits of ``size`` keys, or of ``count`` splits of every row's keys; ``blocks`` of these semantics."""
+        visible = semantics.visible
+        if size is not None:
+            place = torch.arange(visible.shape[1], device=visible.device)
+            numbers = (place - rows.cached[:, None]).clamp(min=0).div(size, rounding_mode="floor")
+        else:
+            per_split = (visible.sum(1, keepdim=True) + count - 1).div(count, rounding_mode="floor").clamp(min=1)
+            numbers = (visible.cumsum(1) - 1).clamp(min=0).div(per_split, rounding_mode="floor")
+        splits = int(numbers.max()) + 1
+        sunk = semantics.sink is not None
+        o = rows.o.new_zeros((splits + sunk, *rows.o.shape))
+        lse = rows.o.new_full((splits + sunk, len(rows.o)), -torch.inf)
+        for at, head, block in blocks:
+            scores = block.scores.new_full((len(at), visible.shape[1]), -torch.inf)
+            scores[:, block.keys] = block.scores
+            for split in range(splits):
+                part = scores.masked_fill(numbers[at] != split, -torch.inf)
+                own = part.logsumexp(1)
+                lse[split, at] = own
+                o[split, at] = (part - own[:, None]).exp().nan_to_num(0.0) @ head.v
+        if semantics.sink is not None:
+            lse[-1] = semantics.sink
+        return cls(o, lse)
+
+
+Change = Callable[[HeadRows, Semantics], Semantics]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One way to predict O."""
+
+    kind: CauseKind
+    """What it changes."""
+    words: str
+    """In words that follow "computes with"."""
+    applied: Change
+    """What one head then computes, from its rows and what is stated."""
+    merge: Merge | None = None
+    """How splits are merged; None: exactly."""
+
+
+def hypotheses(stated: Stated) -> Iterator[tuple[Hypothesis, list[Tensor]]]:
+    """Everything that is tried on a layer of one run, with the O that it predicts of each head, [n, Dv]."""
+    for hypothesis in _semantics(stated):
+        yield hypothesis, [out_of_few(hypothesis.applied(rows, s), rows) for rows, s in stated]
+    yield from _merges(stated)
+
+
+def _semantics(stated: Stated) -> Iterator[Hypothesis]:
+    if (scale := fitted_scale(stated)) is not None:
+        words = f"a softmax scale of {number(scale, 6)} where {number(stated[0][1].scale, 6)} is stated"
+        yield Hypothesis("scale", words, _set(scale=scale))
+    yield from _windows(stated)
+    yield from _sinks(stated)
+    caps = {s.softcap for _, s in stated}
+    for cap in (None, *USUAL_SOFTCAPS):
+        if cap not in caps:
+            named = "no softcap" if cap is None else f"a softcap of {cap:g}"
+            yield Hypothesis("softcap", f"{named}, which is not what is stated", _set(softcap=cap))
+    if any(bool((s.bias[s.visible] != 0).any()) for _, s in stated):
+        yield Hypothesis("mask", "none of the stated additive mask (keys are hidden as stated)", _flat)
+
+
+def _set(**changes: float | None) -> Change:
+    return lambda _, stated: replace(stated, **changes)  # type: ignore[arg-type]
+
+
+def _flat(rows: HeadRows, stated: Semantics) -> Semantics:
+    del rows
+    return replace(stated, bias=torch.where(stated.visible, 0.0, stated.bias))
+
+
+def fitted_scale(stated: Stated) -> float | None:
+    """The scale that the O of all these heads fit best, by Gauss-Newton; None where it cannot be found."""
+    scale = stated[0][1].scale
+    for _ in range(_STEPS):
+        along = size = 0.0
+        for rows, semantics in stated:
+            for at, head, block in blocks_of(replace(semantics, scale=scale), rows):
+                slopes, off = scale_derivative(head, block), rows.o[at] - block.out
+                good = slopes.isfinite().all(1) & off.isfinite().all(1)
+                along += float((off * slopes)[good].sum())
+                size += float(slopes[good].square().sum())
+        if not size or not math.isfinite(along / size):
+            return None
+        scale *= 1 + max(-0.5, min(along / size, 0.5))
+        if abs(along / size) < 1e-7:
+            break
+    return scale
+
+
+def window_of(semantics: Semantics, rows: HeadRows) -> int | None:
+    """How many keys before its own a row sees at most; None where rows see all there are."""
+    first = semantics.visible.int().argmax(1)
+    lowest = int(rows.known.int().argmax())
+    cut = first > lowest
+    return int((rows.tokens - first)[cut].max()) if bool(cut.any()) else None
+
+
+def _windows(stated: Stated) -> Iterator[Hypothesis]:
+    window = window_of(stated[0][1], stated[0][0])
+    length = stated[0][1].bias.shape[1]
+    if window is None:
+        tried = list[int | None](usual_windows(length))
+        was = "no window"
+    else:
+        tried = [*(window + by for by in (-2, -1, 1, 2) if window + by >= 0), 2 * window, None]
+        was = f"a window of {plural(window + 1, 'key')}"
+    for left in tried:
+        named = "no window" if left is None else f"a window of {plural(left + 1, 'key')}"
+        yield Hypothesis("window", f"{named} where {was} is stated", partial(_seeing, left=left, right=0))
+    for right, words in (
+        (1, "one key more: each row sees the token after it"),
+        (-1, "one key less: no row sees its own"),
+    ):
+        yield Hypothesis("mask", words, partial(_seeing, left=window, right=right))
+
+
+def _seeing(rows: HeadRows, semantics: Semantics, *, left: int | None, right: int) -> Semantics:
+    """The keys from ``left`` before a row's own to ``right`` after it."""
+    place = torch.arange(semantics.bias.shape[1], device=rows.tokens.device)
+    distance = place - rows.tokens[:, None]
+    seen = (distance <= right) & rows.known & (place >= rows.cached[:, None])
+    seen = seen if left is None else seen & (distance >= -left)
+    # A row that would see nothing keeps what it saw.
+    seen = torch.where(seen.any(1, keepdim=True), seen, semantics.visible)
+    bias = torch.where(semantics.visible, semantics.bias, 0.0).masked_fill(~seen, -torch.inf)
+    return replace(semantics, bias=bias)
+
+
+def _sinks(stated: Stated) -> Iterator[Hypothesis]:
+    sinks = [s.sink for _, s in stated]
+    if any(sink is not None for sink in sinks):
+        yield Hypothesis("sink", "no sink where one is stated", _set(sink=None))
+        yield Hypothesis("sink", "a sink of the opposite sign", _flipped)
+        yield Hypothesis("sink", "a sink of logit 0 where another is stated", _set(sink=0.0))
+        return
+    found = [_seen_sink(rows, semantics) for rows, semantics in stated]
+    if any(sink is not None for sink in found):
+        named = ", ".join(number(sink, 2) for sink in found[:4] if sink is not None)
+        words = f"a sink that is not stated (logits {named}{', …' if len(found) > 4 else ''})"
+        yield Hypothesis("sink", words, lambda rows, s: replace(s, sink=_seen_sink(rows, s)))
+
+
+def _flipped(rows: HeadRows, stated: Semantics) -> Semantics:
+    del rows
+    return replace(stated, sink=None if stated.sink is None else -stated.sink)
+
+
+def _seen_sink(rows: HeadRows, semantics: Semantics) -> float | None:
+    """The logit of the sink that one head's O seems to have seen: O = sigmoid(L - s) R, by Gauss-Newton."""
+    truth, lse = torch.zeros_like(rows.o), rows.o.new_zeros(len(rows.o))
+    for at, _, block in blocks_of(semantics, rows):
+        truth[at], lse[at] = block.out, block.lse
+    share = ((rows.o * truth).sum(1) / truth.square().sum(1).clamp(min=1e-300)).clamp(1e-3, 1 - 1e-3)
+    logit = float((lse - share.logit()).nanmedian())
+    for _ in range(_STEPS):
+        gate = torch.sigmoid(lse - logit)
+        slope = -(gate * (1 - gate))[:, None] * truth
+        off = rows.o - gate[:, None] * truth
+        size = float(slope.square().sum())
+        if not size > 0:
+            return None
+        logit += max(-2.0, min(float((off * slope).sum()) / size, 2.0))
+    return logit if math.isfinite(logit) and logit > float(lse.min()) - 12 else None
+
+
+def _merges(stated: Stated) -> Iterator[tuple[Hypothesis, list[Tensor]]]:
+    length = stated[0][1].bias.shape[1]
+    counts = [count for count in _SPLIT_COUNTS if count < length]
+    sizes = sorted({size for size in _SPLIT_SIZES if size < length} | {-(-length // count) for count in counts})
+    blocks = [blocks_of(s, rows) for rows, s in stated]
+    for size, count in [(size, 0) for size in sizes] + [(None, count) for count in counts]:
+        partials = [Partials.of(rows, s, b, size, count) for (rows, s), b in zip(stated, blocks, strict=True)]
+        for lse, order in product((*_FORMATS, "base 2"), ("together", "in turn")):
+            merge = Merge(size, count, lse, order)  # type: ignore[arg-type]
+            kind: CauseKind = "lse-base" if lse == "base 2" else "merge"
+            yield Hypothesis(kind, merge.words, _set(), merge), [merge.out(p) for p in partials]

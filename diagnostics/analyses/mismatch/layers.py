@@ -1,0 +1,222 @@
+"""One layer of both runs: what either computes, what the difference of O consists of, and what explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.mismatch.fit import Fit, fit_layer
+from attn_diag.analyses.mismatch.hypotheses import window_of
+from attn_diag.analyses.mismatch.pairing import Pair
+from attn_diag.analyses.mismatch.rotation import Rotation, find_rotations, without
+from attn_diag.analyses.mismatch.split import (
+    PARTS,
+    LayerSums,
+    Semantics,
+    SplitHead,
+    add_head,
+    split_head,
+    stream_sums,
+)
+from attn_diag.analyses.mismatch.tokens import HeadRows, Run, observation_of, stream_rows
+from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
+from attn_diag.captures.capture import Capture
+from attn_diag.reference import format_of
+from attn_diag.results.mismatch import DifferencePart, MismatchLayer, RunError
+from attn_diag.statistics.ratios import paired_ratio
+
+
+@dataclass(frozen=True)
+class HeadOfBoth:
+    """One head of one sequence."""
+
+    sequence: int
+    """Number of the pair."""
+    head: int
+    """Index of the query head."""
+    rows: tuple[HeadRows, HeadRows]
+    """Of train and of rollout, the same tokens."""
+    semantics: tuple[Semantics, Semantics]
+    """What either computes: as stated, or as found."""
+
+
+@dataclass(frozen=True)
+class ComparedLayer:
+    """A layer as it was compared."""
+
+    layer: int
+    """Its number."""
+    heads: tuple[HeadOfBoth, ...]
+    """Every head of every sequence; its semantics are those found."""
+    splits: tuple[SplitHead, ...]
+    """The parts of each."""
+    sums: LayerSums
+    """Over the heads."""
+    fits: tuple[Fit, Fit]
+    """How train's and rollout's O fit what they state."""
+    rotations: tuple[Rotation, ...]
+    """Rows of rollout at another position."""
+    weights: OtherWeights | None
+    """That w_q differs."""
+    stream: float | None
+    """||x_b - x_a|| / ||x_a||."""
+    unit: float
+    """Half the spacing of q's format at 1: the largest relative error of one rounding."""
+
+    @property
+    def stated(self) -> HeadOfBoth:
+        """A head, for what all heads share."""
+        return self.heads[0]
+
+
+def compare_layer(
+    runs: tuple[Run, Run], matched: Sequence[Pair], layer: int, device: torch.device
+) -> ComparedLayer | None:
+    """Compare one layer; None where no row of it is in both runs."""
+    heads: list[HeadOfBoth] = []
+    for number, pair in enumerate(matched):
+        for head in range(min(run.q_heads for run in runs)):
+            both = pair.rows(runs, layer, head, device)
+            if both is not None:
+                stated = Semantics.stated(both[0]), Semantics.stated(both[1])
+                heads.append(HeadOfBoth(number, head, both, stated))
+    if not heads:
+        return None
+    captures = [next(iter(run.calls[layer].values())) for run in runs]
+    fits = tuple(_fit(capture, heads, side) for side, capture in enumerate(captures))
+    rotations = tuple(find_rotations([(h.sequence, *h.rows) for h in heads]))
+    found = [_with_found(h, fits) for h in heads]
+    sums, splits = LayerSums(), []
+    for h in found:
+        split = _split(h, rotations)
+        splits.append(split)
+        add_head(sums, split, *h.rows, h.sequence)
+    weights = compare_weights(*(_weights(run, layer) for run in runs))
+    streams = [
+        stream_sums(
+            list(stream_rows(runs[0], pair.train, layer, pair.shifts[0], device)),
+            list(stream_rows(runs[1], pair.rollout, layer, pair.shifts[1], device)),
+            pair.length,
+        )
+        for pair in matched
+    ]
+    known = [s for s in streams if s is not None]
+    stream = _relative(sum(s[0] for s in known), sum(s[1] for s in known)) if known else None
+    unit = 2.0 ** -(format_of(captures[0].tensors["q"].dtype).precision + 1)
+    return ComparedLayer(layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights, stream, unit)
+
+
+def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> Fit:
+    out = capture.tensors[capture.key(observation_of(capture), "o")].dtype
+    stated = [(h.rows[side], h.semantics[side]) for h in heads]
+    return fit_layer(stated, format_of(capture.tensors["q"].dtype), format_of(out))
+
+
+def _with_found(head: HeadOfBoth, fits: Sequence[Fit]) -> HeadOfBoth:
+    """The head with what was found that either computes."""
+    changed = [
+        stated if fit.best is None or fit.best.merge is not None else fit.best.applied(rows, stated)
+        for fit, rows, stated in zip(fits, head.rows, head.semantics, strict=True)
+    ]
+    return replace(head, semantics=(changed[0], changed[1]))
+
+
+def _split(head: HeadOfBoth, rotations: Sequence[Rotation]) -> SplitHead:
+    a, b = head.rows
+    if not rotations:
+        return split_head(a, b, head.semantics)
+    put_back = without(rotations, head.sequence, b)
+    whole = split_head(a, b, head.semantics)
+    back = split_head(a, put_back, (head.semantics[0], head.semantics[0]))
+    moved = whole.parts["inputs"] - back.parts["inputs"]
+    parts = whole.parts | {"inputs": back.parts["inputs"], "semantics": whole.parts["semantics"] + moved}
+    return replace(whole, parts=parts, usable=whole.usable & back.usable)
+
+
+def _weights(run: Run, layer: int) -> Tensor | None:
+    for capture in run.calls[layer].values():
+        if "w_q" in capture.tensors:
+            return capture.tensors["w_q"][...]
+    return None
+
+
+def _relative(square: float, reference: float) -> float:
+    return math.sqrt(square / reference) if reference else (math.inf if square else 0.0)
+
+
+def layer_result(found: ComparedLayer) -> MismatchLayer:
+    """The figures of a layer."""
+    sums = found.sums
+    reference = float(sums["reference"].sum())
+    counted = sums["size"] > 0
+    return MismatchLayer(
+        layer=found.layer,
+        tokens=int(counted.sum()),
+        heads=len({h.head for h in found.heads}),
+        difference=_relative(float(sums["difference"].sum()), reference),
+        x=found.stream,
+        q=_apart(sums, "q"),
+        k=_apart(sums, "k"),
+        v=_apart(sums, "v"),
+        parts=tuple(_part(sums, name, reference) for name in PARTS),
+        errors=_errors(found, reference),
+    )
+
+
+def _apart(sums: LayerSums, name: str) -> float:
+    return _relative(float(sums[f"{name}.difference"].sum()), float(sums[f"{name}.reference"].sum()))
+
+
+def _part(sums: LayerSums, name: str, reference: float) -> DifferencePart:
+    along, difference = sums[f"{name}.along"], sums["difference"]
+    away, size = sums[f"{name}.away"], sums["size"]
+    share, share_error = _ratio_of_sums(along, difference)
+    mean, mean_error = _ratio_of_sums(away, size)
+    return DifferencePart(
+        name,  # type: ignore[arg-type]
+        _relative(float(sums[f"{name}.square"].sum()), reference), share, share_error, mean, mean_error,
+    )  # fmt: skip
+
+
+def _ratio_of_sums(over: Tensor, under: Tensor) -> tuple[float, float | None]:
+    """sum(over) / sum(under) and its delete-one jackknife error over tokens."""
+    kept = (under != 0) | (over != 0)
+    a, b = over[kept].double(), under[kept].double()
+    total = float(b.sum())
+    if not total:
+        return 0.0, None
+    value = float(a.sum()) / total
+    n = len(a)
+    rest = b.sum() - b
+    if n < 2 or bool((rest <= 0).any()):
+        return value, None
+    left_out = (a.sum() - a) / rest
+    return value, math.sqrt(float((left_out - left_out.mean()).square().sum()) * (n - 1) / n)
+
+
+def _errors(found: ComparedLayer, reference: float) -> RunError:
+    train, rollout = found.sums["train.error"], found.sums["rollout.error"]
+    kept = found.sums["size"] > 0
+    ratio = paired_ratio(np.asarray(rollout[kept]), np.asarray(train[kept]))
+    nearer = "neither"
+    if ratio is not None and ratio.low > 1:
+        nearer = "train"
+    elif ratio is not None and ratio.high < 1:
+        nearer = "rollout"
+    return RunError(
+        _relative(float(train.sum()), reference), _relative(float(rollout.sum()), reference),
+        None if ratio is None else ratio.factor, None if ratio is None else ratio.low,
+        None if ratio is None else ratio.high, nearer,  # type: ignore[arg-type]
+        found.fits[0].factor, found.fits[1].factor,
+    )  # fmt: skip
+
+
+def windows(found: ComparedLayer) -> tuple[int | None, int | None]:
+    """How many keys before its own a row of either run sees; None for all."""
+    a, b = found.stated.semantics, found.stated.rows
+    return window_of(a[0], b[0]), window_of(a[1], b[1])

@@ -1,0 +1,189 @@
+"""Captures of two runs of the same tokens in, a Mismatch out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attn_diag.analyses.mismatch.causes import causes_of, place_of
+from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
+from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
+from attn_diag.analyses.mismatch.pairing import Pair, pairs
+from attn_diag.analyses.mismatch.repairs import repairs_of
+from attn_diag.analyses.mismatch.tokens import Run, by_layer, read_run
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import find_captures, load
+from attn_diag.captures.validity import short
+from attn_diag.errors import InputError
+from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.results.mismatch import Mismatch, MismatchCause, MismatchLayer, MismatchSide, RunName
+from attn_diag.results.wording import percent, plural
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from attn_diag.work import Progress
+
+CapturedRun = str | PathLike[str] | Capture | Sequence[Capture]
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """Two runs as they were compared."""
+
+    result: Mismatch
+    """What was found."""
+    runs: tuple[Run, Run]
+    """Train and rollout."""
+    pairs: tuple[Pair, ...]
+    """The sequences that both have; ``ComparedLayer`` numbers them."""
+    layers: tuple[ComparedLayer, ...]
+    """The layers that both have."""
+
+
+def mismatch(
+    train: CapturedRun,
+    rollout: CapturedRun,
+    *,
+    logprobs: Logprobs | tuple[ArrayLike, ArrayLike] | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Mismatch:
+    """Where two runs of the same tokens part, layer by layer, and why.
+
+    Each layer's difference of O is split, exactly, into what came in with q, k and v, what another semantics makes
+    (scale, mask, window, sink, softcap, RoPE position), and rounding. A semantics is named where the captures state
+    another, or where an O fits it as well as rounding lets it and nothing else does.
+
+    Args:
+        train: A folder of captures, a capture's file, a Capture, or several: q, k, v and o of every layer, as
+            ``attn_diag.capture(model, folder, batch=None, calls=None)`` writes them around a forward of the trainer's
+            model.
+        rollout: The same of the engine: prefill, chunks and decode steps in any layout; calls of one sequence are found
+            by the keys in their caches.
+        logprobs: Log-probabilities of the sampled tokens in train and in rollout, [B, T] each; a ``Logprobs`` says
+            which of them count. What each layer adds to their difference, ``attn_diag.explain_logprobs`` tells.
+        device: Where float64 is computed: auto, cpu or cuda.
+        progress: Called with (done, total) after every layer.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        InputError: Something cannot be read, or the runs share no layer, no sequence of tokens.
+    """
+    found = compare_runs(train, rollout, device=device, progress=progress).result
+    if logprobs is None:
+        return found
+    given = logprobs if isinstance(logprobs, Logprobs) else Logprobs(np.asarray(logprobs[0]), np.asarray(logprobs[1]))
+    return replace(found, logprobs=split_of(given))
+
+
+def compare_runs(
+    train: CapturedRun, rollout: CapturedRun, *, device: str = "auto", progress: Progress | None = None
+) -> ComparedRuns:
+    """As ``mismatch``, with what a closer look needs."""
+    at = pick_device(device)
+    sides = [_captures(side, name) for side, name in ((train, "train"), (rollout, "rollout"))]
+    layers, runs = read_runs(sides[0], sides[1], at)
+    matched, notes = pairs(*runs)
+    notes = [*runs[0].notes, *runs[1].notes, *notes]
+    if not matched:
+        raise InputError(
+            "train and rollout share no sequence of tokens: no v of the first layer they both have agrees; capture the "
+            "same tokens in both"
+        )
+    results: list[MismatchLayer] = []
+    compared: list[ComparedLayer] = []
+    causes: list[MismatchCause] = []
+    for done, layer in enumerate(layers):
+        found = compare_layer(runs, matched, layer, at)
+        if found is None:
+            notes.append(f"Layer {layer}: no row is in both runs.")
+            continue
+        result = layer_result(found)
+        causes += causes_of(found, result, results)
+        results.append(result)
+        compared.append(found)
+        if progress is not None:
+            progress(done + 1, len(layers))
+    if not results:
+        raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
+    identical = all(layer.difference == 0 for layer in results)
+    first = causes[0] if causes else None
+    whole = Mismatch(
+        tool=describe_tool(at),
+        train=_side("train", sides[0], runs[0], train),
+        rollout=_side("rollout", sides[1], runs[1], rollout),
+        outcome="finding" if causes else "identical" if identical else "rounding",
+        headline="",
+        begins=None if first is None else first.layer,
+        place=None if first is None else place_of(first),
+        sequences=len(matched),
+        tokens=max(layer.tokens for layer in results),
+        layers=tuple(results),
+        causes=tuple(causes),
+        logprobs=None,
+        repairs=tuple(repairs_of(compared, causes)),
+        notes=tuple(notes),
+    )
+    return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared))
+
+
+def read_runs(
+    train: Sequence[Capture], rollout: Sequence[Capture], device: torch.device
+) -> tuple[list[int], tuple[Run, Run]]:
+    """The layers that both runs have, and the runs. Raises InputError where there is none."""
+    known = [set(by_layer(side)[0]) for side in (train, rollout)]
+    layers = sorted(known[0] & known[1])
+    if not layers:
+        listed = " and ".join(", ".join(map(str, sorted(layers))) for layers in known)
+        raise InputError(f"train and rollout share no layer: they have {listed}; capture the same layers in both")
+    return layers, (read_run(train, layers[0], device), read_run(rollout, layers[0], device))
+
+
+def _captures(side: CapturedRun, name: str) -> list[Capture]:
+    if isinstance(side, Capture):
+        return [side]
+    if isinstance(side, str | PathLike):
+        return [load(path) for path in find_captures([Path(fspath(side))])]
+    captures = list(side)
+    if not captures:
+        raise InputError(f"{name}: expected captures, got none")
+    return captures
+
+
+def _side(name: RunName, captures: Sequence[Capture], run: Run, given: CapturedRun) -> MismatchSide:
+    if isinstance(given, str | PathLike):
+        source = fspath(given)
+    else:
+        folders = {str(Path(c.source).parent) for c in captures}
+        source = folders.pop() if len(folders) == 1 and len(captures) > 1 else captures[0].source
+    of_layers = [c for calls in run.calls.values() for c in calls.values()]
+    kernels = tuple(dict.fromkeys(c.metadata.kernel for c in of_layers if c.metadata.kernel))
+    return MismatchSide(
+        name, source, len(of_layers), max(len(calls) for calls in run.calls.values()), len(run.sequences), kernels,
+        short(of_layers[0].tensors["q"].dtype),
+    )  # fmt: skip
+
+
+def headline(found: Mismatch) -> str:
+    """The result in a sentence."""
+    tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
+    where = f"{tokens} of {sequences}, {plural(len(found.layers), 'layer')}"
+    if found.outcome == "identical":
+        return f"train and rollout are bit for bit the same: O of {where}"
+    worst = max(found.layers, key=lambda layer: layer.difference)
+    if found.outcome == "rounding":
+        most = f"O by up to {percent(worst.difference)} (layer {worst.layer})"
+        return f"nothing but rounding and schedule differs: {most} in {where}"
+    first = found.causes[0]
+    others = sorted({cause.layer for cause in found.causes} - {first.layer})
+    more = f"; also in {plural(len(others), 'later layer')}" if others else ""
+    return f"the runs part in layer {first.layer}: {first.words}{more}"

@@ -1,0 +1,200 @@
+"""Two runs of a tiny model: matched across layouts, their difference split exactly, planted faults named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import mismatch_runs as runs
+import numpy as np
+import pytest
+import torch
+from command_line import Run
+from torch import Tensor
+
+import attn_diag
+from attn_diag.analyses.mismatch.logprobs import Logprobs, metrics_of
+from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
+from attn_diag.results.mismatch import Mismatch
+
+pytest.importorskip("transformers")
+
+# A fault of each kind, the layer that it is planted in, and how rollout is laid out.
+CASES = {
+    "sink": (1, "static"), "scale": (0, "dynamic"), "window": (1, "static"), "position": (0, "chunked"),
+    "weights": (1, "dynamic"), "merge": (0, "dynamic"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]:
+    found = {}
+    for fault, (layer, layout) in {**CASES, "none": (0, "chunked")}.items():
+        folder = tmp_path_factory.mktemp(fault)
+        _, _, logprobs, engines = runs.both_runs(0, None if fault == "none" else fault, layer, layout, folder, layers=2)
+        found[fault] = folder, logprobs, engines[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]) -> dict[str, Mismatch]:
+    return {name: attn_diag.mismatch(f / "train", f / "rollout") for name, (f, _, _) in both.items()}
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_a_fault_is_named_with_its_layer_and_nothing_else(results: dict[str, Mismatch], fault: str) -> None:
+    found = results[fault]
+    assert [(cause.layer, cause.kind) for cause in found.causes] == [(CASES[fault][0], fault)]
+    assert found.begins == CASES[fault][0]
+    assert found.outcome == "finding"
+    assert found.repairs[0].layers == (CASES[fault][0],) or fault == "merge"
+
+
+def test_without_a_fault_nothing_but_rounding_is_named(results: dict[str, Mismatch]) -> None:
+    found = results["none"]
+    assert (found.outcome, found.causes, found.begins) == ("rounding", (), None)
+    assert found.tokens == runs.BATCH * runs.LENGTH
+    assert not found.notes
+    assert found.report().startswith("OK nothing but rounding")
+
+
+def test_shares_of_o_add_up_and_the_size_is_that_of_the_captures(
+    results: dict[str, Mismatch], both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]
+) -> None:
+    for found in results.values():
+        for layer in found.layers:
+            assert sum(part.share for part in layer.parts) == pytest.approx(1.0, abs=1e-9)
+    # By hand: the trainer's O beside the decoded rows'.
+    folder = both["none"][0]
+    captures = [attn_diag.load(path) for path in sorted((folder / "train").glob("*.safetensors"))]
+    train = next(c for c in captures if c.metadata.layer == 1).tensors["o"][...].double()
+    decoded = [attn_diag.load(path) for path in (folder / "rollout").glob("*.safetensors")]
+    decoded.sort(key=lambda c: (c.metadata.step, int(c.metadata.extra["call"])))
+    rows = [c.tensors["o"][...].double() for c in decoded if c.metadata.layer == 1]
+    apart = torch.cat(rows, 2) - train
+    assert results["none"].layers[1].difference == pytest.approx(float(apart.norm() / train.norm()), rel=1e-3)
+
+
+def test_the_nearer_run_is_the_one_without_the_fault(results: dict[str, Mismatch]) -> None:
+    errors = results["merge"].layers[0].errors
+    assert errors.nearer == "train"
+    assert errors.rollout > errors.train
+    assert results["scale"].layers[0].errors.factor is not None
+
+
+def test_layers_explain_the_difference_of_log_probabilities(
+    both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]],
+) -> None:
+    folder, logprobs, engine = both["window"]
+    mask = torch.zeros(logprobs[0].shape)
+    mask[:, runs.PROMPT - 1 :] = 1
+    found = attn_diag.explain_logprobs(
+        engine.model, runs.tokens_of(0), folder / "train", folder / "rollout", logprobs=logprobs, mask=mask
+    )
+    split = found.logprobs
+    assert split is not None
+    layers = [share for share in split.shares if share.layer is not None]
+    assert sum(share.share for share in layers) == pytest.approx(1.0, abs=0.1)
+    guilty = max(layers, key=lambda share: share.share)
+    assert (guilty.layer, guilty.place) == (1, "semantics")
+    assert found.repairs[0].what == "the same window"
+    assert found.repairs[0].removes > 0.9
+    observed = (logprobs[1] - logprobs[0])[mask > 0]
+    assert split.bias == pytest.approx(float(observed.mean()))
+    assert Mismatch.from_json(found.to_json()) == found
+
+
+def test_metrics_are_those_of_the_trainers() -> None:
+    """By the formulas of verl's documentation, on numbers that can be followed."""
+    train, rollout = np.log([[0.5, 0.25]]), np.log([[0.4, 0.5]])
+    found = attn_diag.Logprobs(train, rollout)
+    rho = np.array([0.5 / 0.4, 0.25 / 0.5])
+    metrics = metrics_of(found)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-np.log(rho).mean())
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((rho - np.log(rho) - 1).mean())
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(np.square(rho).mean() - 1)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(np.square(rho.prod()) - 1)
+    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx(rho.prod() ** -0.5)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(np.abs(np.log(rho)).mean())
+
+
+def test_a_mask_counts_and_other_shapes_are_refused() -> None:
+    with pytest.raises(InputError, match="alike"):
+        Logprobs(np.zeros((1, 2)), np.zeros((1, 3)))
+    with pytest.raises(InputError, match="NaN"):
+        Logprobs(np.zeros((1, 2)), np.array([[0.0, np.nan]]))
+    masked = Logprobs(np.zeros((1, 2)), np.array([[0.5, np.nan]]), np.array([[True, False]]))
+    assert masked.difference.tolist() == [[0.5, 0.0]]
+
+
+def _drawn(length: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, length, 16, generator=generator).bfloat16() for _ in range(3))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return {"q": q, "k": k, "v": v, "o": o}
+
+
+def test_packed_paged_and_padded_rows_are_the_same_tokens() -> None:
+    """Two sequences, as a padded batch in the one run, packed and on pages in the other; every bit is the same."""
+    one, other = _drawn(9, 0), _drawn(6, 1)
+    batch = {n: torch.cat([one[n], torch.nn.functional.pad(other[n], (0, 0, 3, 0))]) for n in one}
+    hidden = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    hidden[1, :, :, :3] = False
+    train = Capture.from_tensors({**batch, "mask": hidden}, layer=0)
+    packed = {n: torch.cat([other[n], one[n]], 2) for n in one} | {"cu_seqlens": torch.tensor([0, 6, 15])}
+    found = attn_diag.mismatch(train, Capture.from_tensors(packed, causal="top-left", layer=0))
+    assert (found.outcome, found.tokens, found.sequences) == ("identical", 15, 2)
+    pool = torch.zeros(5, 4, 2, 16, dtype=torch.bfloat16)
+    pages = {"k": pool.clone(), "v": pool.clone()}
+    for name, held in pages.items():
+        held.view(-1, 2, 16)[4 * 3 : 4 * 3 + 4] = one[name][0].transpose(0, 1)[:4]
+        held.view(-1, 2, 16)[4 * 1 : 4 * 1 + 4] = one[name][0].transpose(0, 1)[4:8]
+        held.view(-1, 2, 16)[0:1] = one[name][0].transpose(0, 1)[8:]
+    step = {"q": one["q"][:, :, -1:], "o": one["o"][:, :, -1:], **pages} | {
+        "page_table": torch.tensor([[3, 1, 0]]), "cache_seqlens": torch.tensor([9]),
+    }  # fmt: skip
+    found = attn_diag.mismatch(train, Capture.from_tensors(step, layer=0))
+    assert (found.outcome, found.tokens) == ("identical", 1)
+
+
+def test_other_tokens_or_layers_are_told() -> None:
+    one = Capture.from_tensors(_drawn(9, 0), causal="top-left", layer=0)
+    with pytest.raises(InputError, match="share no sequence"):
+        attn_diag.mismatch(one, Capture.from_tensors(_drawn(9, 5), causal="top-left", layer=0))
+    with pytest.raises(InputError, match="share no layer"):
+        attn_diag.mismatch(one, replace(one, metadata=replace(one.metadata, layer=3)))
+
+
+def test_what_captures_state_differently_is_named() -> None:
+    drawn = _drawn(40, 0)
+    one = Capture.from_tensors(drawn, causal="top-left", layer=0)
+    o = torch.nn.functional.scaled_dot_product_attention(drawn["q"], drawn["k"], drawn["v"], is_causal=True, scale=0.3)
+    (cause,) = attn_diag.mismatch(one, Capture.from_tensors(drawn | {"o": o}, causal="top-left", scale=0.3)).causes
+    assert (cause.kind, cause.evidence, cause.side) == ("scale", "stated", "both")
+    seen = torch.ones(40, 40, dtype=torch.bool).tril() & torch.ones(40, 40, dtype=torch.bool).triu(-9)
+    o = torch.nn.functional.scaled_dot_product_attention(drawn["q"], drawn["k"], drawn["v"], attn_mask=seen)
+    (cause,) = attn_diag.mismatch(one, Capture.from_tensors(drawn | {"o": o, "mask": seen})).causes
+    assert (cause.kind, cause.evidence) == ("window", "stated")
+    assert cause.words == "no window in train, a window of 10 keys in rollout (60 of 80 rows)"
+
+
+def test_the_command_says_what_the_function_finds(
+    both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]], tmp_path: Path, run: Run
+) -> None:
+    folder, logprobs, _ = both["weights"]
+    np.savez(tmp_path / "logprobs.npz", train_logprobs=logprobs[0].numpy(), rollout_logprobs=logprobs[1].numpy())
+    told = run(
+        "mismatch", folder / "train", folder / "rollout", "--logprobs", tmp_path / "logprobs.npz", "--json",
+        tmp_path / "found.json", "--html", tmp_path / "page.html", "--fail-on", "semantics",
+    )  # fmt: skip
+    assert told.code == 1, told.err
+    words = "weights quantised another way: train INT4 in groups of 128, rollout INT4 in groups of 32"
+    assert " ".join(told.out.split()).startswith(f"FAIL the runs part in layer 1: {words}")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["causes"][0]["kind"] == "weights"
+    assert found["logprobs"]["missing"]
+    assert "groups of 128" in (tmp_path / "page.html").read_text()
