@@ -193,7 +193,7 @@ class LogprobSplit:
 
 
 @dataclass(frozen=True)
-class Repair:
+class MismatchRepair:
     """What would make the two runs agree better."""
 
     what: str
@@ -236,7 +236,7 @@ class Mismatch(Result):
     """What was found, by layer."""
     logprobs: LogprobSplit | None
     """The difference of log-probabilities; null where none were given."""
-    repairs: tuple[Repair, ...]
+    repairs: tuple[MismatchRepair, ...]
     """What would remove how much, the most first."""
     notes: tuple[str, ...]
     """What was left out or assumed, in sentences."""

@@ -25,7 +25,7 @@ from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.mismatch import CapturedRun, ComparedRuns, compare_runs
 from attn_diag.analyses.mismatch.repairs import DOES
 from attn_diag.errors import InputError
-from attn_diag.results.mismatch import LayerShare, LogprobSplit, Mismatch, Repair, SharePlace
+from attn_diag.results.mismatch import LayerShare, LogprobSplit, Mismatch, MismatchRepair, SharePlace
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -283,7 +283,7 @@ def _shares(given: Logprobs, parts: _Parts) -> LogprobSplit:
     return replace(split_of(given), predicted=1 - left / total if total else None, shares=tuple(shares), missing="")
 
 
-def _repairs(found: Mismatch, given: Logprobs, parts: _Parts) -> Iterator[Repair]:
+def _repairs(found: Mismatch, given: Logprobs, parts: _Parts) -> Iterator[MismatchRepair]:
     kept, observed = given.counted, given.difference
     total = float(np.square(observed).sum())
     if not total:
@@ -301,5 +301,7 @@ def _repairs(found: Mismatch, given: Logprobs, parts: _Parts) -> Iterator[Repair
         removed = sum((part for layer, place, part in parts if (layer, place) in places), np.zeros_like(observed))
         left = float(np.square(np.where(kept, observed - removed, 0.0)).sum())
         layers = tuple(sorted({layer for layer, _ in places}))
-        results.append(Repair(what, layers, "log-probability", 1 - left / total, math.sqrt(left / int(kept.sum()))))
+        results.append(
+            MismatchRepair(what, layers, "log-probability", 1 - left / total, math.sqrt(left / int(kept.sum())))
+        )
     yield from sorted(results, key=lambda repair: -repair.removes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from attn_diag.analyses.mismatch.fit import Fit
+from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
 from attn_diag.head.assumptions import TOLERANCE
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -55,7 +55,7 @@ def _cause(
     )  # fmt: skip
 
 
-def _of_fit(layer: int, side: RunName, fit: Fit) -> Iterator[MismatchCause]:
+def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]:
     if fit.best is not None:
         words = f"{side} computes with {fit.best.words}"
         yield _cause(layer, fit.best.kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.hypotheses import Hypothesis, Stated, hypotheses
-from attn_diag.analyses.mismatch.split import Semantics, expected_square, out_of_few
-from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.analyses.mismatch.hypotheses import OtherComputation, Stated, hypotheses
+from attn_diag.analyses.mismatch.split import HeadSemantics, expected_square, out_of_few
+from attn_diag.analyses.mismatch.tokens import RunRows
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import FloatFormat
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
@@ -24,7 +24,7 @@ _ROWS, _HEADS = 192, 6
 
 
 @dataclass(frozen=True)
-class Fit:
+class LayerFit:
     """How well one run's O of a layer fits what is stated, and what fits better."""
 
     factor: float
@@ -33,7 +33,7 @@ class Fit:
     """Whether that is more than rounding at the usual sites leaves, beyond its uncertainty."""
     relative: float
     """Norm of the error over that of O."""
-    best: Hypothesis | None
+    best: OtherComputation | None
     """What is named; None where nothing is."""
     explained: float
     """The part of the squared error that the best hypothesis takes away, named or not; 0 where none was tried."""
@@ -45,8 +45,8 @@ class Fit:
     """The best one of another kind, in words, and what it leaves; empty: nothing was tried."""
 
 
-def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Fit:
-    """Fit a layer of one run.
+def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
+    """LayerFit a layer of one run.
 
     Args:
         stated: Its heads, all sequences'.
@@ -60,7 +60,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Fit:
     usable = before.isfinite() & expected.isfinite()
     against = _ratio(before[usable], expected[usable])
     if against is None:
-        return Fit(0.0, False, 0.0, None, 0.0, None, "", "")
+        return LayerFit(0.0, False, 0.0, None, 0.0, None, "", "")
     coarse = against.low > LOSSY
     tried = []
     for hypothesis, outs in hypotheses(chosen):
@@ -80,7 +80,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Fit:
             f"{others[0][1].words} leaves {math.sqrt(others[0][0] / float(wanted.sum())):.3g} times the rounding"
         )
     size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
-    return Fit(
+    return LayerFit(
         factor=against.factor,
         coarse=coarse,
         relative=math.sqrt(float(kept.sum()) / size) if size else 0.0,
@@ -106,7 +106,7 @@ def _ratio(observed: Tensor, yardstick: Tensor) -> RatioEstimate | None:
     return paired_ratio(observed.cpu().numpy(), yardstick.cpu().numpy())
 
 
-def _square(rows: HeadRows, predicted: Tensor) -> Tensor:
+def _square(rows: RunRows, predicted: Tensor) -> Tensor:
     return (rows.o - predicted).square().sum(1)
 
 
@@ -115,10 +115,10 @@ def _spread(stated: Stated) -> Stated:
     return [stated[i] for i in dict.fromkeys(at)]
 
 
-def _sample(rows: HeadRows) -> Tensor:
+def _sample(rows: RunRows) -> Tensor:
     count = len(rows.tokens)
     return torch.linspace(0, count - 1, min(count, _ROWS), device=rows.tokens.device).long()
 
 
-def _cut(semantics: Semantics, rows: Tensor) -> Semantics:
+def _cut(semantics: HeadSemantics, rows: Tensor) -> HeadSemantics:
     return replace(semantics, bias=semantics.bias[rows])

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.split import Blocks, Semantics, blocks_of, out_of_few
-from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.analyses.mismatch.split import Blocks, HeadSemantics, blocks_of, out_of_few
+from attn_diag.analyses.mismatch.tokens import RunRows
 from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.reference import format_of, round_nearest_even
@@ -29,12 +29,12 @@ _SPLIT_SIZES = (8, 16, 32, 64, 128, 256, 512)
 _SPLIT_COUNTS = (2, 3, 4, 8, 16)
 _FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
-Stated = Sequence[tuple[HeadRows, Semantics]]
+Stated = Sequence[tuple[RunRows, HeadSemantics]]
 """Some heads of a layer in one run, with what the capture states of each."""
 
 
 @dataclass(frozen=True)
-class Merge:
+class SplitMerge:
     """Splits of keys with their own softmax, merged through their L in a narrow format."""
 
     size: int | None
@@ -86,7 +86,7 @@ class Partials:
     """[splits, n]; -inf there. A sink is one more split."""
 
     @classmethod
-    def of(cls, rows: HeadRows, semantics: Semantics, blocks: Blocks, size: int | None, count: int) -> Partials:
+    def of(cls, rows: RunRows, semantics: HeadSemantics, blocks: Blocks, size: int | None, count: int) -> Partials:
         """Of splits of ``size`` keys, or of ``count`` splits of every row's keys; ``blocks`` of these semantics."""
         visible = semantics.visible
         if size is not None:
@@ -112,11 +112,11 @@ class Partials:
         return cls(o, lse)
 
 
-Change = Callable[[HeadRows, Semantics], Semantics]
+Change = Callable[[RunRows, HeadSemantics], HeadSemantics]
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class OtherComputation:
     """One way to predict O."""
 
     kind: CauseKind
@@ -125,37 +125,37 @@ class Hypothesis:
     """In words that follow "computes with"."""
     applied: Change
     """What one head then computes, from its rows and what is stated."""
-    merge: Merge | None = None
+    merge: SplitMerge | None = None
     """How splits are merged; None: exactly."""
 
 
-def hypotheses(stated: Stated) -> Iterator[tuple[Hypothesis, list[Tensor]]]:
+def hypotheses(stated: Stated) -> Iterator[tuple[OtherComputation, list[Tensor]]]:
     """Everything that is tried on a layer of one run, with the O that it predicts of each head, [n, Dv]."""
     for hypothesis in _semantics(stated):
         yield hypothesis, [out_of_few(hypothesis.applied(rows, s), rows) for rows, s in stated]
     yield from _merges(stated)
 
 
-def _semantics(stated: Stated) -> Iterator[Hypothesis]:
+def _semantics(stated: Stated) -> Iterator[OtherComputation]:
     if (scale := fitted_scale(stated)) is not None:
         words = f"a softmax scale of {number(scale, 6)} where {number(stated[0][1].scale, 6)} is stated"
-        yield Hypothesis("scale", words, _set(scale=scale))
+        yield OtherComputation("scale", words, _set(scale=scale))
     yield from _windows(stated)
     yield from _sinks(stated)
     caps = {s.softcap for _, s in stated}
     for cap in (None, *USUAL_SOFTCAPS):
         if cap not in caps:
             named = "no softcap" if cap is None else f"a softcap of {cap:g}"
-            yield Hypothesis("softcap", f"{named}, which is not what is stated", _set(softcap=cap))
+            yield OtherComputation("softcap", f"{named}, which is not what is stated", _set(softcap=cap))
     if any(bool((s.bias[s.visible] != 0).any()) for _, s in stated):
-        yield Hypothesis("mask", "none of the stated additive mask (keys are hidden as stated)", _flat)
+        yield OtherComputation("mask", "none of the stated additive mask (keys are hidden as stated)", _flat)
 
 
 def _set(**changes: float | None) -> Change:
     return lambda _, stated: replace(stated, **changes)  # type: ignore[arg-type]
 
 
-def _flat(rows: HeadRows, stated: Semantics) -> Semantics:
+def _flat(rows: RunRows, stated: HeadSemantics) -> HeadSemantics:
     del rows
     return replace(stated, bias=torch.where(stated.visible, 0.0, stated.bias))
 
@@ -179,7 +179,7 @@ def fitted_scale(stated: Stated) -> float | None:
     return scale
 
 
-def window_of(semantics: Semantics, rows: HeadRows) -> int | None:
+def window_of(semantics: HeadSemantics, rows: RunRows) -> int | None:
     """How many keys before its own a row sees at most; None where rows see all there are."""
     first = semantics.visible.int().argmax(1)
     lowest = int(rows.known.int().argmax())
@@ -187,7 +187,7 @@ def window_of(semantics: Semantics, rows: HeadRows) -> int | None:
     return int((rows.tokens - first)[cut].max()) if bool(cut.any()) else None
 
 
-def _windows(stated: Stated) -> Iterator[Hypothesis]:
+def _windows(stated: Stated) -> Iterator[OtherComputation]:
     window = window_of(stated[0][1], stated[0][0])
     length = stated[0][1].bias.shape[1]
     if window is None:
@@ -198,15 +198,15 @@ def _windows(stated: Stated) -> Iterator[Hypothesis]:
         was = f"a window of {plural(window + 1, 'key')}"
     for left in tried:
         named = "no window" if left is None else f"a window of {plural(left + 1, 'key')}"
-        yield Hypothesis("window", f"{named} where {was} is stated", partial(_seeing, left=left, right=0))
+        yield OtherComputation("window", f"{named} where {was} is stated", partial(_seeing, left=left, right=0))
     for right, words in (
         (1, "one key more: each row sees the token after it"),
         (-1, "one key less: no row sees its own"),
     ):
-        yield Hypothesis("mask", words, partial(_seeing, left=window, right=right))
+        yield OtherComputation("mask", words, partial(_seeing, left=window, right=right))
 
 
-def _seeing(rows: HeadRows, semantics: Semantics, *, left: int | None, right: int) -> Semantics:
+def _seeing(rows: RunRows, semantics: HeadSemantics, *, left: int | None, right: int) -> HeadSemantics:
     """The keys from ``left`` before a row's own to ``right`` after it."""
     place = torch.arange(semantics.bias.shape[1], device=rows.tokens.device)
     distance = place - rows.tokens[:, None]
@@ -218,26 +218,26 @@ def _seeing(rows: HeadRows, semantics: Semantics, *, left: int | None, right: in
     return replace(semantics, bias=bias)
 
 
-def _sinks(stated: Stated) -> Iterator[Hypothesis]:
+def _sinks(stated: Stated) -> Iterator[OtherComputation]:
     sinks = [s.sink for _, s in stated]
     if any(sink is not None for sink in sinks):
-        yield Hypothesis("sink", "no sink where one is stated", _set(sink=None))
-        yield Hypothesis("sink", "a sink of the opposite sign", _flipped)
-        yield Hypothesis("sink", "a sink of logit 0 where another is stated", _set(sink=0.0))
+        yield OtherComputation("sink", "no sink where one is stated", _set(sink=None))
+        yield OtherComputation("sink", "a sink of the opposite sign", _flipped)
+        yield OtherComputation("sink", "a sink of logit 0 where another is stated", _set(sink=0.0))
         return
     found = [_seen_sink(rows, semantics) for rows, semantics in stated]
     if any(sink is not None for sink in found):
         named = ", ".join(number(sink, 2) for sink in found[:4] if sink is not None)
         words = f"a sink that is not stated (logits {named}{', …' if len(found) > 4 else ''})"
-        yield Hypothesis("sink", words, lambda rows, s: replace(s, sink=_seen_sink(rows, s)))
+        yield OtherComputation("sink", words, lambda rows, s: replace(s, sink=_seen_sink(rows, s)))
 
 
-def _flipped(rows: HeadRows, stated: Semantics) -> Semantics:
+def _flipped(rows: RunRows, stated: HeadSemantics) -> HeadSemantics:
     del rows
     return replace(stated, sink=None if stated.sink is None else -stated.sink)
 
 
-def _seen_sink(rows: HeadRows, semantics: Semantics) -> float | None:
+def _seen_sink(rows: RunRows, semantics: HeadSemantics) -> float | None:
     """The logit of the sink that one head's O seems to have seen: O = sigmoid(L - s) R, by Gauss-Newton."""
     truth, lse = torch.zeros_like(rows.o), rows.o.new_zeros(len(rows.o))
     for at, _, block in blocks_of(semantics, rows):
@@ -255,7 +255,7 @@ def _seen_sink(rows: HeadRows, semantics: Semantics) -> float | None:
     return logit if math.isfinite(logit) and logit > float(lse.min()) - 12 else None
 
 
-def _merges(stated: Stated) -> Iterator[tuple[Hypothesis, list[Tensor]]]:
+def _merges(stated: Stated) -> Iterator[tuple[OtherComputation, list[Tensor]]]:
     length = stated[0][1].bias.shape[1]
     counts = [count for count in _SPLIT_COUNTS if count < length]
     sizes = sorted({size for size in _SPLIT_SIZES if size < length} | {-(-length // count) for count in counts})
@@ -263,6 +263,6 @@ def _merges(stated: Stated) -> Iterator[tuple[Hypothesis, list[Tensor]]]:
     for size, count in [(size, 0) for size in sizes] + [(None, count) for count in counts]:
         partials = [Partials.of(rows, s, b, size, count) for (rows, s), b in zip(stated, blocks, strict=True)]
         for lse, order in product((*_FORMATS, "base 2"), ("together", "in turn")):
-            merge = Merge(size, count, lse, order)  # type: ignore[arg-type]
+            merge = SplitMerge(size, count, lse, order)  # type: ignore[arg-type]
             kind: CauseKind = "lse-base" if lse == "base 2" else "merge"
-            yield Hypothesis(kind, merge.words, _set(), merge), [merge.out(p) for p in partials]
+            yield OtherComputation(kind, merge.words, _set(), merge), [merge.out(p) for p in partials]

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.fit import Fit, fit_layer
+from attn_diag.analyses.mismatch.fit import LayerFit, fit_layer
 from attn_diag.analyses.mismatch.hypotheses import window_of
-from attn_diag.analyses.mismatch.pairing import Pair
-from attn_diag.analyses.mismatch.rotation import Rotation, find_rotations, without
+from attn_diag.analyses.mismatch.pairing import SequencePair
+from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
 from attn_diag.analyses.mismatch.split import (
     PARTS,
+    HeadSemantics,
     LayerSums,
-    Semantics,
     SplitHead,
     add_head,
     split_head,
     stream_sums,
 )
-from attn_diag.analyses.mismatch.tokens import HeadRows, Run, observation_of, stream_rows
+from attn_diag.analyses.mismatch.tokens import RunRows, TokenRun, observation_of, stream_rows
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
 from attn_diag.captures.capture import Capture
 from attn_diag.reference import format_of
@@ -39,9 +39,9 @@ class HeadOfBoth:
     """Number of the pair."""
     head: int
     """Index of the query head."""
-    rows: tuple[HeadRows, HeadRows]
+    rows: tuple[RunRows, RunRows]
     """Of train and of rollout, the same tokens."""
-    semantics: tuple[Semantics, Semantics]
+    semantics: tuple[HeadSemantics, HeadSemantics]
     """What either computes: as stated, or as found."""
 
 
@@ -57,9 +57,9 @@ class ComparedLayer:
     """The parts of each."""
     sums: LayerSums
     """Over the heads."""
-    fits: tuple[Fit, Fit]
+    fits: tuple[LayerFit, LayerFit]
     """How train's and rollout's O fit what they state."""
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[PositionShift, ...]
     """Rows of rollout at another position."""
     weights: OtherWeights | None
     """That w_q differs."""
@@ -75,7 +75,7 @@ class ComparedLayer:
 
 
 def compare_layer(
-    runs: tuple[Run, Run], matched: Sequence[Pair], layer: int, device: torch.device
+    runs: tuple[TokenRun, TokenRun], matched: Sequence[SequencePair], layer: int, device: torch.device
 ) -> ComparedLayer | None:
     """Compare one layer; None where no row of it is in both runs."""
     heads: list[HeadOfBoth] = []
@@ -83,7 +83,7 @@ def compare_layer(
         for head in range(min(run.q_heads for run in runs)):
             both = pair.rows(runs, layer, head, device)
             if both is not None:
-                stated = Semantics.stated(both[0]), Semantics.stated(both[1])
+                stated = HeadSemantics.stated(both[0]), HeadSemantics.stated(both[1])
                 heads.append(HeadOfBoth(number, head, both, stated))
     if not heads:
         return None
@@ -111,13 +111,13 @@ def compare_layer(
     return ComparedLayer(layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights, stream, unit)
 
 
-def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> Fit:
+def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> LayerFit:
     out = capture.tensors[capture.key(observation_of(capture), "o")].dtype
     stated = [(h.rows[side], h.semantics[side]) for h in heads]
     return fit_layer(stated, format_of(capture.tensors["q"].dtype), format_of(out))
 
 
-def _with_found(head: HeadOfBoth, fits: Sequence[Fit]) -> HeadOfBoth:
+def _with_found(head: HeadOfBoth, fits: Sequence[LayerFit]) -> HeadOfBoth:
     """The head with what was found that either computes."""
     changed = [
         stated if fit.best is None or fit.best.merge is not None else fit.best.applied(rows, stated)
@@ -126,7 +126,7 @@ def _with_found(head: HeadOfBoth, fits: Sequence[Fit]) -> HeadOfBoth:
     return replace(head, semantics=(changed[0], changed[1]))
 
 
-def _split(head: HeadOfBoth, rotations: Sequence[Rotation]) -> SplitHead:
+def _split(head: HeadOfBoth, rotations: Sequence[PositionShift]) -> SplitHead:
     a, b = head.rows
     if not rotations:
         return split_head(a, b, head.semantics)
@@ -138,7 +138,7 @@ def _split(head: HeadOfBoth, rotations: Sequence[Rotation]) -> SplitHead:
     return replace(whole, parts=parts, usable=whole.usable & back.usable)
 
 
-def _weights(run: Run, layer: int) -> Tensor | None:
+def _weights(run: TokenRun, layer: int) -> Tensor | None:
     for capture in run.calls[layer].values():
         if "w_q" in capture.tensors:
             return capture.tensors["w_q"][...]

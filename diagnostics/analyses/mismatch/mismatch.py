@@ -14,9 +14,9 @@ import torch
 from attn_diag.analyses.mismatch.causes import causes_of, place_of
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
-from attn_diag.analyses.mismatch.pairing import Pair, pairs
+from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
-from attn_diag.analyses.mismatch.tokens import Run, by_layer, read_run
+from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import find_captures, load
 from attn_diag.captures.validity import short
@@ -39,9 +39,9 @@ class ComparedRuns:
 
     result: Mismatch
     """What was found."""
-    runs: tuple[Run, Run]
+    runs: tuple[TokenRun, TokenRun]
     """Train and rollout."""
-    pairs: tuple[Pair, ...]
+    pairs: tuple[SequencePair, ...]
     """The sequences that both have; ``ComparedLayer`` numbers them."""
     layers: tuple[ComparedLayer, ...]
     """The layers that both have."""
@@ -138,7 +138,7 @@ def compare_runs(
 
 def read_runs(
     train: Sequence[Capture], rollout: Sequence[Capture], device: torch.device
-) -> tuple[list[int], tuple[Run, Run]]:
+) -> tuple[list[int], tuple[TokenRun, TokenRun]]:
     """The layers that both runs have, and the runs. Raises InputError where there is none."""
     known = [set(by_layer(side)[0]) for side in (train, rollout)]
     layers = sorted(known[0] & known[1])
@@ -159,7 +159,7 @@ def _captures(side: CapturedRun, name: str) -> list[Capture]:
     return captures
 
 
-def _side(name: RunName, captures: Sequence[Capture], run: Run, given: CapturedRun) -> MismatchSide:
+def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: CapturedRun) -> MismatchSide:
     if isinstance(given, str | PathLike):
         source = fspath(given)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import HeadRows, Run, TokenSequence, head_rows
+from attn_diag.analyses.mismatch.tokens import RunRows, TokenRun, TokenSequence, head_rows
 
 # v of the first layer follows from the token alone. Of one token two runs differ by a few per cent, by a tenth where
 # weights are quantised to four bits; two tokens by 140 %.
@@ -18,7 +18,7 @@ _HEAD = 32
 
 
 @dataclass(frozen=True)
-class Pair:
+class SequencePair:
     """A sequence that both runs have."""
 
     train: TokenSequence
@@ -31,8 +31,8 @@ class Pair:
     """T: one more than the number of the last token that is the same."""
 
     def rows(
-        self, runs: tuple[Run, Run], layer: int, head: int, device: torch.device
-    ) -> tuple[HeadRows, HeadRows] | None:
+        self, runs: tuple[TokenRun, TokenRun], layer: int, head: int, device: torch.device
+    ) -> tuple[RunRows, RunRows] | None:
         """The rows of a head that both runs have; None where there is none."""
         both = []
         for run, sequence, shift in zip(runs, (self.train, self.rollout), self.shifts, strict=True):
@@ -47,7 +47,7 @@ class Pair:
         return both[0].select(a[shared]), both[1].select(b[shared])
 
 
-def _last_of_each(rows: HeadRows, length: int) -> Tensor:
+def _last_of_each(rows: RunRows, length: int) -> Tensor:
     """Of every token its newest row, -1 without one, int64 [T]."""
     found = torch.full((length,), -1, device=rows.tokens.device)
     inside = (rows.tokens >= 0) & (rows.tokens < length)
@@ -55,8 +55,8 @@ def _last_of_each(rows: HeadRows, length: int) -> Tensor:
     return found
 
 
-def pairs(train: Run, rollout: Run) -> tuple[list[Pair], list[str]]:
-    """Pair the sequences by their tokens.
+def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[str]]:
+    """SequencePair the sequences by their tokens.
 
     Args:
         train: One run.
@@ -81,7 +81,7 @@ def pairs(train: Run, rollout: Run) -> tuple[list[Pair], list[str]]:
         a, b = train.sequences[-i], rollout.sequences[-j]
         shifts = (max(-shift, 0), max(shift, 0))
         length = max(shifts) + count
-        result.append(Pair(a, b, shifts, length))
+        result.append(SequencePair(a, b, shifts, length))
         overlap = min(a.length + shifts[0], b.length + shifts[1]) - max(shifts)
         if count < overlap:
             notes.append(

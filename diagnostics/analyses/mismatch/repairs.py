@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_diag.analyses.mismatch.layers import ComparedLayer
 from attn_diag.analyses.mismatch.split import PARTS
-from attn_diag.results.mismatch import MismatchCause, Repair
+from attn_diag.results.mismatch import MismatchCause, MismatchRepair
 
 # FP16 has three more bits in its mantissa than BF16: every rounding is an eighth (arXiv 2510.26788).
 _FP16 = 2.0**-3
@@ -30,7 +30,7 @@ PART_OF = {"merge": "rounding", "weights": "inputs"}
 """By kind, the part of O's difference that it makes; the semantics' of others."""
 
 
-def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[Repair]:
+def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[MismatchRepair]:
     """The list, for the differences that arise in the layers: without what came in from below."""
     arising = {c.layer for c in causes if c.kind in ("weights", "unnamed-input")}
     total = sum(_own(layer, arising, {}) for layer in layers)
@@ -40,7 +40,7 @@ def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause])
     result = []
     for what, chosen, left_of in _repairs(layers, causes):
         left = sum(_own(layer, arising, left_of if layer.layer in chosen else {}) for layer in layers)
-        result.append(Repair(what, tuple(sorted(chosen)), "O", 1 - left / total, math.sqrt(left / size)))
+        result.append(MismatchRepair(what, tuple(sorted(chosen)), "O", 1 - left / total, math.sqrt(left / size)))
     return sorted(result, key=lambda repair: -repair.removes)
 
 

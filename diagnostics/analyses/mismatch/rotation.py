@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.analyses.mismatch.tokens import RunRows
 
 # The part of the squared difference of q or k that the rotation must take away.
 _EXPLAINS = 0.9
-# Pair 0 tells n modulo 2 pi.
+# SequencePair 0 tells n modulo 2 pi.
 _FARTHEST = 3
 _NEAR = 0.15
 _FEWEST = 2
@@ -26,7 +26,7 @@ _ROUNDING = 2.0**-5
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PositionShift:
     """Rows of q or k of the second run that are those of the first at another position."""
 
     which: str
@@ -52,11 +52,11 @@ class Rotation:
         return torch.cat([turned, x[:, r:]], 1)
 
 
-Both = Sequence[tuple[int, HeadRows, HeadRows]]
+Both = Sequence[tuple[int, RunRows, RunRows]]
 """Of some heads, the sequence and the rows of both runs."""
 
 
-def find_rotations(heads: Both) -> list[Rotation]:
+def find_rotations(heads: Both) -> list[PositionShift]:
     """The rotations of q, and of k, of a layer; empty where there is none."""
     found = []
     for which in "qk":
@@ -82,8 +82,8 @@ def _layouts(features: int) -> list[tuple[int, bool]]:
     return [(r, interleaved) for r in rotated if r >= 4 and r % 2 == 0 for interleaved in (False, True)]
 
 
-def _fit(which: str, rows: _Rows, positions: int) -> Rotation | None:
-    best: Rotation | None = None
+def _fit(which: str, rows: _Rows, positions: int) -> PositionShift | None:
+    best: PositionShift | None = None
     for width, interleaved in _layouts(rows[0][2].shape[1]):
         sums: dict[tuple[int, int], Tensor] = {}
         for number, tokens, a, b in rows:
@@ -105,14 +105,14 @@ def _fit(which: str, rows: _Rows, positions: int) -> Rotation | None:
             or abs(float(relative[0]) - 1) > _NEAR
         ):
             continue
-        chosen = Rotation(which, positions, places[picked], len(places), angles, interleaved, 0.0)
+        chosen = PositionShift(which, positions, places[picked], len(places), angles, interleaved, 0.0)
         explained = _explained(chosen, rows)
         if explained >= _EXPLAINS and (best is None or explained > best.explained):
             best = replace(chosen, explained=explained)
     return best
 
 
-def _explained(rotation: Rotation, rows: _Rows) -> float:
+def _explained(rotation: PositionShift, rows: _Rows) -> float:
     before = after = 0.0
     for number, tokens, a, b in rows:
         at = rows_in(rotation, number, tokens)
@@ -122,13 +122,13 @@ def _explained(rotation: Rotation, rows: _Rows) -> float:
     return 1 - after / before if before else 0.0
 
 
-def rows_in(rotation: Rotation, sequence: int, tokens: Tensor) -> Tensor:
+def rows_in(rotation: PositionShift, sequence: int, tokens: Tensor) -> Tensor:
     """Which of a sequence's tokens are rotated, indices."""
     named = rotation.tokens[rotation.tokens[:, 0] == sequence, 1].to(tokens.device)
     return torch.isin(tokens, named).nonzero()[:, 0]
 
 
-def without(rotations: Sequence[Rotation], sequence: int, b: HeadRows) -> HeadRows:
+def without(rotations: Sequence[PositionShift], sequence: int, b: RunRows) -> RunRows:
     """The second run's rows with the rotations undone."""
     for rotation in rotations:
         turning = replace(rotation, angles=rotation.angles.to(b.q.device))

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import HeadRows
+from attn_diag.analyses.mismatch.tokens import RunRows
 from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, reference_head, reference_rows
 
 
 @dataclass(frozen=True)
-class Semantics:
+class HeadSemantics:
     """What one head of one run computes, apart from its inputs and its rounding."""
 
     bias: Tensor
@@ -33,7 +33,7 @@ class Semantics:
     """The logit of a sink; None for none."""
 
     @classmethod
-    def stated(cls, rows: HeadRows) -> Semantics:
+    def stated(cls, rows: RunRows) -> HeadSemantics:
         """What the capture says."""
         return cls(rows.bias, rows.scale, rows.softcap, rows.sink)
 
@@ -43,7 +43,7 @@ class Semantics:
         return self.bias > -torch.inf
 
 
-def heads_of(semantics: Semantics, inputs: HeadRows) -> list[tuple[Tensor, AttentionHead]]:
+def heads_of(semantics: HeadSemantics, inputs: RunRows) -> list[tuple[Tensor, AttentionHead]]:
     """These semantics on these inputs: rows [m], and their head."""
     return [
         (
@@ -57,7 +57,7 @@ def heads_of(semantics: Semantics, inputs: HeadRows) -> list[tuple[Tensor, Atten
     ]  # fmt: skip
 
 
-def evaluate(semantics: Semantics, inputs: HeadRows) -> Tensor:
+def evaluate(semantics: HeadSemantics, inputs: RunRows) -> Tensor:
     """O in float64, [n, Dv]; NaN in rows that see a key which these inputs lack."""
     out = inputs.o.new_zeros(inputs.o.shape)
     for rows, head in heads_of(semantics, inputs):
@@ -69,7 +69,7 @@ def evaluate(semantics: Semantics, inputs: HeadRows) -> Tensor:
 Blocks = list[tuple[Tensor, AttentionHead, RowBlock]]
 
 
-def blocks_of(semantics: Semantics, inputs: HeadRows) -> Blocks:
+def blocks_of(semantics: HeadSemantics, inputs: RunRows) -> Blocks:
     """Every intermediate of few rows: rows [m], their head, and a block that holds all of them."""
     found = []
     for rows, head in heads_of(semantics, inputs):
@@ -77,7 +77,7 @@ def blocks_of(semantics: Semantics, inputs: HeadRows) -> Blocks:
     return found
 
 
-def out_of_few(semantics: Semantics, inputs: HeadRows) -> Tensor:
+def out_of_few(semantics: HeadSemantics, inputs: RunRows) -> Tensor:
     """As ``evaluate``, of few rows: faster."""
     out = inputs.o.new_zeros(inputs.o.shape)
     for rows, _, block in blocks_of(semantics, inputs):
@@ -86,7 +86,7 @@ def out_of_few(semantics: Semantics, inputs: HeadRows) -> Tensor:
     return out.masked_fill_(lacking[:, None], torch.nan)
 
 
-def expected_square(semantics: Semantics, inputs: HeadRows, fmt: FloatFormat, out: FloatFormat) -> Tensor:
+def expected_square(semantics: HeadSemantics, inputs: RunRows, fmt: FloatFormat, out: FloatFormat) -> Tensor:
     """By row the squared error that one rounding at each site of a well-rounded kernel gives O, [n]."""
     found = inputs.o.new_zeros(len(inputs.o))
     for rows, head, block in blocks_of(semantics, inputs):
@@ -135,11 +135,11 @@ class SplitHead:
     """Rows that can be compared, bool [n]."""
 
 
-def split_head(a: HeadRows, b: HeadRows, semantics: tuple[Semantics, Semantics]) -> SplitHead:
+def split_head(a: RunRows, b: RunRows, semantics: tuple[HeadSemantics, HeadSemantics]) -> SplitHead:
     """Split the difference of one head."""
     own_a, own_b = evaluate(semantics[0], a), evaluate(semantics[1], b)
     stated = [
-        own if _same(found, Semantics.stated(rows)) else evaluate(Semantics.stated(rows), rows)
+        own if _same(found, HeadSemantics.stated(rows)) else evaluate(HeadSemantics.stated(rows), rows)
         for own, found, rows in zip((own_a, own_b), semantics, (a, b), strict=True)
     ]
     same = _same(*semantics)
@@ -150,11 +150,11 @@ def split_head(a: HeadRows, b: HeadRows, semantics: tuple[Semantics, Semantics])
     return SplitHead(parts, (a.o - stated[0], b.o - stated[1]), own_a, usable)
 
 
-def _same(a: Semantics, b: Semantics) -> bool:
+def _same(a: HeadSemantics, b: HeadSemantics) -> bool:
     return a.scale == b.scale and a.softcap == b.softcap and a.sink == b.sink and torch.equal(a.bias, b.bias)
 
 
-def add_head(sums: LayerSums, found: SplitHead, a: HeadRows, b: HeadRows, sequence: int) -> None:
+def add_head(sums: LayerSums, found: SplitHead, a: RunRows, b: RunRows, sequence: int) -> None:
     """Add one head to the sums of its layer."""
     use, tokens = found.usable, a.tokens[found.usable]
     if not len(tokens):

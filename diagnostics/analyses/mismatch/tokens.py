@@ -32,7 +32,7 @@ CallKey = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """Rows of one sequence in one call."""
 
     call: CallKey
@@ -53,7 +53,7 @@ class Part:
 class TokenSequence:
     """One sequence of a run."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SequencePart] = field(default_factory=list)
     """In the order of the calls."""
     length: int = 0
     """One more than the number of its last token."""
@@ -79,7 +79,7 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """One of the two runs."""
 
     calls: dict[int, dict[CallKey, Capture]]
@@ -92,7 +92,7 @@ class Run:
     """What was left out, in sentences."""
 
 
-def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> Run:
+def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> TokenRun:
     """Put the captures of a run together.
 
     Args:
@@ -114,7 +114,7 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> R
                 _append(sequences, part, partial(_values, capture, item, heads, device), taken)
     if not sequences:
         raise InputError(f"{captures[0].source}: no row of layer {guide} sees a key; expected the rows of a run")
-    return Run(calls, tuple(sequences), max(c.q_heads for c in calls[guide].values()), tuple(notes))
+    return TokenRun(calls, tuple(sequences), max(c.q_heads for c in calls[guide].values()), tuple(notes))
 
 
 def by_layer(captures: Sequence[Capture]) -> tuple[dict[int, dict[CallKey, Capture]], list[str]]:
@@ -172,7 +172,7 @@ def bias_of(capture: Capture, item: int, head: int, device: torch.device) -> Ten
     return bias
 
 
-def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> Part | None:
+def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> SequencePart | None:
     """The rows of a batch item that are tokens; None where none is."""
     visible = bias_of(capture, item, 0, device) > -torch.inf
     seen = visible.any(1)
@@ -191,7 +191,7 @@ def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> Pa
     rows = rows[fresh]
     first = int(visible[rows].int().argmax(1).min())
     own = last[rows]
-    return Part(key, item, rows.cpu(), own.cpu(), slice(first, int(own[-1]) + 1), -first)
+    return SequencePart(key, item, rows.cpu(), own.cpu(), slice(first, int(own[-1]) + 1), -first)
 
 
 def _values(capture: Capture, item: int, heads: int, device: torch.device, keys: slice) -> Tensor:
@@ -201,7 +201,9 @@ def _values(capture: Capture, item: int, heads: int, device: torch.device, keys:
     return torch.stack([v[keys] for v in found if v is not None], 1)
 
 
-def _append(sequences: list[TokenSequence], part: Part, read: Callable[[slice], Tensor], taken: set[int]) -> None:
+def _append(
+    sequences: list[TokenSequence], part: SequencePart, read: Callable[[slice], Tensor], taken: set[int]
+) -> None:
     """Add a part to the sequence whose keys it finds in its cache, or begin one with it.
 
     Args:
@@ -239,7 +241,7 @@ def _append(sequences: list[TokenSequence], part: Part, read: Callable[[slice], 
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class RunRows:
     """The rows of one head of one sequence in one run; float64."""
 
     tokens: Tensor
@@ -268,7 +270,7 @@ class HeadRows:
     v: Tensor
     """The values likewise, [n, Dv]."""
 
-    def select(self, rows: Tensor) -> HeadRows:
+    def select(self, rows: Tensor) -> RunRows:
         """Some of the rows, [m] indices in increasing order."""
         place = torch.full((len(self.tokens),), -1, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
@@ -280,8 +282,8 @@ class HeadRows:
 
 
 def head_rows(
-    run: Run, sequence: TokenSequence, layer: int, head: int, *, shift: int, length: int, device: torch.device
-) -> HeadRows | None:
+    run: TokenRun, sequence: TokenSequence, layer: int, head: int, *, shift: int, length: int, device: torch.device
+) -> RunRows | None:
     """The rows of one head.
 
     Args:
@@ -336,7 +338,7 @@ def head_rows(
         cached.append(own.new_full((len(rows),), part.offset + shift))
     every = torch.cat(tokens)
     of_blocks = [(torch.tensor(rows, dtype=torch.int64, device=device), k, v) for rows, k, v in blocks]
-    return HeadRows(
+    return RunRows(
         tokens=every, q=torch.cat(queries), o=torch.cat(outs), bias=torch.cat(biases), known=known,
         cached=torch.cat(cached),
         blocks=tuple(of_blocks), scale=first.scale, softcap=first.softcap, sink=first.sink,
@@ -357,7 +359,7 @@ class _Piece:
     sink: float | None
 
 
-def _piece(run: Run, part: Part, layer: int, head: int, device: torch.device) -> _Piece | None:
+def _piece(run: TokenRun, part: SequencePart, layer: int, head: int, device: torch.device) -> _Piece | None:
     capture = run.calls[layer].get(part.call)
     if capture is None or part.item >= capture.batch:
         return None
@@ -378,7 +380,7 @@ def observation_of(capture: Capture) -> str:
     return next(name for name, outputs in capture.observations.items() if "o" in outputs)
 
 
-def stream_rows(run: Run, sequence: TokenSequence, layer: int, shift: int, device: torch.device) -> Iterator[
+def stream_rows(run: TokenRun, sequence: TokenSequence, layer: int, shift: int, device: torch.device) -> Iterator[
     tuple[Tensor, Tensor]
 ]:  # fmt: skip
     """x of the calls that have it: the rows' tokens, int64 [n], and x, float64 [n, C]."""
