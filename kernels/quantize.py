@@ -224,11 +224,11 @@ def _rounded_scale(wanted: Tensor, by: Quantizer, seed: int) -> Tensor:
     elif isinstance(rounding, Rounding):
         scale = round_to(wanted, rounding, seed + 1)
     else:
-        scale = _power_of_two(wanted, rounding, seed + 1)
+        scale = power_of_two(wanted, rounding, seed + 1)
     return scale.clamp(min=by.least_scale)
 
 
-def _power_of_two(x: Tensor, mode: Mode, seed: int) -> Tensor:
+def power_of_two(x: Tensor, mode: Mode, seed: int = 0) -> Tensor:
     """``x``, 0 or more, rounded to E8M0."""
     mantissa, exponent = torch.frexp(x.double())  # mantissa in [0.5, 1)
     low = torch.ldexp(torch.ones_like(mantissa), exponent - 1)

@@ -12,7 +12,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together
+from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "grows", "matters", "style_of", "sure", "what", "when", "where"]
 NAMES: dict[Kind, str] = {
@@ -91,11 +91,11 @@ def _in_short(finding: SharedFinding, *, crowded: bool) -> str:
     """What it is, in a line."""
     place = _worst_place(finding, steps=False)
     if finding.label == "lossy" and finding.factors:
-        return f"{_factors(finding, 'a well-rounded kernel')}{place}"
+        return f"{_factors(finding, yardstick(finding.declared))}{place}"
     if finding.label == "biased" and finding.biased_mean is not None:
         return f"{_bias_in_short(finding)}{place}"
     if finding.label == "ill_conditioned":
-        return f"dQ is {percent(finding.dq_error)} off{place}, as a well-rounded kernel's would be"
+        return f"dQ is {percent(finding.dq_error)} off{place}, as {yardstick(finding.declared)}'s would be"
     if finding.label == "unjudged":
         return finding.words.partition(":")[0].rstrip(".")
     said = finding.words.partition(": ")[0] if crowded else finding.words
@@ -152,7 +152,11 @@ def _effect(finding: SharedFinding) -> str:
     if finding.gradients is None and finding.dw_q_error is None:
         return "Matters much: O is another function" if _wrong_o(finding) else "Matters: not known without dO"
     other = finding.dq_error_well_rounded
-    beside = "" if other is None or finding.label == "ill_conditioned" else f" (well-rounded: {percent(other)})"
+    beside = (
+        ""
+        if other is None or finding.label == "ill_conditioned"
+        else f" ({yardstick(finding.declared).removeprefix('a ').removesuffix(' kernel')}: {percent(other)})"
+    )
     how = "as predicted " if finding.gradients == "predicted" else ""
     return f"Matters {_degree(finding)}: dQ {how}{percent(finding.dq_error)} off{beside}"
 
@@ -166,11 +170,11 @@ def what(finding: SharedFinding) -> str:
         return f"{_bias(finding)}{place}."
     if finding.label == "ill_conditioned":
         other = finding.dq_error_well_rounded
-        alike = "" if other is None else f", and a well-rounded kernel's would be {percent(other)} off as well"
+        alike = "" if other is None else f", and {yardstick(finding.declared)}'s would be {percent(other)} off as well"
         return f"dQ is {percent(finding.dq_error)} off{place}{alike}: these inputs amplify ordinary rounding."
     said = finding.words.rstrip(".")
     if finding.label == "lossy" and finding.factors:
-        said = _factors(finding, "a well-rounded kernel")
+        said = _factors(finding, yardstick(finding.declared))
     pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
     too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
     if finding.label in ("wrong", "nonfinite"):
@@ -279,7 +283,9 @@ def matters(finding: SharedFinding) -> str:
     other = finding.dq_error_well_rounded
     how = "predicted (from delta) to be " if finding.gradients == "predicted" else ""
     beside = (
-        "" if other is None or finding.label == "ill_conditioned" else f" (a well-rounded kernel's: {percent(other)})"
+        ""
+        if other is None or finding.label == "ill_conditioned"
+        else f" ({yardstick(finding.declared)}'s: {percent(other)})"
     )
     weights = "" if finding.dw_q_error is None else f", the weights' gradient dW_Q {percent(finding.dw_q_error)}"
     if (finding.dw_q_error or 0.0) >= _LARGE:
@@ -335,8 +341,11 @@ def sure(finding: SharedFinding) -> str:
         low, high = shown
         alike = ", with all rows weighted alike" if _by_all_rows(finding) else ""
         rule = "lossy: above 1.25" if low > _LOSSY else "lossy: a factor above 1.25"
-        beside = f"{times(low)} to {times(high)} times FlashAttention-2's (the well-rounded kernel's) error{alike}"
+        whose = (
+            "FlashAttention-2's (the well-rounded kernel's)" if finding.declared is None else "the declared recipe's"
+        )
+        beside = f"{times(low)} to {times(high)} times {whose} error{alike}"
         return f"{beside} (95 % interval; {rule}): {_fault(finding)}, not the inputs'."
     if finding.label == "ill_conditioned":
-        return "a well-rounded kernel was run on the same inputs: this one is not at fault."
+        return f"{yardstick(finding.declared)} was run on the same inputs: this one is not at fault."
     return "seen, not tested."

@@ -11,7 +11,7 @@ from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
-from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together
+from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
@@ -244,7 +244,7 @@ def _good(entries: Sequence[Entry]) -> str:
     if not everywhere:
         return f"no mean error beyond chance in {count}"
     are = "are" if len(everywhere) > 1 else "is"
-    return f"{together(everywhere)} {are} as good as a well-rounded kernel's in {count}, and no bias was found"
+    return f"{together(everywhere)} {are} as good as {_held_against(heads)}'s in {count}, and no bias was found"
 
 
 def _not_judged(entries: Sequence[Entry]) -> list[str]:
@@ -265,7 +265,7 @@ def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[L
     clean = [e[2] for e in entries if "clean" in label_names(e[2])]
     known = []
     if factors := [value for head in clean if (value := FACTOR.value(head)) is not None]:
-        known.append(f"errors are at most {times(max(factors))} times a well-rounded kernel's ({_RULE})")
+        known.append(f"errors are at most {times(max(factors))} times {_held_against(clean)}'s ({_RULE})")
     if clean and (size := diagnosis.family.size):
         known.append(f"{plural(size, 'test')} of a mean error, and none speaks against the kernel")
     if not clean:
@@ -286,6 +286,11 @@ def _about_emulated(diagnosis: Diagnosis) -> Iterator[Line]:
         yield Line("Matters", f"not known of your kernel; with these roundings {errors}")
 
 
+def _held_against(heads: Sequence[HeadDiagnosis]) -> str:
+    """The yardstick of these heads; of several the first's."""
+    return yardstick(next((q.declared for head in heads for q in head.quantities), None))
+
+
 def _dq_errors(entries: Sequence[Entry]) -> str | None:
     """How far dQ is off in the worst head, beside a well-rounded kernel's there; None where it is not known."""
     nearest = [(*DQ_ERROR.nearest(head), head) for _, _, head in entries]
@@ -295,7 +300,7 @@ def _dq_errors(entries: Sequence[Entry]) -> str | None:
     largest, guessed, head = max(known, key=lambda item: item[0])
     how = " (as predicted from delta)" if guessed else ""
     other = next((q.relative_error_well_rounded for q in head.quantities if q.quantity == "dq"), None)
-    beside = "" if other is None or guessed else f"; a well-rounded kernel's is {percent(other)} off there"
+    beside = "" if other is None or guessed else f"; {_held_against([head])}'s is {percent(other)} off there"
     return f"the gradient dQ is up to {percent(largest)} off{how}{beside}."
 
 

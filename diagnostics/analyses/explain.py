@@ -216,7 +216,10 @@ def _distances(head: HeadDiagnosis) -> str:
 
 def _beside_well_rounded(head: HeadDiagnosis) -> Iterator[str]:
     """Each judged quantity's answer, the gravest first, and how a factor is to be read."""
-    if any(q.factor is not None for q in head.quantities):
+    declared = next((q.declared for q in head.quantities if q.declared is not None), None)
+    if declared is not None:
+        yield f"The yardstick is {declared}, which it is declared to be, on the same inputs: about 1 is sound."
+    elif any(q.factor is not None for q in head.quantities):
         yield (
             "The yardstick is a well-rounded kernel: the published recipe of this format, run on the same inputs. A "
             "factor is the error over that kernel's, about 1 for a sound one."

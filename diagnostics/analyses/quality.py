@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together
+from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
@@ -74,6 +74,9 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         copied=np.concatenate(copied) if rows < len(arrays["rows"]) else None,
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
+        declared=first.declared,
+        factors=next((s.factors for s in samples if s.factors), ""),
+        in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
         ceiling=sum(s.ceiling for s in samples),
         rounding=all(s.rounding for s in samples if s.outlying.any()),
@@ -103,6 +106,8 @@ def judge_quantity(
     outlying = whole.outlying & ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
+    plain = None if whole.in_16_bits is None or not truth else math.sqrt(whole.in_16_bits / truth)
+    other = f"{yardstick(whole.declared or None)}'s error"
 
     def verdict(answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
         return QuantityVerdict(
@@ -122,11 +127,15 @@ def judge_quantity(
             rows=len(outlying),
             largest_ulp=largest[2],
             largest_at=(batch, largest[0], largest[1]),
+            declared=whole.declared or None,
+            relative_error_16_bit=plain,
             site=whole.site,
             patterns=patterns,
         )
 
     impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
+    if whole.factors:
+        return verdict("wrong", f"{impossible}: {whole.factors}.", Pattern("factor", whole.factors))
     if outlying.any():
         rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
@@ -147,10 +156,11 @@ def judge_quantity(
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
         what = "a kernel with 8-bit operands and all else in BF16"
+        what = "the coarsest recipe, MXFP4, or the declared one" if whole.declared else what
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
-    factor = f"{_factor(ratio)} times a well-rounded kernel's error"
+    factor = f"{_factor(ratio)} times {other}{_cost(error, truth, plain)}"
     site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
         where = _rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
@@ -167,6 +177,8 @@ def judge_quantity(
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
     as_good |= max(ratio.factor, typical.factor) <= _FAR_BETTER
     if as_good and not outlying.any() and not columns.size and not (quantity == "dq" and whole.not_zero.any()):
+        if whole.declared:
+            return verdict("good", f"{name} is as good as {whole.declared} allows: {factor}.")
         return verdict("good", f"{name} is as good as a well-rounded kernel's: {_factor(ratio)} times its error.")
     few = ""
     if ratio.groups < MIN_GROUPS:
@@ -174,6 +186,13 @@ def judge_quantity(
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def _cost(error: float, truth: float, plain: float | None) -> str:
+    """Where a recipe below 16 bits is declared, what it costs."""
+    if plain is None or not truth:
+        return ""
+    return f" ({percent(math.sqrt(error / truth))} off; in 16 bits {percent(plain)})"
 
 
 def _rows_named(rows: Sequence[int]) -> str:

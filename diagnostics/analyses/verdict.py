@@ -101,11 +101,13 @@ def judge(
     level: float,
     quantities: Sequence[QuantityVerdict] = (),
     certificate: Certificate | None = None,
+    declared: Mapping[str, bool] | None = None,
 ) -> Verdict:
     """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
 
     ``bias`` must carry the adjusted p-values of the primary tests. ``quantities``: each captured one; those of a format
-    without a published recipe are wrong or stated, and not asked how well they are rounded.
+    without a published recipe are wrong or stated, and not asked how well they are rounded. ``declared``: by primary
+    test, whether the mean is what the declared recipe has too.
     """
     if certificate is not None and not certificate.held:
         return _violated(certificate)
@@ -135,7 +137,7 @@ def judge(
     if blurred:
         labels.append("undecided")
         reasons.append(_blurred(blurred))
-    biased = _biased(tests, rounding_bias, level, scope)
+    biased = _biased(tests, rounding_bias, level, scope, declared or {})
     reasons += biased[1]
     if biased[0]:
         labels.append("biased")
@@ -165,8 +167,7 @@ def judge(
     exact = _identical_words(in_doubt) if bit_identical else None
     reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
     if swamped_rows:
-        equal = "rows of O equal" if swamped_rows > 1 else "row of O equals"
-        its = "their" if swamped_rows > 1 else "its"
+        equal, its = ("rows of O equal", "their") if swamped_rows > 1 else ("row of O equals", "its")
         reasons.append(f"{swamped_rows} {equal} V of {its} top key exactly (swamped: a count, not a cause).")
     unique = tuple(label for label in LABELS if label in labels)
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
@@ -242,7 +243,7 @@ def _fragile(
         o = known.get("o")
         fine = o.answer == "good" if o is not None else noise_factor is not None and noise_factor <= LOSSY_ABOVE
         return f"{words}, through the rounding of O in delta; {fragility}." if fine else None
-    other = dq.relative_error_well_rounded
+    other = dq.relative_error_well_rounded if dq.declared is None else dq.relative_error_16_bit
     if other is None or other <= DQ_ERROR_ABOVE or dq.factor is None or not 1 / LOSSY <= dq.factor <= LOSSY:
         return None
     if carried < CARRIED_BY:
@@ -282,7 +283,7 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
 
 
 def _biased(
-    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str
+    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str, declared: Mapping[str, bool]
 ) -> tuple[bool, list[str]]:
     """Whether a primary test rejects, and the sentence for each that does.
 
@@ -303,6 +304,8 @@ def _biased(
         rounding = rounding_bias.delta if name == "delta" else None
         if rounding is not None and explained_by_rounding(rounding, estimate, level):
             words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
+        elif declared.get(name):
+            words.append(f"{sentence}; no further off than the declared recipe's mean may be: no fault of the kernel.")
         else:
             found = True
             words.append(f"{sentence}.")
@@ -354,7 +357,8 @@ def _context(
         words.append(f"Repeated row maxima in {repeats.rows} of {repeats.rows_eligible} eligible rows (input format).")
     else:
         words.append("No row has a repeated maximum, so that is not the trigger here.")
-    good = [SYMBOLS[q.quantity] for q in quantities if q.answer == "good"]
+    words += [q.words for q in quantities if q.answer == "good" and q.declared]
+    good = [SYMBOLS[q.quantity] for q in quantities if q.answer == "good" and not q.declared]
     if good:
         words.append(f"{together(good)} {_are(good)} as good as a well-rounded kernel's.")
     dq = propagation.dq

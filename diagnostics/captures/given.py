@@ -66,6 +66,7 @@ class CallTensors(TypedDict, total=False):
     softcap: float | None
     softmax_offset: float | None
     alibi_origin: str | None
+    declared: str | None
     layout: str
 
 
@@ -76,7 +77,7 @@ One = Capture | Array
 Source = One | Named | Sequence[Capture | Named]
 """What a function of heads takes."""
 
-_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "alibi_origin", "layout")
+_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "alibi_origin", "declared", "layout")
 
 
 def is_array(value: object) -> TypeGuard[Array]:

@@ -77,6 +77,8 @@ class Metadata:
     """Rank of the process that wrote it."""
     kernel: str | None = None
     """What computed the outputs."""
+    declared: str | None = None
+    """The published recipe below 16 bits (fa3-fp8, sage2, …) that it is meant to be, and is held against."""
     device: str | None = None
     """On what."""
     torch: str | None = None
@@ -179,7 +181,19 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
     **dict.fromkeys(
-        ("layout", "causal", "lse_base", "lse_sink", "alibi_origin", "kernel", "device", "torch", "hardware", "notes"),
+        (
+            "layout",
+            "causal",
+            "lse_base",
+            "lse_sink",
+            "alibi_origin",
+            "kernel",
+            "declared",
+            "device",
+            "torch",
+            "hardware",
+            "notes",
+        ),
         (str, "text"),
     ),
 }

@@ -78,6 +78,12 @@ class Overrides:
         str | None, typer.Option("--window", metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")
     ] = None
     softcap: Annotated[float | None, typer.Option("--softcap", help="Softcap, instead of what the file says.")] = None
+    declared: Annotated[
+        str | None,
+        typer.Option(
+            "--declared", metavar="RECIPE", help="The kernel below 16 bits that it is meant to be: fa3-fp8, …"
+        ),
+    ] = None
 
     def metadata(self) -> dict[str, Any]:
         """Keywords of Metadata.override. Raises InputError for a window that is none."""
@@ -89,7 +95,7 @@ class Overrides:
             raise InputError(f"--window must be LEFT,RIGHT (two integers), got {self.window!r}") from None
         return {
             "layout": self.layout, "causal": self.causal, "scale": self.scale, "window": window,
-            "softcap": self.softcap,
+            "softcap": self.softcap, "declared": self.declared,
         }  # fmt: skip
 
     def given(self) -> dict[str, object]:

@@ -18,11 +18,13 @@ import torch
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import AlibiOrigin, Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
+from attn_diag.head.declared import declared_recipe
 from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.kernels import emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
@@ -274,8 +276,12 @@ def usual_windows(k_length: int) -> list[int]:
 
 def _sample(
     capture: Capture, observation: str, output: str, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
+
+    Third O as the declared recipe makes it; None for LSE, and where none is declared.
+    """
+    recipe = declared_recipe(capture) if output == "o" else None
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
     for batch, head in product({0, capture.batch - 1}, heads):
         length = capture.lengths(batch)[0]
@@ -288,12 +294,15 @@ def _sample(
         observed, truth = stored[rows], block.out if output == "o" else block.lse
         finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
         usable = ~inputs.unusable[rows] & finite
-        yield observed[usable], truth[usable]
+        made = None if recipe is None else emulate_rows(recipe, replace(inputs.head, do=None), rows.to(device)).double()
+        yield observed[usable], truth[usable], None if made is None else made[usable]
 
 
 @dataclass(frozen=True)
 class OutputFit:
     """O's error, and that of the reference once it is rounded to O's format, both over the norm of the reference.
+
+    Where a recipe is declared, the second is that recipe's.
 
     ``error`` is infinite where O must be 0 and is not.
     """
@@ -312,9 +321,9 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
     wrong = right = rounding = 0.0
     compared = 0
-    for observed, truth in _sample(capture, observation, "o", device):
+    for observed, truth, made in _sample(capture, observation, "o", device):
         # A finite O past the largest number was clamped to it.
-        rounded = round_nearest_even(truth, fmt).clamp(-fmt.largest, fmt.largest)
+        rounded = round_nearest_even(truth if made is None else made, fmt).clamp(-fmt.largest, fmt.largest)
         wrong += float((observed - truth).square().sum())
         right += float(truth.square().sum())
         rounding += float((rounded - truth).square().sum())
@@ -330,7 +339,7 @@ def lse_error(capture: Capture, observation: str, device: torch.device) -> float
     """Norm of LSE's error over the norm of LSE, the latter at least 1: LSE may well be near 0. None as for O."""
     wrong = right = 0.0
     compared = 0
-    for observed, truth in _sample(capture, observation, "lse", device):
+    for observed, truth, _ in _sample(capture, observation, "lse", device):
         wrong += float((observed - truth).square().sum())
         right += float(truth.square().sum())
         compared += len(truth)

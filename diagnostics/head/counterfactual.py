@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
-from attn_diag.kernels import PRESETS, emulate_head, preset
+from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 
 RECIPE = "fa2"
@@ -77,18 +77,30 @@ def run_counterfactual(
         chosen = replace(chosen, **changed)
     else:
         head, chosen = coarser(head, fmt.name, recipe, draw)
+    chosen = replace(chosen, accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation)
+    return returned_by(chosen, head, fmt, stored, key_gradients=key_gradients)
+
+
+def returned_by(
+    recipe: Recipe,
+    head: AttentionHead,
+    fmt: FloatFormat,
+    stored: Mapping[str, FloatFormat],
+    *,
+    key_gradients: bool = True,
+) -> dict[str, Tensor]:
+    """What a recipe returns for one query head in the formats of the kernel under test; as ``run_counterfactual``."""
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
     out = stored.get("o", fmt).name
     known = (*FORMATS, "fp32")
-    chosen = replace(
-        chosen,
-        accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation,
-        out=out if out in known else chosen.out,
-        dq=gradients.name if gradients.name in known else chosen.dq,
+    recipe = replace(
+        recipe,
+        out=out if out in known else recipe.out,
+        dq=gradients.name if gradients.name in known else recipe.dq,
     )
     # Kernels take the maximum before the scale: with a negative one of -q it is the maximum.
     sign = -1 if head.scale < 0 else 1
-    found = emulate_head(chosen, replace(head, q=sign * head.q, scale=sign * head.scale), key_gradients=key_gradients)
+    found = emulate_head(recipe, replace(head, q=sign * head.q, scale=sign * head.scale), key_gradients=key_gradients)
     outputs = {name: getattr(found, name) for name in ("o", "lse", "delta", "dq", "dk", "dv")}
     outputs = {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
     return outputs | {"dq": sign * outputs["dq"]} if "dq" in outputs else outputs

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,12 +15,14 @@ from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
+from attn_diag.head.declared import DeclaredKernel, beside_declared, mean_sums
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
     format_of,
+    reference_head,
     round_nearest_even,
     ulp,
 )
@@ -30,6 +34,7 @@ _NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
 # fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
 _FP32 = 2.0**-17
 BF16 = format_of(torch.bfloat16)
+_STEP = 2.0**-12
 
 
 @dataclass
@@ -38,8 +43,8 @@ class KeyTerms:
 
     backward: BackwardCollector | None
     """Predictions from the captured O and LSE; None without an O or delta."""
-    counterfactuals: Counterfactuals | TruncatedInputs
-    """What a well-rounded kernel returns."""
+    counterfactuals: Counterfactuals | TruncatedInputs | DeclaredKernel
+    """What a well-rounded kernel returns, or one that is what it is declared to be."""
     variance: dict[str, Tensor]
     """dk [Tk, D] and dv [Tk, Dv]: their expected squared errors."""
     by_delta: Tensor
@@ -53,7 +58,7 @@ def measure_quality(
 ) -> dict[str, QuantitySample]:
     """O and dQ beside a well-rounded kernel's."""
     reference, head, fmt = passed.truth.reference, passed.truth.head, passed.truth.out_format
-    variance = passed.noise.finished(reference, seen.formats)
+    variance, declared = passed.variance(seen), passed.declared(seen)
     found: dict[str, QuantitySample] = {}
     if not len(rows):
         return found
@@ -62,14 +67,33 @@ def measure_quality(
             continue
         backward = passed.backward.get(seen.name)
         fed = None if name == "o" or backward is None or backward.dq_cast is None else backward.dq_cast
+        clusters = torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None
+        if declared is not None:
+            found[name] = beside_declared(
+                seen.outputs[name], truth, partial(_only, name), [declared], variance=variance[name],
+                fmt=seen.formats[name], rows=rows, fed=fed if covers(fmt) else None, clusters=clusters,
+                by_scale=partial(_by_scale, passed) if name == "o" else None,
+                lse_apart=partial(_lse_apart, seen) if "lse" in seen.outputs else None,
+            )  # fmt: skip
+            continue
         found[name] = beside_well_rounded(
             name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
-            variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed,
-            clusters=torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None,
+            variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed, clusters=clusters,
             # Errors that all keys share may lie in one direction.
             directions=partial(directions, head, fmt, name) if covers(fmt) else None,
         )  # fmt: skip
     return found
+
+
+def _by_scale(passed: StreamedHead) -> tuple[Tensor, Tensor]:
+    """O's and L's derivatives by the logarithm of alpha, [Tq, Dv] and [Tq]."""
+    head = replace(passed.truth.head, do=None)
+    up, down = (reference_head(replace(head, scale=head.scale * (1 + h))) for h in (_STEP, -_STEP))
+    return (up.out - down.out) / (2 * _STEP), (up.lse - down.lse) / (2 * _STEP)
+
+
+def _lse_apart(seen: ObservedHead, outputs: dict[str, Tensor]) -> Tensor:
+    return seen.outputs["lse"] - outputs["lse"]
 
 
 def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:
@@ -83,13 +107,14 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
     truth, reference = passed.truth, passed.truth.reference
     # Kernels of FP16 may keep L or delta in BF16.
     head, unit = truth.head, 2.0**-passed.noise.fmt.precision
-    if covers(truth.inputs.input_format):
+    if passed.compared:
         unit = max(unit, 2.0**-BF16.precision)
     found: dict[str, RowEffect] = {}
+    variance = passed.variance(seen)
     if head.do is None:
         noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
     else:
-        noise = passed.noise.finished(reference, seen.formats)["dq"][rows].sum(1)
+        noise = variance["dq"][rows].sum(1)
 
     def effect(error: Tensor, made: Tensor, budget: Tensor) -> RowEffect:
         return RowEffect(
@@ -98,7 +123,7 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             noise=noise.cpu().numpy(),
             of_budget=(error.abs() / budget.clamp(min=1e-300)).cpu().numpy(),
             largest=float(error.abs().max()),
-            compared=covers(truth.inputs.input_format),
+            compared=passed.compared,
         )
 
     if (lse := seen.outputs.get("lse")) is not None:
@@ -108,7 +133,7 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         if head.sink is not None:  # L may be the sink's, far from every score
             largest = torch.maximum(largest, reference.lse[rows].abs())
         budget = 2 * unit * (2 * largest + 4)
-        if covers(truth.inputs.input_format) and bool((beyond := error.abs() > budget).any()):
+        if passed.compared and bool((beyond := error.abs() > budget).any()):
             budget[beyond] += ELEMENT_LIMIT * operands_noise(head, rows[beyond])
         usual = float((error.abs() / budget).quantile(_NINE_IN_TEN)) if len(rows) else 1.0
         exact = bool((error.abs() <= _FP32 * (1 + largest)).all())
@@ -116,13 +141,17 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
             noise = passed.noise.variance["row_sum"][rows].sqrt()
             budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
-        if "lse" in passed.noise.variance:  # operands that are rounded move a score by more than its size
-            budget = budget + ELEMENT_LIMIT * passed.noise.variance["lse"][rows].sqrt()
+        if "lse" in variance:  # operands that are rounded move a score by more than its size
+            budget = budget + ELEMENT_LIMIT * variance["lse"][rows].sqrt()
         beyond, in_bf16 = error.abs() > budget, False
         if bool(beyond.any()) and truth.inputs.input_format.precision > BF16.precision:
             wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
-            in_bf16 = not covers(truth.inputs.input_format) and bool((error[beyond].abs() <= wider).all())
+            in_bf16 = not passed.compared and bool((error[beyond].abs() <= wider).all())
         made = torch.expm1(-error).square() * size
+        if (declared := passed.declared(seen)) is not None:
+            # L of a kernel below 16 bits is off by as much as its scores are.
+            own = (declared.outputs()["lse"] - reference.lse)[rows].square()
+            noise = noise + torch.maximum(own, variance["lse"][rows]) * size
         found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
@@ -133,9 +162,18 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             # A kernel may make it from O before or after its last rounding.
             error = torch.where(own.abs() < error.abs(), own, error)
         through = truth.probs_k[rows].square().sum(1) * head.scale**2
-        budget = 2 * unit * size + 4 * passed.noise.variance["delta"][rows].sqrt()
+        budget = 2 * unit * size + 4 * variance["delta"][rows].sqrt()
         found["delta"] = effect(error, error.square() * through, budget)
     return found
+
+
+def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:
+    """See ``mean_sums``; empty where nothing is declared."""
+    declared, errors = passed.declared(seen), passed.errors.get(seen.name)
+    if declared is None:
+        return {}
+    delta = None if errors is None else errors.delta
+    return mean_sums(declared, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
 
 
 def rows_without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:
@@ -174,12 +212,20 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
     variance = torch.stack([t.variance[name] for t in terms]).sum(0)
     casts = [None if t.backward is None else getattr(t.backward, f"{name}_cast") for t in terms]
     known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
+    rows = torch.arange(len(variance), device=variance.device)
+    fed = torch.stack(known).sum(0) if len(known) == len(terms) else None
+    declared = [t.counterfactuals for t in terms if isinstance(t.counterfactuals, DeclaredKernel)]
+    others = [t.counterfactuals for t in terms if not isinstance(t.counterfactuals, DeclaredKernel)]
+    if declared:
+        return beside_declared(
+            parts.observed, parts.reference, total, declared, variance=variance, fmt=fmt, rows=rows, fed=fed
+        )
     return beside_well_rounded(
-        name, parts.observed, parts.reference, total, [t.counterfactuals for t in terms],
+        name, parts.observed, parts.reference, total, others,
         variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
         fmt=fmt,
-        rows=torch.arange(len(variance), device=variance.device),
-        fed=torch.stack(known).sum(0) if len(known) == len(terms) else None,
+        rows=rows,
+        fed=fed,
         carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
     )  # fmt: skip
 

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head import judging
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sum_of
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.judging import KeyTerms, measure_effects, measure_quality, paired_deltas, rows_without_keys
+from attn_diag.head.judging import KeyTerms
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.quality import QuantitySample, RowEffect
@@ -105,9 +106,11 @@ class HeadMeasurement:
     quality: dict[str, QuantitySample] = field(default_factory=dict)
     """O and dQ beside a well-rounded kernel's."""
     sink: SinkTerms | None = None
-    """Of the gradient of the head's sink; None without one."""
+    """Of its sink's gradient; None without one."""
     effects: dict[str, RowEffect] = field(default_factory=dict)
     """LSE and a captured delta, by what their errors make of dQ."""
+    declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    """Of a declared kernel, see ``mean_sums``."""
 
 
 def measure_head(
@@ -151,8 +154,7 @@ def _measure(
     finite = ~inputs.unusable
     known = passed.bounds.known_rows
     usable = finite & ~reference.fully_masked & known
-    faulty = {name: int((bad & usable).sum()) for name, bad in broken.items()}
-    before = int(usable.sum())
+    faulty, before = {name: int((bad & usable).sum()) for name, bad in broken.items()}, int(usable.sum())
     for bad in broken.values():
         usable = usable & ~bad
     lost = before - int(usable.sum())
@@ -178,17 +180,18 @@ def _measure(
         top_key=top_key.cpu().numpy(),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
-        without_keys=rows_without_keys(seen, reference.fully_masked & finite),
+        without_keys=judging.rows_without_keys(seen, reference.fully_masked & finite),
     )
     result.nearly_uniform = passed.nearly_uniform(usable)
     _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
     if shared is not None:
         _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
     kept_rows = usable.nonzero()[:, 0]
-    result.quality = measure_quality(passed, seen, kept_rows, top_key)
+    result.quality = judging.measure_quality(passed, seen, kept_rows, top_key)
     result.sink = sink_terms(passed, seen.outputs)
     if len(kept_rows):
-        result.effects = measure_effects(passed, seen, kept_rows)
+        result.effects = judging.measure_effects(passed, seen, kept_rows)
+        result.declared_sums = judging.measure_means(passed, seen, kept_rows)
     return result
 
 
@@ -365,10 +368,10 @@ def _measure_backward(
         noise = passed.noise
         result.keys = KeyTerms(
             backward=passed.backward.get(seen.name),
-            counterfactuals=passed.counterfactuals,
-            variance=noise.finished(reference, seen.formats),
+            counterfactuals=passed.declared(seen) or passed.counterfactuals,
+            variance=passed.variance(seen),
             by_delta=noise.by_delta,
-            delta_errors=None if forward_errors is None else paired_deltas(passed, forward_errors),
+            delta_errors=None if forward_errors is None else judging.paired_deltas(passed, forward_errors),
         )
 
 

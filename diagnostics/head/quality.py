@@ -44,6 +44,18 @@ Directions = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What is known of noise that was drawn, not derived."""
+
+    draws: int
+    """How many times."""
+    rows: Directions
+    """Of some rows."""
+    features: Directions
+    """Of some features, whose errors rows may share."""
+
+
+@dataclass(frozen=True)
 class QuantitySample:
     """Squared errors of one quantity in one head of one sequence; n rows (of O, dQ: queries; of dK, dV: keys)."""
 
@@ -90,6 +102,13 @@ class QuantitySample:
     """Whether a coarser rounding of one thing explains the rows and elements that stand out."""
     features_rounding: bool = False
     """Likewise the features."""
+    declared: str = ""
+    """The recipe below 16 bits that the kernel is declared to be, and that the counterfactual is; empty: none."""
+    factors: str = ""
+    """Where one is declared, what O or its scores are multiplied by that they should not be, in words; empty: nothing.
+    """
+    in_16_bits: float | None = None
+    """Where one is declared, the squared error of a well-rounded kernel of 16 bits; None: unknown, or none is."""
 
     @property
     def outlying(self) -> npt.NDArray[np.bool_]:
@@ -149,7 +168,7 @@ def sample(
     fed: Tensor | None = None,
     clusters: npt.NDArray[np.int64] | None = None,
     carriers: Carriers | None = None,
-    directions: Directions | None = None,
+    directions: Directions | Drawn | None = None,
 ) -> QuantitySample:
     """Compare one quantity with a well-rounded kernel's.
 
@@ -163,8 +182,12 @@ def sample(
         fed: What the casts of a backward make that is fed with the captured O and LSE.
         clusters: [n], groups of rows whose errors are shared.
         carriers: What all keys of dK share.
-        directions: See ``Directions``.
+        directions: See ``Directions``; ``Drawn``, where ``variance`` is the mean of draws.
     """
+    drawn = directions if isinstance(directions, Drawn) else None
+    of_rows = drawn.rows if drawn is not None else directions
+    of_features, draws = (None, None) if drawn is None else (drawn.features, drawn.draws)
+    assert not isinstance(of_rows, Drawn)
     truth = reference[rows]
     error, other = observed[rows] - truth, counterfactual[rows] - truth
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
@@ -191,11 +214,21 @@ def sample(
         expected=expected.sum(1).cpu().numpy(),
         reference=truth.square().sum(1).cpu().numpy(),
         features=torch.stack([squares.sum(0), others.sum(0), floor.sum(0)]).cpu().numpy(),
-        bad_rows=_outlying(squares, others, floor, expected, allowed, 1, directions, rows),
+        bad_rows=_outlying(squares, others, floor, expected, allowed, 1, of_rows, rows, draws),
         bad_features=np.maximum(
-            _outlying(squares, others, floor, expected, allowed, 0, None, rows),
+            _outlying(squares, others, floor, expected, allowed, 0, of_features, rows, draws),
             # Once more in units of every element's noise: no row outweighs the others.
-            _outlying(squares / unit, others / unit, floor / unit, expected / unit, allowed / unit, 0, None, rows),
+            _outlying(
+                squares / unit,
+                others / unit,
+                floor / unit,
+                expected / unit,
+                allowed / unit,
+                0,
+                of_features,
+                rows,
+                draws,
+            ),
         ),
         bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
         in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
@@ -208,7 +241,7 @@ def sample(
 
 def _outlying(
     squares: Tensor, others: Tensor, floor: Tensor, expected: Tensor, allowed: Tensor, dim: int,
-    directions: Directions | None, rows: Tensor,
+    directions: Directions | None, rows: Tensor, draws: int | None = None,
 ) -> Array:  # fmt: skip
     """How many times its limit each group's error is (sums over ``dim``), where that is above 1; else 0."""
     yardstick = torch.stack([t.sum(dim) for t in (others, floor, expected, allowed)]).amax(0)
@@ -217,23 +250,30 @@ def _outlying(
     result = np.zeros(len(ratio))
     if not len(found):
         return result
-    if dim == 0:
+    if dim == 0 and directions is not None:
+        count = directions(found)
+    elif dim == 0:
         # Rows' errors are independent of each other.
         of_rows = expected[:, found]
         count = of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
     else:
         count = torch.ones(len(found), dtype=ratio.dtype) if directions is None else directions(rows[found])
-    limits = np.maximum(GROUP_LIMIT, [_quantile(max(1, round(float(n)))) for n in count])
+    limits = np.maximum(GROUP_LIMIT, [_quantile(max(1, round(float(n))), draws) for n in count])
     times = ratio[found].cpu().numpy() / limits
     result[found.cpu().numpy()] = np.where(times > 1, times, 0.0)
     return result
 
 
 @cache
-def _quantile(directions: int) -> float:
-    """Above it the root mean square of so many unit normal numbers lies with probability ``_CHANCE``."""
-    from scipy.special import chdtri
+def _quantile(directions: int, draws: int | None = None) -> float:
+    """Above it the root mean square of so many normal numbers lies with probability ``_CHANCE``.
 
+    Their standard deviation is 1 or, with ``draws``, what so many draws of them make of it.
+    """
+    from scipy.special import chdtri, fdtri
+
+    if draws is not None:
+        return float(np.sqrt(fdtri(directions, draws * directions, 1 - _CHANCE)))
     return float(np.sqrt(chdtri(directions, _CHANCE) / directions))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs, noise_collector
 from attn_diag.head.counterfactual import Counterfactuals, covers
+from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs
@@ -19,7 +20,11 @@ from attn_diag.reference import (
     BoundCollector,
     FloatFormat,
     RowBlock,
+    format_of,
 )
+
+# Inputs in FP8 are taken as a 16-bit kernel's: of outputs in BF16, as they are.
+BF16 = format_of(torch.bfloat16)
 
 
 @dataclass
@@ -38,6 +43,8 @@ class ObservedHead:
     """Whether dK or dV were captured too, so that their predictions are wanted."""
     assumed_lse: Tensor | None = None
     """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
+    declared: Recipe | None = None
+    """The recipe below 16 bits that the kernel is declared to be."""
 
 
 class StreamedHead:
@@ -73,10 +80,18 @@ class StreamedHead:
         self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
         stored = next((seen.formats for seen in observed), {})
         want_keys = any(seen.want_keys for seen in observed)
-        fmt = inputs.input_format
+        fmt, known = inputs.input_format, next((seen.declared for seen in observed if seen.declared), None)
+        if known is not None and not covers(fmt):
+            fmt = BF16
+        self.compared = covers(fmt)
+        """Whether there is a recipe to compare with."""
         self.noise = noise_collector(inputs.head, fmt, stored, want_keys=want_keys)
-        others = Counterfactuals if covers(fmt) else TruncatedInputs
+        others = Counterfactuals if self.compared else TruncatedInputs
         self.counterfactuals = others(inputs.head, fmt, stored, key_gradients=want_keys)
+        self._variances: dict[str, dict[str, Tensor]] = {}
+        self._declared = (
+            None if known is None else DeclaredKernel(known, inputs.head, fmt, stored, key_gradients=want_keys)
+        )
         self.truth = head_truth(
             inputs,
             projection,
@@ -87,6 +102,20 @@ class StreamedHead:
             gradient_sums=True,
         )
         self.bounds = self._bounds.bounds(self.truth.reference)
+
+    def declared(self, seen: ObservedHead) -> DeclaredKernel | None:
+        """What an observation is declared to be; None: nothing."""
+        return self._declared if seen.declared is not None else None
+
+    def variance(self, seen: ObservedHead) -> dict[str, Tensor]:
+        """The expected squared errors of what an observation is held against, see ``NoiseCollector``."""
+        found = self.noise.finished(self.truth.reference, seen.formats)
+        declared = self.declared(seen)
+        if declared is None:
+            return found
+        if seen.name not in self._variances:
+            self._variances[seen.name] = declared.variance(found)
+        return self._variances[seen.name]
 
     def nearly_uniform(self, usable: Tensor) -> bool:
         """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""

@@ -136,6 +136,9 @@ class SharedFinding:
     other_ranks: tuple[str, ...] | None = None
     """With ``ranks``: other ranks whose captures hold the same heads, and in which it was not found; none: theirs are
     other heads; null: not known, in older documents."""
+    declared: str | None = None
+    """The recipe below 16 bits that the worst head is declared to be and is held against, in the place of a
+    well-rounded kernel; null: none."""
     carrier: str | None = None
     """Of fragile heads, the part of dQ's error that carries most of it in the worst head: delta, lse, ds_cast or
     dq_cast; null: unknown, or the finding is another."""

@@ -201,6 +201,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         p_adjusted=min((p for _, _, h in group if (p := _smallest_p(h)) is not None), default=None),
         dq_error=_largest(_errors(h, "dq") for _, _, h in group),
         dq_error_well_rounded=None if dq is None else dq.relative_error_well_rounded,
+        declared=next((q.declared for q in head.quantities if q.declared is not None), None),
         dw_q_error=_largest(_errors(h, "dw_q") for _, _, h in group),
         gradients="observed" if observed else "predicted" if gradients else None,
         biased_mean=mean,

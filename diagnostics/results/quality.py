@@ -63,6 +63,11 @@ class QuantityVerdict:
     """Error of the element that is furthest off beside its noise, in ulp."""
     largest_at: tuple[int, int, int] | None = None
     """Its batch item, row and feature."""
+    declared: str | None = None
+    """The recipe below 16 bits that the kernel is declared to be; factors and what is said of a well-rounded kernel are
+    then of that recipe. Null: none is declared."""
+    relative_error_16_bit: Number | None = None
+    """Where one is declared, the relative error of a well-rounded kernel of 16 bits: what the format costs."""
     site: str | None = None
     """The rounding site that explains the factor, a field of a recipe; null: none is known."""
     patterns: tuple[Pattern, ...] = ()

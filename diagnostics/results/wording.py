@@ -36,6 +36,11 @@ def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> s
     return unknown if value is None else f"{100 * value:{form}} %"
 
 
+def yardstick(declared: str | None) -> str:
+    """What a head is held against: a well-rounded kernel, or the recipe that it is declared to be."""
+    return "a well-rounded kernel" if declared is None else f"the recipe {declared}"
+
+
 def times(factor: float | None) -> str:
     """A factor, such as one over a well-rounded kernel's error: "1.00", "11.6", "391"."""
     if factor is None or not 0.01 <= factor < 1e5:

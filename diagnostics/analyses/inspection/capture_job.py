@@ -21,6 +21,7 @@ from attn_diag.captures.selection import Selection, select_heads, select_observa
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.counterfactual import covers
+from attn_diag.head.declared import declared_recipe, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms, key_quality
@@ -65,10 +66,7 @@ class Runs:
 
 
 class CaptureJob:
-    """One capture on its way through: check, measure head by head, pool.
-
-    Once it is ``release``d, only what was found is kept of it, and ``truths``: thousands of captures fit into memory.
-    """
+    """One capture on its way through; once ``release``d it keeps what was found, and ``truths``, and little else."""
 
     def __init__(
         self,
@@ -88,6 +86,7 @@ class CaptureJob:
         self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
+        self.declared = declared_recipe(capture)
         self.opened = OpenCapture(capture, device, self.batches, self.heads)
         self.truths = KeptTruths(keep)
         self.group = capture.q_heads // capture.kv_heads
@@ -234,7 +233,8 @@ class CaptureJob:
         outputs, formats = read_outputs(c, name, batch, head, self.device, census)
         keys = any(output in ("dk", "dv") for output in c.observations[name])
         found = self.recognised.get(name)
-        return ObservedHead(name, outputs, formats, found.recipe if found else None, want_keys=keys and want_keys)
+        recipe = found.recipe if found else None
+        return ObservedHead(name, outputs, formats, recipe, keys and want_keys, declared=self.declared)
 
     def _key_gradients(
         self,
@@ -266,15 +266,14 @@ class CaptureJob:
         return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
-        c = self.capture
-        sequences = len(self.batches)
+        c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
         missing = not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
-            covered=covers(format_of(c.tensors["q"].dtype)),
+            covered=self.declared is not None or covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
@@ -318,6 +317,8 @@ class CaptureJob:
                 missing=missing,
             )
         )
+        for entry in entries:
+            entry.remarks += undeclared_words(c, self.recognised.get(name))
         return entries
 
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:

@@ -83,6 +83,7 @@ def inspect(
     softcap: float | None = None,
     softmax_offset: float | None = None,
     alibi_origin: str | None = None,
+    declared: str | None = None,
     layout: str | None = None,
     dump: Dump | None = None,
     recipes: Sequence[str | Recipe] = (),
@@ -115,6 +116,7 @@ def inspect(
         alibi_slopes: [H] or [B, H], ALiBi's: -slope |t - j| is added to the scores, aligned as the causal mask is.
         alibi_origin: "row"; or "first-key" or "last-key", where slope j, or slope (j - Tk + 1), is added instead.
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
+        declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, and is held against.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
         dump: What ``attn_diag.attention`` returned beside O, for the same q, k and v: its O, L, delta, recipe and
             options are taken from there.
@@ -122,21 +124,20 @@ def inspect(
         engine: What runs recipes: "emulation" or "triton".
         level: Significance after Benjamini-Hochberg.
         device: auto, cpu or cuda.
-        certify: Recompute that many rows of every head (or those that a ``Certify`` says) in mpmath, and compare the
-            float64 reference with them.
-        details: Of that many heads, the worst, also find each rounding site's part (``attribution``) and follow one
-            element of O (``microscope``): about as long again as inspecting a head takes, or a few times that.
+        certify: Recompute so many rows of every head (or those of a ``Certify``) in mpmath: is the reference right?
+        details: Of so many heads, the worst, also find each rounding site's part (``attribution``) and follow one
+            element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
 
     Raises:
-        InputError: Tensors do not fit each other or are of an unsupported kind; and as ``captures_of``.
+        InputError: As ``captures_of``.
     """
     require_by_name("inspect", k)
     given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "dmask": dmask, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k, "position_ids": position_ids, "page_table": page_table,
              "cache_seqlens": cache_seqlens, "sinks": sinks, "dsinks": dsinks, "alibi_slopes": alibi_slopes,
-             "softmax_offset": softmax_offset, "alibi_origin": alibi_origin, "causal": causal, "scale": scale,
-             "window": window, "softcap": softcap, "layout": layout}  # fmt: skip
+             "softmax_offset": softmax_offset, "alibi_origin": alibi_origin, "declared": declared, "causal": causal,
+             "scale": scale, "window": window, "softcap": softcap, "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})
     if dump is None:
         captures, made_by = captures_of(q, k, v, call, function="inspect"), {}
@@ -186,9 +187,8 @@ def inspect_captures(
         level, device, certify, details: As for ``inspect``.
         progress: Called with (done, total) after every head.
         unreadable: Inputs that could not be read, for the summary.
-        skip: Called with the error of a capture among several that lacks the observation, heads or batch items
-            selected, whose dtype no recipe covers, which changes while it is read, or on which the program itself
-            fails; it is listed as unreadable too.
+        skip: Called with the error of a capture among several that lacks what is selected, whose dtype no recipe
+            covers, which changes while it is read, or on which the program fails; it is listed as unreadable too.
         merge_ranks: Captures that differ only in their rank become one (see ``attn_diag.captures.merge``), whose batch
             items (or heads) are those of all ranks.
 

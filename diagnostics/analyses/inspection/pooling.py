@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.analyses.verdict import beyond_reference, judge
 from attn_diag.head.certification import pool_certificates
+from attn_diag.head.declared import mean_is_the_recipes
 from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
 from attn_diag.head.measure import HeadMeasurement
@@ -52,6 +53,8 @@ class Entry:
     """What its tests rest on, where that is less than it seems."""
     nearly_uniform: bool = False
     """Whether rows attend to all their keys nearly alike."""
+    declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    """Of a declared kernel, see ``HeadMeasurement``."""
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
@@ -87,6 +90,7 @@ class Entry:
             sequences=self.sequences,
             certificate=d.certificate,
             level=level,
+            declared={name: mean_is_the_recipes(sums) for name, sums in self.declared_sums.items()},
         )
         words = self.remarks + _uniform_words(d, level) if self.nearly_uniform else self.remarks
         verdict = replace(verdict, reasons=(*verdict.reasons, *words))
@@ -194,7 +198,9 @@ def pool(
     same = None if any(i is None for i in identical) else all(identical)
     in_doubt = sum(p.in_doubt for p in parts)
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
-    return Entry(diagnosis, same, in_doubt, independent, tuple(_remarks(parts, sequences, independent)), uniform)
+    remarks = tuple(_remarks(parts, sequences, independent))
+    sums = {n: np.sum([p.declared_sums[n] for p in parts], axis=0) for n in parts[0].declared_sums}
+    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, sums)
 
 
 def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:

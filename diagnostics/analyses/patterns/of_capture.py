@@ -72,7 +72,8 @@ class CapturePatterns:
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         # An LSE tells its sink to a millionth, however little the sink takes.
         coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
-        if not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
+        named = verdict.declared is not None and any(p.kind == "factor" for p in verdict.patterns)
+        if named or not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
             return verdict
         self._left -= 1
         place, others_right = self._place(observation, head, verdict, found, batches)

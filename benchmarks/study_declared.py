@@ -1,0 +1,310 @@
+"""Kernels below 16 bits, held against the format they are declared to have: sound ones, and ones with planted faults.
+
+Every kernel is a plain torch attention that shares no code with the recipes: FP8 through torch's own casts, INT8
+through ``round``, the backward as autograd would write it down in fp32 with BF16 casts. What a fault did is measured
+without the tool: the factor of O's, dQ's, dK's or dV's error over a sound kernel's, of all rows or of the worst one.
+
+    python benchmarks/study_declared.py --seeds 20 --json benchmarks/results/declared_cpu.json
+    python benchmarks/study_declared.py --only "MXFP8: " --json …      # these alone; the other rows of the file stay
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from measuring import made_by, options_of, save
+from torch import Tensor
+
+import attn_diag
+
+HEADS, LENGTH, WIDTH = 2, 256, 64
+E4M3 = torch.float8_e4m3fn
+FAMILIES = ("gaussian", "outliers", "k with a mean", "peaked", "near-uniform")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel: its format, and what is wrong with it."""
+
+    form: str = "fp8"
+    """fp8, int8 (SageAttention 2's groups, FP8 P V), int8-fp16 (SageAttention 1), mxfp8, nvfp4."""
+    fault: str = ""
+    scales: str = "head"
+    """Of FP8: head, call (one for all heads) or power (of two)."""
+    probs_scale: float = 256.0
+    tile: int = 64
+    margin: float = 1.0
+    """Of FP8 and INT8, what amax is multiplied by."""
+
+
+def inputs(family: str, seed: int) -> list[Tensor]:
+    """q, k, v, dO [1, H, T, D] BF16."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, HEADS, LENGTH, WIDTH, generator=g) for _ in range(4))
+    if family == "outliers":
+        q[..., 7] *= 6
+        k[..., 3] *= 6
+    if family == "k with a mean":
+        k += 2 * torch.randn(1, HEADS, 1, WIDTH, generator=g)
+    if family == "peaked":
+        q *= 3
+    if family == "near-uniform":
+        q *= 0.1
+    return [x.bfloat16() for x in (q, k, v, do)]
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp(-448, 448).to(E4M3).float() * scale
+
+
+def fp8(x: Tensor, plan: Plan, amax: float = 1.0, shift: Tensor | float = 1.0) -> Tensor:
+    """x [1, H, T, D] in E4M3, its scales too small by ``amax`` (stale), and multiplied back with ``shift``."""
+    largest = x.abs().amax((1, 2, 3), keepdim=True) if plan.scales == "call" else x.abs().amax((2, 3), keepdim=True)
+    scale = largest * amax * plan.margin / 448
+    scale = torch.exp2(scale.log2().ceil()) if plan.scales == "power" else scale
+    return to_fp8(x, scale) * shift
+
+
+def int8(x: Tensor, block: int, amax: float = 1.0, roll: int = 0) -> Tensor:
+    """x in INT8 with a scale for ``block`` rows; multiplied back with the scale ``roll`` blocks further."""
+    parts = x.reshape(*x.shape[:2], -1, block, x.shape[3])
+    scale = parts.abs().amax((3, 4), keepdim=True) * amax / 127
+    return ((parts / scale).round().clamp(-127, 127) * scale.roll(roll, 2)).reshape_as(x)
+
+
+def blocks_of(x: Tensor, dim: int, size: int, grid: Callable[[Tensor], Tensor], top: float) -> Tensor:
+    """x with a power-of-two scale (or E4M3's) for ``size`` elements along ``dim``."""
+    moved = x.movedim(dim, -1)
+    parts = moved.reshape(*moved.shape[:-1], -1, size)
+    largest = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    if top == 6:
+        level = x.abs().amax((2, 3), keepdim=True)[..., None] / (6 * 448)
+        scale = (largest / 6 / level).to(E4M3).float().clamp(min=2.0**-9) * level
+    else:
+        scale = torch.exp2((largest / top).log2().floor())
+    return (grid(parts / scale) * scale).reshape_as(moved).movedim(-1, dim)
+
+
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# Midpoints; a tie goes to the even code.
+_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+
+
+def fp4(x: Tensor) -> Tensor:
+    odd = torch.tensor([True, False, True, False, True, False, True])
+    code = (x.abs()[..., None] > _BOUNDS).sum(-1) + ((x.abs()[..., None] == _BOUNDS) & ~odd).sum(-1)
+    return _FP4[code] * x.sign()
+
+
+def e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(E4M3).float()
+
+
+def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Tensor]:
+    """The kernel: o, lse, dq, dk, dv."""
+    fault, alpha = plan.fault, WIDTH**-0.5
+    wide = [x.float() for x in (q, k, v, do)]
+    one = torch.ones(1, HEADS, 1, 1)
+    wrong = one.clone()
+    wrong[0, 0] = 1.07
+    stale = (0.6 if fault == "stale amax" else 1.0) * (plan.margin if plan.form != "fp8" else 1.0)
+    if plan.form == "fp8":
+        q8 = fp8(wide[0], plan, shift=1.07 if fault == "wrong descale" else 1.0)
+        k8 = fp8(wide[1], plan, amax=stale, shift=wrong if fault == "one head's descale" else 1.0)
+        v8 = fp8(wide[2], plan, amax=stale, shift=1.07 if fault == "wrong descale of v" else 1.0)
+    elif plan.form in ("int8", "int8-fp16"):
+        centred = wide[1] - wide[1].mean(2, keepdim=True)
+        q8 = int8(wide[0], 32 if plan.form == "int8" else 128, plan.margin) * (
+            1.07 if fault == "wrong descale" else 1.0
+        )
+        k8 = int8(centred, 64, stale, roll=1 if fault == "scale of another group" else 0)
+        k8 = k8 * (wrong if fault == "one head's descale" else 1.0)
+        v8 = wide[2]
+        if plan.form == "int8":
+            scale = wide[2].abs().amax(2, keepdim=True) * plan.margin / 448
+            v8 = to_fp8(wide[2], scale.roll(1, 3) if fault == "scale of another feature" else scale)
+            v8 = (v8 / scale.roll(1, 3) * scale) if fault == "scale of another feature" else v8
+    else:
+        grid, size, top = (fp4, 16, 6.0) if plan.form == "nvfp4" else (e4m3, 32, 256.0)
+        centre = wide[1].mean(2, keepdim=True) if plan.form == "nvfp4" else 0.0
+        q8 = blocks_of(wide[0], 3, size, grid, top) * (1.4 if fault == "wrong descale" else 1.0)
+        k8 = blocks_of(wide[1] - centre, 3, size, grid, top)
+        k8 = k8 * (1 + 6 * (wrong - 1) if fault == "one head's descale" else 1.0)
+        v8 = blocks_of(wide[2], 2, size, grid, top)
+        if fault == "scale of another group":
+            k8 = torch.cat([2 * k8[:, :, :64], k8[:, :, 64:]], 2)
+    scores = (q8 @ k8.mT) * alpha
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(1 if fault == "mask off by one" else 0)
+    if fault == "dropped key block":
+        mask[128:, 64:96] = False
+    scores = scores.masked_fill(~mask, -torch.inf)
+    most, total = torch.full_like(scores[..., :1], -torch.inf), torch.zeros_like(scores[..., :1])
+    sums = torch.zeros_like(v8)
+    for start in range(0, LENGTH, plan.tile):
+        keys = slice(start, start + plan.tile)
+        part = scores[..., keys]
+        new = torch.maximum(most, part.amax(-1, keepdim=True))
+        shift = new.masked_fill(new == -torch.inf, 0.0)
+        p = (part - shift).exp()
+        shrink = (most - shift).exp().masked_fill(most == -torch.inf, 0.0)
+        total, most = total * shrink + p.sum(-1, keepdim=True), new
+        if plan.form in ("fp8", "int8"):
+            factor = 448.0 if plan.form == "int8" else plan.probs_scale
+            cast = (p * factor).to(E4M3).float() / factor
+            if fault == "P truncated":
+                down = (p * factor).log2().floor().clamp(min=-6)
+                cast = ((p * factor) / torch.exp2(down - 3)).floor() * torch.exp2(down - 3) / factor
+        elif plan.form == "int8-fp16":
+            cast = p.half().float()
+        elif plan.form == "mxfp8":
+            cast = blocks_of(p, 3, 32, e4m3, 256.0)
+        else:
+            groups = (p * 2688).reshape(*p.shape[:-1], -1, 16)
+            unit = (groups.amax(-1, keepdim=True).clamp(min=1e-30) / 6).to(E4M3).float().clamp(min=2.0**-9)
+            cast = (fp4(groups / unit) * unit).reshape_as(p) / 2688
+        sums = sums * shrink + cast @ v8[..., keys, :]
+    o = (sums / total).bfloat16()
+    lse = (most + total.log())[..., 0]
+    if plan.form != "fp8" and plan.form != "mxfp8":
+        lse = lse + alpha * (wide[0] @ wide[1].mean(2, keepdim=True).mT)[..., 0]
+    # FlashAttention-2's backward on the 16-bit inputs.
+    exact = ((wide[0] @ wide[1].mT) * alpha).masked_fill(~mask, -torch.inf)
+    p = (exact - lse[..., None]).exp()
+    delta = (wide[3] * o.float()).sum(-1, keepdim=True)
+    ds = (p * (wide[3] @ wide[2].mT - delta)).bfloat16().float()
+    dv_do, dv_p = wide[3], p.bfloat16().float()
+    if fault == "dV of FP8":
+        dv_do, dv_p = fp8(wide[3], plan), e4m3(p * 256) / 256
+    out = {"o": o, "lse": lse, "dq": alpha * ds @ wide[1], "dk": alpha * ds.mT @ wide[0], "dv": dv_p.mT @ dv_do}
+    return {name: x if name == "lse" else x.bfloat16() for name, x in out.items()}
+
+
+DECLARED = {
+    "fp8": "fa3-fp8", "int8": "sage2", "int8-fp16": "sage1", "mxfp8": "mxfp8-attention", "nvfp4": "nvfp4-attention",
+}  # fmt: skip
+HEALTHY = {
+    "FP8, a scale a head": Plan(),
+    "FP8, one scale for all heads": Plan(scales="call"),
+    "FP8, scales of powers of two": Plan(scales="power"),
+    "FP8, P times 448, tiles of 128": Plan(probs_scale=448.0, tile=128),
+    "INT8 and FP8 P V": Plan("int8"),
+    "INT8 and FP16 P V": Plan("int8-fp16"),
+    "MXFP8, tiles of 64": Plan("mxfp8"),
+    "NVFP4, tiles of 64": Plan("nvfp4"),
+}
+_ANY = ("wrong descale", "one head's descale", "mask off by one", "dropped key block", "dV of FP8")
+FAULTS = {
+    **{f"FP8: {f}": Plan(fault=f) for f in (*_ANY, "wrong descale of v", "stale amax", "P truncated")},
+    **{f"INT8: {f}": Plan("int8", f) for f in (*_ANY, "stale amax", "scale of another group")},
+    **{f"INT8-FP16: {f}": Plan("int8-fp16", f) for f in (*_ANY, "stale amax", "scale of another group")},
+    **{f"MXFP8: {f}": Plan("mxfp8", f) for f in (*_ANY, "scale of another group")},
+    **{f"NVFP4: {f}": Plan("nvfp4", f) for f in (*_ANY, "scale of another group")},
+}
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Tensor]:
+    """The truth, float64, by autograd."""
+    with torch.enable_grad():
+        x = [t.double().requires_grad_() for t in (q, k, v)]
+        s = (x[0] @ x[1].mT) * WIDTH**-0.5
+        s = s.masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf)
+        o = s.softmax(-1) @ x[2]
+        grads = torch.autograd.grad(o, x, do.double())
+    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def effect(made: dict[str, Tensor], sound: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest factor of a quantity's error over a sound kernel's, of a head and of a row."""
+    whole = row = 0.0
+    for name, true in truth.items():
+        a, b = (x[name].double() - true for x in (made, sound))
+        whole = max(whole, float((a.square().sum((2, 3)) / b.square().sum((2, 3))).sqrt().max()))
+        rows = b.square().sum(3).mean(2, keepdim=True)
+        row = max(row, float((a.square().sum(3) / torch.maximum(b.square().sum(3), rows)).sqrt().max()))
+    return whole, row
+
+
+# Scales and tiles of sound kernels; a fault's effect is over that of the worst of them.
+SOUND = ((1.0, 64), (1.02, 128), (1.04, 32), (1.06, 256))
+
+
+def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
+    """One call, inspected as what it is declared to be."""
+    tensors = inputs(family, seed)
+    made = run(plan, *tensors)
+    sound = [run(replace(plan, fault="", margin=m, tile=t), *tensors) for m, t in SOUND]
+    names: dict[str, Any] = {**dict(zip(("q", "k", "v", "do"), tensors, strict=True)), **made}
+    begun = time.perf_counter()
+    found = attn_diag.inspect(**names, causal=True, declared=DECLARED[plan.form], device="cpu")
+    seconds = time.perf_counter() - begun
+    labels: list[str] = sorted(found.labels)
+    truth = exact(*tensors)
+    whole, row = (min(found) for found in zip(*(effect(made, other, truth) for other in sound), strict=True))
+    factors = {
+        q.quantity: (q.answer, round(q.factor or 0.0, 3), round(q.relative_error_16_bit or 0.0, 5))
+        for head in found.heads for q in head.quantities if q.factor is not None
+    }  # fmt: skip
+    said = [reason for head in found.heads if head.verdict for reason in head.verdict.reasons[:2]]
+    return {
+        "labels": labels or ["not as stated"],
+        "factor": whole,
+        "row": row,
+        "seconds": seconds,
+        "quantities": factors,
+        "said": said,
+    }
+
+
+ACCUSED = {"nonfinite", "wrong", "lossy", "biased", "not as stated"}
+NAMED = {"nonfinite", "wrong", "lossy", "not as stated"}
+# What a fault must do to be one: 1.25 times a sound kernel's error, or 3 times a row's.
+BROKEN, BROKEN_ROW = 1.25, 3.0
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--only", default="", help="names that hold this")
+    parser.add_argument("--show", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    kept: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.exists():
+        kept = [r for r in json.loads(arguments.json.read_text())["rows"] if arguments.only not in r["kernel"]]
+    rows = []
+    for kind, plans in (("sound", HEALTHY), ("fault", FAULTS)):
+        for name, plan in plans.items():
+            if arguments.only not in name:
+                continue
+            counts: Counter[str] = Counter()
+            labels: Counter[str] = Counter()
+            worst: list[object] = []
+            for seed in range(arguments.seeds):
+                family = FAMILIES[seed % len(FAMILIES)]
+                found = judge(plan, family, seed)
+                acts = kind == "sound" or found["factor"] >= BROKEN or found["row"] >= BROKEN_ROW
+                counts["calls"] += 1
+                counts["acting"] += acts
+                hit = bool((ACCUSED if kind == "sound" else NAMED) & set(found["labels"]))
+                counts["accused"] += acts and hit
+                labels.update(found["labels"])
+                if acts and hit == (kind == "sound"):
+                    worst.append({"family": family, "seed": seed, **found})
+                    if arguments.show:
+                        print(name, worst[-1], file=sys.stderr)
+            rows.append({"kernel": name, "kind": kind, "plan": asdict(plan), **counts, "labels": dict(labels),
+                         "not as it should be": worst[:4]})  # fmt: skip
+            print(f"{kind} {name}: {dict(counts)} {dict(labels)}", flush=True)
+            result = {"length": LENGTH, "width": WIDTH, "families": FAMILIES, "rows": [*kept, *rows]}
+            save(made_by() | result, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A kernel that is declared to work below 16 bits is held against its format; declaring acquits no fault."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from study_declared import Plan, inputs, run
+
+import attn_diag
+from attn_diag.captures.metadata import Metadata
+from attn_diag.head.declared import directions_of, drawn_noise, smoothed_variance
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking
+from attn_diag.results.diagnosis import Diagnosis
+
+NAMES = ("q", "k", "v", "do")
+
+
+def inspected(plan: Plan, family: str = "gaussian", seed: int = 0, **options: Any) -> Diagnosis:
+    """A plain torch kernel's call of one head."""
+    tensors = inputs(family, seed)
+    made = run(plan, *tensors)
+    named = {**dict(zip(NAMES, tensors, strict=True)), **made}
+    one: dict[str, Any] = {name: x[:, :1] for name, x in named.items()}
+    return attn_diag.inspect(**one, causal=True, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def sound() -> Diagnosis:
+    """FP8 with a scale a head, as declared."""
+    return inspected(Plan(), declared="fa3-fp8")
+
+
+def test_a_sound_fp8_kernel_is_as_good_as_its_format_allows(sound: Diagnosis) -> None:
+    (head,) = sound.heads
+    found = {q.quantity: q for q in head.quantities}
+    assert not {"wrong", "lossy", "biased"} & sound.labels
+    assert found["o"].answer == found["dv"].answer == "good"
+    assert "O is as good as fa3-fp8 allows" in found["o"].words
+    # A well-rounded BF16 kernel's O is 0.2 % off: FP8 costs twenty times that.
+    assert found["o"].declared == "fa3-fp8"
+    assert 0.0015 < (found["o"].relative_error_16_bit or 0.0) < 0.0025 < 0.03 < (found["o"].relative_error or 0.0)
+
+
+def test_undeclared_it_is_lossy_as_before() -> None:
+    assert "lossy" in inspected(Plan()).labels
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("wrong descale", r"scores are multiplied by 1\.0[678]"),
+        ("wrong descale of v", r"it is multiplied by 1\.0[678]"),
+        ("mask off by one", "O is"),
+    ],
+)
+def test_no_fault_is_acquitted_by_declaring(fault: str, said: str) -> None:
+    diagnosis = inspected(Plan(fault=fault), declared="fa3-fp8")
+    assert "wrong" in diagnosis.labels
+    assert any(re.search(said, reason) for head in diagnosis.heads if head.verdict for reason in head.verdict.reasons)
+
+
+def test_a_finer_format_that_is_not_kept_is_lossy() -> None:
+    """An FP4 kernel that is declared to be FP8."""
+    assert {"lossy", "wrong"} & inspected(Plan("nvfp4"), declared="fa3-fp8").labels
+
+
+def test_the_bits_of_a_kernel_below_16_bits_are_named_where_it_is_not_declared() -> None:
+    q, k, v, _ = inputs("gaussian", 0)
+    head = AttentionHead(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), None, 0.125, Masking("top-left"))
+    o = emulate_head(preset("kv-int8"), head).o[None, None]
+    found = attn_diag.inspect(q[:, :1], k[:, :1], v[:, :1], o=o, causal=True, device="cpu")
+    assert found.heads[0].verdict is not None
+    assert any("--declared kv-int8" in reason for reason in found.heads[0].verdict.reasons)
+
+
+def test_what_cannot_be_declared() -> None:
+    with pytest.raises(attn_diag.InputError, match="declared must be a recipe below 16 bits"):
+        inspected(Plan(), declared="bf16-forward")
+    assert Metadata.parse(Metadata(declared="sage2").to_text()).declared == "sage2"
+
+
+def test_the_noise_that_is_drawn() -> None:
+    """Of errors that are one number a row the directions are one, of independent ones as many as there are."""
+    generator = torch.Generator().manual_seed(0)
+    free = torch.randn(16, 1, 200, generator=generator)
+    shared = torch.randn(16, 1, 1, generator=generator) * torch.randn(1, 1, 200, generator=generator)
+    assert 130 < float(directions_of(free - free.mean(0))[0]) <= 200
+    assert float(directions_of(shared - shared.mean(0))[0]) < 1.5
+    # Stochastic rounding has twice the variance of rounding to nearest.
+    noise = drawn_noise(list(torch.randn(16, 50, 40, generator=generator)))
+    assert float(smoothed_variance(noise).mean()) == pytest.approx(0.5, rel=0.2)
