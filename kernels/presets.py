@@ -202,6 +202,7 @@ LOW_BIT = {
             quantize_q="nvfp4",
             quantize_k="nvfp4",
             smooth_k="mean",
+            exp="exp2-fma",
             # 448 * 6: the largest scale times the largest element.
             probs_scale=2688.0,
             quantize_probs="nvfp4 tensor_scale=false",

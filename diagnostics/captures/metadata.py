@@ -181,19 +181,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
     **dict.fromkeys(
-        (
-            "layout",
-            "causal",
-            "lse_base",
-            "lse_sink",
-            "alibi_origin",
-            "kernel",
-            "declared",
-            "device",
-            "torch",
-            "hardware",
-            "notes",
-        ),
+        "layout causal lse_base lse_sink alibi_origin kernel declared device torch hardware notes".split(),
         (str, "text"),
     ),
 }
