@@ -180,9 +180,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("scale", "softcap", "softmax_offset"), (float, "a number")),
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
-    **dict.fromkeys(
-        "layout causal lse_base lse_sink alibi_origin kernel declared device torch hardware notes".split(),
-        (str, "text"),
-    ),
+    **dict.fromkeys(("layout", "causal", "lse_base", "lse_sink", "alibi_origin"), (str, "text")),
+    **dict.fromkeys(("kernel", "declared", "device", "torch", "hardware", "notes"), (str, "text")),
 }
 KEYS = frozenset(_PARSERS)
