@@ -110,7 +110,7 @@ def test_every_recipe_computes_attention(name: str) -> None:
         found, true = getattr(got, output).double(), getattr(truth, TRUE.get(output, output))
         assert float((found - true).norm() / true.norm()) < limit, output
     rows = torch.tensor([3, 77, 129])
-    # Products of other shapes may differ in their last bit, and so now and then turn a code of P_bar: one step in a row.
+    # Products of other shapes may differ in their last bit, and so now and then turn a code of P_bar.
     apart = (emulate_rows(preset(name), head, rows).double() - got.o[rows].double()).norm()
     assert float(apart / got.o[rows].double().norm()) < limit / 8
 
