@@ -5,6 +5,11 @@ lengths that are no multiple of 64 without a causal mask also how far O is from 
 mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads alone), so that they join the row sum.
 
     python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h200.json --capture s.safetensors
+    python benchmarks/study_sageattention.py --kept --json benchmarks/results/sageattention_kept_cpu.json   # no GPU
+
+``--kept`` looks at the capture that was kept, on a CPU: the part of O's elements with the recipe's bits, head by head;
+the same of exact divisions; and with the reciprocals of blocks' scales moved by a unit in the last place where that
+makes more elements equal, which says what the rest is: the hardware's reciprocal is not the nearest.
 """
 
 from __future__ import annotations
@@ -12,17 +17,21 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measuring import made_by, options_of, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 import attn_diag
 from attn_diag.head.machine import pick_device
-from attn_diag.kernels import emulate_head, preset
+from attn_diag.kernels import emulate_head, preset, quantize
+from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.reference import AttentionHead, Masking, reference_head
 
 KINDS = ("gaussian", "k with a mean", "outliers", "large scores")
@@ -52,6 +61,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "k not smoothed": {"smooth_k": "none"},
     "k's mean not rounded": {"smooth_k": "mean"},
     "ties to even": {"quantize_q": "int8 block=128rows", "quantize_k": "int8 block=64rows"},
+    "exact divisions": {
+        "quantize_q": "int8 block=128rows arithmetic=fp32 ties=away",
+        "quantize_k": "int8 block=64rows arithmetic=fp32 ties=away",
+    },
 }
 
 
@@ -69,11 +82,72 @@ def inputs(kind: str, length: int, width: int, seed: int) -> tuple[Tensor, ...]:
     return tuple(x.bfloat16() for x in (q, k, v))
 
 
+KEPT = Path(__file__).parent / "results" / "sageattention_h200.safetensors"
+
+
+def of_kept(number: int) -> dict[str, Any]:
+    """One head of the kept capture."""
+    read = load_file(KEPT)
+    q, k, v, got = (read[name][0, number] for name in ("q", "k", "v", "sage.o"))
+    width, blocks = q.shape[1], len(k) // 64
+    head = AttentionHead(q.double(), k.double(), v.double(), None, width**-0.5, Masking("top-left"))
+    recipe = preset("sage1", head_dim=width)
+    divided = {n: getattr(recipe, n).replace("-reciprocal", "") for n in ("quantize_q", "quantize_k")}
+    moved: dict[str, int] = {}
+
+    def equal(**changes: Any) -> Tensor:
+        with patch.object(quantize, "_divided", partial(by_reciprocals, moved)):
+            return (emulate_head(replace(recipe, **changes), head).o == got).double()
+
+    with_divisions = (emulate_head(replace(recipe, **divided), head).o == got).double()  # type: ignore[arg-type]
+    nearest = best = equal()
+    for block in range(blocks):
+        rows = slice(64 * block, 64 * (block + 1))
+        for name, step in product((f"k {block}", f"q {block // 2}"), (-1, 1)):
+            if best[rows].mean() > _ALL or name in moved:
+                continue
+            moved[name] = step
+            other = equal()
+            if other[rows].mean() > best[rows].mean() + 0.01:
+                best = other
+            else:
+                del moved[name]
+    found = {
+        "exact divisions": float(with_divisions.mean()),
+        "nearest reciprocals": float(nearest.mean()),
+        "reciprocals moved by a unit": dict(moved),
+        "with these": float(best.mean()),
+    }
+    print(number, found, flush=True)
+    return found
+
+
+# So many of a block's elements are all of them, but for the order of additions.
+_ALL = 0.995
+
+
+def by_reciprocals(
+    moved: dict[str, int], x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None
+) -> Tensor:
+    """Blocks times the nearest reciprocals of their scales, those of ``moved`` so many units further."""
+    assert level is None
+    name = "q" if by.block == "128rows" else "k"
+    reciprocals = scale.reciprocal().contiguous()
+    words = reciprocals.view(torch.int32)
+    for block in range(len(words)):
+        words[block] += moved.get(f"{name} {block}", 0)
+    return x * reciprocals
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--kept", action="store_true", help="look at the kept capture, without a GPU")
     parser.add_argument("--capture", type=Path, metavar="FILE", help="save one call there")
     arguments = parser.parse_args()
+    if arguments.kept:
+        save(made_by() | {"heads": [of_kept(head) for head in range(HEADS)]}, arguments.json)
+        return
     device = pick_device("cuda")
     sageattn = importlib.import_module("sageattention.core").sageattn
 

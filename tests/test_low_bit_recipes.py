@@ -63,7 +63,7 @@ def sage1(head: AttentionHead) -> Tensor:
         codes, scales = [], []
         for block in torch.split(x * np.float32(factor).item(), rows):
             scale = block.abs().max() / 127.0
-            steps = block / scale
+            steps = block * (1 / scale)
             codes.append((steps + 0.5 * torch.where(steps >= 0, 1.0, -1.0)).to(torch.int8))
             scales.append(scale.expand(len(block), 1))
         return torch.cat(codes), torch.cat(scales)

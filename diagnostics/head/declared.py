@@ -28,6 +28,7 @@ from attn_diag.kernels.formats import Mode, base, parse
 from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS
 from attn_diag.reference import AttentionHead, FloatFormat
+from attn_diag.results.wording import share
 from attn_diag.statistics.ratios import Carriers
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def undeclared_words(capture: Capture, found: Recognised | None) -> tuple[str, .
     if found is None or capture.metadata.declared is not None or found.recipe.name not in LOW_BIT:
         return ()
     name = found.recipe.name
-    said = f"O has the bits of {name}, a kernel below 16 bits, and was held against one of 16"
+    equal = f"{share(found.agreement)} of " if found.agreement is not None else ""
+    said = f"O has {equal}the bits of {name}, a kernel below 16 bits, and was held against one of 16"
     return (f"{said}: if that is what it is meant to be, declare it (--declared {name}).",)
 
 
