@@ -99,7 +99,7 @@ def of_kept(number: int) -> dict[str, Any]:
         with patch.object(quantize, "_divided", partial(by_reciprocals, moved)):
             return (emulate_head(replace(recipe, **changes), head).o == got).double()
 
-    with_divisions = (emulate_head(replace(recipe, **divided), head).o == got).double()  # type: ignore[arg-type]
+    with_divisions = (emulate_head(replace(recipe, **divided), head).o == got).double()
     nearest = best = equal()
     for block in range(blocks):
         rows = slice(64 * block, 64 * (block + 1))

@@ -137,7 +137,7 @@ LEVEL = 0.01
 _MISSED_BF16 = 0.002
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
-# A kernel that multiplies by the hardware's approximate reciprocals has one that is off by a unit in one of 16 blocks of
+# A kernel that multiplies by the hardware's approximate reciprocals has one that is a unit off in one of 16 blocks of
 # keys; rows that see it miss 7 % (benchmarks/study_sageattention.py --kept).
 _MISSED_BY_RECIPROCALS = 0.075
 # With so much fewer bits on a few rows they are not looked at further.
