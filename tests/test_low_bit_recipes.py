@@ -330,3 +330,12 @@ def test_sageattention_bit_for_bit(width: int, causal: bool) -> None:
     on_gpu = replace(head, **{name: getattr(head, name).cuda() for name in "qkv"}, do=None)
     expected = emulate_head(preset("sage1", head_dim=width), on_gpu).o
     assert float((got == expected).double().mean()) >= 0.99
+
+
+def test_the_kept_call_of_sageattention_is_recognised() -> None:
+    """Of this head from an H200 95 % of the elements have the recipe's bits: one reciprocal is not the nearest."""
+    kept = Path(__file__).parent.parent / "benchmarks" / "results" / "sageattention_h200.safetensors"
+    found = attn_diag.identify(load(kept), head=3, rows=128, device="cpu")
+    assert found.outcome == "identified"
+    assert found.recipes == ("sage1",)
+    assert found.candidates[0].agreement > 0.94
