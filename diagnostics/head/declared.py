@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
-from attn_diag.head.quality import AS_GOOD, BEYOND, Drawn, QuantitySample, sample
+from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample, sample
 from attn_diag.kernels import LOW_BIT, Recipe, RecipeNotSupportedError, check_supported, preset
 from attn_diag.kernels.formats import Mode, base, parse
 from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
@@ -257,7 +257,8 @@ def wrong_factors(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], limit:
     """What O or its scores are multiplied by that they should not be, in words; empty: nothing.
 
     A descale factor that is x too large makes O, or the scores, 1 + x times as large: a small error beside the
-    format's, but one that all elements share. Both x are fitted by least squares.
+    format's, but one that all elements share. Both x are fitted by least squares, and are named where they leave no
+    more than the difference of two sound kernels.
 
     Args:
         parts: Of O, and of L: what it is off the recipe's [n, D] or [n], what a factor of 1 + x adds to it over x, its
@@ -276,6 +277,9 @@ def wrong_factors(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], limit:
         return ""
     fit = torch.linalg.solve(gram, shapes.T)
     found = fit @ apart
+    # Another fault (a mask, a key left out) has a part that looks like a factor, and leaves more than noise.
+    if float((apart - shapes @ found).square().mean()) > 2 * LOSSY**2:
+        return ""
     # The difference of two kernels has twice the variance of one.
     deviations = math.sqrt(2) * (fit @ noise.T).std(1)
     said = []
