@@ -245,7 +245,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     rows = np.concatenate([e.rows for e in effects])
     size = max(e.largest for e in effects)
     compared = all(e.compared for e in effects)
-    ratio = paired_ratio(made + noise, noise) if compared else None
+    by_recipe = [np.zeros_like(e.noise) if e.declared is None else e.declared for e in effects]
+    ratio = paired_ratio(made + noise, noise + np.concatenate(by_recipe)) if compared else None
     factor = None if ratio is None else ratio.factor
     found = QuantityVerdict(
         quantity, "good", f"{name} is as good as fp32 arithmetic makes it.", factor=factor,
@@ -265,7 +266,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
             return found
         words = f"{name} is up to {number(size)} off, more than fp32 arithmetic makes; it adds little to dQ's error."
         return _answered(found, "stated", words)
-    effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as a well-rounded kernel's"
+    whose = "a well-rounded kernel's" if effects[0].declared is None else "the declared recipe's"
+    effect = f"which alone makes dQ {times(ratio.factor)} times as wrong as {whose}"
     words = f"{name} is up to {number(size)} off, {effect}"
     answer: Answer = "lossy" if ratio.factor > LOSSY and ratio.groups >= MIN_GROUPS else "undecided"
     return _answered(found, answer, f"{words}.")

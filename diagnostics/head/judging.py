@@ -148,11 +148,12 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
             in_bf16 = not passed.compared and bool((error[beyond].abs() <= wider).all())
         made = torch.expm1(-error).square() * size
+        by_recipe = None
         if (declared := passed.declared(seen)) is not None:
             # L of a kernel below 16 bits is off by as much as its scores are.
             own = (declared.outputs()["lse"] - reference.lse)[rows].square()
-            noise = noise + torch.maximum(own, variance["lse"][rows]) * size
-        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16)
+            by_recipe = (torch.maximum(own, variance["lse"][rows]) * size).cpu().numpy()
+        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16, declared=by_recipe)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
         error = delta[rows] - reference.delta[rows]

@@ -153,6 +153,8 @@ class RowEffect:
     """Of LSE: whether it is as exact as fp32 sums make it, not merely harmless."""
     compared: bool = True
     """As of ``QuantitySample``."""
+    declared: Array | None = None
+    """[n], of LSE what the declared recipe's errors of it make there; None: none is declared."""
     in_bf16: bool = False
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
 
