@@ -264,6 +264,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     if ratio is None or ratio.factor <= AS_GOOD:
         if all(e.exact for e in effects):
             return found
+        if all(e.declared is not None for e in effects) and ratio is not None:
+            return _answered(found, "good", f"{name} is up to {number(size)} off, no more than the declared recipe's.")
         words = f"{name} is up to {number(size)} off, more than fp32 arithmetic makes; it adds little to dQ's error."
         return _answered(found, "stated", words)
     whose = "a well-rounded kernel's" if effects[0].declared is None else "the declared recipe's"
