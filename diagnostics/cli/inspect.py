@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
@@ -64,8 +66,12 @@ def inspect(
     device: Device = "auto",
     overrides: Overrides,
 ) -> int:
-    """Say of captured attention what is wrong, coarser than a well-rounded kernel, biased or fragile, and where."""
+    """Say of captured attention what is wrong, coarser than a well-rounded kernel, biased or fragile, and where.
+
+    Under torchrun the captures are shared out over its processes: torchrun --nproc-per-node 8 -m attn_diag inspect …
+    """
     from attn_diag.analyses.inspection.inspect import inspect_captures
+    from attn_diag.analyses.inspection.ranks import ranks_of_torchrun
     from attn_diag.head.certification import Certify
     from attn_diag.results.diagnosis import Label
 
@@ -77,17 +83,21 @@ def inspect(
             )
         return _linear(linear, places, delivery, html, wanted, level, device)
     certified = Certify(certify, numbers("--certify-rows", certify_rows), certify_bits)
-    if details is None:
-        # The head that the first screen of a page is about.
-        details = 0 if html is None else 1
-    captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
-    selection = places.selection(observation)
-    with progress_bar() as progress:
-        diagnosis = inspect_captures(
-            captures, selection=selection, recipes=recipe or (), engine=engine, level=level, device=device,
-            progress=progress, unreadable=unreadable, skip=complain, certify=certified,
-            merge_ranks=merge_ranks, details=details,
-        )  # fmt: skip
+    with ranks_of_torchrun() as ranks:
+        # What is wrong with the files is said once.
+        with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
+            captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
+        if details is None:
+            # The head that the first screen of a page is about.
+            details = 0 if html is None or ranks.count > 1 else 1
+        with progress_bar() as progress:
+            diagnosis = inspect_captures(
+                captures, selection=places.selection(observation), recipes=recipe or (), engine=engine, level=level,
+                device=device, progress=progress if ranks.rank == 0 else None, unreadable=unreadable, skip=complain,
+                certify=certified, merge_ranks=merge_ranks, details=details, ranks=ranks,
+            )  # fmt: skip
+    if ranks.rank > 0:
+        return 0
     for warning in diagnosis.summary.warnings:
         complain(warning)
     delivery.deliver(diagnosis, html, full=tables.json_full)

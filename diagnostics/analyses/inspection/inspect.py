@@ -1,4 +1,4 @@
-"""The main job: captures in, a Diagnosis out, its worst heads taken apart where that is asked for."""
+"""The main job: captures in, a Diagnosis out."""
 
 from __future__ import annotations
 
@@ -7,37 +7,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from attn_diag.analyses.attribution.attribute import attribute_head, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
+from attn_diag.analyses.inspection.details import with_details
 from attn_diag.analyses.inspection.pooling import adjust_family
-from attn_diag.analyses.microscopy.closed_form import of_open_head
-from attn_diag.analyses.microscopy.microscope import look, most_of_delta
+from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
 from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
-from attn_diag.captures.sources import DEFAULT_OBSERVATION, INPUTS
+from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.baseline import observation_with_o, require_known
+from attn_diag.head.baseline import require_known
 from attn_diag.head.certification import Certify
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import read_head
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of
 from attn_diag.kernels import Recipe
 from attn_diag.reference import reference_head
-from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.diagnosis import (
-    CaptureDiagnosis,
     Diagnosis,
     Family,
-    HeadDiagnosis,
     NonFinite,
-    ObservationDiagnosis,
 )
-from attn_diag.results.microscope import Microscope
 from attn_diag.statistics.means import require_level
 from attn_diag.work import Progress
 
@@ -175,6 +168,7 @@ def inspect_captures(
     certify: int | Certify | None = None,
     merge_ranks: bool = True,
     details: int = 0,
+    ranks: Ranks | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
 
@@ -191,14 +185,19 @@ def inspect_captures(
             covers, which changes while it is read, or on which the program fails; it is listed as unreadable too.
         merge_ranks: Captures that differ only in their rank become one (see ``attn_diag.captures.merge``), whose batch
             items (or heads) are those of all ranks.
+        ranks: The processes among which captures are shared out; each is given all of them, and returns the diagnosis
+            of all. None: this one alone.
 
     Raises:
-        InputError: Unknown recipes, a level or number of details out of range, rows or a precision that cannot be
-            certified and, without ``skip`` or where no capture is left, what it would skip.
+        InputError: Unknown recipes, a level or number of details out of range, details on several ranks, rows or a
+            precision that cannot be certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
     if details < 0:
         raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
+    ranks = ranks or Ranks()
+    if details and ranks.count > 1:
+        raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
@@ -225,7 +224,9 @@ def inspect_captures(
         make = partial(CaptureJob, capture, selection or Selection(), runs, where, level, certified, keep)
         if (job := usable(capture.source, make)) is not None:
             jobs.append(job)
-    total, done = sum(job.head_count for job in jobs), 0
+    places = ranks.share([job.head_count * job.capture.q_length * job.capture.k_length for job in jobs])
+    everybodys = len(skipped)
+    total, done = sum(jobs[place].head_count for place in places), 0
 
     def run(job: CaptureJob) -> CaptureJob:
         before = done
@@ -236,19 +237,20 @@ def inspect_captures(
         job.release()
         return job
 
-    ran: list[CaptureJob] = []
-    for job in jobs:
+    ran: dict[int, CaptureJob] = {}
+    for place in places:
+        job = jobs[place]
         job.patterns.beside = chosen
         if usable(job.capture.source, partial(run, job)) is not None:
-            ran.append(job)
+            ran[place] = job
         done += job.head_count
-    jobs = ran
-    if chosen and not jobs:
-        raise InputError("none of the captures could be used")
-    tested = [entry for job in jobs for entry in job.tested_entries()]
-    adjusted, size = adjust_family(tested)
+    tested = [entry for job in ran.values() for entry in job.tested_entries()]
+    adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
-    results = tuple(job.result(judged) for job in jobs)
+    results = tuple(ranks.in_order([job.result(judged) for job in ran.values()], list(ran)))
+    skipped[everybodys:] = [said for of_rank in ranks.gather(skipped[everybodys:]) for said in of_rank]
+    if chosen and not results:
+        raise InputError("none of the captures could be used")
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
     warnings = tuple(merging)
     warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
@@ -265,7 +267,7 @@ def inspect_captures(
     )
     if not details:
         return diagnosis
-    return with_details(diagnosis, jobs, details, _after(progress, total))
+    return with_details(diagnosis, list(ran.values()), details, _after(progress, total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:
@@ -311,90 +313,3 @@ def _nonfinite_words(source: str, found: NonFinite) -> str:
     if found.tensor == "mask":
         return f"{source}: {found.count} NaN or +Inf {where}: leave a key out with -Inf; rows that see it are left out"
     return f"{source}: {found.count} NaN or Inf {where}"
-
-
-def with_details(
-    diagnosis: Diagnosis, jobs: Sequence[CaptureJob], count: int, progress: Progress | None = None
-) -> Diagnosis:
-    """``diagnosis`` with ``attribution`` and ``microscope`` of its ``count`` worst heads (those ranked first).
-
-    Args:
-        diagnosis: The diagnosis; what cannot be taken apart says why in ``details_note``.
-        jobs: Of its captures, in their order.
-        count: How many heads.
-        progress: Called with (done, total) heads.
-    """
-    worst = [(id(observation), head) for _, observation, head in diagnosis.ranked()[:count]]
-    done = 0
-
-    def of_observation(job: CaptureJob, observation: ObservationDiagnosis) -> ObservationDiagnosis:
-        nonlocal done
-        chosen = [head for place, head in worst if place == id(observation)]
-        detailed: dict[int, HeadDiagnosis] = {}
-        for head in chosen:
-            detailed[id(head)] = _detailed(job, observation, head, diagnosis.family.level)
-            done += 1
-            if progress is not None:
-                progress(done, len(worst))
-        return replace(observation, heads=tuple(detailed.get(id(head), head) for head in observation.heads))
-
-    def of_capture(job: CaptureJob, capture: CaptureDiagnosis) -> CaptureDiagnosis:
-        return replace(capture, observations=tuple(of_observation(job, o) for o in capture.observations))
-
-    captures = tuple(of_capture(job, capture) for job, capture in zip(jobs, diagnosis.captures, strict=True))
-    return replace(diagnosis, captures=captures)
-
-
-def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiagnosis, level: float) -> HeadDiagnosis:
-    """One head of one observation, taken apart in the sequence of its worst row."""
-    assert head.head is not None
-    top = head.top_rows[0] if head.top_rows else None
-    batch = job.batches[0] if top is None else top.batch
-    index = head.head - job.capture.metadata.head_offset
-    opened, name, recipe = _explained(job, observation.name)
-    place = opened.only(batch, index)
-
-    def open_head() -> OpenHead:
-        seen = observation_with_o(opened.capture, name)
-        return place.open_head(seen, recipe, batch, index, measured=job.truths.get((batch, index)))
-
-    def shares(read: OpenHead) -> HeadAttribution:
-        found = attribute_head(read, level, notes_of(place))
-        return found if job.capture.batch > 1 else replace(found, batch=None)
-
-    def element(read: OpenHead) -> Microscope:
-        subject = of_open_head(read)
-        if top is None:
-            return look(subject, None, None)
-        feature = most_of_delta(subject, top.row)
-        return look(subject, top.row, feature, chosen="adds most to delta's error, in the row where that is largest")
-
-    read, refusal = _attempt(open_head)
-    attribution, no_attribution = (None, refusal) if read is None else _attempt(partial(shares, read))
-    microscope, no_microscope = (None, refusal) if read is None else _attempt(partial(element, read))
-    notes = {"no attribution": no_attribution, "no microscope": no_microscope}
-    if no_attribution == no_microscope:
-        notes = {"neither attribution nor microscope": no_attribution}
-    said = [f"{what}: {why}" for what, why in notes.items() if why is not None]
-    if observation.name in job.recipes and not observation.emulated:
-        said.append("attribution and microscope follow the recipe's emulation, not what the kernels returned")
-    return replace(head, attribution=attribution, microscope=microscope, details_note="; ".join(said) or None)
-
-
-def _attempt(work: Callable[[], _Found]) -> tuple[_Found | None, str | None]:
-    """What ``work`` finds, or why it refuses."""
-    try:
-        return work(), None
-    except InputError as error:
-        return None, str(error)
-
-
-def _explained(job: CaptureJob, name: str) -> tuple[OpenCapture, str | None, str | Recipe | None]:
-    """The capture, observation and recipe that explain an observation: its own where they are known."""
-    if (run := job.recipes.get(name)) is not None:
-        # Without what kernels returned, the emulation's own O is explained.
-        inputs = {n: tensor for n, tensor in job.capture.tensors.items() if n in INPUTS}
-        return OpenCapture(replace(job.capture, tensors=inputs), job.device, job.batches, job.heads), None, run
-    known = job.recognised.get(name)
-    # A recipe that was recognised, not given, is recognised again on the head itself.
-    return job.opened, name, known.recipe if known is not None and known.agreement is None else None

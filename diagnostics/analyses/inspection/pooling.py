@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
+from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.verdict import beyond_reference, judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
@@ -97,17 +98,24 @@ class Entry:
         return replace(d, bias=bias, verdict=verdict)
 
 
-def adjust_family(entries: list[Entry]) -> tuple[list[dict[str, float]], int]:
+def adjust_family(entries: list[Entry], ranks: Ranks) -> tuple[list[dict[str, float]], int]:
     """Benjamini-Hochberg over all primary p-values of the run: adjusted values per entry, and the family's size.
 
     The pooled entry of a single head repeats that head's tests; whoever calls leaves it out.
+
+    Args:
+        entries: This rank's.
+        ranks: The processes whose tests are one family.
     """
     raw = [entry.primary_p_values() for entry in entries]
     flat = [(i, name, p) for i, tests in enumerate(raw) for name, p in tests.items()]
     result: list[dict[str, float]] = [{} for _ in raw]
-    for (i, name, _), p in zip(flat, adjust([p for _, _, p in flat]), strict=True):
+    family = ranks.gather([p for _, _, p in flat])
+    adjusted = adjust([p for of_rank in family for p in of_rank])
+    before = sum(map(len, family[: ranks.rank]))
+    for (i, name, _), p in zip(flat, adjusted[before : before + len(flat)], strict=True):
         result[i][name] = p
-    return result, len(flat)
+    return result, len(adjusted)
 
 
 def pool(

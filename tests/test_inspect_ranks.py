@@ -1,0 +1,55 @@
+"""Captures shared out over processes: what is shared how, and the same diagnosis as from one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Run
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_diag
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.analyses.inspection.ranks import Ranks
+from attn_diag.errors import InputError
+
+
+def drawn(seed: int, length: int) -> attn_diag.Capture:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 2, length, 16, generator=generator).bfloat16() for _ in range(4))
+    o = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o, "do": do}, causal="top-left", step=seed)
+
+
+def test_everything_is_done_once_and_the_dear_ones_first() -> None:
+    costs = [1.0, 9.0, 2.0, 8.0, 3.0, 7.0]
+    shares = [Ranks(rank, 3).share(costs) for rank in range(3)]
+    assert sorted(item for share in shares for item in share) == list(range(6))
+    assert [sum(costs[i] for i in share) for share in shares] == [10.0, 10.0, 10.0]
+    assert Ranks(3, 4).share([1.0]) == []
+
+
+def test_details_are_one_processs() -> None:
+    with pytest.raises(InputError, match="details are made by one process"):
+        inspect_captures([drawn(0, 32)], details=1, ranks=Ranks(0, 2))
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "captures"
+    folder.mkdir()
+    for seed, length in enumerate((32, 64, 48)):
+        drawn(seed, length).save(folder / f"step{seed}.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"nothing")
+    alone = run("inspect", folder, "--json", tmp_path / "alone.json")
+    options = ["--json", str(tmp_path / "shared.json")]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "attn_diag", "inspect", str(folder)]
+    done = subprocess.run([sys.executable, *launcher, *options], capture_output=True, text=True, check=False)
+    assert (tmp_path / "shared.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+    assert done.stdout == alone.out
+    assert done.stderr.count("broken.safetensors: truncated or damaged") == 1
+    # torchrun's own, for whatever code a process ends with; that was 2, as of one process.
+    assert (done.returncode, alone.code) == (1, 2)
+    assert "exitcode  : 2" in done.stderr
