@@ -1,6 +1,7 @@
 """What a watch costs the host for each attention call: a part of ``bench_live``, on tiny tensors, for CPU and GPU.
 
-A stack of layers (a projection, SDPA, a sum) runs forward and backward; a call is one layer's share of that.
+A stack of layers (a projection, SDPA, a sum) runs forward and backward; a call is one layer's share of that. Between
+projection and SDPA is nothing, RoPE, or a norm and RoPE.
 
 - idle: nothing is installed.
 - floor: functions that only pass on and back stand where a capture's do: in front of SDPA, the fused operator, its
@@ -42,15 +43,49 @@ _HELD = {"q": HEADS, "k": HEADS, "v": HEADS, "o": HEADS, "do": HEADS, "dq": HEAD
 
 
 class Attention(nn.Module):
-    """One layer."""
+    """One layer: q is what its projection makes, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
 
+    def between(self, t: Tensor) -> Tensor:
+        """What q and k go through between projection and attention."""
+        return t
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k = self.between(q), self.between(k)
         return x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class RotatedAttention(Attention):
+    """With RoPE, as in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        d = WIDTH // HEADS
+        angles = torch.arange(LENGTH)[:, None] * 1e4 ** (-torch.arange(0, d, 2) / d)
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+    def between(self, t: Tensor) -> Tensor:
+        one, other = t.chunk(2, -1)
+        return t * self.cos + torch.cat((-other, one), -1) * self.sin
+
+
+class NormedAttention(RotatedAttention):
+    """With QK-norm and RoPE, as in Qwen3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH // HEADS)
+
+    def between(self, t: Tensor) -> Tensor:
+        return super().between(self.norm(t))
+
+
+LIKE = {"like GPT-2": Attention, "like Llama (RoPE)": RotatedAttention, "like Qwen3 (QK-norm, RoPE)": NormedAttention}
 
 
 class Told:
@@ -110,17 +145,25 @@ def _floor(device: str, *, compiled: bool) -> Iterator[None]:
 class _Loop:
     """Steps of a tiny model, and how long the host took for a call of each."""
 
-    def __init__(self, device: str, *, compiled: bool) -> None:
+    def __init__(self, device: str, layer: type[Attention], *, compiled: bool) -> None:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = nn.Sequential(*(Attention() for _ in range(LAYERS))).to(device, dtype)
-        self._x = torch.randn(1, LENGTH, WIDTH, device=device, dtype=dtype)
+        self.model = nn.Sequential(*(layer() for _ in range(LAYERS))).to(device, dtype)
+        # An embedding would make it: it needs a gradient.
+        self._x = torch.randn(1, LENGTH, WIDTH, device=device, dtype=dtype, requires_grad=True)
         self._upstream = torch.randn_like(self._x)
         self._run: Any = torch.compile(self.model, fullgraph=True) if compiled else self.model
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         head = torch.randn(1, HEADS, LENGTH, WIDTH // HEADS, device=device, dtype=dtype)
-        # With x, w_q and the LSE.
-        held = [*(head for _ in _HELD), self._x, torch.randn(WIDTH, WIDTH, device=device, dtype=dtype), head[..., 0]]
+        # With x, w_q and the LSE, and with the gradient at the projection where that is another than dq.
+        more = [] if layer is Attention else [head]
+        held = [
+            *(head for _ in _HELD),
+            *more,
+            self._x,
+            torch.randn(WIDTH, WIDTH, device=device, dtype=dtype),
+            head[..., 0],
+        ]
         self._held: list[Tensor] = held
         self._device = device
         # On a CPU everything runs in this thread; on a GPU another one goes back.
@@ -159,11 +202,15 @@ class _Loop:
 
 
 def bench_calls(device: str, repeats: int = 200) -> dict[str, Any]:
-    """Microseconds of host time for a call, forward and backward, eager and compiled."""
+    """Microseconds of host time for a call, forward and backward, eager and compiled, of each kind of layer."""
+    return {like: _bench_layer(device, layer, repeats) for like, layer in LIKE.items()}
+
+
+def _bench_layer(device: str, layer: type[Attention], repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("eager", "compiled"):
         torch._dynamo.reset()
-        loop = _Loop(device, compiled=name == "compiled")
+        loop = _Loop(device, layer, compiled=name == "compiled")
         with tempfile.TemporaryDirectory() as folder, ExitStack() as captures:
 
             def capture(where: str, **chosen: Any) -> Callable[[nn.Module], Any]:

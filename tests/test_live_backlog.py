@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn import functional
 import attn_diag
 from attn_diag.watching.live import backlog
 from attn_diag.watching.live.backlog import Backlog
+from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -37,6 +40,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
             return done
 
         monkeypatch.setattr(Backlog, name, counted)
+    tell = GradientToCome.tell
+
+    def told(self: GradientToCome) -> None:
+        counts["gradient", bool(self.waiting)] += 1
+        tell(self)
+
+    monkeypatch.setattr(GradientToCome, "tell", told)
     return counts
 
 
@@ -66,16 +76,38 @@ def masked() -> Tiny:
     return Tiny(model, lambda run: run(x).square().mean(), ("1", "2"))
 
 
+class NormedAttention(nn.Module):
+    """Attention with a norm of each head's q and k behind the projection, and a factor, as in Qwen3 and OPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(16, 48), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k = self.norm(q) * 0.5, self.norm(k)
+        return x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def normed() -> Tiny:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), NormedAttention(), NormedAttention())
+    x = torch.randn(3, 12, 16)
+    return Tiny(model, lambda run: run(x).square().mean(), ("1", "2"))
+
+
 MODELS: dict[str, Callable[[], Tiny]] = {
     "nano": nano_gpt,
     "masked": masked,
     "gpt2": lambda: transformers_model("gpt2", "sdpa"),
     "llama": lambda: transformers_model("llama", "sdpa", padded=True),
+    "normed": normed,
+    "neox": lambda: transformers_model("gpt_neox", "sdpa"),
     "checkpoint": lambda: nano_gpt(checkpointing=False),
 }
 
 
-def run(tiny: Tiny, around: Recorder, *, compiled: bool, micro: int = 1, autocast: bool = False) -> list[Tensor]:
+def run(tiny: Tiny, around: Any, *, compiled: bool, micro: int = 1, autocast: bool = False) -> list[Tensor]:
     """A few steps of training: losses and parameters."""
     torch._dynamo.reset()
     optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
@@ -114,6 +146,9 @@ def held(recorder: Recorder) -> dict[str, Any]:
         ("masked", False, {"batch": (0, 2)}),
         ("gpt2", False, {}),
         ("llama", False, {"layers": {1}}),
+        ("neox", False, {"heads": [1]}),
+        ("normed", False, {"batch": None, "calls": None, "micro": 2, "autocast": True}),
+        ("normed", True, {"batch": (0,), "calls": None, "micro": 2}),
         ("checkpoint", False, {}),
     ],
     ids=lambda value: "-".join(map(str, value)) or "all" if isinstance(value, dict) else str(value),
@@ -127,6 +162,7 @@ def test_the_same_bits(
     late = attn_diag.capture(tiny.model, tmp_path / "late", **chosen)
     bits = run(tiny, late, compiled=compiled, **how)
     assert recorded["ran", True], "nothing was recorded: this test shows nothing"
+    assert bool(recorded["gradient", True]) == (model in ("llama", "neox", "normed"))
     monkeypatch.setattr(Recorder, "may_be_late", False)
     tiny = MODELS[model]()
     at_once = attn_diag.capture(tiny.model, tmp_path / "at once", **chosen)
@@ -143,6 +179,34 @@ def test_the_same_bits(
             assert found[name][0][key].dtype == t.dtype, (name, key)
             assert torch.equal(found[name][0][key], t), (name, key)
         assert found[name][1:] == (about, extra)
+
+
+def test_of_two_threads_at_one_place_the_chosen_call_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are asked for before either runs, and neither would be the second one."""
+    tiny = nano_gpt(layers=1)
+    together = threading.Barrier(2, timeout=20)
+    begins = Backlog.begins
+
+    def waits(self: Backlog, *args: Any) -> bool:
+        found = begins(self, *args)
+        if threading.current_thread() is not threading.main_thread():
+            together.wait()
+        return found
+
+    def of_two() -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return torch.stack([one.result() for one in [pool.submit(tiny.loss, tiny.model) for _ in range(2)]]).sum()
+
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+    with attn_diag.capture(tiny.model, tmp_path, calls={1}) as recorder:
+        for step in range(5):
+            if step == 3:  # by then it is known what makes q
+                monkeypatch.setattr(Backlog, "begins", waits)
+            torch.autograd.backward(of_two() if step >= 3 else tiny.loss(tiny.model) + tiny.loss(tiny.model))
+            optimizer.step()
+    assert not recorder.dropped
+    assert {path.name[:10] for path in recorder.written} == {f"step{step:06d}" for step in range(5)}
+    assert all({"dq", "do"} <= attn_diag.load(path).tensors.keys() for path in recorder.written)
 
 
 def test_of_a_step_that_breaks_what_was_recorded_is_written(

@@ -22,19 +22,20 @@ from torch._C._dynamo import eval_frame
 
 from attn_diag.errors import InputError
 from attn_diag.watching.live.frames import Site, running
+from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.kernels import FusedOperator
 from attn_diag.watching.live.observer import Observer
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
 from attn_diag.watching.live.places import MadeBy
-from attn_diag.watching.live.records import KnownPlace, Record, RecordedBackward, stream_now
+from attn_diag.watching.live.records import KnownPlace, Record, RecordedBackward
 from attn_diag.watching.live.sites import Fields
 from attn_diag.watching.live.untraced import passed_by, untraced
+from attn_diag.watching.live.whole_copies import stream_now, whole
 
 # Copies of so many bytes may wait to be told of.
 _MOST_BYTES = 2**28
 # What is recorded: operators whose arguments begin with q, k and v, [B, H, T, D], and whose results are dq, dk, dv.
 _FAMILY = "aten::_scaled_dot_product_"
-_whole = torch.contiguous_format
 _gradients_wanted, _task, _transforms = (
     torch.is_grad_enabled,
     torch._C._current_graph_task_id,
@@ -57,6 +58,7 @@ class Thread(threading.local):
         above: The place of SDPA that runs now and is recorded, and what it was given; the operator underneath takes it.
         taken: The record of it, once the operator underneath has run.
         wanted: Whether somebody wants the call that is recorded.
+        number: How many calls its place had recorded when that was asked.
     """
 
     tap: Any = None
@@ -66,6 +68,7 @@ class Thread(threading.local):
     above: tuple[KnownPlace, tuple[Any, ...], dict[str, Any]] | None = None
     taken: Record | None = None
     wanted: bool = False
+    number: int = 0
 
 
 class Backlog:
@@ -95,12 +98,12 @@ class Backlog:
         self._forward, self._backward = forward, backward
         self.open = self.telling = False
         self._places: dict[tuple[int, Site | None], KnownPlace] = {}
-        self._records: deque[Record | RecordedBackward] = deque()
+        self._records: deque[Record | RecordedBackward | GradientToCome] = deque()
         # By the identity of O's storage, which nobody else has while there is a weak reference: that, and the record.
         self._waiting: dict[int, tuple[int, Record]] = {}
         self._bytes = 0
         self._sequences: int | None = None
-        self._lock = threading.RLock()
+        self._lock, self._order = threading.RLock(), threading.RLock()
 
     # On the way of a call.
 
@@ -151,23 +154,31 @@ class Backlog:
                 place = self._place(args[1], sys._getframe(1))
             if place is None or not operator.name.startswith(_FAMILY):
                 return False
-            wanted = thread.wanted
-            place.calls += 1
-            record = Record()
-            record.place, record.wanted, record.awaits, record.stream = place, wanted, True, 0
-            o = result[operator.o]
-            if wanted:
-                record.copy(operator, arguments, args, kwargs, result, above, self._sequences)
-                self._bytes += place.bytes
-            for observer, _, _ in place.told:
-                observer.projections.passed()
-            thread.taken = None if above is None else record
-            storage = o.untyped_storage()
-            if (known := self._waiting.get(storage._cdata)) is not None:
-                _release(known[0])
-            self._waiting[storage._cdata] = storage._weak_ref(), record
-            self._records.append(record)
-            thread.calls += 1
+            # Calls are told of in the order of their numbers.
+            with self._order:
+                wanted = thread.wanted
+                if place.calls != thread.number:  # another thread's call came between
+                    wanted = untraced(place.asks)
+                    if wanted and not place.ready:
+                        untraced(self._unknown)
+                        return False
+                place.calls += 1
+                record = Record()
+                record.place, record.wanted, record.awaits, record.stream = place, wanted, True, 0
+                o = result[operator.o]
+                if wanted:
+                    append, failed = self._records.append, self._failed
+                    record.copy(operator, arguments, args, kwargs, result, above, self._sequences, append, failed)
+                    self._bytes += place.bytes
+                for observer, _, _ in place.told:
+                    observer.projections.passed()
+                thread.taken = None if above is None else record
+                storage = o.untyped_storage()
+                if (known := self._waiting.get(storage._cdata)) is not None:
+                    _release(known[0])
+                self._waiting[storage._cdata] = storage._weak_ref(), record
+                self._records.append(record)
+                thread.calls += 1
         except Exception as error:  # never an exception in somebody's training
             untraced(self._failed, error)
             return False
@@ -197,9 +208,11 @@ class Backlog:
                 first = tuple(None if t is None else t[:n] for t in first)
             back = RecordedBackward()
             back.record = record
-            back.gradients = tuple([None if t is None else t.clone(memory_format=_whole) for t in first])
+            back.gradients = tuple([None if t is None else t.clone(memory_format=whole) for t in first])
             back.stream = stream_now(do) if do.is_cuda else 0
             self._records.append(back)
+            if record.to_come is not None and record.place.made_with is not None:
+                record.place.made_with.goes_back(record.to_come)
         except Exception as error:  # never an exception in somebody's training
             untraced(self._failed, error)
             return False
@@ -216,6 +229,7 @@ class Backlog:
         if place is None or place.module is not found[0]:
             return None
         # Another thread may run at this place too.
+        self._thread.number = place.calls
         self._thread.wanted = wanted = place.asks() if _tracing() is None else untraced(place.asks)
         if wanted and not place.ready:
             untraced(self._unknown)
@@ -248,7 +262,8 @@ class Backlog:
         place.ready &= all(one.layer is made[0].layer for one in made)
         place.calls = met[0][1].place.call + 1
         q, k, v = operator.inputs
-        place.bytes = (4 * q.nbytes + 2 * k.nbytes + 2 * v.nbytes) // len(q)
+        with_gradient = 4 if place.made_with is None or place.made_with.through is None else 5
+        place.bytes = (with_gradient * q.nbytes + 2 * k.nbytes + 2 * v.nbytes) // len(q)
         place.bytes *= len(q) if self._sequences is None else min(len(q), self._sequences)
         self._places[id(module), site] = place
 
@@ -280,7 +295,7 @@ class Backlog:
     def drop(self) -> None:
         """Be empty, in a forked child: nothing there is told of."""
         self.open = False
-        self._lock = threading.RLock()
+        self._lock, self._order = threading.RLock(), threading.RLock()
         self._records.clear()
         self._places.clear()
         self._waiting.clear()
@@ -300,6 +315,8 @@ class Backlog:
                     with record.stream_of_copies():
                         if isinstance(record, Record):
                             self._tell(record)
+                        elif isinstance(record, GradientToCome):
+                            record.tell()
                         else:
                             self._backward(record.back())
             finally:
@@ -309,6 +326,8 @@ class Backlog:
         place = record.place
         met = self._forward(place.made_by, record.fields if record.wanted else _lost)
         lost = any(one.wanted for _, one in met) and not record.wanted
+        if record.wanted and record.to_come is not None:
+            record.to_come.leave()  # where nobody waits
         places = {(observer, one.place.layer, one.place.module) for observer, one in met}
         if lost or not places <= set(place.told):
             self._forget()

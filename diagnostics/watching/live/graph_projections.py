@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attn_diag.watching.live.held_products import HeldProducts, MadeWithProduct
+from attn_diag.watching.live.held_products import HeldProducts, MadeWithProduct, Reads
 from attn_diag.watching.live.linear_layers import (
     ROWS,
     CapturedProjection,
@@ -41,8 +41,6 @@ _SAME = 0.02
 # So many rows of a gradient are compared: those of a prompt, that has no loss, are zero.
 _SPREAD = 64
 _Site = tuple[int, int]
-# What in a product of the backward is the gradient [M, N] at a layer's output.
-_Reads = Callable[[Product], Tensor]
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class GraphProjections:
         self._places: dict[_Site, _MakesQ | None] = {}
         self._verified: set[tuple[_Site, int]] = set()
         # By name of the attention module; None: the place has not its gradient.
-        self._gradients: dict[tuple[str, _Site], _Reads | None] = {}
+        self._gradients: dict[tuple[str, _Site], Reads | None] = {}
         self._waiting: list[_Waiting] = []
         self._codes: dict[int, CodeType] = {}
         self._attends: dict[int, bool] = {}
@@ -131,7 +129,10 @@ class GraphProjections:
 
     def passes(self, spot: _Site, a: Tensor, b: Tensor, frame: FrameType | None) -> bool:
         """Whether a product that has run at a place is of no interest, or has been taken."""
-        return not self._waiting and self.products.passes(spot, a, b, frame)
+        products = self.products
+        if products.to_come and products.takes(spot, a, b):
+            return not self._waiting
+        return not self._waiting and products.passes(spot, a, b, frame)
 
     def passed(self) -> None:
         """A call was recorded: what ran before it is of no interest, but for what makes a q."""
@@ -141,14 +142,22 @@ class GraphProjections:
             self.forget()
         self.products.held.clear()
 
-    def made_with(self, module: nn.Module) -> MadeWithProduct | None:
-        """The one known place that makes the q of a module's calls, and that alone."""
+    def made_with(self, module: nn.Module, name: str) -> MadeWithProduct | None:
+        """The one known place that makes the q of a module's calls.
+
+        None also where it is not known in which one place of the backward the gradient at its output is.
+        """
         layers = {id(layer): layer for layer in module.modules()}
         found = [(site, layers[number]) for site, number in self._verified if number in layers]
-        if len(found) != 1 or (made := self._places.get(found[0][0])) is None or not made.exact:
+        if len(found) != 1 or (made := self._places.get(found[0][0])) is None:
             return None
         site, layer = found[0]
-        return MadeWithProduct(CapturedProjection(layer, made.slice, exact=True), self.products, site, self._recent)
+        gradients = [(at, reads) for (one, at), reads in self._gradients.items() if one == name and reads is not None]
+        if not made.exact and len(gradients) != 1:
+            return None
+        projection = CapturedProjection(layer, made.slice, made.exact)
+        gradient = None if made.exact else gradients[0]
+        return MadeWithProduct(projection, self.products, site, self._recent, gradient)
 
     def ran(self, product: Product) -> None:
         """Note a product."""
@@ -158,6 +167,7 @@ class GraphProjections:
         code, at = product.site
         self._codes.setdefault(id(code), code)  # no other code gets its number
         site = id(code), at
+        self.products.takes(site, product.a, product.b)
         self._take_gradient(product, site)
         known = self._places.get(site, ...)
         if known is None or (known is ... and not self._goes_forward(code)):
@@ -267,6 +277,7 @@ class GraphProjections:
     def step_ended(self) -> None:
         """Wait for no gradients any more. What ran may belong to the next step: some begin with an attention call."""
         self._waiting.clear()
+        self.products.to_come.clear()
 
     def _goes_forward(self, code: CodeType) -> bool:
         """Whether the code is a forward's: what a backward multiplies is large, and would be copied in vain."""
@@ -314,7 +325,7 @@ class GraphProjections:
                 self._gradients |= dict.fromkeys(one.tried) | {place: reads}
             if reads is not None:
                 self._waiting.remove(one)
-                one.pending.projection_arrived(reads(product))
+                one.pending.projection_arrived(reads(product.a, product.b))
 
 
 def _found(ran: _Ran, layer: nn.Module, made: _MakesQ, q: Tensor) -> FoundProjection:
@@ -346,7 +357,7 @@ def _same(factor: _Factor, weight: Tensor, first: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _reads(product: Product, one: _Waiting) -> _Reads | None:
+def _reads(product: Product, one: _Waiting) -> Reads | None:
     """Tell where in a product the gradient is that a call waits for; None: it has nothing to do with it."""
     weight = own_weight(one.projection.layer)
     if weight is None:
@@ -354,11 +365,11 @@ def _reads(product: Product, one: _Waiting) -> _Reads | None:
     a, b = product.a, product.b
     m, (n, c) = one.rows, weight.shape
     if (a.shape, b.shape) == ((m, n), (n, c)) and _same(_Factor.of(b), weight, b[:ROWS]) and _fits(a, one, by_x=False):
-        return lambda product: product.a
+        return lambda a, b: a  # noqa: ARG005 - as the others
     if (a.shape, b.shape) == ((n, m), (m, c)) and _near(b[:ROWS], one.x) and _fits(a.T, one, by_x=True):
-        return lambda product: product.a.T
+        return lambda a, b: a.T  # noqa: ARG005 - as the others
     if (a.shape, b.shape) == ((c, m), (m, n)) and _near(a.T[:ROWS], one.x) and _fits(b, one, by_x=True):
-        return lambda product: product.b
+        return lambda a, b: b  # noqa: ARG005 - as the others
     return None
 
 

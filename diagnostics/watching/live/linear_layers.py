@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_diag.watching.live.untraced import passed_by, untraced
+from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
 # Rotations leave the norm of a row as it is; BF16 changes it by less than this.
 _SAME_NORM = 0.02
@@ -166,22 +166,39 @@ class Projections:
 
 
 class MadeWith:
-    """The linear layer that makes the q of a place, and does nothing else with it."""
+    """The linear layer that makes the q of a place.
 
-    __slots__ = ("_address", "_projection", "_rows", "_weight", "biased", "layer")
+    Args:
+        projection: That.
+
+    Attributes:
+        layer: Likewise.
+        biased: Whether it adds a bias.
+        through: Which columns of its output q is made of, where something lies between; None: they are q.
+    """
+
+    __slots__ = ("_address", "_projection", "_rows", "_weight", "biased", "layer", "through")
 
     def __init__(self, projection: CapturedProjection) -> None:
         self.layer, self.biased, self._projection = projection.layer, projection.biased, projection
+        self.through = None if projection.exact else projection.slice
         self._weight: Tensor | None = None
         self._rows: Tensor | None = None
         self._address = 0
 
-    def ran(self) -> tuple[Tensor, int, torch.dtype, bool] | None:
-        """Its newest input, columns of its output, the dtype of the product, and whether the input is our own copy.
+    def ran(self) -> tuple[Tensor, Tensor | None, int, torch.dtype, bool] | None:
+        """Its newest input and output, columns of that, its dtype, and whether the input is our own copy.
 
-        None: it has not run. Nobody else is to ask again.
+        The output only where a layer made it. None: it has not run. Nobody else is to ask again.
         """
         raise NotImplementedError
+
+    def hands_over(self, y: Tensor | None, to_come: Callable[[Tensor], None]) -> bool:
+        """Whether ``to_come`` is called with the gradient at the output ``y`` that ``ran`` has just told of."""
+        raise NotImplementedError
+
+    def goes_back(self, to_come: Callable[[Tensor], None]) -> None:
+        """The backward of the call that ``to_come`` belongs to has run: the gradient comes next."""
 
     def serves(self, place: object) -> None:
         """Note a place whose q it makes."""
@@ -209,12 +226,19 @@ class MadeWithLayer(MadeWith):
         super().__init__(projection)
         self._layers = layers
 
-    def ran(self) -> tuple[Tensor, int, torch.dtype, bool] | None:
+    def ran(self) -> tuple[Tensor, Tensor | None, int, torch.dtype, bool] | None:
         """See ``MadeWith``."""
         for seen in reversed(self._layers.recent):
             if seen.layer is self.layer:
-                return seen.x, seen.y.shape[-1], seen.y.dtype, False
+                return seen.x, seen.y, seen.y.shape[-1], seen.y.dtype, False
         return None
+
+    def hands_over(self, y: Tensor | None, to_come: Any) -> bool:
+        """See ``MadeWith``."""
+        if y is None or not y.requires_grad or untraced(backward_is_compiled):
+            return False
+        to_come.handle = untraced(y.register_hook, to_come)
+        return True
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -340,5 +364,5 @@ def same_norms(one: Tensor, other: Tensor) -> bool:
     return bool((one.double().norm(dim=-1) - norm).norm() / norm.norm() < _SAME_NORM)
 
 
-for _ours in (MadeWith.weight, MadeWithLayer.ran):
+for _ours in (MadeWith.weight, MadeWith.goes_back, MadeWithLayer.ran, MadeWithLayer.hands_over):
     passed_by(_ours.__code__)

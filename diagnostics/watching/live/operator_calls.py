@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from attn_diag.captures.sources import PACKING
+from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.kernels import FusedOperator, refusal
 
 # Arguments by name, or their defaults.
@@ -31,10 +32,12 @@ class OperatorCall:
         lse: What it returned; None where it does not.
         module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
         record: What was recorded of the call, where its tensors are copies.
+        to_come: The gradient at what made its q, where that is recorded too.
     """
 
     module = ""
     record: object | None = None
+    to_come: GradientToCome | None = None
 
     def __init__(
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
@@ -96,9 +99,9 @@ class OperatorCall:
             self._differentiable = any(t.requires_grad for t in self.inputs)
         return self._differentiable
 
-    def recorded(self, record: object, *, differentiable: bool) -> None:
+    def recorded(self, record: object, *, differentiable: bool, to_come: GradientToCome | None) -> None:
         """Note that its tensors are copies, which nobody differentiates, of those of a call that is recorded."""
-        self.record, self._differentiable = record, differentiable
+        self.record, self._differentiable, self.to_come = record, differentiable, to_come
 
     def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
         """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""

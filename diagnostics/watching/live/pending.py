@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
@@ -67,6 +68,7 @@ class Pending:
         self._slice: Slice | None = None
         self._spoilt: set[str] = set()
         self._forward: object | None = None
+        self._to_come: GradientToCome | None = None
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -142,6 +144,10 @@ class Pending:
         """
         self._missing.add("kernel")
         self._forward = operator.record
+        if operator.to_come is not None and self.call.x is not None:
+            self.wait_for_projection(operator.to_come.through)
+            operator.to_come.waiting.append(self)
+            self._to_come = operator.to_come
         # Of one that was recorded it is known which backward is its; one that is not may be told by its values.
         tensors = [t for t in (operator.o, operator.lse) if t is not None and self._forward is None]
         # Their identities are needed, and nothing of ours keeps them alive.
@@ -182,6 +188,8 @@ class Pending:
     def give_up(self) -> None:
         """Wait no longer, as the step is over."""
         self._unhook()
+        if self._to_come is not None:
+            self._to_come.leave(self)
         # A gradient at the projection that never came (a frozen model) does not take the others along.
         if self.call.do is not None and self._missing:
             self._missing.clear()
@@ -194,7 +202,7 @@ class Pending:
         c = self.call
         c.do = _trimmed(do, c.o)
         c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
-        if self._slice is not None:
+        if self._slice is not None and self._forward is None:
             # A graph writes over its buffers before what is waited for comes.
             c.do, c.dq, c.dk, c.dv = (None if t is None else t.clone() for t in (c.do, c.dq, c.dk, c.dv))
         if self.copy_dq:

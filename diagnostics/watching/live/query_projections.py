@@ -82,7 +82,7 @@ class QueryProjections:
         self._in_graphs.forget()
 
     def learned(self, met: Met, module: nn.Module | None) -> tuple[bool, MadeWith | None]:
-        """Whether it is known what makes the q of calls like this one, and what does: a layer, and nothing behind it.
+        """Whether it is known what makes the q of calls like this one, and what does.
 
         Args:
             met: The call.
@@ -92,12 +92,12 @@ class QueryProjections:
         if self._model is None or (not compiled and not self.in_layers.watching):
             return True, None
         if compiled:
-            made = None if module is None else self._in_graphs.made_with(module)
+            made = None if module is None else self._in_graphs.made_with(module, name or "")
             return made is not None, made
         if name is None or name not in self.in_layers.known:
             return False, None
         found = self.in_layers.known[name]
-        return found is None or found.exact, None if found is None else MadeWithLayer(found, self.in_layers)
+        return True, None if found is None else MadeWithLayer(found, self.in_layers)
 
     def passed(self) -> None:
         """A call was recorded, which took what it needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.watching.live.call import CallPlace
+from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.kernels import FusedOperator
 from attn_diag.watching.live.linear_layers import MadeWith
 from attn_diag.watching.live.observer import Observer
@@ -17,8 +19,8 @@ from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.sites import SDPA, Fields, bind
 from attn_diag.watching.live.tap import Tap
 from attn_diag.watching.live.untraced import passed_by, untraced
+from attn_diag.watching.live.whole_copies import copied_on, stream_now, whole
 
-_whole = torch.contiguous_format
 COPIED = frozenset({"q", "k", "v", "o", "lse", "mask", "x", "w_q"})
 
 
@@ -82,12 +84,13 @@ class Record:
         awaits: Whether autograd may ask for its gradients.
         call: Of the operator, arguments' defaults, arguments and results, the tensors of interest copied.
         above: Of SDPA, what only it knows: features of q and of v, the mask, and its further arguments.
-        made: x as its product saw it, w_q (None: it is sharded), and whether a bias is added; None: not known.
+        made: x as its product saw it, w_q (None: it is sharded), and whether a bias alone is added; None: not known.
+        to_come: Where more lies between that product and q: the gradient there.
         version: Of O, when it had been made.
         stream: On which the copies are made.
     """
 
-    __slots__ = ("above", "awaits", "call", "made", "place", "stream", "version", "wanted")
+    __slots__ = ("above", "awaits", "call", "made", "place", "stream", "to_come", "version", "wanted")
 
     place: KnownPlace
     wanted: bool
@@ -95,6 +98,7 @@ class Record:
     call: tuple[FusedOperator, Arguments, tuple[Any, ...], dict[str, Any], list[Any]]
     above: tuple[int, int, Tensor | None, tuple[Any, ...], dict[str, Any]] | None
     made: tuple[Tensor, Tensor | None, bool] | None
+    to_come: GradientToCome | None
     version: int
     stream: int
 
@@ -107,6 +111,8 @@ class Record:
         result: Any,
         above: tuple[KnownPlace, tuple[Any, ...], dict[str, Any]] | None,
         n: int | None,
+        keep: Callable[[GradientToCome], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         """Copy what is wanted of a call's tensors, below autograd.
 
@@ -118,13 +124,15 @@ class Record:
             result: What it returned.
             above: Of SDPA the place, and what it was given.
             n: So many sequences are wanted; None: all.
+            keep: Given the gradient at the projection, when it comes.
+            failed: Told of a failure of ours until then.
         """
         _, q, k, v, *rest = args
         o, lse, made = result[operator.o], result[operator.lse], self.place.made_with
         batch, rows = q.shape[0], q.shape[2]
-        self.version, self.made, self.above = o._version, None, None
+        self.version, self.made, self.to_come, self.above = o._version, None, None, None
         if made is not None and (found := made.ran()) is not None:
-            x, width, dtype, ours = found
+            x, y, width, dtype, ours = found
             if x.dim() == 2 and x.shape[0] == batch * rows:
                 x = x.view(batch, rows, -1)
             if type(x) is Tensor and x.dim() == 3 and x.shape[0] == batch and x.shape[1] == rows:
@@ -135,9 +143,14 @@ class Record:
                 if x.dtype is not dtype:
                     x = x.to(dtype)
                 elif not ours:
-                    x = x.clone(memory_format=_whole)
+                    x = x.clone(memory_format=whole)
                 w_q = made.weight(width)
-                self.made = x, None if w_q is None else w_q.clone(memory_format=_whole), made.biased
+                through = made.through
+                biased = made.biased and through is None
+                self.made = x, None if w_q is None else w_q.clone(memory_format=whole), biased
+                if through is not None:
+                    to_come = GradientToCome(through, rows * (batch if n is None else n), keep, failed)
+                    self.to_come = to_come if made.hands_over(y, to_come) else None
         if n is not None and batch > n:
             q, k, v, o, lse = q[:n], k[:n], v[:n], o[:n], lse[:n]
         others = kwargs
@@ -157,10 +170,10 @@ class Record:
                         name: untraced(_copied, t, n, batch) if type(t) is Tensor else t for name, t in kwargs.items()
                     }
                     break
-        given = (q.clone(memory_format=_whole), k.clone(memory_format=_whole), v.clone(memory_format=_whole), *rest)
+        given = (q.clone(memory_format=whole), k.clone(memory_format=whole), v.clone(memory_format=whole), *rest)
         results = [None] * len(result)
-        results[operator.o] = o.clone(memory_format=_whole)
-        results[operator.lse] = lse.clone(memory_format=_whole)
+        results[operator.o] = o.clone(memory_format=whole)
+        results[operator.lse] = lse.clone(memory_format=whole)
         self.call = operator, arguments, given, others, results
         if q.is_cuda:
             self.stream = stream_now(q)
@@ -168,7 +181,7 @@ class Record:
     def fields(self) -> Fields:
         """What an ``AttentionCall`` holds of it, and the operator's call."""
         call = OperatorCall(*self.call)
-        call.recorded(self, differentiable=self.awaits)
+        call.recorded(self, differentiable=self.awaits, to_come=self.to_come)
         more: Fields = {"operator": call, "projection": self.made, "copied": COPIED}
         if self.above is None:
             return call.fields() | more
@@ -183,7 +196,7 @@ class Record:
 
     def stream_of_copies(self) -> AbstractContextManager[Any]:
         """The stream on which they were made: whoever hands them on notes there that they are complete."""
-        return _on(self.stream, self.call[2][0].device) if self.wanted else nullcontext()
+        return copied_on(self.stream, self.call[2][0].device) if self.wanted else nullcontext()
 
 
 class RecordedBackward:
@@ -198,7 +211,7 @@ class RecordedBackward:
 
     def stream_of_copies(self) -> AbstractContextManager[Any]:
         """See ``Record``."""
-        return _on(self.stream, self.record.call[2][0].device)
+        return copied_on(self.stream, self.record.call[2][0].device)
 
     def back(self) -> OperatorBackward:
         """What the operator's backward would have told."""
@@ -210,27 +223,14 @@ class RecordedBackward:
         return found
 
 
-def stream_now(t: Tensor) -> int:
-    """The current stream of a tensor's GPU."""
-    return int(torch._C._cuda_getCurrentRawStream(t.get_device()))
-
-
 def _copied(t: Tensor, sequences: int | None, batch: int) -> Tensor:
     """A copy of the first sequences of a mask; what is repeated along an axis is there once."""
     for axis in range(t.dim()):
         t = t.narrow(axis, 0, 1) if t.stride(axis) == 0 and t.shape[axis] else t
     if sequences is not None and t.dim() > 2 and t.shape[0] == batch > sequences:
         t = t[:sequences]
-    return t.clone(memory_format=_whole)
+    return t.clone(memory_format=whole)
 
 
-def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index) == stream:
-        return nullcontext()
-    if not stream:
-        return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))  # type: ignore[no-untyped-call]
-
-
-for _ours in (KnownPlace.asks, Record.copy, stream_now):
+for _ours in (KnownPlace.asks, Record.copy):
     passed_by(_ours.__code__)
