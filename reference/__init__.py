@@ -13,6 +13,7 @@ from attn_diag.reference.attention import (
     row_blocks,
 )
 from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
+from attn_diag.reference.dropout import Dropout
 from attn_diag.reference.linear import LINEAR_OPERATORS, LinearCall, LinearOperator, LinearReference, linear_reference
 from attn_diag.reference.masking import Alibi, Masking, hides
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
@@ -23,6 +24,7 @@ __all__ = [
     "Alibi",
     "AttentionHead",
     "BoundCollector",
+    "Dropout",
     "FloatFormat",
     "HeadBounds",
     "HeadReference",

@@ -11,6 +11,12 @@ A sink is one more visible key, with a fixed logit s and the value zero: m is th
 
     l' = l + exp(s - m)         dSink = P_sink (0 - delta), P_sink = exp(s - L')        the rest as it is, with l' for l
 
+Dropout multiplies P by W, which is 0 where a probability is dropped and 1 / (1 - p) elsewhere; L stays as it is:
+
+    O = (P o W) V               dP = W o (dO V^T)          dV = (P o W)^T dO                        the rest as it is
+
+and delta is rowsum(P o dP) as before, since rowsum(dO o O) = sum_j P_j W_j dO.V_j.
+
 The low-precision inputs are taken as exact. A row without a single visible key has O = 0, L = -inf (s, with a sink) and
 no gradient. Source of the backward: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -25,7 +31,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attn_diag.reference.dropout import Dropout
 from attn_diag.reference.masking import Masking
+from attn_diag.reference.sums import is_power_of_two, product_in_parts, sum_in_parts
 
 # Query rows of a block: a slice (no copies) or the indices [R].
 Rows = slice | Tensor
@@ -34,11 +42,6 @@ Rows = slice | Tensor
 # operations, which costs more (measured: 5 % at T = 1024, 20 % at T = 4096); a GPU wants enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
 _MIN_BLOCK_ROWS = 16
-# Keys that one product sums; longer sums go by parts. It divides the bound of a long sum's error by up to 8 at 0 to
-# 10 % of a product's time; fewer keys cost more and gain little.
-SUM_KEYS = 128
-# The same for a row sum, whose parts cost next to nothing.
-SUM_TERMS = 32
 
 # MKL chooses a vector function's implementation at its first call. When several threads make that call at
 # once, some may be given a low-accuracy one (measured on torch 2.13, 2 cores: float64 exp off by 3e-9 in one
@@ -67,12 +70,18 @@ class AttentionHead:
     """c of S = c tanh(alpha q.k / c); None for none."""
     sink: float | None = None
     """s, the logit of a sink in the softmax's denominator; None for none."""
+    dropout: Dropout | None = None
+    """Which probabilities were dropped; None for none."""
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "do"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.float64:
                 raise TypeError(f"{name} must be float64, got {tensor.dtype}; convert it first (exactly)")
+        if self.dropout is not None and self.dropout.kept.shape != (len(self.q), len(self.k)):
+            raise ValueError(
+                f"dropout's kept must have shape [{len(self.q)}, {len(self.k)}], got {list(self.dropout.kept.shape)}"
+            )
         if self.sink is not None and not math.isfinite(self.sink):
             raise ValueError(f"sink must be a finite logit, got {self.sink}; None is a head without a sink")
 
@@ -111,6 +120,12 @@ class AttentionHead:
                 scores.add_(mask)
         if self.masking.alibi is not None:
             self.masking.alibi.add_to(scores, self.masking.alibi.distances(positions, keys, len(self.k)), unit)
+
+    def drop(self, values: Tensor, rows: Rows, keys: slice) -> Tensor:
+        """``values`` [R, K] times W; themselves where there is no dropout."""
+        if self.dropout is None:
+            return values
+        return values.mul(self.dropout.kept[rows, keys]).mul_(self.dropout.factor)
 
 
 @dataclass
@@ -283,7 +298,7 @@ def reference_head(
             scaled_q = head.q[block.rows] * (block.inverse_row_sum * head.scale)[:, None]
             dk[block.keys] += block.unnormalised_dscores.T @ scaled_q
             scaled_do = head.do[block.rows] * block.inverse_row_sum[:, None]
-            dv[block.keys] += block.unnormalised_probs.T @ scaled_do
+            dv[block.keys] += head.drop(block.unnormalised_probs, block.rows, block.keys).T @ scaled_do
         if observe is not None:
             observe(block)
     return HeadReference(**by_row, dk=dk, dv=dv, sink=head.sink)
@@ -327,14 +342,14 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         unnormalised_probs=probs,
         row_sum=row_sum,
         inverse_row_sum=_inverse(row_sum, fully_masked),
-        unnormalised_out=product_in_parts(probs, v),
+        unnormalised_out=product_in_parts(head.drop(probs, rows, keys), v),
         fully_masked=fully_masked,
         sink=head.sink,
     )
     if head.do is not None:
         do, inverse = head.do[rows], block.inverse_row_sum
         block.delta = (do * block.unnormalised_out).sum(1).mul_(inverse)
-        dprobs = do @ v.T
+        dprobs = head.drop(do @ v.T, rows, keys)
         if keep_dprobs:
             block.dprobs = dprobs.clone()
         dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
@@ -360,41 +375,3 @@ def _lse(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
     found = row_max + row_sum.log()
     # Where exp(s - m) overflows nothing but the sink is left of l.
     return found if sink is None else found.masked_fill_(row_sum == torch.inf, sink)
-
-
-def is_power_of_two(value: float) -> bool:
-    """Whether a product with ``value`` rounds nothing (but underflow)."""
-    return math.frexp(abs(value))[0] == 0.5
-
-
-def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights`` [R, K] times ``values`` [K, D], 128 keys at a time: no sum of more than 128 + K/128 terms."""
-    count = weights.shape[1] // SUM_KEYS
-    if count < 2:
-        return weights @ values
-    whole = count * SUM_KEYS
-    left = weights[:, :whole].view(len(weights), count, SUM_KEYS).transpose(0, 1)  # [C, R, 128]
-    result = torch.bmm(left, values[:whole].view(count, SUM_KEYS, values.shape[1])).sum(0)
-    return result.add_(weights[:, whole:] @ values[whole:]) if whole < len(values) else result
-
-
-def sum_in_parts(values: Tensor) -> Tensor:
-    """Row sums of ``values`` [R, K], 32 terms at a time, and those sums likewise."""
-    count = values.shape[1] // SUM_TERMS
-    if count < 2:
-        return values.sum(1)
-    whole = count * SUM_TERMS
-    result = sum_in_parts(values[:, :whole].view(len(values), count, SUM_TERMS).sum(2))
-    return result.add_(values[:, whole:].sum(1)) if whole < values.shape[1] else result
-
-
-def product_depth(keys: int) -> int:
-    """How many roundings a term of ``product_in_parts`` passes at most, its own product's among them."""
-    count = keys // SUM_KEYS
-    return keys if count < 2 else SUM_KEYS + count
-
-
-def sum_depth(keys: int) -> int:
-    """How many roundings a term of ``sum_in_parts`` passes at most."""
-    count = keys // SUM_TERMS
-    return max(keys - 1, 0) if count < 2 else SUM_TERMS + sum_depth(count)

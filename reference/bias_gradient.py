@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, RowBlock
-from attn_diag.reference.certificate import UNIT, HeadBounds, upper_norm
+from attn_diag.reference.certificate import UNIT, HeadBounds
+from attn_diag.reference.magnitudes import SLACK, upper_norm
 
 
 def bias_gradient(head: AttentionHead, bounds: HeadBounds, block: RowBlock) -> tuple[Tensor, Tensor]:
@@ -37,6 +38,8 @@ def bias_gradient(head: AttentionHead, bounds: HeadBounds, block: RowBlock) -> t
     terms = head.v.shape[1] + 1
     largest = upper_norm(head.v[block.keys], 1).amax() if found.shape[1] else found.new_zeros(())
     of_dprobs = terms * UNIT / (1 - terms * UNIT) * upper_norm(head.do[block.rows], 1) * largest
+    if head.dropout is not None:
+        of_dprobs = of_dprobs * (head.dropout.factor * SLACK)
     of_lse = 2 * bounds.lse[block.rows].masked_fill(block.fully_masked, 0.0)
     drift = (of_dprobs + bounds.delta[block.rows]) * (1 + of_lse)
     bound = probs * drift[:, None] + found.abs() * (of_lse + 8 * UNIT)[:, None]

@@ -38,6 +38,10 @@ Per row t, over its n visible keys:
 A sink is one more key (n counts it) of weight P_sink = exp(s - m) / l, with K = V = dP = 0 and so dS = -P_sink delta:
 it is part of l, X and ||dS||_2. Its s is exact, and |s - m| takes the place of |S - m| where |s| is the largest.
 
+Dropout multiplies by W_j <= w = 1 / (1 - p), a float64 taken as exact: wherever V_j stands W_j V_j is meant, so w V
+bounds it, and dP_j is W_j times what it was. A product with w costs u of every term of O's sums, and u w ||dO|| ||v||
+of dP; errors of dP before it grow by w. sum_j P_j = 1 holds as ever, and delta = sum_j P_j dP_j with that dP.
+
 n_l, n_O and n_dQ are how many roundings a term passes (``product_depth``, ``sum_depth``; at most n: adding zero
 rounds nothing). With e = rho + gamma(n_l), products of such small quantities and computed weights, |O| and X in place
 of true ones enlarge no term by more than (1 - e)**-6 <= 1 + 8 e, e <= 0.05; where e is larger the bound is inf. 2**-20
@@ -56,10 +60,9 @@ from attn_diag.reference.attention import (
     AttentionHead,
     HeadReference,
     RowBlock,
-    is_power_of_two,
-    product_depth,
-    sum_depth,
 )
+from attn_diag.reference.magnitudes import LOST_SQUARE, SLACK, exponent_of, parts, quantum_of, upper_norm
+from attn_diag.reference.sums import is_power_of_two, product_depth, sum_depth
 
 UNIT = 2.0**-53
 # exp, log and tanh: 2 ulp is at most 4 u; the half covers products of errors.
@@ -68,13 +71,7 @@ _FUNCTION = 4.5 * UNIT
 _VANISHES = 746.0
 # An underflow loses less than 2**-1022.
 _SMALL = 2.0**-1018
-# So a square that underflows takes less than 2**-511 from a norm, and n of them sqrt(n) times that.
-_LOST_SQUARE = 2.0**-509
-_SLACK = 1 + 2.0**-20
 _TOO_LARGE = 0.05
-_PART_ELEMENTS = 2**15
-# Bits of a significand, most common first: BF16, FP16, FP32, FP64.
-_SIGNIFICANDS = (8, 11, 24, 53)
 
 
 @dataclass
@@ -143,13 +140,13 @@ class BoundCollector:
         depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
         weights = _Weights(head, reference, self._norm, self._mask, visible, *depths)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
-        v = _Columns(head.v)
+        v = _Columns(head.v if head.dropout is None else head.v * (head.dropout.factor * SLACK))
         share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
         underflow = weights.tiny * (1 + v.top)
         out = torch.empty_like(reference.out)
         # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
         before, spread = (torch.zeros_like(rho), torch.zeros_like(rho)) if head.do is not None else (None, None)
-        for part in _parts(out):
+        for part in parts(out):
             sizes = reference.out[part].abs()
             torch.addcmul(underflow[part, None], sizes, relative[part, None], out=out[part])
             out[part] += v.least(share[part] * weights.norm[part], share[part])  # (rho + gamma(n_O)) B
@@ -178,11 +175,14 @@ class BoundCollector:
         assert self._gradient is not None
         dprobs = _Products(head.do, head.v)
         of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
-        residual, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
-        norm += _LOST_SQUARE * self._keys.sqrt()
-        spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
         # dO times what P_bar V lost, 1 times what dO O lost, dP times what P_bar lost; the same after dO V^T.
         underflow = weights.tiny * (1 + dprobs.left_norm) * (1 + dprobs.right_norm)
+        if head.dropout is not None:
+            w = head.dropout.factor * SLACK
+            of_dprobs, underflow = (of_dprobs + UNIT * dprobs.size) * w, underflow * w
+        residual, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
+        norm += LOST_SQUARE * self._keys.sqrt()
+        spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
         before = before + (gamma + 3 * UNIT) * reference.delta.abs()
         after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
         of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
@@ -191,7 +191,7 @@ class BoundCollector:
             of_dsink = (rho + gamma + 3 * UNIT) * reference.dsink.abs() * weights.factor
             # P_sink was made of L.
             of_dsink += (reference.sink_probs * found.lse.clamp(max=1.0) * 2) * reference.delta.abs()
-            found.dsink = weights.settle(of_dsink + reference.sink_probs * found.delta * _SLACK + underflow)
+            found.dsink = weights.settle(of_dsink + reference.sink_probs * found.delta * SLACK + underflow)
 
         k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
         relative = rho + product + 3 * UNIT + weights.slope_error
@@ -201,7 +201,7 @@ class BoundCollector:
         of_dq = (rho + gamma + 4 * UNIT) * weights.factor
         underflow = underflow * (1 + alpha) * (1 + k.top)
         dq = torch.empty_like(reference.dq)
-        for part in _parts(dq):
+        for part in parts(dq):
             torch.addcmul(underflow[part, None], reference.dq[part].abs(), of_dq[part, None], out=dq[part])
             dq[part] += k.least(by_norm[part], by_largest[part])
         found.dq = weights.settle(dq)
@@ -227,6 +227,8 @@ class _Weights:
     ) -> None:
         if head.sink is not None:
             visible, in_sum = visible + 1, in_sum + 1
+        if head.dropout is not None:
+            in_product = in_product + 1
         self.visible, self.sum_depth = visible, in_sum
         self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
@@ -238,11 +240,11 @@ class _Weights:
         if bool((mask > 0).any()):
             error, size, exact = _mask_error(reference, mask, error, size, exact)
             if head.masking.alibi is not None and head.masking.mask is not None:
-                error = error + 2 * UNIT * _SLACK * size  # of two additions the first may be larger than what follows
+                error = error + 2 * UNIT * SLACK * size  # of two additions the first may be larger than what follows
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
         self.rho = torch.expm1(theta)
         relative = self.rho + self.gamma
-        self.factor = (1 + 8 * relative) * _SLACK
+        self.factor = (1 + 8 * relative) * SLACK
         # NaN where something overflowed: nothing is certain then.
         self._hopeless = ~(relative <= _TOO_LARGE)
         self._masked = reference.fully_masked
@@ -267,7 +269,7 @@ def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
     products = _Products(head.q, head.k)
     size = products.size * alpha
     exact = products.exact(alpha)
-    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * _SLACK, _gamma(head.q.shape[1] + 1)) * size
+    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * SLACK, _gamma(head.q.shape[1] + 1)) * size
     exact = exact & is_power_of_two(alpha)
     # Where q alpha underflows, at most D 2**-1022 ||k|| < 2**-500: less than ``_FUNCTION`` leaves.
     error += torch.where(exact, 0.0, _SMALL * (head.q.shape[1] + 2) * (1 + alpha))
@@ -285,7 +287,7 @@ def _mask_error(
     """The same after an additive mask of at most ``mask`` [Tq] where it counts."""
     top = reference.row_max.masked_fill(reference.fully_masked, 0.0).abs()
     bound = torch.minimum(top + _VANISHES, size + mask)
-    error = error + torch.where(mask > 0, UNIT * _SLACK * bound, 0.0)
+    error = error + torch.where(mask > 0, UNIT * SLACK * bound, 0.0)
     # Keys that vanish must do so in truth as well: the mask's own rounding there is relative to |m| + |S - m|.
     error = error.masked_fill(~(UNIT * top <= _TOO_LARGE), torch.inf)
     return error, size + mask, exact & (mask == 0)
@@ -333,65 +335,15 @@ class _Products:
         self.right_norm = upper_norm(right, 1).amax() if len(right) else right.new_zeros(())
         self.size = self.left_norm * self.right_norm
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
-        self._left = _quantum(left)
-        self._right = _quantum(right).amin() if len(right) else 0
+        self._left = quantum_of(left)
+        self._right = quantum_of(right).amin() if len(right) else 0
 
     def exact(self, factor: float = 1.0) -> Tensor:
         """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
         smallest = min(math.frexp(factor)[1] - 1, 0)
         quantum = self._left + self._right
         normal = torch.minimum(quantum, self._left) + smallest >= -1022
-        return (_exponent(self.size) <= quantum + 52) & normal & self.size.isfinite()
-
-
-def _parts(values: Tensor) -> list[slice]:
-    """Rows of ``values`` a few at a time on a CPU, where fresh memory for temporaries costs more than arithmetic."""
-    rows = len(values) if values.is_cuda else max(1, _PART_ELEMENTS // max(values.shape[1], 1))
-    return [slice(start, start + rows) for start in range(0, len(values), max(rows, 1))]
-
-
-def _quantum(values: Tensor) -> Tensor:
-    """e such that every element of a row is a multiple of 2**e; int64 [n]."""
-    significand = _significand(values)
-    found = _exponent(_smallest(values)) - significand
-    if significand == 11 and all(not bool((values[part] * 2.0**24).frac().any()) for part in _parts(values)):
-        found.clamp_(min=-24)  # FP16: its subnormal numbers have fewer bits
-    return found
-
-
-def _smallest(values: Tensor) -> Tensor:
-    """The smallest size of a nonzero element of each row, [n]; inf where there is none."""
-    found = values.new_full((len(values),), torch.inf)
-    if values.shape[1]:
-        for part in _parts(values):
-            sizes = values[part].abs()
-            torch.amin(sizes, 1, out=found[part])
-            if not bool(found[part].amin() > 0):
-                found[part] = sizes.masked_fill_(sizes == 0, torch.inf).amin(1)
-    return found
-
-
-def _exponent(sizes: Tensor) -> Tensor:
-    """e with size < 2**e, size >= 2**(e - 1) where normal; int64. A size of inf (no element) gives a large e."""
-    return ((sizes.view(torch.int64) >> 52) - 1022).masked_fill_(sizes == torch.inf, 10**6)
-
-
-def _significand(values: Tensor) -> int:
-    """How many significant bits every element has at most: 8 where all are BF16 numbers, and so on."""
-    needed = 0
-    for part in _parts(values):
-        bits = values[part].contiguous().view(torch.int64)
-        while needed < len(_SIGNIFICANDS) - 1 and bits.numel():
-            if not bool((bits & ((1 << (53 - _SIGNIFICANDS[needed])) - 1)).amax()):
-                break
-            needed += 1
-    return _SIGNIFICANDS[needed]
-
-
-def upper_norm(values: Tensor, dim: int) -> Tensor:
-    """At least the Euclidean norm along ``dim``."""
-    norm: Tensor = torch.linalg.vector_norm(values, dim=dim) * _SLACK
-    return norm.add_(_LOST_SQUARE * values.shape[dim] ** 0.5)
+        return (exponent_of(self.size) <= quantum + 52) & normal & self.size.isfinite()
 
 
 def _gamma(n: Tensor | int) -> Tensor:

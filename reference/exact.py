@@ -62,6 +62,14 @@ class IntegerMatrix:
         return IntegerMatrix(np.concatenate([self.array, np.zeros_like(self.array, shape=(1, self.array.shape[1]))]),
                              self.exponent, self.bits)  # fmt: skip
 
+    def times_rows(self, weights: Sequence[int], exponent: int) -> IntegerMatrix:
+        """The same with row j times ``weights``_j 2**``exponent``."""
+        widest = max((w.bit_length() for w in weights), default=0)
+        array = self.array.astype(object) * _as_objects(weights)[:, None]
+        if self.bits + widest <= _WORD_BITS:
+            return IntegerMatrix(array.astype(np.int64), self.exponent + exponent, self.bits + widest)
+        return IntegerMatrix(array, self.exponent + exponent, self.bits + widest)
+
     @property
     def largest(self) -> list[int]:
         """max_j |M_jd| for every column d."""

@@ -109,6 +109,10 @@ class OracleRow:
         head = oracle.head
         self.keys, self._mask = visible_keys(head, t)
         self._k, self._v = oracle.k.rows(self.keys), oracle.v.rows(self.keys)
+        if head.dropout is not None:  # with W_j V_j for V_j everything else is as ever
+            factor, exponent = dyadic(head.dropout.factor)
+            kept = head.dropout.kept[t].cpu().numpy()[self.keys]
+            self._v = self._v.times_rows([factor if one else 0 for one in kept], exponent)
         if head.sink is not None:  # a last key of zeros, whose logit is an additive mask
             self._mask.append(Fraction(head.sink))
             self._k, self._v = self._k.with_zeros(), self._v.with_zeros()

@@ -20,7 +20,7 @@ from builders import some
 from mpmath import mp, mpf
 from torch import Tensor
 
-from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head
+from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head, sums
 from attn_diag.reference import attention as forward
 from attn_diag.reference import certificate as bounding
 from attn_diag.reference.certify import OUTPUTS, CheckedRow, check_rows
@@ -134,8 +134,8 @@ def keeps(_: AttentionHead, reference: HeadReference) -> HeadReference:
 Patches = Mapping[str, Any]
 WRONG_REFERENCES: dict[str, tuple[Patches, Callable[[AttentionHead, HeadReference], HeadReference]]] = {
     "exp in fp32": ({"torch.Tensor.exp_": exp_in_fp32}, keeps),
-    "P_bar V in fp32": ({"product_in_parts": through_fp32(forward.product_in_parts)}, keeps),
-    "row sum in fp32": ({"sum_in_parts": through_fp32(forward.sum_in_parts)}, keeps),
+    "P_bar V in fp32": ({"product_in_parts": through_fp32(sums.product_in_parts)}, keeps),
+    "row sum in fp32": ({"sum_in_parts": through_fp32(sums.sum_in_parts)}, keeps),
     "delta of O in fp32": ({}, delta_of_rounded_out),
     "dQ without alpha": ({}, unscaled_dq),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_diag.captures.selection import Ranges
 from attn_diag.errors import InputError
 from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
-from attn_diag.reference.certificate import upper_norm
+from attn_diag.reference.magnitudes import upper_norm
 from attn_diag.results.diagnosis import Certificate
 
 # The oracle's own default, without loading mpmath for it; the command line has it too.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Alibi, FloatFormat, format_of, hides, round_nearest_even, ulp
-from attn_diag.reference.attention import is_power_of_two
+from attn_diag.reference.sums import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample, by_layer
 
 # Bytes of [heads, rows, keys] float64 that one block may have alive at once.
