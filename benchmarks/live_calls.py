@@ -62,6 +62,9 @@ class Attention(nn.Module):
 class RotatedAttention(Attention):
     """With RoPE, as in Llama."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         d = WIDTH // HEADS
