@@ -1,6 +1,6 @@
 """Linear attention judged: planted defects found and named, healthy kernels left in peace.
 
-    python benchmarks/study_linear.py [--seeds 40] [--steps 128] [--json FILE]
+    python benchmarks/study_linear.py [--seeds 40] [--first 0] [--steps 128] [--json FILE]
 
 Per seed one head of a kernel, its operator in turn: RWKV-7, gated delta rule, KDA, GLA, simple GLA; decays of trained
 models. Defective: recurrent in float64 with one defect (tests/linear_kernels.py). Healthy: the same without, and an
@@ -69,6 +69,7 @@ def healthy(operator: str, seed: int, steps: int, chunk: int, dtype: torch.dtype
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--first", type=int, default=0, help="The first seed.")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--only", nargs="*", help="These defects alone.")
     parser.add_argument("--json", type=Path)
@@ -76,7 +77,7 @@ def main() -> None:
     table: dict[str, dict[str, int]] = {}
     for defect in options.only or (None, *DEFECTS):
         begun, counts = time.perf_counter(), Counter[str]()
-        for seed in range(options.seeds):
+        for seed in range(options.first, options.first + options.seeds):
             found = defective(OPERATORS[seed % len(OPERATORS)], seed, options.steps, defect)
             causes = {f.cause for f in found.findings if f.label in ACCUSED}
             counts["found"] += bool(found.labels & ACCUSED)
@@ -85,7 +86,7 @@ def main() -> None:
         table[str(defect)] = dict(counts)
         print(f"{defect}: {dict(counts)} of {options.seeds}, {time.perf_counter() - begun:.0f} s", flush=True)
     counts = Counter[str]()
-    for seed in range(2 * options.seeds):
+    for seed in range(options.first, options.first + 2 * options.seeds):
         operator, chunk = OPERATORS[seed % len(OPERATORS)], (16, 32, 64, 128)[seed % 4]
         found = healthy(operator, seed, options.steps, chunk, torch.float16 if seed % 3 == 2 else torch.bfloat16)
         counts["accused"] += bool(found.labels & ACCUSED)

@@ -31,11 +31,13 @@ from attn_diag import Monitor
 from attn_diag.kernels.linear_recipe import LinearRecipe
 
 HEALTHY = LinearRecipe(chunk=32)
-DEFECTS: dict[str, tuple[LinearRecipe, bool]] = {
-    "state_bf16": (LinearRecipe(chunk=32, state="bf16"), False),
-    "state_bf16_every_step": (LinearRecipe(chunk=1, operands="fp32", state="bf16"), False),
-    "decay_bf16": (LinearRecipe(chunk=32, decay="bf16"), False),
-    "no_decay_gradient": (HEALTHY, True),
+DEFECTS: dict[str, tuple[LinearRecipe, dict[str, bool]]] = {
+    "state_bf16_every_step": (LinearRecipe(chunk=1, operands="fp32", state="bf16"), {}),
+    "decay_bf16_every_step": (HEALTHY, {"coarse": True}),
+    "no_decay_gradient": (HEALTHY, {"drop": True}),
+    # A kernel that rounds its products' operands has about as much error already.
+    "state_bf16_between_chunks": (LinearRecipe(chunk=32, state="bf16"), {}),
+    "exponentials_bf16": (LinearRecipe(chunk=32, decay="bf16"), {}),
 }
 
 
@@ -43,7 +45,7 @@ class Kernels:
     """What the second layer's kernel does now, under fla's name of it."""
 
     def __init__(self, operator: str) -> None:
-        self.recipe, self.drop = HEALTHY, False
+        self.recipe, self.faults = HEALTHY, dict[str, bool]()
         self.module = sys.modules["fla.ops.emulated"] = ModuleType("fla.ops.emulated")
 
         def kernel(
@@ -51,7 +53,7 @@ class Kernels:
             dt: Any = None, A: Any = None,
         ) -> Tensor:  # fmt: skip
             given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "a": a, "b": b, "dt": dt, "A": A}
-            return chunked(operator, {n: t for n, t in given.items() if t is not None}, self.recipe, drop=self.drop)
+            return chunked(operator, {n: t for n, t in given.items() if t is not None}, self.recipe, **self.faults)
 
         self.name = f"chunk_{operator}"
         kernel.__name__ = self.name
@@ -107,11 +109,11 @@ def run(operator: str, defect: str | None, steps: int, every: int, seed: int) ->
 
     def at(step: int) -> None:
         if defect is not None and step == steps // 2:
-            kernels.recipe, kernels.drop = DEFECTS[defect]
+            kernels.recipe, kernels.faults = DEFECTS[defect]
 
     begun = time.perf_counter()
     with Monitor(model, every, functions=functions) as monitor:
-        loss = train(model, steps, at=at)
+        loss = train(model, steps, batch=1, at=at)
         monitor.metrics(wait=True)
     factors = {
         f"layer{layer.layer}": {
@@ -142,9 +144,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     table: dict[str, Any] = {"versions": {n: version(n) for n in ("torch", "fla-core")}, "steps": options.steps}
-    for operator in options.only:
-        for defect in (None if d == "none" else d for d in options.defects):
-            steps = options.steps if defect is None else min(options.steps, 100)
+    for defect in (None if d == "none" else d for d in options.defects):
+        for operator in options.only:
+            steps = options.steps if defect is None else min(options.steps, 80)
             found = run(operator, defect, steps, options.every, options.seed)
             table.setdefault(operator, {})[str(defect)] = found
             alarms = [(a["step"], a["layer"], a["kind"]) for a in found["alarms"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,15 +73,28 @@ class LinearModel(nn.Module):
         return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def phrases(batch: int, steps: int, seed: int) -> Tensor:
-    """Random phrases of 24 tokens, each repeated to the end: ids [batch, steps + 1]."""
+def walks(batch: int, steps: int, seed: int) -> Tensor:
+    """Ids [batch, steps + 1]: each token follows from the one before by 5 t + 3, but for one in ten at random."""
     make = torch.Generator().manual_seed(seed)
-    once = torch.randint(0, VOCABULARY, (batch, 24), generator=make)
-    return once.repeat(1, steps // 24 + 1)[:, : steps + 1]
+    ids = torch.randint(0, VOCABULARY, (batch, steps + 1), generator=make)
+    stray = torch.rand(batch, steps + 1, generator=make) < 0.1
+    for t in range(1, steps + 1):
+        ids[:, t] = torch.where(stray[:, t], ids[:, t], (5 * ids[:, t - 1] + 3) % VOCABULARY)
+    return ids
 
 
-def chunked(operator: str, x: dict[str, Tensor], recipe: LinearRecipe, *, drop: bool = False) -> Tensor:
-    """o of an emulated chunked kernel; ``drop``: without the decay's gradient."""
+def chunked(
+    operator: str, x: dict[str, Tensor], recipe: LinearRecipe, *, drop: bool = False, coarse: bool = False
+) -> Tensor:
+    """o of an emulated chunked kernel.
+
+    Args:
+        operator: Whose arguments x are.
+        x: [B, T, H, D].
+        recipe: What is rounded.
+        drop: Without the decay's gradient.
+        coarse: With each step's decay in BF16.
+    """
     outs = []
     for b in range(len(x["q"])):
         one = {name: (t if name == "A" else t[b].transpose(0, 1)).float() for name, t in x.items()}
@@ -93,12 +105,13 @@ def chunked(operator: str, x: dict[str, Tensor], recipe: LinearRecipe, *, drop: 
         assert g is not None
         g = g if g.ndim == 3 else g[..., None]
         g = g.detach() if drop else g
+        g = g + (g.detach().exp().bfloat16().float().log() - g.detach()) if coarse else g
         beta = one["beta"][..., None] if "beta" in one else None
-        scale = 1.0 if operator in ("rwkv7", "mamba2") else DIM**-0.5
-        initial = q.new_zeros(HEADS, DIM, DIM)
+        scale = 1.0 if operator in ("rwkv7", "mamba2") else q.shape[2] ** -0.5
+        initial = q.new_zeros(len(v), q.shape[2], v.shape[2])
         heads = LinearHeads(q, one["k"], v, g, beta, one.get("a"), one.get("b"), initial, scale)
         with torch.autocast("cpu", enabled=False):  # as a kernel's, its products are its own
-            outs.append(run_linear(heads, replace(recipe, out="bf16"))[0].transpose(0, 1))
+            outs.append(run_linear(heads, recipe)[0].transpose(0, 1))
     return torch.stack(outs).to(x["v"].dtype)
 
 
@@ -113,7 +126,7 @@ def train(model: LinearModel, steps: int, *, batch: int = 2, length: int = 96, a
     for step in range(steps):
         at(step)
         optimizer.zero_grad()
-        loss = model(phrases(batch, length, step))
+        loss = model(walks(batch, length, step))
         loss.backward()
         optimizer.step()
     return float(loss.detach())
