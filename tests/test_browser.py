@@ -29,7 +29,7 @@ from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from attn_diag.reports.head_labels import LETTERS
 from attn_diag.reports.renderers import page as page_of
 from attn_diag.results.diagnosis import Diagnosis
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 HEIGHT = 860
 # What a finding is asked: what, since when, how sure, how much it matters, what to do next.

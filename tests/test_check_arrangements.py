@@ -14,6 +14,8 @@ from attn_diag.errors import InputError
 from attn_diag.results.check import CheckReport
 from attn_diag.testing.regression.cases import NAMES
 
+pytestmark = pytest.mark.slow
+
 
 def kinds(found: CheckReport) -> set[str]:
     return {f.kind for f in found.failures}

@@ -19,6 +19,8 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.reference import AttentionHead, HeadReference, Masking, reference_head
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
+pytestmark = pytest.mark.slow
+
 
 def detailed(diagnosis: Diagnosis) -> list[tuple[str, HeadDiagnosis]]:
     return [(o.name, h) for _, o, h in diagnosis.ranked() if h.attribution or h.microscope or h.details_note]

@@ -28,6 +28,8 @@ from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, 
 from attn_diag.statistics import sizes
 from attn_diag.statistics.welch import Estimated, Welch, degrees_of_freedom, welch
 
+pytestmark = pytest.mark.slow
+
 HEADS = 300
 
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from tiny_models import nano_gpt, next_token_loss, tokens
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -24,7 +24,7 @@ from attn_diag.reports import gallery_document
 from attn_diag.reports.charts import Chart, Gallery, Section
 from attn_diag.watching.monitoring.alarm import AlarmRule
 
-pytestmark = pytest.mark.xdist_group("failing_page")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("failing_page")]
 
 STORED, GALLERY = RESULTS / "failing_chain", RESULTS.parents[1] / "reports" / "gallery"
 

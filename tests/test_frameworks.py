@@ -29,7 +29,7 @@ from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "transformers", "trl", "wandb", "mlflow", "trackio")
 LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
 # What other people's packages warn of is theirs; we log, and the tests read it.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def steps(monitor: attn_diag.Monitor | None) -> list[int]:

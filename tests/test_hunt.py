@@ -37,6 +37,8 @@ from attn_diag.testing.replaying.processes import Ran
 from attn_diag.testing.replaying.worker import ended
 from attn_diag.testing.target import CaseInputs, Target
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 

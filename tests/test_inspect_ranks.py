@@ -16,6 +16,8 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 def drawn(seed: int, length: int) -> attn_diag.Capture:
     generator = torch.Generator().manual_seed(seed)

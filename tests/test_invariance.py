@@ -23,6 +23,8 @@ from attn_diag.testing.invariance.distance import difference
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.target import CaseInputs
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (2, 4, 45, 16)
 # Another order of adding reaches few elements.
 LONGER = (2, 4, 77, 32)

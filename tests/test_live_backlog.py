@@ -21,7 +21,7 @@ from attn_diag.watching.live.backlog import Backlog
 from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.recorder import Recorder
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 STEPS = 4
 OWN = {"run", "capture"}  # metadata that no two runs share
 

@@ -22,7 +22,7 @@ import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.watching.live.watch import BY_ORDER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 
 QUANTITIES = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv")
 Compile = Callable[[nn.Module], Any]

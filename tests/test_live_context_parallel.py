@@ -24,6 +24,7 @@ from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.rings import Order, positions
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed"),
     pytest.mark.filterwarnings("ignore"),
 ]

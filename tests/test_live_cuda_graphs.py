@@ -24,7 +24,7 @@ import attn_diag
 from attn_diag.watching.live import cuda_graphs, intercept, products, watch
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 QUANTITIES = {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"}
 
 

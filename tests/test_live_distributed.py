@@ -17,7 +17,7 @@ from torch import distributed, nn
 import attn_diag
 from attn_diag.watching.monitoring.record import read_log
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")]
 
 
 def wrapped(how: str, model: nn.Module) -> nn.Module:

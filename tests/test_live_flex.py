@@ -41,7 +41,7 @@ from torch.nn.attention import flex_attention as flex
 import attn_diag
 from attn_diag.watching.live.unseen import FLEX as FLEX_UNSEEN
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 
 
 @pytest.fixture(autouse=True)

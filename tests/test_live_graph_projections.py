@@ -22,7 +22,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.watching.live import products
 from attn_diag.watching.live.query_projections import NO_PROJECTION
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 PROJECTION = ("x", "w_q", "dq_pre")
 DIM = WIDTH // HEADS
 

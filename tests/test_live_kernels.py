@@ -27,7 +27,7 @@ import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.watching.live.recorder import Recorder
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 DIM, HEADS, LENGTH = 16, 4, 128
 
 

@@ -18,6 +18,8 @@ import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import find_captures
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 

@@ -19,6 +19,7 @@ from attn_diag.captures.capture import Capture
 
 pytest.importorskip("torch.distributed.pipelining")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed"),
     pytest.mark.filterwarnings("ignore"),
 ]

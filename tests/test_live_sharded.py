@@ -18,6 +18,7 @@ import attn_diag
 from attn_diag.results.diagnosis import HeadDiagnosis
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("sharded"),
     pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed"),
     pytest.mark.filterwarnings("ignore"),  # of the compiler

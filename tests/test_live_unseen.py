@@ -17,7 +17,7 @@ import attn_diag
 from attn_diag.watching.live.recorder import Recorder
 from attn_diag.watching.live.unseen import IN_A_FUNCTION
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 
 WAYS = ("eager", "whole", "blocks")
 SEEN = ("gpt2", "llama", "qwen3", "gemma", "olmo", "phi", "bert", "albert", "gpt_neox", "mistral")

@@ -20,6 +20,8 @@ from attn_diag.reports.finding_words import where
 from attn_diag.reports.timeline import Cell, Timeline, legend, timelines
 from attn_diag.results.diagnosis import Diagnosis
 
+pytestmark = pytest.mark.slow
+
 # The terms of the paper, and those of design.md's yardsticks, that a reader cannot be expected to know.
 MUST_EXPLAIN = (
     "delta", "noise floor", "counterfactual", "conditioning", "excess", "P̄", "coherence", "noise factor", "ulp", "LSE",
