@@ -63,6 +63,16 @@ def test_no_fault_is_acquitted_by_declaring(fault: str, said: str) -> None:
     assert any(re.search(said, reason) for head in diagnosis.heads if head.verdict for reason in head.verdict.reasons)
 
 
+def test_a_gradient_of_fp8_where_16_bits_were_declared() -> None:
+    """Hidden behind an L that FP8 made coarse: dV's whole error is hardly larger than the recipe's."""
+    diagnosis = inspected(Plan(fault="dV of FP8"), "peaked", 3, declared="fa3-fp8")
+    assert "lossy" in diagnosis.labels
+    (dv,) = [q for head in diagnosis.heads for q in head.quantities if q.quantity == "dv"]
+    assert dv.factor is not None
+    assert dv.factor < 1.25
+    assert "off what the captured LSE gives" in dv.words
+
+
 def test_a_finer_format_that_is_not_kept_is_lossy() -> None:
     """An FP4 kernel that is declared to be FP8."""
     assert {"lossy", "wrong"} & inspected(Plan("nvfp4"), declared="fa3-fp8").labels

@@ -76,6 +76,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         site=next((s.site for s in samples if s.site is not None), None),
         declared=first.declared,
         factors=next((s.factors for s in samples if s.factors), ""),
+        beyond_backward=max(s.beyond_backward for s in samples),
         in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
         ceiling=sum(s.ceiling for s in samples),
@@ -167,6 +168,9 @@ def judge_quantity(
         site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
     if ratio.low > _HUGE:
         site += "; so large a factor need not be rounding, it may be wrong mathematics"
+    if whole.beyond_backward:
+        beyond = f"{times(whole.beyond_backward)} times what 16 bits leave, in which {whole.declared} computes it"
+        return verdict("lossy", f"{name} has {factor}; it is off what the captured LSE gives by {beyond}.")
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
         return verdict("lossy", f"{name} has {factor}{site}.")
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:

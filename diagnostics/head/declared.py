@@ -26,7 +26,7 @@ from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample
 from attn_diag.kernels import LOW_BIT, Recipe, RecipeNotSupportedError, check_supported, preset
 from attn_diag.kernels.formats import Mode, base, parse
 from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
-from attn_diag.kernels.recipe import FORMATS, QUANTIZERS
+from attn_diag.kernels.recipe import BACKWARD, FORMATS, QUANTIZERS
 from attn_diag.reference import AttentionHead, FloatFormat
 from attn_diag.results.wording import share
 from attn_diag.statistics.ratios import Carriers
@@ -191,6 +191,7 @@ def beside_declared(
     clusters: npt.NDArray[np.int64] | None = None,
     by_scale: Callable[[], tuple[Tensor, Tensor]] | None = None,
     lse_apart: Callable[[dict[str, Tensor]], Tensor] | None = None,
+    from_lse: Tensor | None = None,
 ) -> QuantitySample:
     """Compare one quantity with what the declared recipe returns for it.
 
@@ -198,6 +199,7 @@ def beside_declared(
         observed, reference, total, variance, fmt, rows, fed, clusters: As of ``beside_well_rounded``.
         declared: Of the query heads that make it.
         by_scale: Of O, its derivative and L's by the logarithm of alpha; None: wrong factors are not looked for.
+        from_lse: dV as a backward of 16 bits makes it from the captured L; None: it is not dV, or unknown.
         lse_apart: What the captured L is off that of a recipe's outputs, [T]; None: L was not captured.
     """
     noise = drawn_noise([total([d.draw(n) for d in declared]) for n in range(DRAWS)])
@@ -245,9 +247,21 @@ def beside_declared(
         words = wrong_factors(parts, limit)
         chosen = replace(chosen, factors=words)
     plain = (total([d.in_16_bits.outputs() for d in declared]) - reference)[rows].square().sum()
-    return replace(chosen, declared=declared[0].recipe.name, in_16_bits=float(plain))
+    beyond = 0.0
+    if from_lse is not None and not set(declared[0].recipe.quantized) & set(BACKWARD):
+        # A kernel may return another L than its backward takes.
+        least = min(float((observed - true)[rows].square().sum()) for true in (from_lse, reference))
+        beyond = math.sqrt(least / float(plain)) if float(plain) else 0.0
+    return replace(
+        chosen,
+        declared=declared[0].recipe.name,
+        in_16_bits=float(plain),
+        beyond_backward=beyond if beyond > _BACKWARD else 0.0,
+    )
 
 
+# Two dV that are made from one L in 16 bits differ by sqrt(2) of what one errs by.
+_BACKWARD = math.sqrt(2) * LOSSY**2
 # A softmax scale in BF16 is up to 0.4 % off. Where a tensor core's sums are too many to be followed, they are up to 7 %
 # too small (benchmarks/bench_fp8_products.py).
 _FACTOR, _FACTOR_OF_SUMS = 0.02, 0.15

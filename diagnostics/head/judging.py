@@ -218,9 +218,11 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
     declared = [t.counterfactuals for t in terms if isinstance(t.counterfactuals, DeclaredKernel)]
     others = [t.counterfactuals for t in terms if not isinstance(t.counterfactuals, DeclaredKernel)]
     if declared:
+        lse_known = all(t.backward is not None and t.backward.dv_lse is not None for t in terms)
         return beside_declared(
-            parts.observed, parts.reference, total, declared, variance=variance, fmt=fmt, rows=rows, fed=fed
-        )
+            parts.observed, parts.reference, total, declared, variance=variance, fmt=fmt, rows=rows, fed=fed,
+            from_lse=fed if name == "dv" and lse_known else None,
+        )  # fmt: skip
     return beside_well_rounded(
         name, parts.observed, parts.reference, total, others,
         variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,

@@ -107,6 +107,9 @@ class QuantitySample:
     factors: str = ""
     """Where one is declared, what O or its scores are multiplied by that they should not be, in words; empty: nothing.
     """
+    beyond_backward: float = 0.0
+    """Where one is declared whose backward works in 16 bits, and dV is further than that off what the captured LSE
+    gives: how many times; 0: it is not, or it is not known."""
     in_16_bits: float | None = None
     """Where one is declared, the squared error of a well-rounded kernel of 16 bits; None: unknown, or none is."""
 
