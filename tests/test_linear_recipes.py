@@ -56,6 +56,10 @@ def test_shares_add_up_and_the_site_that_was_made_coarse_leads() -> None:
         assert head.captured[quantity] == pytest.approx(total, rel=1e-6)
     assert head.guilty["final_state"] == "decay"
     assert "decays" in found.report()
+    coarser = replace(capture, tensors={**capture.tensors, "final_state": capture.tensors["final_state"] * 1.01})
+    told = attn_diag.attribute_linear(coarser)
+    assert "final_state" not in told.heads[0].guilty
+    assert "errs more than the recipe" in " ".join(told.reasons)
     changed = attn_diag.what_if_linear(capture)
     effect = next(site for site in head.sites if site.site == "decay").effects["final_state"]
     assert changed["decay=fp32"].errors["final_state"] == pytest.approx(effect.repaired)

@@ -108,7 +108,7 @@ class LinearHeadAttribution:
     """Every site that rounds."""
     guilty: dict[str, str]
     """By quantity, the site with the largest share, where that is half or more; absent where errors of sites cancel (a
-    share below -0.1)."""
+    share below -0.1), and where the captured one errs 1.25 times as much as the recipe or more."""
 
 
 @dataclass(frozen=True, repr=False)

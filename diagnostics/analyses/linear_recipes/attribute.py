@@ -22,6 +22,7 @@ from attn_diag.analyses.linear_recipes.recipes import (
 )
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.machine import describe_tool
+from attn_diag.head.quality import LOSSY
 from attn_diag.results.linear import LINEAR_SYMBOLS
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect
 from attn_diag.results.wording import percent, together
@@ -80,13 +81,16 @@ def attribute_linear(
             )
             for player in players
         )  # fmt: skip
+        captured = squares_of(run, {n: t.to(run.device).double() for n, t in outputs.items()}, [h])[h]
+        otherwise = [q for q in named if captured.get(q, 0.0) > LOSSY**2 * totals[q]]
         guilty = {}
         for q in named:
+            if q in otherwise:
+                continue
             first = max(sites, key=lambda site: site.effects[q].share, default=None)
             lowest = min((site.effects[q].share for site in sites), default=0.0)
             if first is not None and first.effects[q].share >= _GUILTY and lowest > -_CANCELS:
                 guilty[q] = first.site
-        captured = squares_of(run, {n: t.to(run.device).double() for n, t in outputs.items()}, [h])[h]
         number_of = h + capture.metadata.head_offset
         found.append(
             LinearHeadAttribution(
@@ -99,6 +103,11 @@ def attribute_linear(
             )
         )
         reasons += [f"Head {number_of}: {words}" for words in _blamed(found[-1])]
+        if otherwise:
+            of = together([LINEAR_SYMBOLS.get(q, q) for q in otherwise])
+            reasons.append(
+                f"Head {number_of}: {of} of the capture errs more than the recipe: no site is named for that."
+            )
     if used_from == "assumed":
         reasons.insert(0, "No recipe was recognised: this is about a well-rounded kernel, not about the captured one.")
     return LinearAttribution(
@@ -116,7 +125,6 @@ def _blamed(head: LinearHeadAttribution) -> list[str]:
         effects = next(s for s in head.sites if s.site == site).effects
         shares = [effects[q].share for q in quantities]
         low, high = percent(min(shares)), percent(max(shares))
-        part = low if low == high else f"{low} to {high}"
         part = low if low == high else f"{low} to {high}"
         named = together([LINEAR_SYMBOLS.get(q, q) for q in quantities])
         said.append(f"{part} of the squared error of {named} comes from {SITES[site]}.")
