@@ -57,7 +57,7 @@ def main() -> None:
     cases = []
     for name in options.faults:
         mine = [
-            case(seed, None if name == "none" else name, explained=seed < options.seeds // 2)
+            case(seed, None if name == "none" else name, explained=seed < options.seeds // 4)
             for seed in range(options.seeds)
         ]
         cases += mine

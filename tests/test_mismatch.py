@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mismatch_runs as runs
 import numpy as np
 import pytest
 import torch
 from command_line import Run
+from tiny_models import transformers_model
 from torch import Tensor
 
 import attn_diag
@@ -129,6 +131,30 @@ def test_a_mask_counts_and_other_shapes_are_refused() -> None:
         Logprobs(np.zeros((1, 2)), np.array([[0.0, np.nan]]))
     masked = Logprobs(np.zeros((1, 2)), np.array([[0.5, np.nan]]), np.array([[True, False]]))
     assert masked.difference.tolist() == [[0.5, 0.0]]
+
+
+@pytest.mark.parametrize(("kind", "how", "cache"), [("llama", "sdpa", "static"), ("gemma2", "eager", None)])
+def test_generate_on_padded_prompts_is_its_own_training_forward(
+    kind: str, how: str, cache: str | None, tmp_path: Path
+) -> None:
+    """Prompts padded on the left, decoded; trained on padded on the right; in gemma2 one layer of two has a window."""
+    model: Any = transformers_model(kind, how).model.bfloat16().eval()
+    prompts = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    real = torch.ones_like(prompts)
+    real[1, :4] = 0
+    with attn_diag.capture(model, tmp_path / "rollout", batch=None, calls=None):
+        out = model.generate(
+            prompts, attention_mask=real, max_new_tokens=5, do_sample=False, pad_token_id=0, cache_implementation=cache
+        )
+    ids = torch.stack([out[0], torch.cat([out[1, 4:], out.new_zeros(4)])])
+    real = torch.ones_like(ids)
+    real[1, -4:] = 0
+    with attn_diag.capture(model, tmp_path / "train", batch=None, calls=None), torch.no_grad():
+        model(ids, attention_mask=real)
+    found = attn_diag.mismatch(tmp_path / "train", tmp_path / "rollout")
+    assert found.causes == ()
+    assert [layer.tokens for layer in found.layers] == [13 + 9, 13 + 9]
+    assert max(layer.difference for layer in found.layers) < 0.02
 
 
 def _drawn(length: int, seed: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
 from attn_diag.head.assumptions import TOLERANCE
+from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
 from attn_diag.results.wording import number, percent, plural, times
 
@@ -31,8 +32,9 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         before: Those of the layers before it.
     """
     causes = [*_semantics(found), *_positions(found)]
-    for side, fit in zip(_RUNS, found.fits, strict=True):
-        causes += _of_fit(found.layer, side, fit)
+    if not alike(found):
+        for side, fit in zip(_RUNS, found.fits, strict=True):
+            causes += _of_fit(found.layer, side, fit)
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words))
@@ -42,6 +44,21 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     ):
         causes.append(_cause(found.layer, "unnamed-input", "both", jump[1]))
     return causes
+
+
+def alike(found: ComparedLayer) -> bool:
+    """Whether what either computes from its inputs differs by no more than two well-rounded kernels do.
+
+    Both may then be off in the same way, which is no mismatch.
+    """
+    apart = expected = 0.0
+    for split in found.splits:
+        part = split.parts["semantics"] + split.parts["rounding"]
+        apart += float(part[split.usable].square().sum())
+    for name, fit in zip(_RUNS, found.fits, strict=True):
+        if fit.factor:
+            expected += float(found.sums[f"{name}.error"].sum()) / fit.factor**2
+    return apart <= LOSSY**2 * expected and all(fit.coarse for fit in found.fits)
 
 
 def _cause(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.hypotheses import OtherComputation, Stated, hypotheses
+from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import HeadSemantics, expected_square, out_of_few
-from attn_diag.analyses.mismatch.tokens import RunRows
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import FloatFormat
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import Blocks, HeadSemantics, blocks_of, out_of_few
-from attn_diag.analyses.mismatch.tokens import RunRows
 from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.reference import format_of, round_nearest_even

@@ -14,6 +14,7 @@ from attn_diag.analyses.mismatch.fit import LayerFit, fit_layer
 from attn_diag.analyses.mismatch.hypotheses import window_of
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
+from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows
 from attn_diag.analyses.mismatch.split import (
     PARTS,
     HeadSemantics,
@@ -23,7 +24,7 @@ from attn_diag.analyses.mismatch.split import (
     split_head,
     stream_sums,
 )
-from attn_diag.analyses.mismatch.tokens import RunRows, TokenRun, observation_of, stream_rows
+from attn_diag.analyses.mismatch.tokens import TokenRun
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
 from attn_diag.captures.capture import Capture
 from attn_diag.reference import format_of

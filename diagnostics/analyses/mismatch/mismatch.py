@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attn_diag.analyses.mismatch.causes import causes_of, place_of
+from attn_diag.analyses.mismatch.causes import alike, causes_of, place_of
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
@@ -23,7 +23,7 @@ from attn_diag.captures.validity import short
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.results.mismatch import Mismatch, MismatchCause, MismatchLayer, MismatchSide, RunName
-from attn_diag.results.wording import percent, plural
+from attn_diag.results.wording import percent, plural, times
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -109,6 +109,12 @@ def compare_runs(
             continue
         result = layer_result(found)
         causes += causes_of(found, result, results)
+        if alike(found):
+            factors = " and ".join(times(fit.factor) for fit in found.fits)
+            notes.append(
+                f"Layer {layer}: O of train and of rollout is {factors} times as far from float64 as a well-rounded "
+                "kernel's, under what the captures state, but in the same way: that is no mismatch."
+            )
         results.append(result)
         compared.append(found)
         if progress is not None:

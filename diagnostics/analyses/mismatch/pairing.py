@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import RunRows, TokenRun, TokenSequence, head_rows
+from attn_diag.analyses.mismatch.rows import RunRows, head_rows
+from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
 
 # v of the first layer follows from the token alone. Of one token two runs differ by a few per cent, by a tenth where
 # weights are quantised to four bits; two tokens by 140 %.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import RunRows
+from attn_diag.analyses.mismatch.rows import RunRows
 
 # The part of the squared difference of q or k that the rotation must take away.
 _EXPLAINS = 0.9

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import RunRows
+from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, reference_head, reference_rows
 

@@ -10,7 +10,7 @@ left does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
 from attn_diag.head.read import read_float64, read_head
+from attn_diag.reference import AttentionHead, hides
 
 # So many of the newest tokens of a cache are compared with a sequence's.
 _TAIL = 64
@@ -165,10 +166,16 @@ def _unfolded(capture: Capture, q_heads: int) -> Capture:
 
 def bias_of(capture: Capture, item: int, head: int, device: torch.device) -> Tensor:
     """What is added to the scaled scores of one head, -inf where a key is hidden; float64 [Tq, Tk]."""
-    inputs = read_head(capture, item, head, device)
-    q_length, k_length = len(inputs.head.q), len(inputs.head.k)
-    bias = torch.zeros(q_length, k_length, dtype=torch.float64, device=device)
-    inputs.head.apply_mask(bias, slice(0, q_length), slice(0, k_length))
+    return own_bias(capture, item, head, read_head(capture, item, head, device).head)
+
+
+def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Tensor:
+    """The same of a head that was read."""
+    q_length, k_length = len(read.q), len(read.k)
+    bias = torch.zeros(q_length, k_length, dtype=torch.float64, device=read.q.device)
+    read.apply_mask(bias, slice(0, q_length), slice(0, k_length))
+    if (mask := capture.mask(item, head)) is not None:
+        bias.masked_fill_(hides(mask[0].to(bias.device)), -torch.inf)
     return bias
 
 
@@ -178,12 +185,7 @@ def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> Se
     seen = visible.any(1)
     if not bool(seen.any()):
         return None
-    count = visible.shape[1]
-    last = count - 1 - visible.flip(1).int().argmax(1)
-    if bool((last[seen] == last[seen][0]).all()) and visible.shape[0] == count and count > 1:
-        # Every row sees the last key: a row's own key is then the one in its place.
-        last = torch.arange(count, device=device)
-        seen = seen & visible.any(0)
+    last = own_keys(visible)
     rows = seen.nonzero()[:, 0]
     # Rows of padding behind a sequence see its last token, whose own row comes first.
     fresh = torch.ones_like(rows, dtype=torch.bool)
@@ -192,6 +194,17 @@ def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> Se
     first = int(visible[rows].int().argmax(1).min())
     own = last[rows]
     return SequencePart(key, item, rows.cpu(), own.cpu(), slice(first, int(own[-1]) + 1), -first)
+
+
+def own_keys(visible: Tensor) -> Tensor:
+    """Index of every row's own key, int64 [Tq]: the last one that it sees."""
+    count = visible.shape[1]
+    last = count - 1 - visible.flip(1).int().argmax(1)
+    seen = visible.any(1)
+    if bool((last[seen] == last[seen][0]).all()) and visible.shape[0] == count > 1:
+        # Every row sees the last key: a row's own key is then the one in its place.
+        return torch.arange(count, device=visible.device)
+    return last
 
 
 def _values(capture: Capture, item: int, heads: int, device: torch.device, keys: slice) -> Tensor:
@@ -238,154 +251,3 @@ def _append(
         sequence.length += stop - own
         sequence.chunks.append(values[own - begin :])
     taken.add(best)
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """The rows of one head of one sequence in one run; float64."""
-
-    tokens: Tensor
-    """Their tokens, int64 [n], increasing."""
-    q: Tensor
-    """[n, D]."""
-    o: Tensor
-    """What the run's kernel returned, [n, Dv]."""
-    bias: Tensor
-    """What is added to the scaled scores, -inf where a key is hidden, [n, T]: the run's own mask."""
-    known: Tensor
-    """Which of the T tokens have a key, bool [T]."""
-    cached: Tensor
-    """The first token whose key was in the cache of the row's call, int64 [n]: older ones had been let go."""
-    blocks: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    """Rows [m], with the keys and values that they saw, [T, D] and [T, Dv]: one block, unless the cache's values
-    changed from call to call."""
-    scale: float
-    """alpha."""
-    softcap: float | None
-    """c; None for none."""
-    sink: float | None
-    """The logit of a sink; None for none."""
-    k: Tensor
-    """The keys that the rows' own calls wrote, [n, D]."""
-    v: Tensor
-    """The values likewise, [n, Dv]."""
-
-    def select(self, rows: Tensor) -> RunRows:
-        """Some of the rows, [m] indices in increasing order."""
-        place = torch.full((len(self.tokens),), -1, device=rows.device)
-        place[rows] = torch.arange(len(rows), device=rows.device)
-        blocks = tuple((place[r][place[r] >= 0], k, v) for r, k, v in self.blocks)
-        return replace(
-            self, tokens=self.tokens[rows], q=self.q[rows], o=self.o[rows], bias=self.bias[rows], k=self.k[rows],
-            v=self.v[rows], cached=self.cached[rows], blocks=tuple(b for b in blocks if len(b[0])),
-        )  # fmt: skip
-
-
-def head_rows(
-    run: TokenRun, sequence: TokenSequence, layer: int, head: int, *, shift: int, length: int, device: torch.device
-) -> RunRows | None:
-    """The rows of one head.
-
-    Args:
-        run: The run.
-        sequence: One of its sequences.
-        layer: Number of the layer.
-        head: Index of the query head.
-        shift: What is added to the numbers of the tokens.
-        length: T, tokens of both runs together.
-        device: Where they are put.
-
-    Returns:
-        None where the layer has none of the calls.
-    """
-    pieces = [_piece(run, part, layer, head, device) for part in sequence.parts]
-    known_pieces = [(part, piece) for part, piece in zip(sequence.parts, pieces, strict=True) if piece is not None]
-    if not known_pieces:
-        return None
-    first = known_pieces[0][1]
-    k = first.k.new_zeros(length, first.k.shape[1])
-    v = first.v.new_zeros(length, first.v.shape[1])
-    known = torch.zeros(length, dtype=torch.bool, device=device)
-    blocks: list[tuple[list[int], Tensor, Tensor]] = []
-    queries: list[Tensor] = []
-    outs: list[Tensor] = []
-    biases: list[Tensor] = []
-    tokens: list[Tensor] = []
-    cached: list[Tensor] = []
-    count = 0
-    for part, piece in known_pieces:
-        at = torch.arange(part.keys.start, part.keys.stop, device=device) + part.offset + shift
-        inside = (at >= 0) & (at < length)
-        own = part.tokens.to(device) + shift
-        # A row that sees a key which is not compared cannot be either.
-        kept = (own >= 0) & (own < length) & ~(piece.bias[:, ~inside] > -torch.inf).any(1)
-        at, k_new, v_new = at[inside], piece.k[inside], piece.v[inside]
-        again = known[at]
-        same = bool((k[at][again] == k_new[again]).all()) and bool((v[at][again] == v_new[again]).all())
-        if not same:
-            k, v = k.clone(), v.clone()
-        k[at], v[at], known[at] = k_new, v_new, True
-        rows = list(range(count, count + int(kept.sum())))
-        if blocks and same:
-            blocks[-1][0].extend(rows)
-        else:
-            blocks.append((rows, k, v))
-        count += len(rows)
-        bias = piece.bias.new_full((len(rows), length), -torch.inf)
-        bias[:, at] = piece.bias[kept][:, inside]
-        for held, new in ((queries, piece.q[kept]), (outs, piece.o[kept]), (biases, bias), (tokens, own[kept])):
-            held.append(new)
-        cached.append(own.new_full((len(rows),), part.offset + shift))
-    every = torch.cat(tokens)
-    of_blocks = [(torch.tensor(rows, dtype=torch.int64, device=device), k, v) for rows, k, v in blocks]
-    return RunRows(
-        tokens=every, q=torch.cat(queries), o=torch.cat(outs), bias=torch.cat(biases), known=known,
-        cached=torch.cat(cached),
-        blocks=tuple(of_blocks), scale=first.scale, softcap=first.softcap, sink=first.sink,
-        k=torch.cat([k[every[rows]] for rows, k, _ in of_blocks]),
-        v=torch.cat([v[every[rows]] for rows, _, v in of_blocks]),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Piece:
-    q: Tensor
-    o: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor
-    scale: float
-    softcap: float | None
-    sink: float | None
-
-
-def _piece(run: TokenRun, part: SequencePart, layer: int, head: int, device: torch.device) -> _Piece | None:
-    capture = run.calls[layer].get(part.call)
-    if capture is None or part.item >= capture.batch:
-        return None
-    inputs = read_head(capture, part.item, head, device)
-    o = read_float64(capture, capture.key(observation_of(capture), "o"), part.item, head, device)
-    assert o is not None
-    rows = part.rows.to(device)
-    bias = torch.zeros(len(inputs.head.q), len(inputs.head.k), dtype=torch.float64, device=device)
-    inputs.head.apply_mask(bias, slice(0, len(bias)), slice(0, bias.shape[1]))
-    h = inputs.head
-    return _Piece(
-        h.q[rows], o[rows], h.k[part.keys], h.v[part.keys], bias[rows][:, part.keys], h.scale, h.softcap, h.sink
-    )
-
-
-def observation_of(capture: Capture) -> str:
-    """The first observation that has an O."""
-    return next(name for name, outputs in capture.observations.items() if "o" in outputs)
-
-
-def stream_rows(run: TokenRun, sequence: TokenSequence, layer: int, shift: int, device: torch.device) -> Iterator[
-    tuple[Tensor, Tensor]
-]:  # fmt: skip
-    """x of the calls that have it: the rows' tokens, int64 [n], and x, float64 [n, C]."""
-    for part in sequence.parts:
-        capture = run.calls[layer].get(part.call)
-        if capture is not None and "x" in capture.tensors and part.item < capture.batch:
-            x = capture.read_x(part.item).to(device).double()
-            yield part.tokens.to(device) + shift, x[part.rows.to(device)]
