@@ -1,7 +1,7 @@
 """FP4, FP6 and E8M0 on every fp32 input: all 2**32 bit patterns, ours beside ml_dtypes and torchao (E8M0: torch).
 
-Ours are ``kernels.formats.round_to`` and, of E8M0, the scales of ``kernels.quantize``. One process; about a quarter of an hour
-of one core, or with ``--stride N`` every N-th pattern.
+Ours are ``kernels.formats.round_to`` and, of E8M0, the scales of ``kernels.quantize``. One process; about a quarter of
+an hour of one core, or with ``--stride N`` every N-th pattern.
 
     python benchmarks/bench_rounding_codes.py --json benchmarks/results/rounding_codes_cpu.json
 
