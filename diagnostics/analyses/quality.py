@@ -25,7 +25,10 @@ _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 _AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
-SITES = {"dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)"}
+SITES = {
+    "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
+    "unfused": "S and P are stored in the inputs' format (softmax(q kᵀ) v in plain torch, which is not fused)",
+}
 
 
 def worst_of_all(heads: Iterable[Sequence[QuantityVerdict]]) -> list[QuantityVerdict]:

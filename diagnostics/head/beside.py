@@ -23,6 +23,7 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
+from attn_diag.head.unfused import UNFUSED
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
@@ -76,10 +77,11 @@ def beside_well_rounded(
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
         return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
 
-    def left(recipe: str) -> tuple[float, float]:
-        """What of the observed tensor differs from the recipe's: squares, and in units of every row's noise."""
-        apart = (observed - total([c.outputs(recipe) for c in published]))[rows].square().sum(1).cpu().numpy()
-        return float(apart.sum()), float((apart / np.maximum(chosen.expected, 1e-300)).sum())
+    def left(recipe: str, of: npt.NDArray[np.bool_] | slice = slice(None)) -> tuple[float, float]:
+        """What of the observed tensor (of some rows) differs from the recipe's: squares, and in units of every row's
+        noise."""
+        apart = (observed - total([c.outputs(recipe) for c in published]))[rows].square().sum(1).cpu().numpy()[of]
+        return float(apart.sum()), float((apart / np.maximum(chosen.expected[of], 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
         found_alone = replace(against([c.outputs() for c in counterfactuals]), compared=False)
@@ -106,6 +108,16 @@ def beside_well_rounded(
             nearer = any(one < _EXPLAINED * other for one, other in pairs)
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
                 return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
+    if coarse and max(c.scores for c in published) <= _MOST_SCORES:
+        others = left(ALTERNATIVES[0])
+        for way in UNFUSED:
+            if all(one < _EXPLAINED * other for one, other in zip(left(way), others, strict=True)):
+                alike = beside(way)
+                # Its own roundings, one by one. Sums in fp32 move a cast of S here and there: rows that stand out for
+                # that have most of their error from the others.
+                rest = left(way, alike.outlying)[0]
+                own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[alike.outlying].sum())
+                return replace(chosen, site="unfused", rounding=own, features_rounding=own)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())

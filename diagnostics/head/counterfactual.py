@@ -26,6 +26,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
+from attn_diag.head.unfused import UNFUSED, unfused
 from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 
@@ -62,7 +63,7 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, one of ``FROM_CAST_P``, or one of ``coarser``'s.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``UNFUSED``, or of ``coarser``'s.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -70,6 +71,8 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
+    if recipe in UNFUSED:
+        return unfused(head, fmt, recipe)
     name, _, alpha = recipe.partition(":")
     if name in PRESETS:
         chosen = preset(name, fmt.name, head.q.shape[1])

@@ -132,7 +132,7 @@ class Target:
         """The target that a user names or hands over.
 
         Args:
-            given: A callable ``fn(q, k, v)`` (a module is one), the name of a preset or a recipe, "sdpa",
+            given: A callable ``fn(q, k, v)`` (a module is one), an ``autograd.Function``, the name of a preset or a recipe, "sdpa",
                 "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", "flash_attn_2", …), or
                 "MODULE:FUNCTION" (also of the working directory).
             name: What reports call it; by default its own name.
@@ -151,6 +151,8 @@ class Target:
         if isinstance(given, str) and ":" in given:
             name = name or given
             given = imported(given)
+        if isinstance(given, type) and issubclass(given, torch.autograd.Function):
+            name, given = name or given.__name__, given.apply
         if callable(given):
             own = str(getattr(given, "__name__", type(given).__name__))
             called = given
@@ -359,7 +361,10 @@ def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
     except Exception as error:
         first = (str(error).strip().splitlines() or ["no message"])[0]
         shapes = f"{list(inputs.q.shape)} {inputs.q.dtype}"
-        raise MisfitError(f"it raised {type(error).__name__}{where} on q, k, v {shapes}: {first}") from error
+        # Some kernels refuse inputs that need gradients (FlexAttention on a CPU): of the forward alone they may be asked.
+        refused = isinstance(error, NotImplementedError) and torch.is_grad_enabled()
+        kind = NoGradientError if refused else MisfitError
+        raise kind(f"it raised {type(error).__name__}{where} on q, k, v {shapes}: {first}") from error
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.head.unfused import UNFUSED, unfused
+from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.other_function import mask_fault, other_scale
@@ -19,6 +20,8 @@ from attn_diag.testing.target import RECIPE_DTYPES, CaseInputs, Target
 _FACTOR_SHARE = 0.25
 # A rounding to nearest goes to either side: its mean is a small part of its rms.
 _ONE_SIDED = 0.2
+# Attention that is not fused is recognised in the first sequences, by what its emulation leaves of the squared error.
+_SEQUENCES, _EXPLAINED = 4, 0.25
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,11 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
     """Whether every row of O is off by a factor of its own, to either side: that is l, which no feature escapes.
 
     e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O, P_bar and scores leave 1 / D of their square there;
-    what is off to one side in the mean (a truncation) is left to other signatures.
+    what is off to one side in the mean (a truncation) is left to other signatures. A cast of the normalised P does the
+    same without an l that is rounded: attention that is not fused is recognised first.
     """
+    if (found := not_fused(case, o, device)) is not None:
+        return found
     along = total = mean = squares = rows = 0.0
     group = case.q.shape[1] // case.k.shape[1]
     for b, h in product(range(case.q.shape[0]), range(case.q.shape[1])):
@@ -99,4 +105,27 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         f"Every row of O is off by a factor of its own ({percent(math.sqrt(squares / rows), '.2g')} rms), which makes "
         f"{percent(along / total, '.2g')} of O's squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} "
         "of theirs there.",
+    )
+
+
+def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | None:
+    """Whether O is what softmax(q kT) v in plain torch makes of these inputs, S and P stored in their format."""
+    if case.q.dtype not in RECIPE_DTYPES or o.dtype != case.q.dtype:
+        return None
+    fmt, group = format_of(o.dtype), case.q.shape[1] // case.k.shape[1]
+    error, left = 0.0, dict.fromkeys((w for w in UNFUSED if w.endswith(":cast")), 0.0)  # O is the same by both P
+    for b, h in product(range(min(case.q.shape[0], _SEQUENCES)), range(case.q.shape[1])):
+        q, k, v, seen = (
+            x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
+        )
+        head = AttentionHead(q, k, v, None, case.scale, Masking(case.causal))
+        error += float((seen - reference_head(head).out).square().sum())
+        for way in left:
+            left[way] += float((seen - unfused(head, fmt, way)["o"]).square().sum())
+    least = min(left.values())
+    if not least < _EXPLAINED * error:
+        return None
+    return Suspect(
+        "S and P are stored in the inputs' format, as softmax(q kᵀ) v in plain torch does, which is not fused",
+        f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.",
     )

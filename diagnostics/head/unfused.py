@@ -1,0 +1,67 @@
+"""Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
+
+    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two
+    P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
+    O  = cast(P V)
+    dP = cast(dO VT), dV = cast(PT dO)
+    dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32)
+    dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q)
+
+It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
+Sums are float64 here; torch's fp32 sums move the casts of few elements.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
+
+# Where alpha enters, and which P makes dS.
+UNFUSED = ("unfused:scores:cast", "unfused:scores:fp32", "unfused:q:cast", "unfused:q:fp32")
+
+
+def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
+    """What plain torch returns for one head.
+
+    Args:
+        head: The head; all of its scores are held at once.
+        fmt: The inputs' format.
+        way: One of ``UNFUSED``.
+
+    Returns:
+        o, lse (of the stored scores) and, with dO, delta, dq, dk and dv; float64.
+    """
+    _, alpha_in, probs_of = way.split(":")
+    cast = partial(round_nearest_even, fmt=fmt)
+    if alpha_in == "q":
+        scores = cast(cast(head.q * head.scale) @ head.k.T)
+    else:
+        scores = cast(cast(head.q @ head.k.T) * head.scale)
+    if head.softcap is not None:
+        scores = cast(head.softcap * (scores / head.softcap).tanh())
+    head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    lse = scores.logsumexp(1)
+    if head.sink is not None:
+        lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
+    wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+    probs = cast(wide)
+    found = {"o": cast(probs @ head.v), "lse": lse}
+    if head.do is None:
+        return found
+    dprobs = cast(head.do @ head.v.T)
+    weights = probs if probs_of == "cast" else wide
+    delta = (weights * dprobs).sum(1)
+    dscores = weights * (dprobs - delta[:, None])
+    if head.softcap is not None:
+        dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
+    dscores = cast(dscores)
+    if alpha_in == "q":
+        dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
+    else:
+        dscores = cast(dscores * head.scale)
+        dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
+    return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(probs.T @ head.do)}

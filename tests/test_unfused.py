@@ -1,0 +1,74 @@
+"""softmax(q kT) v in plain torch stores S, P and dP: coarser than a fused kernel, and no wrong mathematics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.quality import QuantityVerdict
+from attn_diag.testing.probing.search import row_factor
+from attn_diag.testing.regression.cases import draw
+from attn_diag.testing.target import CaseInputs
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As half of the world's research code has it."""
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def case_of(name: str, dtype: torch.dtype, sequences: slice) -> CaseInputs:
+    """Some sequences of 192 rows of a case of ``check``."""
+    case = draw(name, 0, dtype=dtype, causal="top-left", head_dim=64, scale=0.125)
+    assert case.do is not None
+    return replace(case, q=case.q[sequences], k=case.k[sequences], v=case.v[sequences], do=case.do[sequences])
+
+
+def judged(case: CaseInputs, *, spoiled: float = 1.0) -> dict[str, QuantityVerdict]:
+    """What is said of each quantity; with row 100 of every dQ multiplied by ``spoiled``."""
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
+    o = plain(q, k, v)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), case.do)
+    dq[:, :, 100] *= spoiled
+    o, q, k, v = (x.detach() for x in (o, q, k, v))
+    found = attn_diag.inspect(q, k, v, o=o, do=case.do, dq=dq, dk=dk, dv=dv, causal=True)
+    head = next(h for h in found.captures[0].observations[0].heads if h.head == 0)
+    return {quantity.quantity: quantity for quantity in head.quantities}
+
+
+# Tied maxima, where autograd's delta is better than a fused kernel's and no element errs as there; equal values, of
+# which a fused kernel rounds none; sums whose last bits move casts of S.
+@pytest.mark.parametrize(
+    ("case", "dtype", "sequences"),
+    [
+        ("pairs", torch.bfloat16, slice(0, 3)),
+        ("pairs", torch.float16, slice(3, 5)),
+        ("ones", torch.float16, slice(3, 4)),
+        ("large-logits", torch.float16, slice(6, 7)),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_its_roundings_are_no_wrong_mathematics(case: str, dtype: torch.dtype, sequences: slice) -> None:
+    found = judged(case_of(case, dtype, sequences))
+    assert not [q.words for q in found.values() if q.answer == "wrong"]
+
+
+def test_it_is_named_and_a_row_of_it_that_is_wrong_is_wrong() -> None:
+    case = case_of("normal", torch.bfloat16, slice(0, 1))
+    right, spoiled = judged(case), judged(case, spoiled=1.5)
+    assert {q.answer for q in right.values()} == {"lossy"}
+    assert "plain torch" in right["o"].words
+    assert spoiled["dq"].answer == "wrong"
+    assert "row 100" in spoiled["dq"].words
+
+
+def test_no_row_sum_is_blamed_for_the_cast_of_normalised_probabilities() -> None:
+    case = case_of("large-logits", torch.bfloat16, slice(0, 2))
+    found = row_factor(case, plain(case.q, case.k, case.v), torch.device("cpu"))
+    assert found is not None
+    assert "plain torch" in found.words
