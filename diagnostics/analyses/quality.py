@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
+from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
@@ -27,7 +28,7 @@ ALONE = "inputs of this format have no published recipe to compare with, only th
 _AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
-    "unfused": "S and P are stored in the inputs' format (softmax(q kᵀ) v in plain torch, which is not fused)",
+    **WORDS,
 }
 
 

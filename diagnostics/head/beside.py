@@ -23,7 +23,7 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
-from attn_diag.head.unfused import UNFUSED
+from attn_diag.head.unfused import UNFUSED, named
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
@@ -117,7 +117,7 @@ def beside_well_rounded(
                 # that have most of their error from the others.
                 rest = left(way, alike.outlying)[0]
                 own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[alike.outlying].sum())
-                return replace(chosen, site="unfused", rounding=own, features_rounding=own)
+                return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())

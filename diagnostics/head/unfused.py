@@ -1,6 +1,6 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
-    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two
+    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)
@@ -20,8 +20,17 @@ from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
-# Where alpha enters, and which P makes dS.
-UNFUSED = ("unfused:scores:cast", "unfused:scores:fp32", "unfused:q:cast", "unfused:q:fp32")
+# How S is stored, and which P makes dS. S in fp32 is FlexAttention's without torch.compile, and its dS is in fp32 too.
+UNFUSED = ("unfused:scores:cast", "unfused:scores:fp32", "unfused:q:cast", "unfused:q:fp32", "unfused:fp32:fp32")
+WORDS = {
+    "unfused": "S and P are stored in the inputs' format (softmax(q kᵀ) v in plain torch, which is not fused)",
+    "normalised": "P is normalised before its cast (attention that is not fused)",
+}
+
+
+def named(way: str) -> str:
+    """Which of ``WORDS`` says it."""
+    return "normalised" if ":fp32:" in way else "unfused"
 
 
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
@@ -39,10 +48,13 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     cast = partial(round_nearest_even, fmt=fmt)
     if alpha_in == "q":
         scores = cast(cast(head.q * head.scale) @ head.k.T)
-    else:
+    elif alpha_in == "scores":
         scores = cast(cast(head.q @ head.k.T) * head.scale)
+    else:
+        scores = (head.q @ head.k.T) * head.scale
     if head.softcap is not None:
-        scores = cast(head.softcap * (scores / head.softcap).tanh())
+        scores = head.softcap * (scores / head.softcap).tanh()
+        scores = scores if alpha_in == "fp32" else cast(scores)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     lse = scores.logsumexp(1)
     if head.sink is not None:

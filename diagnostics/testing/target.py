@@ -132,8 +132,8 @@ class Target:
         """The target that a user names or hands over.
 
         Args:
-            given: A callable ``fn(q, k, v)`` (a module is one), an ``autograd.Function``, the name of a preset or a recipe, "sdpa",
-                "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", "flash_attn_2", …), or
+            given: A callable ``fn(q, k, v)`` (a module or an ``autograd.Function`` is one), the name of a preset or a
+                recipe, "sdpa", "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", …), or
                 "MODULE:FUNCTION" (also of the working directory).
             name: What reports call it; by default its own name.
             dtype: Of the inputs.
@@ -361,7 +361,7 @@ def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
     except Exception as error:
         first = (str(error).strip().splitlines() or ["no message"])[0]
         shapes = f"{list(inputs.q.shape)} {inputs.q.dtype}"
-        # Some kernels refuse inputs that need gradients (FlexAttention on a CPU): of the forward alone they may be asked.
+        # Inputs that need gradients are refused by some (FlexAttention on a CPU): these have their forward alone.
         refused = isinstance(error, NotImplementedError) and torch.is_grad_enabled()
         kind = NoGradientError if refused else MisfitError
         raise kind(f"it raised {type(error).__name__}{where} on q, k, v {shapes}: {first}") from error

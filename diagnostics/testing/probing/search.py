@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.unfused import UNFUSED, unfused
-from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
+from attn_diag.head.unfused import UNFUSED, WORDS, named, unfused
+from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.other_function import mask_fault, other_scale
@@ -18,6 +18,8 @@ from attn_diag.testing.target import RECIPE_DTYPES, CaseInputs, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
 _FACTOR_SHARE = 0.25
+# What the casts of P make of it is at most a quarter.
+_FACTOR_OF_PROBS = 4.0
 # A rounding to nearest goes to either side: its mean is a small part of its rms.
 _ONE_SIDED = 0.2
 # Attention that is not fused is recognised in the first sequences, by what its emulation leaves of the squared error.
@@ -76,29 +78,38 @@ def _by_bits(case: CaseInputs, target: Target, *, of_l: bool) -> Suspect | None:
 def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | None:
     """Whether every row of O is off by a factor of its own, to either side: that is l, which no feature escapes.
 
-    e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O, P_bar and scores leave 1 / D of their square there;
-    what is off to one side in the mean (a truncation) is left to other signatures. A cast of the normalised P does the
-    same without an l that is rounded: attention that is not fused is recognised first.
+    e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O and of scores leave 1 / D of their square there; of
+    P they make a factor of variance eps^2 sum P^2 (l's own eps^2 in a row with one key), a quarter of what is seen at
+    most. What is off to one side in the mean (a truncation) is left to other signatures, and attention that is not
+    fused is recognised first.
     """
     if (found := not_fused(case, o, device)) is not None:
         return found
-    along = total = mean = squares = rows = 0.0
+    along = by_probs = total = mean = squares = rows = 0.0
+    relative = 2.0 ** (-2 * format_of(case.q.dtype).precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
     group = case.q.shape[1] // case.k.shape[1]
     for b, h in product(range(case.q.shape[0]), range(case.q.shape[1])):
         q, k, v, seen = (
             x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
         )
-        truth = reference_head(AttentionHead(q, k, v, None, case.scale, Masking(case.causal))).out
+        head = AttentionHead(q, k, v, None, case.scale, Masking(case.causal))
+        block = reference_rows(head, torch.arange(len(q), device=device))
+        truth = block.out
         size = truth.square().sum(1)
         good = seen.isfinite().all(1) & (size > 0)
         error = (seen - truth)[good]
         factor = (error * truth[good]).sum(1) / size[good]
         along += float((factor.square() * size[good]).sum())
+        by_probs += relative * float((block.probs.square().sum(1) * size)[good].sum())
         total += float(error.square().sum())
         mean += float(factor.sum())
         rows += float(good.sum())
         squares += float(factor.square().sum())
-    if not rows or along < _FACTOR_SHARE * total or abs(mean / rows) > _ONE_SIDED * math.sqrt(squares / rows):
+    if (
+        not rows
+        or along < max(_FACTOR_SHARE * total, _FACTOR_OF_PROBS * by_probs)
+        or abs(mean / rows) > _ONE_SIDED * math.sqrt(squares / rows)
+    ):
         return None
     return Suspect(
         "the row sum l, or 1/l, is rounded",
@@ -113,7 +124,7 @@ def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | No
     if case.q.dtype not in RECIPE_DTYPES or o.dtype != case.q.dtype:
         return None
     fmt, group = format_of(o.dtype), case.q.shape[1] // case.k.shape[1]
-    error, left = 0.0, dict.fromkeys((w for w in UNFUSED if w.endswith(":cast")), 0.0)  # O is the same by both P
+    error, left = 0.0, dict.fromkeys(UNFUSED[::2], 0.0)  # O is the same by both P
     for b, h in product(range(min(case.q.shape[0], _SEQUENCES)), range(case.q.shape[1])):
         q, k, v, seen = (
             x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
@@ -125,7 +136,8 @@ def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | No
     least = min(left.values())
     if not least < _EXPLAINED * error:
         return None
+    way = min(left, key=lambda name: left[name])
     return Suspect(
-        "S and P are stored in the inputs' format, as softmax(q kᵀ) v in plain torch does, which is not fused",
+        WORDS[named(way)],
         f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.",
     )
