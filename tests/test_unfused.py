@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression.cases import draw
-from attn_diag.testing.target import CaseInputs
+from attn_diag.testing.target import Attention, CaseInputs, Target
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -20,6 +21,19 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With the maximum taken off in the inputs' format, under a checkpoint of the older kind."""
+
+    def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.finfo(scores.dtype).max)
+        return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+    found: Tensor = checkpoint(inner, q, k, v, use_reentrant=True)
+    return found
 
 
 def case_of(name: str, dtype: torch.dtype, sequences: slice) -> CaseInputs:
@@ -36,14 +50,12 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(later, -torch.inf).softmax(-1).to(q.dtype) @ v
 
 
-def judged(case: CaseInputs, *, spoiled: float = 1.0) -> dict[str, QuantityVerdict]:
+def judged(case: CaseInputs, kernel: Attention = plain, *, spoiled: float = 1.0) -> dict[str, QuantityVerdict]:
     """What is said of each quantity; with row 100 of every dQ multiplied by ``spoiled``."""
-    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
-    o = plain(q, k, v)
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), case.do)
-    dq[:, :, 100] *= spoiled
-    o, q, k, v = (x.detach() for x in (o, q, k, v))
-    found = attn_diag.inspect(q, k, v, o=o, do=case.do, dq=dq, dk=dk, dv=dv, causal=True)
+    target = Target.of(kernel, dtype=case.q.dtype, head_dim=64, device=torch.device("cpu"))
+    outputs = target.call(case, gradients=True).outputs
+    outputs["dq"][:, :, 100] *= spoiled
+    found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=True, **outputs)
     head = next(h for h in found.captures[0].observations[0].heads if h.head == 0)
     return {quantity.quantity: quantity for quantity in head.quantities}
 
@@ -62,6 +74,12 @@ def judged(case: CaseInputs, *, spoiled: float = 1.0) -> dict[str, QuantityVerdi
 )
 def test_its_roundings_are_no_wrong_mathematics(case: str, dtype: torch.dtype, sequences: slice) -> None:
     found = judged(case_of(case, dtype, sequences))
+    assert not [q.words for q in found.values() if q.answer == "wrong"]
+
+
+def test_a_maximum_taken_off_in_the_inputs_format_is_no_wrong_mathematics_either() -> None:
+    """Through a checkpoint that refuses torch.autograd.grad."""
+    found = judged(case_of("pairs", torch.bfloat16, slice(2, 3)), shifted)
     assert not [q.words for q in found.values() if q.answer == "wrong"]
 
 

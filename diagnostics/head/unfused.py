@@ -1,6 +1,7 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
-    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast
+    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
+                                      or the second, of which m is taken off before softmax: cast(S - m)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)
@@ -21,7 +22,14 @@ from torch import Tensor
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
 # How S is stored, and which P makes dS. S in fp32 is FlexAttention's without torch.compile, and its dS is in fp32 too.
-UNFUSED = ("unfused:scores:cast", "unfused:scores:fp32", "unfused:q:cast", "unfused:q:fp32", "unfused:fp32:fp32")
+UNFUSED = (
+    "unfused:scores:cast",
+    "unfused:scores:fp32",
+    "unfused:q:cast",
+    "unfused:q:fp32",
+    "unfused:fp32:fp32",
+    "unfused:shifted:cast",
+)
 WORDS = {
     "unfused": "S and P are stored in the inputs' format (softmax(q kᵀ) v in plain torch, which is not fused)",
     "normalised": "P is normalised before its cast (attention that is not fused)",
@@ -46,7 +54,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     """
     _, alpha_in, probs_of = way.split(":")
     cast = partial(round_nearest_even, fmt=fmt)
-    if alpha_in == "q":
+    if alpha_in in ("q", "shifted"):
         scores = cast(cast(head.q * head.scale) @ head.k.T)
     elif alpha_in == "scores":
         scores = cast(cast(head.q @ head.k.T) * head.scale)
@@ -56,12 +64,15 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         scores = head.softcap * (scores / head.softcap).tanh()
         scores = scores if alpha_in == "fp32" else cast(scores)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    if alpha_in == "shifted":
+        largest = scores.amax(1)
+        scores = cast(scores - largest.masked_fill(largest.isneginf(), 0.0)[:, None])
     lse = scores.logsumexp(1)
     if head.sink is not None:
         lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
     wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     probs = cast(wide)
-    found = {"o": cast(probs @ head.v), "lse": lse}
+    found = {"o": cast(probs @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
     if head.do is None:
         return found
     dprobs = cast(head.do @ head.v.T)
@@ -71,7 +82,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     if head.softcap is not None:
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
     dscores = cast(dscores)
-    if alpha_in == "q":
+    if alpha_in in ("q", "shifted"):
         dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
     else:
         dscores = cast(dscores * head.scale)

@@ -52,6 +52,10 @@ class NoGradientError(MisfitError):
     """Autograd has no gradients to give: a kernel of the forward alone."""
 
 
+class _ReentrantError(Exception):
+    """torch.utils.checkpoint, as it was by default, takes a whole backward and no torch.autograd.grad."""
+
+
 @dataclass(frozen=True)
 class CaseInputs:
     """What a target is called with."""
@@ -192,19 +196,30 @@ class Target:
         if rest and isinstance(rest[0], Tensor) and rest[0].shape == o.shape[:3] and rest[0].is_floating_point():
             outputs["lse"] = rest[0].detach()
         if gradients:
-            outputs |= self._gradients(o, copies, inputs, place)
+            try:
+                outputs |= self._gradients(o, copies, inputs, place)
+            except _ReentrantError:
+                with _reported("", inputs):
+                    found = self.fn(copies[0], copies[1], copies[2], inputs)
+                o = found[0] if isinstance(found, tuple | list) else found
+                outputs |= self._gradients(o, copies, inputs, place, reentrant=True)
         overwritten = [
             n for (n, x), y in zip(originals.items(), copies, strict=True)
             if not torch.equal(_bits(x), _bits(y.detach().cpu()))
         ]  # fmt: skip
         return Returned(outputs, tuple(overwritten))
 
-    def _gradients(self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf) -> dict[str, Tensor]:
+    def _gradients(
+        self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf, *, reentrant: bool = False
+    ) -> dict[str, Tensor]:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
         with _reported(" in its backward", inputs):
-            found = torch.autograd.grad(o, copies, place("do", inputs.do.to(self.device, o.dtype)), allow_unused=True)
+            do = place("do", inputs.do.to(self.device, o.dtype))
+            if reentrant:
+                torch.autograd.backward(o, do)
+            found = [x.grad for x in copies] if reentrant else torch.autograd.grad(o, copies, do, allow_unused=True)
         if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
         return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
@@ -359,6 +374,8 @@ def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
     except (InputError, MisfitError):
         raise
     except Exception as error:
+        if "use_reentrant=True" in str(error):
+            raise _ReentrantError from None
         first = (str(error).strip().splitlines() or ["no message"])[0]
         shapes = f"{list(inputs.q.shape)} {inputs.q.dtype}"
         # Inputs that need gradients are refused by some (FlexAttention on a CPU): these have their forward alone.
