@@ -113,10 +113,11 @@ def beside_well_rounded(
         for way in UNFUSED:
             if all(one < _EXPLAINED * other for one, other in zip(left(way), others, strict=True)):
                 alike = beside(way)
-                # Its own roundings, one by one. Sums in fp32 move a cast of S here and there: rows that stand out for
-                # that have most of their error from the others.
-                rest = left(way, alike.outlying)[0]
-                own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[alike.outlying].sum())
+                # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
+                # stand out for that have most of their error from the other casts.
+                bad = alike.bad_rows > 0
+                rest = left(way, bad)[0]
+                own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[bad].sum())
                 return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
