@@ -79,7 +79,7 @@ def test_its_roundings_are_no_wrong_mathematics(case: str, dtype: torch.dtype, s
 
 def test_a_maximum_taken_off_in_the_inputs_format_is_no_wrong_mathematics_either() -> None:
     """Through a checkpoint that refuses torch.autograd.grad."""
-    found = judged(case_of("pairs", torch.bfloat16, slice(8, 9)), shifted)
+    found = judged(case_of("pairs", torch.bfloat16, slice(8, 10)), shifted)
     assert not [q.words for q in found.values() if q.answer == "wrong"]
 
 

@@ -109,16 +109,15 @@ def beside_well_rounded(
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
                 return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     if coarse and max(c.scores for c in published) <= _MOST_SCORES:
-        others = left(ALTERNATIVES[0])
-        for way in UNFUSED:
-            if all(one < _EXPLAINED * other for one, other in zip(left(way), others, strict=True)):
-                alike = beside(way)
-                # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
-                # stand out for that have most of their error from the other casts.
-                bad = alike.bad_rows > 0
-                rest = left(way, bad)[0]
-                own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[bad].sum())
-                return replace(chosen, site=named(way), rounding=own, features_rounding=own)
+        way = min(UNFUSED, key=left)
+        if all(one < _EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True)):
+            alike = beside(way)
+            # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
+            # stand out for that (beside both) have most of their error from the other casts.
+            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0)
+            rest = left(way, bad)[0]
+            own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[bad].sum())
+            return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
