@@ -159,7 +159,7 @@ class Target:
             name, given = name or given.__name__, given.apply
         if callable(given):
             own = str(getattr(given, "__name__", type(given).__name__))
-            called = given
+            called: Any = given
             return cls(
                 name or ("fn" if own == "<lambda>" else own), backend_name(device), device,
                 fn=lambda q, k, v, _: called(q, k, v), fixed=True,
@@ -219,7 +219,9 @@ class Target:
             do = place("do", inputs.do.to(self.device, o.dtype))
             if reentrant:
                 torch.autograd.backward(o, do)
-            found = [x.grad for x in copies] if reentrant else torch.autograd.grad(o, copies, do, allow_unused=True)
+            found: Any = (
+                [x.grad for x in copies] if reentrant else torch.autograd.grad(o, copies, do, allow_unused=True)
+            )
         if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
         return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
