@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def judged(case: CaseInputs, kernel: Attention = plain, *, spoiled: float = 1.0) -> dict[str, QuantityVerdict]:
     """What is said of each quantity; with row 100 of every dQ multiplied by ``spoiled``."""
     target = Target.of(kernel, dtype=case.q.dtype, head_dim=64, device=torch.device("cpu"))
-    outputs = target.call(case, gradients=True).outputs
+    outputs: dict[str, Any] = target.call(case, gradients=True).outputs
     outputs["dq"][:, :, 100] *= spoiled
     found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=True, **outputs)
     head = next(h for h in found.captures[0].observations[0].heads if h.head == 0)
