@@ -21,7 +21,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As half of the world's research code has it."""
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+    o: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+    return o
 
 
 def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -31,7 +32,8 @@ def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -torch.finfo(scores.dtype).max)
-        return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+        o: Tensor = (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+        return o
 
     found: Tensor = checkpoint(inner, q, k, v, use_reentrant=True)
     return found
@@ -48,7 +50,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As FlexAttention without torch.compile: S in fp32, P normalised before its cast."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1).to(q.dtype) @ v
+    o: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1).to(q.dtype) @ v
+    return o
 
 
 def judged(case: CaseInputs, kernel: Attention = plain, *, spoiled: float = 1.0) -> dict[str, QuantityVerdict]:
