@@ -40,6 +40,7 @@ def convert(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
+    declared: str | None = None,
     lse_base: str | None = None,
     layer: int | None = None,
     head_dim: int | None = None,
@@ -58,6 +59,7 @@ def convert(
         kind: Which of these tools ``path`` is of, where that is not plain.
         names: Which tensor of the dump is which, such as {"q": "layers.*.query"}.
         layout, causal, scale, window, softcap, lse_base: Metadata instead of what the dump says or a check finds.
+        declared: The recipe below 16 bits that the kernel is meant to be, kept as metadata.
         layer: Only calls of this layer; of a dump that states none, the layer of its only call.
         head_dim: D, where heads and features share one axis.
         force: Overwrite files.
@@ -76,7 +78,7 @@ def convert(
         raise InputError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
     wanted = Wanted(names or {}, layout, causal, scale, window, softcap, lse_base, layer, head_dim)
     readers = _readers(path, _detected(path) if kind == "auto" else kind, wanted)
-    writer = _Writer(out, wanted, force=force, told=told)
+    writer = _Writer(out, wanted, declared, force=force, told=told)
     errors: list[InputError] = []
 
     def failed(error: InputError) -> None:
@@ -105,9 +107,15 @@ class _Writer:
     """Writes calls as they come; a single file, or calls without a layer of their own, only once all are known."""
 
     def __init__(
-        self, out: Path, wanted: Wanted, *, force: bool, told: Callable[[Path, tuple[str, ...]], None] | None
+        self,
+        out: Path,
+        wanted: Wanted,
+        declared: str | None,
+        *,
+        force: bool,
+        told: Callable[[Path, tuple[str, ...]], None] | None,
     ) -> None:
-        self.out, self.wanted, self.force, self.told = out, wanted, force, told
+        self.out, self.wanted, self.declared, self.force, self.told = out, wanted, declared, force, told
         self.one_file = out.suffix == _SUFFIX and not out.is_dir()
         # Of the calls left out because they are of another layer.
         self.other_layers: set[int] = set()
@@ -158,6 +166,8 @@ class _Writer:
         if exists and not self.force:
             raise InputError(f"{target} exists; choose another place, or say --force to overwrite it")
         capture, notes = _captured(call, self.wanted)
+        if self.declared is not None:
+            capture = replace(capture, metadata=capture.metadata.override(declared=self.declared))
         if not self.one_file:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
