@@ -113,7 +113,7 @@ def of_observations(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     observations = {o.name for c in diagnosis.captures for o in c.observations if o.outputs}
     return (
         f" in {together([repr(n) for n in finding.observations])}"
-        if len(observations) > len(finding.observations)
+        if len(observations) > len(finding.observations) > 0
         else ""
     )
 

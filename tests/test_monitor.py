@@ -244,7 +244,7 @@ def failing(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(monitor_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "_Sent")],
+    [(monitor_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "Sent")],
 )
 def test_its_own_failures_never_reach_the_training_loop(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -73,6 +73,10 @@ def diff(
 
 def _both_linear(a: Path, b: Path) -> bool:
     """Whether both are captures of linear attention. Raises InputError where one is."""
+    from attn_diag.captures.files import CAPTURE_SUFFIXES
+
+    if not any(side.suffix in CAPTURE_SUFFIXES or side.is_dir() for side in (a, b)):
+        return False  # diagnoses are compared without torch
     from attn_diag.captures.linear import linear_among
 
     linear = [bool(linear_among([path])[0]) for path in (a, b)]

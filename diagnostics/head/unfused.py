@@ -32,8 +32,8 @@ UNFUSED = (
     "unfused:shifted:cast",
 )
 WORDS = {
-    "unfused": "S and P are stored in the inputs' format (softmax(q kᵀ) v in plain torch, which is not fused)",
-    "normalised": "P is normalised before its cast (attention that is not fused)",
+    "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
+    "normalised": "P is normalised before its cast, as in attention that is not fused",
 }
 
 
