@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -77,6 +78,8 @@ def inspect(
 
     wanted = labels(fail_on, get_args(Label))
     if (linear := inputs.linear(places.layer, delivery, [html])) is not None:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise InputError("captures of linear attention are inspected by one process: leave torchrun out")
         if recipe or certify or certify_rows or any(tables.targets()):
             raise InputError(
                 "captures of linear attention take no --recipe, --certify, --csv or --parquet: leave them out"
