@@ -164,9 +164,13 @@ def test_bits_stay(checkpointing: bool | None, backend: str, tmp_path: Path) -> 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cuDNN"])
-@pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    ("checkpointing", "mode"),
+    [(None, None), (False, None), (None, "max-autotune-no-cudagraphs")],
+    ids=["", "checkpointed", "autotuned"],
+)
 def test_a_compiled_model_is_captured_and_trains_as_it_did(
-    backend: str, checkpointing: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, checkpointing: bool | None, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Which backend was allowed is no part of their keys.
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
@@ -175,7 +179,7 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
         torch._dynamo.reset()
         tiny = nano_gpt(checkpointing)
         tiny.model.cuda()
-        compiled: Any = torch.compile(tiny.model, fullgraph=True)
+        compiled: Any = torch.compile(tiny.model, fullgraph=True, mode=mode)
         optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
         bits: list[Tensor] = []
         recorder = None if folder is None else attn_diag.capture(tiny.model, folder, steps={1, 3}, batch=None)
@@ -207,6 +211,47 @@ def test_a_compiled_model_is_captured_and_trains_as_it_did(
     for head in heads:
         if backend != "efficient":  # which rounds once more
             assert some(some(head.propagation.dq).unexplained_with_casts) < 0.05
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_autograd_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+
+    def run(folder: Path | None) -> tuple[list[Tensor], Any]:
+        torch._dynamo.reset()
+        tiny = nano_gpt()
+        tiny.model.cuda()
+        optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.1)
+        bits: list[Tensor] = []
+        around: Any = contextlib.nullcontext()
+        if folder is not None:
+            around = attn_diag.capture(tiny.model, folder, steps={1, 3}, batch=None)
+
+        @torch.compile
+        def train_step() -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = tiny.loss(tiny.model)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        with around as recorder, torch._dynamo.config.patch(compiled_autograd=True), sdpa_kernel(BACKENDS["flash"]):
+            for _ in range(4):
+                optimizer.zero_grad()
+                bits.append(train_step().clone())
+                bits += [some(p.grad).clone() for p in tiny.model.parameters()]
+                optimizer.step()
+        return bits, recorder
+
+    alone, _ = run(None)
+    assert same(alone, run(None)[0]), "the run itself is not repeatable"
+    watched, recorder = run(tmp_path)
+    assert same(alone, watched)
+    found = written(recorder)
+    assert [(c.metadata.step, c.metadata.layer) for c in found] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for capture in found:
+        assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys()
+        assert holds(capture, "cuda")
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -252,16 +297,21 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointed"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("checkpointing", "micro_batches", "mode"),
+    [
+        *((c, m, "reduce-overhead") for c in (None, False) for m in (1, 2)),
+        (None, 1, "max-autotune"),
+    ],
+)
 def test_cuda_graphs_of_a_compiled_model_are_seen(
-    checkpointing: bool | None, micro_batches: int, tmp_path: Path, replays: list[Any]
+    checkpointing: bool | None, micro_batches: int, mode: str, tmp_path: Path, replays: list[Any]
 ) -> None:
     def run(folder: Path | None) -> tuple[list[Tensor], Any]:
         torch._dynamo.reset()
         tiny = nano_gpt(checkpointing)
         tiny.model.cuda()
-        compiled: Any = torch.compile(tiny.model, mode="reduce-overhead", fullgraph=True)
+        compiled: Any = torch.compile(tiny.model, mode=mode, fullgraph=True)
 
         def loss(number: int) -> Tensor:
             with torch.autocast("cuda", torch.bfloat16):
