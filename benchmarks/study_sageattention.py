@@ -92,7 +92,7 @@ def of_kept(number: int) -> dict[str, Any]:
     width, blocks = q.shape[1], len(k) // 64
     head = AttentionHead(q.double(), k.double(), v.double(), None, width**-0.5, Masking("top-left"))
     recipe = preset("sage1", head_dim=width)
-    divided = {n: getattr(recipe, n).replace("-reciprocal", "") for n in ("quantize_q", "quantize_k")}
+    divided = {n: getattr(recipe, n).replace("-triton", "") for n in ("quantize_q", "quantize_k")}
     moved: dict[str, int] = {}
 
     def equal(**changes: Any) -> Tensor:

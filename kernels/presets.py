@@ -100,7 +100,7 @@ PRESETS = {
 _INT8_ROWS = "int8 block={}rows arithmetic=fp32 ties=away"
 # Triton's x / scale is PTX's div.full.f32, a product with the hardware's approximate reciprocal: of 48 scales on an
 # H200 three had one that is a unit off the nearest (benchmarks/study_sageattention.py --kept).
-_TRITON_INT8_ROWS = "int8 block={}rows arithmetic=fp32-reciprocal ties=away"
+_TRITON_INT8_ROWS = "int8 block={}rows arithmetic=fp32-triton ties=away"
 _SAGE1 = Recipe(
     "sage1",
     "SageAttention 1.0.6 (Triton): INT8 q and smoothed k, P_bar V in FP16 with FP16 sums",

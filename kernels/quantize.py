@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.backend import interpreted
 from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
 from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
 
@@ -184,7 +185,11 @@ def _by_number(x: Tensor, number: float) -> Tensor:
 
 
 def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None) -> Tensor:
-    if by.arithmetic == "fp32-reciprocal":
+    if by.arithmetic == "fp32-triton" and x.is_cuda and not interpreted():
+        from attn_diag.kernels.triton_probes import divide
+
+        quotient = divide(x, scale if level is None else scale * level)
+    elif by.arithmetic in ("fp32-reciprocal", "fp32-triton"):
         quotient = x * (scale.reciprocal() if level is None else level.reciprocal() / scale)
     else:
         quotient = x / (scale if level is None else scale * level)

@@ -71,6 +71,15 @@ def multiply_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def divide_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out = x / y, fp32."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    y = tl.load(y_ptr + offs, mask=offs < n, other=1.0)
+    tl.store(out_ptr + offs, x / y, mask=offs < n)
+
+
+@triton.jit
 def cast_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     """y = x, fp32, in the element type of y."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -135,6 +144,12 @@ def exp2(x: Tensor) -> Tensor:
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """x * y of fp32 tensors [n], as Triton kernels multiply. Raises BackendError as ``dot`` does."""
     return _elementwise(multiply_kernel, torch.full_like(x, torch.nan), x, y)
+
+
+def divide(x: Tensor, y: Tensor) -> Tensor:
+    """x / y of fp32 tensors, broadcast, as Triton divides (PTX: div.full.f32). Raises BackendError as ``dot`` does."""
+    x, y = torch.broadcast_tensors(x, y)
+    return _elementwise(divide_kernel, torch.full_like(x, torch.nan).flatten(), x.flatten(), y.flatten()).view_as(x)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,6 +68,7 @@ def test_a_short_healthy_training_raises_no_alarm() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers 5.17 of torch's block masks
 @pytest.mark.parametrize("how", ["fp32", "bf16"])
 def test_gemma_2_with_flex_attention_on_a_gpu(how: str, tmp_path: Path) -> None:
     """On a CPU FlexAttention has no backward; its forward was captured there by hand, O as good as it can be."""

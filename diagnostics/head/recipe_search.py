@@ -223,7 +223,7 @@ def threshold(fmt: Format, elements: int, recipe: Recipe | None = None) -> float
 
 def _by_reciprocal(text: str) -> bool:
     by = parse_quantizer(text)
-    return by is not None and by.arithmetic == "fp32-reciprocal"
+    return by is not None and by.arithmetic == "fp32-triton"
 
 
 def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
