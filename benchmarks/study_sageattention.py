@@ -7,9 +7,8 @@ mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads al
     python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h200.json --capture s.safetensors
     python benchmarks/study_sageattention.py --kept --json benchmarks/results/sageattention_kept_cpu.json   # no GPU
 
-``--kept`` looks at the capture that was kept, on a CPU: the part of O's elements with the recipe's bits, head by head;
-the same of exact divisions; and with the reciprocals of blocks' scales moved by a unit in the last place where that
-makes more elements equal, which says what the rest is: the hardware's reciprocal is not the nearest.
+``--kept`` looks at the capture that was kept, on a CPU: the part of O's elements with the recipe's bits, head by head,
+and the same of two other ways to divide.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from measuring import made_by, options_of, save
@@ -30,8 +27,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.head.machine import pick_device
-from attn_diag.kernels import emulate_head, preset, quantize
-from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking, reference_head
 
 KINDS = ("gaussian", "k with a mean", "outliers", "large scores")
@@ -82,61 +78,26 @@ def inputs(kind: str, length: int, width: int, seed: int) -> tuple[Tensor, ...]:
     return tuple(x.bfloat16() for x in (q, k, v))
 
 
+DIVISIONS = {
+    "exact divisions": "fp32",
+    "the nearest reciprocals": "fp32-reciprocal",
+    "Hopper's reciprocals, as the recipe has them": "fp32-triton",
+}
 KEPT = Path(__file__).parent / "results" / "sageattention_h200.safetensors"
 
 
-def of_kept(number: int) -> dict[str, Any]:
-    """One head of the kept capture."""
+def of_kept(number: int) -> dict[str, float]:
+    """Of one head of the kept capture, the part of O's elements with the bits of three ways to divide."""
     read = load_file(KEPT)
     q, k, v, got = (read[name][0, number] for name in ("q", "k", "v", "sage.o"))
-    width, blocks = q.shape[1], len(k) // 64
-    head = AttentionHead(q.double(), k.double(), v.double(), None, width**-0.5, Masking("top-left"))
-    recipe = preset("sage1", head_dim=width)
-    divided = {n: getattr(recipe, n).replace("-triton", "") for n in ("quantize_q", "quantize_k")}
-    moved: dict[str, int] = {}
-
-    def equal(**changes: Any) -> Tensor:
-        with patch.object(quantize, "_divided", partial(by_reciprocals, moved)):
-            return (emulate_head(replace(recipe, **changes), head).o == got).double()
-
-    with_divisions = (emulate_head(replace(recipe, **divided), head).o == got).double()
-    nearest = best = equal()
-    for block in range(blocks):
-        rows = slice(64 * block, 64 * (block + 1))
-        for name, step in product((f"k {block}", f"q {block // 2}"), (-1, 1)):
-            if best[rows].mean() > _ALL or name in moved:
-                continue
-            moved[name] = step
-            other = equal()
-            if other[rows].mean() > best[rows].mean() + 0.01:
-                best = other
-            else:
-                del moved[name]
-    found = {
-        "exact divisions": float(with_divisions.mean()),
-        "nearest reciprocals": float(nearest.mean()),
-        "reciprocals moved by a unit": dict(moved),
-        "with these": float(best.mean()),
-    }
+    head = AttentionHead(q.double(), k.double(), v.double(), None, q.shape[1] ** -0.5, Masking("top-left"))
+    recipe = preset("sage1", head_dim=q.shape[1])
+    found = {}
+    for said, arithmetic in DIVISIONS.items():
+        changed = {n: getattr(recipe, n).replace("fp32-triton", arithmetic) for n in ("quantize_q", "quantize_k")}
+        found[said] = float((emulate_head(replace(recipe, **changed), head).o == got).double().mean())
     print(number, found, flush=True)
     return found
-
-
-# So many of a block's elements are all of them, but for the order of additions.
-_ALL = 0.995
-
-
-def by_reciprocals(
-    moved: dict[str, int], x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None
-) -> Tensor:
-    """Blocks times the nearest reciprocals of their scales, those of ``moved`` so many units further."""
-    assert level is None
-    name = "q" if by.block == "128rows" else "k"
-    reciprocals = scale.reciprocal().contiguous()
-    words = reciprocals.view(torch.int32)
-    for block in range(len(words)):
-        words[block] += moved.get(f"{name} {block}", 0)
-    return x * reciprocals
 
 
 def main() -> None:

@@ -98,8 +98,7 @@ PRESETS = {
 
 # SageAttention quantises 128 rows of q and 64 of k together (its Triton kernels: quant_per_block.py), ties away.
 _INT8_ROWS = "int8 block={}rows arithmetic=fp32 ties=away"
-# Triton's x / scale is PTX's div.full.f32, a product with the hardware's approximate reciprocal: of 48 scales on an
-# H200 three had one that is a unit off the nearest (benchmarks/study_sageattention.py --kept).
+# Its kernels divide amax by 127 and x by the scale, in Triton.
 _TRITON_INT8_ROWS = "int8 block={}rows arithmetic=fp32-triton ties=away"
 _SAGE1 = Recipe(
     "sage1",

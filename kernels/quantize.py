@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import interpreted
 from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
 from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
+from attn_diag.kernels.reciprocals import hopper_quotient
 
 _POWERS = (2.0**-127, 2.0**127)  # what E8M0 reaches
 
@@ -152,17 +152,17 @@ def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
 def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     target = by.largest if by.target is None else by.target
     if not by.tensor_scale:
-        scale = _rounded_scale(_by_number(amax, target), by, seed)
+        scale = _rounded_scale(_by_number(amax, target, by), by, seed)
         codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed)
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
     assert isinstance(rounding, Rounding)
     whole = blocks.x.abs().amax() if blocks.x.numel() else amax.new_ones(())
     # The largest scale becomes the largest number of its format.
-    level = _by_number(whole, target * rounding.format.largest).float().to(amax.dtype)
+    level = _by_number(whole, target * rounding.format.largest, by).float().to(amax.dtype)
     level = torch.where(level == 0, 1.0, level)
     # One division where it shall be exact: target * level fits in float64.
-    apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target) / level
+    apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target, by) / level
     scale = _rounded_scale(apart, by, seed)
     codes, clipped = _coded(_divided(blocks.x, scale, by, level), by, seed)
     return _Found(codes * (scale * level), codes, scale, None, level, clipped)
@@ -171,7 +171,7 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
 def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: int) -> _Found:
     elements = by.parsed_elements
     assert isinstance(elements, Integers)
-    scale = _rounded_scale(_by_number(high - low, elements.highest - elements.lowest), by, seed)
+    scale = _rounded_scale(_by_number(high - low, elements.highest - elements.lowest, by), by, seed)
     # Divided also where elements are multiplied by the reciprocal, as torchao does; 0/0 is a block of zeros.
     zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
     zero = zero.clamp(elements.lowest, elements.highest)
@@ -179,17 +179,16 @@ def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: i
     return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
 
 
-def _by_number(x: Tensor, number: float) -> Tensor:
+def _by_number(x: Tensor, number: float, by: Quantizer) -> Tensor:
     """x / number, rounded once: by a plain number CUDA divides by multiplying with its rounded reciprocal."""
-    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+    divisor = torch.full((), number, dtype=x.dtype, device=x.device)
+    return hopper_quotient(x, divisor) if by.arithmetic == "fp32-triton" else x / divisor
 
 
 def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = None) -> Tensor:
-    if by.arithmetic == "fp32-triton" and x.is_cuda and not interpreted():
-        from attn_diag.kernels.triton_probes import divide
-
-        quotient = divide(x, scale if level is None else scale * level)
-    elif by.arithmetic in ("fp32-reciprocal", "fp32-triton"):
+    if by.arithmetic == "fp32-triton":
+        quotient = hopper_quotient(x, scale if level is None else scale * level)
+    elif by.arithmetic == "fp32-reciprocal":
         quotient = x * (scale.reciprocal() if level is None else level.reciprocal() / scale)
     else:
         quotient = x / (scale if level is None else scale * level)

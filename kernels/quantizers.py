@@ -24,8 +24,8 @@ What is rounded follows the rules of ``kernels.formats``; beyond them:
 
 - **One rounding.** With arithmetic "exact" a block's scale, each quotient and each product are correctly rounded, each
   once. "fp32" divides and multiplies in fp32 first, as most kernels do; "fp32-reciprocal" multiplies by fp32(1 / s)
-  instead of dividing x; "fp32-triton" divides as Triton's kernels do, by PTX's div.full.f32: on a GPU that
-  instruction itself, elsewhere the product with fp32(1 / s), which it is but for a last bit of some reciprocals.
+  instead of dividing x; "fp32-triton" multiplies by Hopper's approximate reciprocals, as Triton's kernels do
+  where they divide (``kernels.reciprocals``), also for the scale.
 - **Clamping.** A code that passes the largest number becomes it.
 - **NaN** makes its block NaN (all blocks, under a tensor's scale), and so does an infinity, whose scale is infinite;
   but of E8M0 the scale is then 2**127.

@@ -147,7 +147,7 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
 
 
 def divide(x: Tensor, y: Tensor) -> Tensor:
-    """x / y of fp32 tensors, broadcast, as Triton divides (PTX: div.full.f32). Raises BackendError as ``dot`` does."""
+    """x / y of fp32 tensors, broadcast, as Triton divides on this GPU. Raises BackendError as ``dot`` does."""
     x, y = torch.broadcast_tensors(x, y)
     return _elementwise(divide_kernel, torch.full_like(x, torch.nan).flatten(), x.flatten(), y.flatten()).view_as(x)
 

@@ -26,7 +26,6 @@ from attn_diag.head.recipe_candidates import (
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import Format
-from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.reference import reference_rows
 from attn_diag.work import map_in_order
 
@@ -137,9 +136,6 @@ LEVEL = 0.01
 _MISSED_BF16 = 0.002
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
-# A kernel that multiplies by the hardware's approximate reciprocals has one that is a unit off in one of 16 blocks of
-# keys; rows that see it miss 7 % (benchmarks/study_sageattention.py --kept).
-_MISSED_BY_RECIPROCALS = 0.075
 # With so much fewer bits on a few rows they are not looked at further.
 _LOW_BIT_AT_ALL = 0.9
 # With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
@@ -216,14 +212,8 @@ def threshold(fmt: Format, elements: int, recipe: Recipe | None = None) -> float
     """The agreement from which a recipe fits: what the right one has, less a standard error of so many elements."""
     missed = _MISSED_BF16 * 2.0 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
     if recipe is not None and recipe.quantized:
-        reciprocal = any(_by_reciprocal(getattr(recipe, name)) for name in recipe.quantized)
-        missed = _MISSED_BY_RECIPROCALS if reciprocal else _MISSED_LOW_BIT
+        missed = _MISSED_LOW_BIT
     return 1 - missed - math.sqrt(missed * (1 - missed) / elements)
-
-
-def _by_reciprocal(text: str) -> bool:
-    by = parse_quantizer(text)
-    return by is not None and by.arithmetic == "fp32-triton"
 
 
 def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
