@@ -2,6 +2,7 @@
 
     pip install fla-core==0.6.0 flash-linear-attention==0.6.0 einops
     python benchmarks/study_linear_kernels.py OUT [--operators rwkv7 kda …] [--steps 1024] [--heads 4] [--seeds 1]
+    python benchmarks/study_linear_kernels.py OUT --judge    # the captures that are in OUT, again, without a GPU
 
 OUT gets a capture and the verdict (JSON) of every operator, and summary.json: per quantity answer, factor, error. The
 first call of a kernel is autotuned, a minute or two for all. The backward of the gated delta rule refuses Triton 3.4 to
@@ -26,9 +27,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from linear_inputs import LONG, linear_inputs, rounded
+from measuring import made_by, save
 
 from attn_diag.analyses.linear import inspect_linear
-from attn_diag.captures.linear import LinearCapture
+from attn_diag.captures.linear import LinearCapture, load_linear
 
 # Operator -> module and function of fla, and what it calls our arguments.
 KERNELS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -61,7 +63,8 @@ def run(
     return found | {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
 
-def one(operator: str, kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def captured(operator: str, kind: str, seed: int, options: argparse.Namespace) -> LinearCapture:
+    """One call of the kernel, kept."""
     module, name, names = KERNELS[operator]
     shape = (1, options.steps, options.heads, 64, 64)
     make = torch.Generator().manual_seed(seed)
@@ -72,10 +75,15 @@ def one(operator: str, kind: str, seed: int, options: argparse.Namespace) -> dic
     torch.cuda.synchronize()
     capture = LinearCapture.from_tensors(operator, {**tensors, "do": do, **found}, kernel=f"fla {name}")
     capture.save(options.out / f"{operator}_{kind}_{seed}.safetensors")
+    return capture
+
+
+def judged(capture: LinearCapture, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Its verdict, kept and printed."""
     begun = time.perf_counter()
-    verdict = inspect_linear(capture, device="cuda")
+    verdict = inspect_linear(capture)
     seconds = time.perf_counter() - begun
-    (options.out / f"{operator}_{kind}_{seed}.json").write_text(verdict.to_json())
+    (options.out / f"{name}.json").write_text(verdict.to_json())
     head = [q for h in verdict.heads for q in h.quantities]
     by_name = {n: [q for q in head if q.quantity == n] for n in dict.fromkeys(q.quantity for q in head)}
     rows: dict[str, dict[str, Any]] = {
@@ -87,7 +95,7 @@ def one(operator: str, kind: str, seed: int, options: argparse.Namespace) -> dic
         }
         for n, qs in by_name.items()
     }
-    print(f"{operator} {kind} {seed}: {verdict.sentence} ({seconds:.1f} s)", flush=True)
+    print(f"{name}: {verdict.sentence} ({seconds:.1f} s)", flush=True)
     for n, row in rows.items():
         worst = max((f for f in row["factor"] if f is not None), default=float("nan"))
         error = max((f for f in row["relative_error"] if f is not None), default=float("nan"))
@@ -106,17 +114,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.judge:
+        found = {p.stem: judged(load_linear(p), p.stem, options) for p in sorted(options.out.glob("*.safetensors"))}
+        save(made_by() | found, options.out / "summary.json")
+        return
     lift_the_refusal()
     summary: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for operator in options.operators:
         for kind in options.kinds:
             for seed in range(options.seeds):
                 try:
-                    summary[f"{operator} {kind} {seed}"] = one(operator, kind, seed, options)
+                    name = f"{operator}_{kind}_{seed}"
+                    summary[name] = judged(captured(operator, kind, seed, options), name, options)
                 except Exception as error:
-                    summary[f"{operator} {kind} {seed}"] = {"raised": f"{type(error).__name__}: {error}"}
+                    summary[name] = {"raised": f"{type(error).__name__}: {error}"}
                     print(f"{operator} {kind} {seed}: {type(error).__name__}: {error}", flush=True)
                 (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 

@@ -174,12 +174,15 @@ class _Kernel:
         decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
         if not self.by_channel:
             return self.product(left, right.mT) * decays[..., 0]
-        return (left[:, :, :, None] * right[:, :, None] * decays).sum(4)
+        pairs = left[:, :, :, None] * right[:, :, None]
+        # Rounded as it is made; its gradient is not.
+        pairs = pairs + (rounded_to(pairs.detach(), self.recipe.elementwise) - pairs.detach())
+        return (pairs * decays).sum(4)
 
     def delta_rule(self, k: Tensor, v: Tensor, log: Tensor) -> Callable[[Tensor, int], Tensor]:
         beta = self.chunks(self.x.beta)
         assert beta is not None
-        lower = self.scores(k, k, log, log, -1) * beta
+        lower = self.stored(self.scores(k, k, log, log, -1) * beta, self.recipe.solved)
         inverse = self.stored(_inverse(lower, self.recipe.operands), self.recipe.inverse)
         u = self.stored(self.product(inverse, beta * v))
         w = self.stored(self.product(inverse, beta * k * self.decay(log)))
@@ -193,10 +196,10 @@ class _Kernel:
         assert a is not None
         assert b is not None
         before = log - step
-        lower = self.scores(a, b, before, log, -1)
+        lower, other = (self.stored(self.scores(a, x, before, log, -1), self.recipe.solved) for x in (b, k))
         inverse = _inverse(-lower, self.recipe.operands)
-        u = self.stored(self.product(inverse @ self.scores(a, k, before, log, -1), v))
-        w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), a * self.decay(before)))
+        u = self.stored(self.product(inverse @ other, v))
+        w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), self.stored(a * self.decay(before))))
         return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.inter(w[:, c], state)
 
     def carried(
@@ -218,7 +221,9 @@ class _Kernel:
                 self.decay(through),
                 self.decay((last - through).clamp(max=0.0) if self.fault else last - through),
             )
-            out = self.inter(q[:, c] * here, state) if self.by_channel else self.inter(q[:, c], state) * here
+            out = (
+                self.inter(self.stored(q[:, c] * here), state) if self.by_channel else self.inter(q[:, c], state) * here
+            )
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
             after = self.decay(last).mT * state
@@ -228,7 +233,7 @@ class _Kernel:
                 if self.fault == "boundary_write":
                     values = torch.cat([values[:, :-1], torch.zeros_like(values[:, :1])], 1)
                 if self.by_channel:
-                    after = after + self.inter((keys[:, c] * rest).mT, values)
+                    after = after + self.inter(self.stored(keys[:, c] * rest).mT, values)
                 else:
                     after = after + self.inter(keys[:, c].mT, values * rest)
             outs.append(out * scale)

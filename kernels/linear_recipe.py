@@ -38,6 +38,10 @@ class LinearRecipe:
     """Of exponentials of the decays' sums."""
     log_decay: LinearFormat = "fp32"
     """Of the sums themselves."""
+    elementwise: LinearFormat = "fp32"
+    """Of products of two elements within a chunk, before they are decayed and summed (where channels decay apart)."""
+    solved: LinearFormat = "fp32"
+    """Of the scores that the triangular inverse is made of (and, with a and b, of those that it multiplies)."""
     inverse: LinearFormat | None = None
     """Of the triangular inverse (UT transform); None: as operands."""
     stored: LinearFormat | None = None
@@ -58,6 +62,8 @@ LINEAR_SITES: dict[str, str] = {
     "state": "the state between chunks",
     "decay": "the decays",
     "log_decay": "the logarithms of the decays",
+    "elementwise": "products of two elements within a chunk",
+    "solved": "the scores that the triangular inverse is made of",
     "accumulator": "the products' sums",
     "normalizer": "the normaliser's running sum",
 }

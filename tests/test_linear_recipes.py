@@ -17,7 +17,8 @@ from test_linear_captures import captured, emulated
 from torch import Tensor
 
 import attn_diag
-from attn_diag.captures.linear import LinearCapture
+from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.head.linear import LinearRun
 
 
 @pytest.mark.parametrize(
@@ -142,3 +143,25 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
         assert "`attn-diag inspect`, identify, attribute, what-if and diff read it" in done.err
     with pytest.raises(attn_diag.InputError, match="identify_linear"):
         attn_diag.identify(attn_diag.load_linear(file))  # type: ignore[call-overload]
+
+
+def test_the_released_rwkv7_kernel_is_sound_and_its_two_roundings_more_are_its_error() -> None:
+    """chunk_rwkv7 of flash-linear-attention 0.6.0 on an H100 multiplies elements in BF16 where fp32 would do."""
+    capture = load_linear(Path(__file__).parent / "data" / "fla_rwkv7_T512.safetensors")
+    answers = {q.quantity: q.answer for head in attn_diag.inspect_linear(capture).heads for q in head.quantities}
+    assert set(answers.values()) <= {"good", "undecided"}
+    assert answers["o"] == "undecided"
+    run = LinearRun(capture, torch.device("cpu"))
+    (outputs,) = capture.observations.values()
+
+    def factors(**sites: Any) -> dict[str, float]:
+        made = run.emulated(replace(run.recipe, chunk=16, **sites))
+        truth = run.reference.values
+        return {n: float((outputs[n].double() - truth[n]).norm() / (made[n] - truth[n]).norm()) for n in outputs}
+
+    rounded_more = factors(elementwise="bf16", solved="bf16")
+    # The decay's gradient is made of differences of the others there.
+    assert 1.0 < rounded_more.pop("dg") < 1.25
+    assert all(0.9 < factor < 1.1 for factor in rounded_more.values()), rounded_more
+    assert max(factors().values()) > 1.2
+    assert "elementwise=bf16" in attn_diag.identify_linear(capture).candidates[0].recipe

@@ -140,9 +140,7 @@ class Causes:
             return
         decays = "g" in capture.tensors
         for site in LINEAR_SITES:
-            if ("decay" in site and not decays and "dt" not in capture.tensors) or (
-                site == "normalizer" and not capture.normalize
-            ):
+            if not self._run.has_site(site):
                 continue
             yield from ((site, chunk) for chunk in CHUNKS)
         if decays:

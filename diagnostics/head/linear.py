@@ -78,6 +78,17 @@ class LinearRun:
         """Whether the capture has what the backward starts from."""
         return "do" in self.capture.tensors or "dfinal_state" in self.capture.tensors
 
+    def has_site(self, site: str) -> bool:
+        """Whether a kernel of the operator has the rounding site."""
+        tensors = self.capture.tensors
+        if "decay" in site:
+            return any(name in tensors for name in ("g", "g_gamma", "dt")) or self.capture.operator == "retention"
+        if site in ("inverse", "solved"):
+            return "beta" in tensors or "a" in tensors
+        if site == "elementwise":
+            return "g" in tensors and tensors["g"].ndim == 4
+        return site != "normalizer" or self.capture.normalize
+
     def emulated(
         self, recipe: LinearRecipe, fault: LinearFault | None = None, *, forward: bool = False
     ) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, MOST_STEPWISE
 from attn_diag.analyses.linear_recipes.recipes import (
-    has_site,
     head_index,
     observed_of,
     opened,
@@ -124,16 +123,16 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     found = []
     for chunk in run.chunks:
         found.append(replace(own, chunk=chunk))
-        found += [replace(found[-1], **{site: fmt}) for site in LINEAR_SITES if has_site(run, site)]  # type: ignore[arg-type]
+        found += [replace(found[-1], **{site: fmt}) for site in LINEAR_SITES if run.has_site(site)]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)
         found.append(replace(each, operands="fp32", inter=fmt))
         for site in ("operands", "inter", "stored", "inverse"):
-            if has_site(run, site):
+            if run.has_site(site):
                 found.append(replace(each, **{site: "fp32"}))  # type: ignore[arg-type]
     if run.capture.tensors["q"].shape[1] * len(run.capture.call.sequences) <= MOST_STEPWISE:
         step = replace(own, chunk=1, operands="fp32")
         found += [step, replace(step, state=fmt)]
-        found += [replace(step, decay=fmt), replace(step, log_decay=fmt)] if has_site(run, "decay") else []
+        found += [replace(step, decay=fmt), replace(step, log_decay=fmt)] if run.has_site("decay") else []
     return found
 
 

@@ -98,23 +98,13 @@ def head_index(capture: LinearCapture, head: int | None) -> int:
     return index
 
 
-def has_site(run: LinearRun, site: str) -> bool:
-    """Whether a kernel of the operator has the site."""
-    tensors = run.capture.tensors
-    if "decay" in site:
-        return any(name in tensors for name in ("g", "g_gamma", "dt")) or run.capture.operator == "retention"
-    if site == "inverse":
-        return "beta" in tensors or "a" in tensors
-    return site != "normalizer" or run.capture.normalize
-
-
 def site_formats(recipe: LinearRecipe, run: LinearRun) -> dict[str, LinearFormat]:
     """What each site of the operator's kernel rounds to."""
     stored = recipe.stored or recipe.operands
     resolved: dict[str, LinearFormat] = {
         "inter": recipe.inter or recipe.operands, "stored": stored, "inverse": recipe.inverse or stored,
     }  # fmt: skip
-    return {site: resolved.get(site, getattr(recipe, site)) for site in SITES if has_site(run, site)}
+    return {site: resolved.get(site, getattr(recipe, site)) for site in SITES if run.has_site(site)}
 
 
 def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], rounding: frozenset[str]) -> LinearRecipe:
