@@ -43,12 +43,28 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, numpy {numpy.__version__}, {device}, {torch.get_num_threads()} threads"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # What a module makes once is made in one process.
+        made = item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
+        shared = [name for name, found in made if found[-1].scope == "module" and name != "_small_heap"]
+        if shared and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests of a group run in one process, where pytest and pytest-xdist go together; else CI would take far longer."""
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    apart = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+    if apart:
+        raise pytest.UsageError(f"xdist_group has no effect ({apart[0]}): install what constraints.txt names")
 
 
 @pytest.fixture(scope="session")
