@@ -144,14 +144,8 @@ def _source(capture: LinearCapture, observation: str) -> str:
 
 def _alone(capture: LinearCapture, observation: str | None) -> tuple[LinearCapture, str]:
     """The capture with one observation, and its name."""
-    named = capture.observations
-    if not named:
-        raise InputError(f"{capture.source}: nothing that the operator returned was captured (o, dq, …)")
-    if observation is None and len(named) == 1:
-        observation = next(iter(named))
-    if observation not in named:
-        raise InputError(f"{capture.source}: name one of its observations: {', '.join(named)} (got {observation})")
-    others = [outputs for name, outputs in named.items() if name != observation]
+    observation, _ = capture.observation(observation)
+    others = [outputs for name, outputs in capture.observations.items() if name != observation]
     dropped = {id(t) for outputs in others for t in outputs.values()}
     kept = {name: t for name, t in capture.tensors.items() if id(t) not in dropped}
     return replace(capture, tensors=kept), observation

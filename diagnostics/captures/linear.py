@@ -119,6 +119,21 @@ class LinearCapture:
                 found.setdefault(observation or DEFAULT_OBSERVATION, {})[output] = tensor
         return found
 
+    def observation(self, name: str | None) -> tuple[str, dict[str, Tensor]]:
+        """One observation, by default the only one: its name and tensors.
+
+        Raises:
+            InputError: There is none of that name, or ``name`` is None and there are several.
+        """
+        named = self.observations
+        if not named:
+            raise InputError(f"{self.source}: nothing that the operator returned was captured (o, dq, …)")
+        if name is None and len(named) == 1:
+            name = next(iter(named))
+        if name not in named:
+            raise InputError(f"{self.source}: name one of its observations: {', '.join(named)} (got {name})")
+        return name, named[name]
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as safetensors, complete or not at all, and return its path."""
         target, text = place(path), self.metadata.to_text(VERSION)

@@ -13,7 +13,6 @@ from attn_diag.analyses.linear_recipes.identify import recipe_of
 from attn_diag.analyses.linear_recipes.recipes import (
     SITES,
     head_index,
-    observed_of,
     opened,
     recipe_name,
     site_formats,
@@ -62,7 +61,7 @@ def attribute_linear(
         squares[subset] = squares_of(run, run.emulated(with_sites(used, formats, subset)), heads)
         if progress is not None:
             progress(done, len(wanted))
-    name, outputs = observed_of(capture, observation) if capture.observations else (None, {})
+    name, outputs = capture.observation(observation) if capture.observations else (None, {})
     found, reasons = [], []
     for h in heads:
         named = [q for q in squares[whole][h] if squares[whole][h][q] > 0]

@@ -15,7 +15,6 @@ from torch import Tensor
 from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, MOST_STEPWISE
 from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
-    observed_of,
     opened,
     parse_recipe,
     recipe_name,
@@ -51,7 +50,7 @@ def identify_linear(
         InputError: O was not captured, or the inputs are neither BF16 nor FP16.
     """
     run, capture = opened(source, device)
-    name, outputs = observed_of(capture, observation)
+    name, outputs = capture.observation(observation)
     if "o" not in outputs:
         raise InputError(f"{capture.source}: nothing to identify a recipe by: o was not captured")
     index = head_index(capture, head)
@@ -109,7 +108,7 @@ def recipe_of(
     if text is not None:
         return parse_recipe(text, run), "given"
     named = run.capture.observations
-    if named and "o" in observed_of(run.capture, observation)[1]:
+    if named and "o" in run.capture.observation(observation)[1]:
         found = identify_linear(run.capture, observation=observation, head=head, device=device)
         if found.recipes:
             return parse_recipe(found.recipes[0], run), "recognised"

@@ -77,18 +77,6 @@ def opened(source: LinearCapture | str | Path, device: str) -> tuple[LinearRun, 
     return run, capture
 
 
-def observed_of(capture: LinearCapture, observation: str | None) -> tuple[str, dict[str, Tensor]]:
-    """One observation: its name and tensors."""
-    named = capture.observations
-    if not named:
-        raise InputError(f"{capture.source}: nothing that the operator returned was captured (o, dq, …)")
-    if observation is None and len(named) == 1:
-        observation = next(iter(named))
-    if observation not in named:
-        raise InputError(f"{capture.source}: name one of its observations: {', '.join(named)} (got {observation})")
-    return observation, named[observation]
-
-
 def head_index(capture: LinearCapture, head: int | None) -> int:
     """The index of a head that is given by the model's number."""
     offset, count = capture.metadata.head_offset, capture.tensors["v"].shape[2]

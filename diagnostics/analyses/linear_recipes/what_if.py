@@ -10,7 +10,6 @@ from pathlib import Path
 from attn_diag.analyses.linear_recipes.identify import recipe_of
 from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
-    observed_of,
     opened,
     recipe_name,
     recipe_words,
@@ -74,7 +73,7 @@ def what_if_linear(
     baseline = candidate(recipe_name(used, run), recipe_words(used, run), used, base)
     observed: dict[str, float] = {}
     if capture.observations:
-        outputs = observed_of(capture, observation)[1]
+        outputs = capture.observation(observation)[1]
         found = squares_of(run, {n: t.to(run.device).double() for n, t in outputs.items()}, [index])[index]
         observed = {q: math.sqrt(x) for q, x in found.items()}
     return LinearWhatIf(
