@@ -2,7 +2,7 @@
 
     python benchmarks/study_linear_unseen.py [--seeds 20] [--only NAME …] [--json FILE]
 
-Two limits are silence, not calibration: a factor below 3 without a site that makes it is undecided
+Two limits are silence, not calibration: a factor below 2 without a site that makes it is undecided
 (``analyses.linear._UNNAMED``), a mean below a quarter of the error's size is no bias
 (``analyses.linear_findings._MATTERS``). This counts what they cost: per kernel how often it is accused (nonfinite,
 wrong, lossy, biased), how often only undecided, how often clean; and how often it would be accused without the two,

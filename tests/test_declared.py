@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from study_declared import Plan, inputs, run
 
 import attn_diag
+from attn_diag import Capture
+from attn_diag.captures.loading import load
 from attn_diag.captures.metadata import Metadata
 from attn_diag.head.declared import directions_of, drawn_noise, smoothed_variance
 from attn_diag.kernels import emulate_head, preset
@@ -103,3 +106,16 @@ def test_the_noise_that_is_drawn() -> None:
     # Stochastic rounding has twice the variance of rounding to nearest.
     noise = drawn_noise(list(torch.randn(16, 50, 40, generator=generator)))
     assert float(smoothed_variance(noise).mean()) == pytest.approx(0.5, rel=0.2)
+
+
+def test_replay_holds_what_was_captured_against_what_it_is_declared_to_be() -> None:
+    kept = load(Path(__file__).parent.parent / "benchmarks" / "results" / "sageattention_h200.safetensors")
+    tensors = {name: kept.tensors[f"sage.{name}" if name == "o" else name][...][:, :1] for name in "qkvo"}
+    for declared, cause, said in (
+        (None, "kernel", "too coarse"),
+        ("sage1", "pass", "as good as the declared sage1 allows"),
+    ):
+        capture = Capture.from_tensors(tensors, causal="top-left", declared=declared)
+        (found,) = attn_diag.replay(capture, against=["sdpa:math"], device="cpu").captures
+        assert found.cause == cause
+        assert said in found.words

@@ -119,7 +119,7 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Colle
         words="",
         kernels=tuple(kernels),
     )  # fmt: skip
-    return replace(made, words=_words(made))
+    return replace(made, words=_words(made, capture.metadata.declared))
 
 
 def _to_blame(
@@ -158,7 +158,7 @@ def _helps(fragile: Sequence[ReplayedKernel], sound: Sequence[ReplayedKernel]) -
     return error, tuple(sorted(found, key=lambda one: one.dq_error))
 
 
-def _words(found: ReplayedCapture) -> str:
+def _words(found: ReplayedCapture, declared: str | None) -> str:
     by_name = {k.name: k for k in found.kernels}
     said = []
     if found.cause == "kernel":
@@ -194,7 +194,8 @@ def _words(found: ReplayedCapture) -> str:
         )
     elif found.cause == "pass":
         good = [k.name for k in found.kernels if k.judged and not k.faults and "undecided" not in k.labels]
-        said.append(f"as good as a well-rounded kernel: {listed(good, _NAMED)}.")
+        yardstick = "a well-rounded kernel" if declared is None else f"the declared {declared} allows"
+        said.append(f"as good as {yardstick}: {listed(good, _NAMED)}.")
         if all(k.captured or not k.judged for k in found.kernels):
             said.append("No other kernel could be run on it.")
     if found.cause in ("pass", "undecided") or (found.cause == "head" and found.fragile):
