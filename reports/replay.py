@@ -35,8 +35,8 @@ _TITLED = 3
 _SMALL = 0.01
 _LEGEND = (
     "Figures are errors in units of a well-rounded kernel's, or of the recipe's that a capture declares (1: as good; "
-    "lossy above 1.25), of the worst head; ? is neither passed nor faulted; * a published kernel makes the same error, or "
-    "it is so by design."
+    "lossy above 1.25), of the worst head; ? is neither passed nor faulted; * a published kernel makes the same error, "
+    "or it is so by design."
 )
 _BITS = "which known recipe has its O's bits, and that one's order of keys"
 _TIMES = "the best of a few calls, forward and backward"
