@@ -348,12 +348,12 @@ class _Job:
         cause = self.causes.of_lossy(name, observed, place) if ratio.factor > AS_GOOD and ratio.high > LOSSY else None
         if cause is not None:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
-        unnamed = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy())
+        beside = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy())
+        beyond_allowed = beside is not None and (beside.factor > LOSSY if cause else beside.low > _UNNAMED)
         beyond_doubt = ratio.low > (LOSSY if cause else _UNNAMED) and ratio.groups >= MIN_GROUPS
         # A site that is found among the bits needs no further proof that the factor is no accident.
-        if (beyond_doubt and (cause is not None or (unnamed is not None and unnamed.low > _UNNAMED))) or (
-            ratio.factor > LOSSY and cause is not None and cause.explained > _PROOF
-        ):
+        proven = ratio.factor > LOSSY and cause is not None and cause.explained > _PROOF
+        if beyond_allowed and (beyond_doubt or proven):
             return _named(replace(found, answer="lossy", words=f"{said}."), cause)
         if ratio.high <= AS_GOOD or ratio.factor <= AS_GOOD:
             return replace(found, words=f"{said}.")
