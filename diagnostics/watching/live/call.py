@@ -150,6 +150,11 @@ class AttentionCall:
         """Which keys a row may see by causality and window; what ``mask`` hides of them comes on top."""
         return Masking(self.causal, self.window, positions=None if self.own is None else self.own.positions)
 
+    @property
+    def fused(self) -> bool:
+        """Whether the backward may take delta from O and make P again, as a fused kernel does; plain torch does not."""
+        return not self.kernel.endswith(" eager")
+
     def documents(self) -> Documents | None:
         """Say which document every row and key of packed sequences belongs to; None where there are none.
 
