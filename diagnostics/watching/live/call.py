@@ -65,6 +65,10 @@ class Documents(NamedTuple):
         return self.rows[rows, None] != self.keys[None, keys]
 
 
+# How names of kernels end that are plain torch: transformers' eager attention, SDPA's math, nn.MultiheadAttention's.
+_PLAIN = ("eager", "math", "multi_head_attention_forward")
+
+
 class _Gone(NamedTuple):
     """What is left of a tensor that was let go."""
 
@@ -153,7 +157,7 @@ class AttentionCall:
     @property
     def fused(self) -> bool:
         """Whether the backward may take delta from O and make P again, as a fused kernel does; plain torch does not."""
-        return not self.kernel.endswith(" eager")
+        return self.kernel.rpartition(" ")[2] not in _PLAIN
 
     def documents(self) -> Documents | None:
         """Say which document every row and key of packed sequences belongs to; None where there are none.
