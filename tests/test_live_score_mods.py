@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flex_models import alibi, block_mask
-from tiny_models import only
+from tiny_models import only, tokens, transformers_model, written
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
@@ -19,8 +19,8 @@ from attn_diag.captures.capture import Capture
 from attn_diag.watching.live import score_mods
 from attn_diag.watching.live.score_mods import read_score_mod
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-BATCH, HEADS, LENGTH, DIM = 2, 4, 96, 32
+pytestmark = pytest.mark.filterwarnings("ignore")  # of FlexAttention that is not compiled, and of the compiler
+BATCH, HEADS, LENGTH, DIM = 2, 4, 64, 32
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 OF_BATCH = torch.stack([SLOPES, SLOPES.flip(0)])
 BIASES = torch.randn(HEADS, 2 * LENGTH, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -151,7 +151,7 @@ def test_slopes_are_alibis_to_the_last_bit_or_none(slope: float, off: float) -> 
     """One number that is 4 roundings off makes it a bias like any other."""
     q, k, _ = drawn()
     table = -torch.tensor(slope) * torch.arange(LENGTH)
-    table[77] *= 1 + off
+    table[50] *= 1 + off
     found = read_score_mod(lambda s, _b, _h, q, k: s + table[(q - k).abs()], q, k, None)
     assert ("alibi_slopes" in found) == (off == 0)
 
@@ -169,3 +169,47 @@ def test_long_sequences_have_slopes_and_no_written_bias(monkeypatch: pytest.Monk
     short = torch.empty(1, 8, 20, 1)
     found = read_score_mod(lambda s, _b, _h, _q, k: s + k.float().sqrt(), short, short, many)
     assert "adds a bias of more than" in found["refused"]
+
+
+# The others were run by hand: as here, and `clean`.
+COMPILED = ("ALiBi, causal", "softcap by a reciprocal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_it_is_read_alike(case: str, tmp_path: Path) -> None:
+    """By inductor, whose forward runs on a CPU."""
+    mod, expected = READ[case]
+    blocks = block_mask(lambda _b, _h, q, k: q >= k, length=LENGTH) if "causal" in case else None
+    q, k, v = drawn()
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        torch.compile(flex.flex_attention)(q, k, v, score_mod=mod, block_mask=blocks, enable_gqa=True)
+    torch._dynamo.reset()
+    capture = only(recorder)
+    assert capture.metadata.softcap == expected.get("softcap")
+    assert capture.scale == pytest.approx(DIM**-0.5)
+    slopes = expected.get("alibi_slopes")
+    assert (slopes is None) == ("alibi_slopes" not in capture.tensors)
+    if slopes is not None:
+        assert torch.equal(capture.tensors["alibi_slopes"][...], slopes)
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu").captures[0]
+    assert diagnosis.assumptions.ok
+    assert {label for h in diagnosis.observations[0].heads if h.verdict for label in h.verdict.labels} == {"clean"}
+
+
+@pytest.mark.slow
+def test_a_compiled_gemma_2_by_flex_attention_has_its_softcap(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tiny = transformers_model("gemma2", "flex_attention")
+    model = tiny.model.to(torch.bfloat16).eval()
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_diag.capture(model, tmp_path, batch=None) as recorder:
+        torch.compile(model)(tokens())
+    torch._dynamo.reset()
+    assert not recorder.dropped
+    captures = written(recorder)
+    assert [c.metadata.softcap for c in captures] == [2.0, 2.0]
+    for diagnosis in attn_diag.inspect_captures(captures, device="cpu").captures:
+        assert diagnosis.assumptions.ok
+        assert not any("wrong" in h.verdict.labels for h in diagnosis.observations[0].heads if h.verdict)
