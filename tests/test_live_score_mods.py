@@ -20,7 +20,7 @@ from attn_diag.watching.live import score_mods
 from attn_diag.watching.live.score_mods import read_score_mod
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of FlexAttention that is not compiled, and of the compiler
-BATCH, HEADS, LENGTH, DIM = 2, 4, 64, 32
+BATCH, HEADS, LENGTH, DIM = 2, 4, 96, 32
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 OF_BATCH = torch.stack([SLOPES, SLOPES.flip(0)])
 BIASES = torch.randn(HEADS, 2 * LENGTH, generator=torch.Generator().manual_seed(5)).bfloat16()
