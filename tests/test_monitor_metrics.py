@@ -20,6 +20,7 @@ from attn_diag.reference import FloatFormat, round_nearest_even
 from attn_diag.reference.rounding import BF16, FP16
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.pending import TOTALS
 from attn_diag.watching.monitoring import rows as rows_module
 from attn_diag.watching.monitoring.figures import METRICS, HeadMetrics
 from attn_diag.watching.monitoring.metrics import head_metrics, head_sums, sketch
@@ -506,7 +507,8 @@ def test_of_attention_that_is_not_fused_the_error_of_dq_is_measured(coarse: bool
     over = found.dq_over_floor / found.dq_expected_over_floor
     # Without delta's error and dS' cast a rounded dQ is better than the expectation; with scores in BF16 it is "lossy".
     assert (over > 1.25).all() if coarse else (over < 1).all(), over
-    # The same O from a fused kernel: the error is predicted from it.
+    # Where what arrives at q may be others' too, and of a fused kernel, the error is predicted from O.
+    assert (head_metrics(replace(call, notes=[TOTALS])).measured == 0).all()
     fused = head_metrics(replace(call, kernel="test"))
     assert (fused.measured == 0).all()
     predicted = head_metrics(replace(exact, o=call.o, dq=None))

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_diag.captures.metadata import AlibiOrigin
 from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
+from attn_diag.watching.live.pending import TOTALS
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -124,7 +125,8 @@ class Sample:
             return self
         # A bias alone leaves dQ the gradient at the projection: the watch then gives the same tensor twice.
         between = call.dq_pre is not None and call.dq_pre is not call.dq
-        gradients = (call.do, None if call.fused else call.dq)
+        own = not (call.fused or TOTALS in call.notes)
+        gradients = (call.do, call.dq if own else None)
         do, dq = (None if t is None else _picked(t, len(self.q), self.q_length, self.q.shape[2]) for t in gradients)
         return replace(self, do=do, dq=dq, x=None if between else self.x)
 
