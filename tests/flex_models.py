@@ -96,6 +96,9 @@ def gradient_errors(capture: Capture) -> dict[str, float]:
     q, k, v = (capture.tensors[name][...].double().requires_grad_() for name in "qkv")
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ keys.mT * capture.scale
+    if (slopes := capture.tensors.get("alibi_slopes")) is not None:
+        places = torch.arange(q.shape[2], dtype=torch.float64)
+        scores = scores - slopes[...].double()[..., None, None] * (places[:, None] - places).abs()
     if (mask := masked(capture)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     do, lse = (capture.tensors[name][...].double() for name in ("do", "lse"))

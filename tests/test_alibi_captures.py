@@ -18,8 +18,10 @@ from attn_diag.captures.loading import load
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
+from attn_diag.reference.masking import AlibiOrigin
 from attn_diag.testing.regression.cases import case_of_capture, of_captures
 from attn_diag.testing.replaying.replay import replay
+from attn_diag.testing.target import Target
 
 CAUSAL = Masking("bottom-right")
 
@@ -116,14 +118,66 @@ def test_ranks_are_merged(how: str) -> None:
 
 def test_what_cannot_run_with_slopes_says_so() -> None:
     capture = whole()
-    with pytest.raises(InputError, match="kernels are not run with alibi_slopes yet; inspect judges"):
-        case_of_capture(capture)
+    broken = replace(capture, tensors={**capture.tensors, "alibi_slopes": torch.tensor([0.5, torch.nan, 0.1, 0.2])})
+    with pytest.raises(InputError, match="an ALiBi slope is NaN or Inf; inspect judges"):
+        case_of_capture(broken)
     with pytest.raises(InputError, match="check knows no alibi_slopes"):
         of_captures([capture])
-    with pytest.raises(InputError, match="kernels are not run with alibi_slopes yet"):
-        replay(capture)
+    with pytest.raises(InputError, match="a hunt changes heads, which its alibi_slopes cannot follow; replay it"):
+        attn_diag.hunt("fa2", capture)
     with pytest.raises(InputError, match="Triton kernels take no ALiBi slopes; use the emulation"):
         attn_diag.inspect_captures([capture], recipes=["fa2"], engine="triton", device="cpu")
+
+
+ORIGINS: dict[str, tuple[Masking, AlibiOrigin]] = {
+    "causal, row": (CAUSAL, "row"),
+    "causal, first key": (CAUSAL, "first-key"),
+    "causal, last key": (CAUSAL, "last-key"),
+    "top-left, window": (Masking("top-left", window=(9, 0)), "row"),
+    "every key": (Masking(), "row"),
+    "every key, from the first": (Masking(), "first-key"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", ORIGINS)
+def test_kernels_run_with_the_slopes(case: str) -> None:
+    """In this process; the last ones by sequence, with more keys than rows."""
+    masking, origin = ORIGINS[case]
+    made = call(keys=24 if masking.causal == "top-left" else 30)
+    made = replace(made, slopes=torch.stack([made.slopes[0], made.slopes[0].flip(0)]))
+    outputs = computed(made, made.slopes, made.slopes, masking, origin=origin)
+    stated: dict[str, Any] = {"causal": masking.causal, "window": masking.window, "alibi_origin": origin}
+    inputs = case_of_capture(captured(made, outputs, **stated))
+    for name in ("sdpa:math", "flex_attention", "fa2"):
+        target = Target.of(name, dtype=torch.bfloat16, head_dim=16, device=torch.device("cpu"))
+        returned, _ = target.run(inputs)
+        own = captured(made, {n: t for n, t in returned.items() if n in outputs}, **stated)
+        assert "wrong" not in answers(own), name
+        off = captured(replace(made, slopes=made.slopes.roll(1, -1)), {"o": returned["o"]}, **stated)
+        assert "wrong" in answers(off), name
+
+
+def test_sdpa_refuses_slopes_whose_products_its_mask_cannot_hold() -> None:
+    made = replace(call(), slopes=torch.full((2, 4), 0.3))
+    inputs = case_of_capture(whole(made))
+    target = Target.of("sdpa", dtype=torch.bfloat16, head_dim=16, device=torch.device("cpu"))
+    with pytest.raises(InputError, match=r"additive mask in torch\.bfloat16, which cannot hold this one's numbers"):
+        target.run(inputs)
+
+
+def test_replay_says_which_kernels_are_right_with_slopes() -> None:
+    found = replay(whole(call(batch=1)), against=["sdpa", "fa2", "attn_diag.attention"])
+    by_name = {kernel.name: kernel for kernel in found.captures[0].kernels}
+    for name in ("captured", "sdpa", "recipe fa2"):
+        assert by_name[name].judged, by_name[name].message
+        assert "wrong" not in by_name[name].labels
+    assert "attn_diag.attention has no alibi_slopes" in (by_name["attn_diag.attention"].message or "")
+    dropped = computed(call(batch=1), None, None, CAUSAL)
+    found = replay(captured(call(batch=1), dropped, causal="bottom-right", alibi_origin="first-key"), against=["fa2"])
+    assert found.captures[0].cause == "kernel"
+    assert found.captures[0].culprits == ("captured",)
+    assert "no ALiBi slope (the bias dropped)" in found.captures[0].words
 
 
 def test_analyses_run_on_what_the_kernel_added() -> None:

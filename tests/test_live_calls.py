@@ -104,8 +104,35 @@ def test_scaled_dot_product_attention(case: str, backend: str, how: str, tmp_pat
     assert torch.equal(tensors["o"][...], call())
     math_path = "math" in str(capture.metadata.kernel)
     assert math_path == ("lse" not in tensors)
-    # What arrives at q, k and v there may come from elsewhere too: the file says so.
-    assert math_path == ("totals" in str(capture.metadata.notes))
+    assert capture.metadata.notes is None
+
+
+@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])
+def test_an_input_that_others_use_too_has_the_gradient_of_this_call(backend: str, tmp_path: Path) -> None:
+    """One query over two sets of keys, as decoupled cross attention has it, and a loss of its own."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v, other = inputs(1), inputs(2), inputs(3), inputs(4)
+    optimizer = torch.optim.SGD([q], lr=0.0)
+    watching = attn_diag.capture(None, tmp_path, batch=None, calls=None)
+    with sdpa_kernel([getattr(SDPBackend, backend)]), watching as recorder:
+        with attn_diag.Monitor(None, every=1) as monitor:
+            for _ in range(3):
+                first, second = sdpa(q, k, v, is_causal=True), sdpa(q, other, v)
+                torch.autograd.backward((first * weights_of(first)).sum() + (second**2).sum() + (q**2).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not monitor.alarms
+    captures = written(recorder)
+    assert len(captures) == 6
+    for capture in captures:
+        # torch's own flash node of a CPU has them by itself.
+        assert "totals" not in str(capture.metadata.notes)
+        exact = [capture.tensors[n][...].double().requires_grad_() for n in "qkv"]
+        o = sdpa(exact[0], exact[1], exact[2], is_causal=capture.metadata.causal != "none")
+        truth = torch.autograd.grad(o, exact, capture.tensors["do"][...].double())
+        for name, gradient in zip(("dq", "dk", "dv"), truth, strict=True):
+            torch.testing.assert_close(capture.tensors[name][...].double(), gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_one_tensor_given_twice(tmp_path: Path) -> None:
@@ -245,18 +272,16 @@ def test_a_nano_gpt_loop(checkpointing: bool | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("options", ["plain", "block mask", "bias", "softcap"])
-def test_flex_attention(options: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("options", ["plain", "block mask", "bias"])
+def test_flex_attention(options: str, tmp_path: Path) -> None:
     from torch.nn.attention import flex_attention as flex
 
     def score_mod(score: Tensor, *at: Tensor) -> Tensor:
         _, h, q, k = at
-        if options == "softcap":
-            return 5 * torch.tanh(score / 5)
         return score + (h + 1) * (k - q) / 10
 
     given: dict[str, Any] = {}
-    if options in ("bias", "softcap"):
+    if options == "bias":
         given["score_mod"] = score_mod
     if options == "block mask":
         given["block_mask"] = flex.create_block_mask(
@@ -265,12 +290,8 @@ def test_flex_attention(options: str, tmp_path: Path, caplog: pytest.LogCaptureF
     q, k, v = (t.detach() for t in (inputs(1), inputs(2, 2), inputs(3, 2)))
     with torch.no_grad(), attn_diag.capture(None, tmp_path, batch=None) as recorder:
         flex.flex_attention(q, k, v, enable_gqa=True, **given)
-    if options == "softcap":
-        assert "score_mod that is not an addition" in caplog.text
-        assert not recorder.written
-    else:
-        assert holds(only(recorder))
-        assert ("mask" in only(recorder).tensors) == (options != "plain")
+    assert holds(only(recorder))
+    assert ("mask" in only(recorder).tensors) == (options != "plain")
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

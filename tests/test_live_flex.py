@@ -235,11 +235,14 @@ def test_gradients_are_left_out_where_the_lse_has_one(tmp_path: Path, caplog: py
     assert "the LSE has one too" in caplog.text
 
 
-def test_a_monitor_checks() -> None:
+@pytest.mark.parametrize("case", ["block mask", "score_mod"])
+def test_a_monitor_checks(case: str) -> None:
     model = Layers()
     with attn_diag.Monitor(model, every=2) as monitor:
-        train(model, torch.compile(model, backend=graphs([])), {"block_mask": block_mask(near)}, steps=3)
-        monitor.metrics(wait=True)
+        train(model, torch.compile(model, backend=graphs([])), CASES[case](), steps=3)
+        found = monitor.metrics(wait=True)
+    # In units of one rounding to fp32: without the bias it would be a million.
+    assert found["attn/noise_factor/max"] < 10
     assert [check.step for check in monitor.history] == [0, 2]
     assert [layer.module for layer in monitor.history[0].layers] == ["blocks.0", "blocks.1"]
 

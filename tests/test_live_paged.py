@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import foreign_varlen
 import pytest
 import torch
+from foreign_kernels import Given, operators
 from planted_pages import KV_HEADS, Cache, D, drawn
 from tiny_models import tokens, transformers_model, written
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.watching.live.paged_calls import without_pages
+from attn_diag.watching.live.unseen import ENGINES
 
 
 def flash_attn_with_kvcache(  # the signature of flash_attn 2.8: flash_attn/flash_attn_interface.py
@@ -145,3 +150,108 @@ def test_generate_of_transformers_is_captured_and_never_wrong(cache: str | None,
         assert diagnosis.assumptions.ok
         for head in diagnosis.observations[0].heads:
             assert head.verdict is None or {"wrong", "lossy", "biased"}.isdisjoint(head.verdict.labels)
+
+
+# sgl-kernel of SGLang: csrc/flash_extension.cc, without defaults.
+SGLANG = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
+    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float? softmax_scale, bool is_causal, int window_size_left, int window_size_right, int attention_chunk, "
+    "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, "
+    "int sm_margin, Tensor? sinks) -> (Tensor(a!), Tensor, Tensor, Tensor)"
+)
+
+
+def _decoded(a: Given) -> Any:
+    """[total, Hq, D] and LSE [Hq, total] of rows that end with each cache's last keys; also chunks of a prefill."""
+    ends, size = a["cu_seqlens_q"].tolist(), a["k"].shape[1]
+    o, lse = torch.empty_like(a["q"]), torch.empty(a["q"].shape[1], len(a["q"]))
+    for b, length in enumerate(a["seqused_k"].tolist()):
+        own, pages = slice(ends[b], ends[b + 1]), a["page_table"][b, : -(-length // size)].tolist()
+        q = a["q"][own].transpose(0, 1)[None]
+        found = Cache(q, a["k"], a["v"], [pages], [length]).outputs()
+        o[own], lse[:, own] = found["o"][0].transpose(0, 1), found["lse"][0]
+    return o, lse, o.new_empty(0), o.new_empty(0)
+
+
+def sglang(cache: Cache, chunks: list[int], **options: Any) -> Any:
+    """As flash_attn_with_kvcache of sgl_kernel calls it: so many new rows of each sequence, one after the other."""
+    t = cache.tensors()
+    q = torch.cat([t["q"][b, :, -n:].transpose(0, 1) for b, n in enumerate(chunks)])
+    given = {
+        "cu_seqlens_q": torch.tensor([0, *accumulate(chunks)], dtype=torch.int32), "seqused_k": t["cache_seqlens"],
+        "page_table": t["page_table"].clamp(0, len(t["k"]) - 1), "max_seqlen_q": max(chunks), "softmax_scale": D**-0.5,
+        "is_causal": True, "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0,
+        "is_rotary_interleaved": False, "num_splits": 0, "sm_margin": 0,
+    }  # fmt: skip
+    names = [part.strip().split()[1] for part in SGLANG[1 : SGLANG.index(") ->")].split(",")]
+    values = {"q": q, "k": t["k"], "v": t["v"], **given, **options}
+    return torch.ops.sgl_kernel.fwd(*(values.get(name) for name in names))
+
+
+@pytest.mark.parametrize("chunks", [[1, 1, 1], [7, 1, 12]], ids=["decode", "chunked prefill"])
+def test_sglangs_flash_attn_3_is_met(chunks: list[int], tmp_path: Path) -> None:
+    cache = drawn(rows=12, lengths=(37, 90, 15))
+    there = operators("sgl_kernel", fwd=(SGLANG, _decoded, _decoded))
+    with there, attn_diag.capture(None, tmp_path, batch=None) as recorder, torch.no_grad():
+        sglang(cache, chunks)
+    (c,) = written(recorder)
+    assert c.metadata.kernel == "SGLang flash_attn 3"
+    assert c.metadata.causal == "bottom-right"
+    assert [c.lengths(b) for b in range(3)] == list(zip(chunks, (37, 90, 15), strict=True))
+    diagnosis = attn_diag.inspect_captures([c], device="cpu").captures[0]
+    assert diagnosis.assumptions.ok
+    answers = {q.quantity: q.answer for q in diagnosis.observations[0].heads[0].quantities}
+    assert answers["lse"] == "good"
+    for head in diagnosis.observations[0].heads:
+        assert head.verdict is None or {"wrong", "lossy", "biased"}.isdisjoint(head.verdict.labels)
+
+
+REFUSED_OF_SGLANG: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks of SGLang's flash_attn 3 not supported"),
+    "q_v": ({"q_v": torch.zeros(3, 4, D)}, "q_v not supported"),
+    "descale": ({"k_descale": torch.ones(3, KV_HEADS)}, "k_descale not supported"),
+    "chunks": ({"attention_chunk": 64}, "attention_chunk not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OF_SGLANG)
+def test_what_sglang_may_ask_for_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    options, words = REFUSED_OF_SGLANG[case]
+    there = operators("sgl_kernel", fwd=(SGLANG, _decoded, _decoded))
+    with there, attn_diag.capture(None, tmp_path) as recorder, torch.no_grad():
+        sglang(drawn(lengths=(37, 90, 15)), [1, 1, 1], **options)
+    assert words in str(recorder.dropped)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_whose_calls_are_not_met_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with attn_diag.capture(nn.Linear(3, 3), tmp_path):
+        pass
+    assert ENGINES[name] in caplog.text
+
+
+def test_a_shared_prefix_is_two_calls_each_right_by_itself(tmp_path: Path) -> None:
+    """Cascade attention: every row over the prefix, all keys seen, and its own keys, merged by LSE afterwards."""
+    importlib.import_module("torch.nn.attention.varlen")  # which registers its operator
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, n, D, generator=g).bfloat16() for n in (6, 90, 90))
+    watching = attn_diag.capture(None, tmp_path, batch=None, calls=None)
+    with foreign_varlen.torch_varlen() as attend, watching as recorder:
+        rows = q[0].transpose(0, 1)
+        for keys, causal in ((slice(0, 64), False), (slice(64, 90), True)):
+            ends = [torch.tensor([0, n], dtype=torch.int32) for n in (6, keys.stop - keys.start)]
+            own = (t[0, :, keys].transpose(0, 1).contiguous() for t in (k, v))
+            attend(rows, *own, *ends, 64, causal=causal)
+    prefix, suffix = written(recorder)
+    assert (prefix.metadata.causal, prefix.lengths(0)) == ("none", (6, 64))
+    assert (suffix.metadata.causal, suffix.lengths(0)) == ("bottom-right", (6, 26))
+    for diagnosis in attn_diag.inspect_captures([prefix, suffix], device="cpu").captures:
+        assert diagnosis.assumptions.ok
+        for head in diagnosis.observations[0].heads:
+            assert head.verdict is None or "wrong" not in head.verdict.labels

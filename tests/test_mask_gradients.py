@@ -276,3 +276,10 @@ def test_t5s_eager_softmax_in_bf16_is_refused(tmp_path: Path, caplog: pytest.Log
         model(input_ids=ids, labels=ids)
     assert not recorder.written
     assert "position_bias not supported in torch.bfloat16 eager attention, sdpa is" in caplog.text
+
+
+def test_a_small_gradient_is_not_called_zero() -> None:
+    tensors = attended(0, SHAPES["a learned bias"])
+    found = verdicts({**tensors, "dmask": tensors["dmask"] / 64})
+    assert {q.answer for q in found} == {"wrong"}
+    assert not any("is zero" in q.words for q in found)

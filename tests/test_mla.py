@@ -149,7 +149,7 @@ def test_a_latent_that_k_and_v_share_is_never_accused(way: str, tmp_path: Path) 
     with attn_diag.capture(model, tmp_path, batch=None) as recorder:
         torch.autograd.backward(model(x).float().square().sum())
     (capture,) = written(recorder)
-    expected = {"v of k": {"dv"}, "k of v": {"dk"}, "apart": {"dk", "dv"}}[way]
-    assert {"dk", "dv"} & capture.tensors.keys() == expected
+    # Each use's own gradient, not the sum that arrives at the latent.
+    assert {"dk", "dv"} <= capture.tensors.keys()
     for head in attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads:
         assert "wrong" not in some(head.verdict).labels

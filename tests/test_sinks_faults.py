@@ -145,3 +145,13 @@ def test_dsinks_of_a_part_of_the_batch_are_not_judged() -> None:
     head = found.observations[0].heads[0]
     assert "dsinks" not in {q.quantity for q in head.quantities}
     assert any("dSink (all sequences" in words for words in head.not_judged)
+
+
+@pytest.mark.parametrize("seed", [20013, 20015])
+def test_a_small_gradient_is_not_called_zero(seed: int) -> None:
+    call, masking = setting(seed)
+    outputs = computed(call, call.sinks, call.sinks, masking)
+    for part in (1 / 128, 1 / 3000):
+        found = inspected(call, {**outputs, "dsinks": part * outputs["dsinks"]}, masking)
+        assert wrong(found)
+        assert "is zero" not in named(found)

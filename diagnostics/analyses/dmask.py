@@ -183,7 +183,8 @@ def _judged(gradient: _Gradient, batches: Sequence[int]) -> QuantityVerdict:
 
 def _mistakes(gradient: _Gradient, terms: MaskTerms, batches: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     total, parts = terms.total, gradient.parts
-    yield "is zero, as if never written", torch.zeros_like(total)
+    if not bool(gradient.stored.double().any()):  # what is merely small is another mistake
+        yield "is zero, as if never written", torch.zeros_like(total)
     yield "has the wrong sign", -total
     for factor, words in _FACTORS.items():
         yield words, factor * total

@@ -123,7 +123,8 @@ def _fitting(capture: Capture, head: int, sink: _Sink, heads: Mapping[int, _Sink
 
 def _mistakes(capture: Capture, head: int, sink: _Sink, heads: Mapping[int, _Sink]) -> Iterator[tuple[str, str, float]]:
     total, parts, scale = sink.total, sink.parts, abs(capture.scale)
-    yield "zero", "is zero, as if never written", 0.0
+    if not sink.observed:  # what is merely small is another mistake
+        yield "zero", "is zero, as if never written", 0.0
     yield "sign", "has the wrong sign", -total
     for factor, said in _FACTORS.items():
         yield said, said, factor * total

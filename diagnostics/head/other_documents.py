@@ -73,7 +73,10 @@ def joined(capture: Capture) -> Capture:
 
 
 def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
-    """The documents that O itself shows: under a causal mask the first row of each has its own V as O.
+    """The documents that O itself shows.
+
+    Under a causal mask the first row of each has its own V as O. Without one it sees the keys from its own on, up to
+    where the next document begins: the end is taken that fits its O best.
 
     Args:
         capture: Of packed sequences.
@@ -84,23 +87,14 @@ def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
     """
     whole, key = merged(capture), capture.key(observation, "o")
     square = all(d.rows == d.keys for d in capture.documents or ())
-    if whole is None or not square or capture.metadata.causal == "none" or is_masked(capture):
+    if whole is None or not square or is_masked(capture):
         return None
-    every, group = whole.of(capture), capture.q_heads // capture.kv_heads
-    alone: Tensor | None = None
-    for head in range(min(capture.q_heads, _HEADS)):
-        out, v = every.read(key, 0, head), every.read("v", 0, head // group)
-        if out is None or v is None or out.shape != v.shape:
-            return None
-        v = v.float() * capture.descale("v", 0, head // group)
-        same = ((out.float() - v).abs() <= _SAME * v.abs()).all(1)
-        alone = same if alone is None else alone & same
-    assert alone is not None
-    starts: list[int] = alone.nonzero()[:, 0].tolist()
+    every, length = whole.of(capture), whole.documents[0].rows.stop
+    starts = _begin_unseen(every, key) if capture.metadata.causal == "none" else _begin_alone(every, key)
     stated = [d.rows.start for d in capture.documents or ()]
-    if starts == stated or starts[:1] != [0] or 2 * len(starts) > len(alone):
+    if starts == stated or starts[:1] != [0] or 2 * len(starts) > length:
         return None
-    ends = [*starts[1:], len(alone)]
+    ends = [*starts[1:], length]
     found = tuple(Document(i, slice(*e), slice(*e)) for i, e in enumerate(zip(starts, ends, strict=True)))
     changed = sorted({*starts} ^ {*stated})
     listed = ", ".join(map(str, starts[:8])) + (", …" if len(starts) > 8 else "")
@@ -108,6 +102,45 @@ def seen_in_out(capture: Capture, observation: str) -> OtherDocuments | None:
     why = "a border is off by one" if off else "other borders"
     words = f"a cut into documents that begin at rows {listed} ({why})"
     return OtherDocuments(words, f"{why}: O fits documents that begin at rows {listed}", found)
+
+
+def _begin_alone(every: Capture, key: str) -> list[int]:
+    """Rows whose O is their own V, in every head that is looked at."""
+    group, alone = every.q_heads // every.kv_heads, list[Tensor]()
+    for head in range(min(every.q_heads, _HEADS)):
+        out, v = every.read(key, 0, head), every.read("v", 0, head // group)
+        if out is None or v is None or out.shape != v.shape:
+            return []
+        v = v.float() * every.descale("v", 0, head // group)
+        alone.append(((out.float() - v).abs() <= _SAME * v.abs()).all(1))
+    found: list[int] = torch.stack(alone).all(0).nonzero()[:, 0].tolist()
+    return found
+
+
+def _begin_unseen(every: Capture, key: str) -> list[int]:
+    """Where documents begin, each behind the last key that the first row of the one before sees; [] unless all fit."""
+    m, group, heads = every.metadata, every.q_heads // every.kv_heads, list[tuple[Tensor, ...]]()
+    for head in range(min(every.q_heads, _HEADS)):
+        given = [every.read(n, 0, h) for n, h in (("q", head), ("k", head // group), ("v", head // group), (key, head))]
+        factors = [every.descale("q", 0, head), *(every.descale(n, 0, head // group) for n in "kv"), 1.0]
+        if any(t is None for t in given) or m.window is not None or every.has_sinks or SLOPES in every.tensors:
+            return []
+        heads.append(tuple(t.double() * f for t, f in zip(given, factors, strict=True) if t is not None))
+    starts, length = [0], len(heads[0][1])
+    while True:
+        row, errors = starts[-1], torch.zeros(length - starts[-1], dtype=torch.float64)
+        for q, k, v, out in heads:
+            scores = k[row:] @ q[row] * every.scale
+            scores = scores if m.softcap is None else m.softcap * (scores / m.softcap).tanh()
+            probs = (scores - scores.amax()).exp()[:, None]
+            made = (probs * v[row:]).cumsum(0) / probs.cumsum(0)
+            errors += (made - out[row]).square().sum(1) / out[row].square().sum()
+        best = int(errors.argmin())
+        if not float(errors[best]) <= len(heads) * _SAME**2:
+            return []
+        if row + best + 1 == length:
+            return starts
+        starts.append(row + best + 1)
 
 
 def near(capture: Capture, batch: int) -> Iterator[OtherDocuments]:

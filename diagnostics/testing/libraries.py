@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.errors import InputError
-from attn_diag.reference import Masking
+from attn_diag.reference import Alibi, Masking
+from attn_diag.reference.masking import AlibiOrigin
 
 SDPA = {
     "flash": "FLASH_ATTENTION",
@@ -46,6 +47,10 @@ class Options(Protocol):
     def positions(self) -> Tensor | None: ...  # noqa: D102
     @property
     def sinks(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def alibi_slopes(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def alibi_origin(self) -> AlibiOrigin: ...  # noqa: D102
 
 
 Call = Callable[..., Any]
@@ -74,24 +79,32 @@ def refuse_options(who: str, options: Options, *known: str) -> None:
     Args:
         who: The kernel.
         options: Those of the call.
-        known: What it has of window, softcap, mask, positions and sinks.
+        known: What it has of window, softcap, mask, positions, sinks and alibi_slopes.
     """
-    named = {n: getattr(options, n) for n in ("window", "softcap", "mask", "positions", "sinks")}
+    named = {n: getattr(options, n) for n in ("window", "softcap", "mask", "positions", "sinks", "alibi_slopes")}
     if unknown := [n for n, value in named.items() if value is not None and n not in known]:
         raise InputError(f"{who} has no {', '.join(unknown)}")
 
 
 def dense_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:
-    """Everything that hides keys as one mask for SDPA, bool (true = attend) or additive in q's dtype.
+    """Everything that hides keys, and ALiBi, as one mask for SDPA, bool (true = attend) or additive in q's dtype.
 
     Raises InputError for an additive mask that q's dtype cannot hold.
     """
     rows, keys = q.shape[2], k.shape[2]
     masking = Masking(options.causal, options.window, None, options.positions)
     hidden = masking.hidden(masking.row_positions(rows, keys, q.device), slice(0, keys))
-    if options.mask is None:
+    mask = None if options.mask is None else options.mask.to(q.device)
+    if options.alibi_slopes is not None:
+        at, slopes = masking.row_positions(rows, keys, q.device), options.alibi_slopes.to(q.device).double()
+        bias = slopes[..., None, None] * Alibi(0.0, options.alibi_origin).distances(at, slice(0, keys), keys)
+        bias = bias if hidden is None else bias.masked_fill(hidden, 0.0)  # which need not fit q's dtype
+        if mask is None or mask.dtype != torch.bool:
+            mask = bias if mask is None else bias + mask
+        else:
+            mask = bias.masked_fill(~mask, -torch.inf)
+    if mask is None:
         return None if hidden is None else ~hidden
-    mask = options.mask.to(q.device)
     if mask.dtype == torch.bool:
         return mask if hidden is None else mask & ~hidden
     cast = mask.to(q.dtype)
@@ -104,9 +117,9 @@ def _sdpa(backend: str | None) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        refuse_options("SDPA", options, "window", "mask", "positions")
+        refuse_options("SDPA", options, "window", "mask", "positions", "alibi_slopes")
         own = options.causal == "top-left" or (options.causal == "bottom-right" and q.shape[2] == k.shape[2])
-        plain = all(x is None for x in (options.window, options.mask, options.positions))
+        plain = all(x is None for x in (options.window, options.mask, options.positions, options.alibi_slopes))
         mask = None if plain and (own or options.causal == "none") else dense_mask(q, k, options)
         with nullcontext() if backend is None else sdpa_kernel([getattr(SDPBackend, SDPA[backend])]):
             return torch.nn.functional.scaled_dot_product_attention(
@@ -128,6 +141,9 @@ def _flex(*, compiled: bool) -> Call:
         mask = None if options.mask is None else options.mask.to(q.device).expand(b, h, rows, keys)
         allowed = mask if mask is not None and mask.dtype == torch.bool else None
         added = mask if allowed is None else None
+        alibi = Alibi(0.0, options.alibi_origin)
+        slopes = None if options.alibi_slopes is None else options.alibi_slopes.to(q.device)
+        far = alibi.distances(at, slice(0, keys), keys).float().expand(rows, keys)
 
         def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             found = key >= 0
@@ -140,9 +156,11 @@ def _flex(*, compiled: bool) -> Call:
         def score(found: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             if cap is not None:
                 found = cap * torch.tanh(found / cap)
+            if slopes is not None:
+                found = found + slopes[b, h] * far[row, key]
             return found if added is None else found + added[b, h, row, key]
 
-        blocks = None
+        blocks, as_they_are = None, all(x is None for x in (cap, added, slopes))
         if left is not None or right is not None or allowed is not None:
             own_heads = allowed is not None
             blocks = create_block_mask(
@@ -157,7 +175,7 @@ def _flex(*, compiled: bool) -> Call:
             # That it is slow when it is not compiled, as is asked for here.
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             found = run(
-                q, k, v, score_mod=None if cap is None and added is None else score, block_mask=blocks,
+                q, k, v, score_mod=None if as_they_are else score, block_mask=blocks,
                 scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
                 return_aux=AuxRequest(lse=True) if with_lse else None,
             )  # fmt: skip
@@ -207,12 +225,19 @@ def _returned(found: Any) -> tuple[Tensor, ...]:
 def _flash_2(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
     from flash_attn import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
-    refuse_options("flash_attn 2", options, "window", "softcap")
+    refuse_options("flash_attn 2", options, "window", "softcap", "alibi_slopes")
+    causal, slopes = _bottom_right("flash_attn 2", q, k, options), options.alibi_slopes
+    # Without a left window it counts from the first key under causality, which is another LSE, and from the row else.
+    own = "first-key" if causal and (options.window or (-1, -1))[0] < 0 else "row"
+    if slopes is not None and options.alibi_origin != own and not causal:
+        raise InputError(f"flash_attn 2 counts ALiBi's distances from the row here, not from {options.alibi_origin}")
     found = flash_attn_func(
-        *_swapped(q, k, v), softmax_scale=options.scale, causal=_bottom_right("flash_attn 2", q, k, options),
+        *_swapped(q, k, v), softmax_scale=options.scale, causal=causal,
         window_size=options.window or (-1, -1), softcap=options.softcap or 0.0, return_attn_probs=True,
+        alibi_slopes=None if slopes is None else slopes.to(q.device),
     )  # fmt: skip
-    return _returned(found)
+    returned = _returned(found)
+    return returned if slopes is None or options.alibi_origin == own else returned[:1]
 
 
 def _flash_3(q: Tensor, k: Tensor, v: Tensor, options: Options, **splits: int) -> tuple[Tensor, ...]:

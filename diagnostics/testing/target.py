@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal
+from attn_diag.captures.metadata import AlibiOrigin, Causal
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference import Alibi, AttentionHead, Masking
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.work import map_in_order
 
@@ -86,6 +86,10 @@ class CaseInputs:
     """[Tq]: where only chosen query rows are kept, the last key that a causal row sees."""
     sinks: Tensor | None = None
     """[Hq]: the logits of attention sinks."""
+    alibi_slopes: Tensor | None = None
+    """[B, Hq] fp32: ALiBi's slopes."""
+    alibi_origin: AlibiOrigin = "row"
+    """What its distances are counted from."""
 
     def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
         """The mask of one head, [Tq, Tk], if there is one."""
@@ -279,7 +283,9 @@ def emulate(
         b, h = place
         q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
         head_do = None if do is None else do[b, h].to(device).double()
-        masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions)
+        slope = 0.0 if case.alibi_slopes is None else float(case.alibi_slopes[b, h])
+        alibi = Alibi(slope, case.alibi_origin) if slope else None
+        masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions, alibi)
         sink = None if case.sinks is None else float(case.sinks[h])
         sink = None if sink == -math.inf else sink
         found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap, sink))

@@ -103,9 +103,10 @@ class Material:
         case = case_of_capture(capture)
         if odd := [n for n, x in (("mask", case.mask), ("q_positions", case.positions)) if x is not None]:
             raise InputError(f"{capture.source}: a hunt changes lengths, which its {' and '.join(odd)} cannot follow")
-        if case.sinks is not None:
+        if odd := [n for n in ("sinks", "alibi_slopes") if getattr(case, n) is not None]:
+            names = " and ".join(odd)
             raise InputError(
-                f"{capture.source}: a hunt changes heads, which its sinks cannot follow; replay it instead"
+                f"{capture.source}: a hunt changes heads, which its {names} cannot follow; replay it instead"
             )
         if case.q.dtype not in _NAMES:
             raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")

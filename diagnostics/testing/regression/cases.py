@@ -123,13 +123,15 @@ def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
 def case_of_capture(capture: Capture) -> CaseInputs:
     """All inputs of a capture's call.
 
-    Raises InputError for FP8 and ALiBi, which no kernel here is given, and for several packed or paged sequences.
+    Raises InputError for FP8, which no kernel here is given, for slopes that are not finite, and for several packed or
+    paged sequences.
     """
     m, tensors = capture.metadata, capture.tensors
     if any(name.endswith("_descale") for name in tensors):
         raise InputError(f"{capture.source}: kernels are not run on FP8 inputs; leave this capture out")
-    if "alibi_slopes" in tensors:
-        raise InputError(f"{capture.source}: kernels are not run with alibi_slopes yet; inspect judges what it holds")
+    slopes = _slopes(capture)
+    if slopes is not None and not bool(slopes.isfinite().all()):
+        raise InputError(f"{capture.source}: an ALiBi slope is NaN or Inf; inspect judges what it holds")
     if capture.documents is not None:
         raise InputError(
             f"{capture.source}: kernels are run on one sequence, and this has {len(capture.documents)}, packed or in "
@@ -140,6 +142,7 @@ def case_of_capture(capture: Capture) -> CaseInputs:
     return CaseInputs(
         capture.source, given["q"], given["k"], given["v"], given.get("do"), capture.scale, m.causal, capture,
         m.window, m.softcap, more.get("mask"), more.get("q_positions"), _sinks(capture),
+        slopes, m.alibi_origin,
     )  # fmt: skip
 
 
@@ -147,6 +150,14 @@ def _sinks(capture: Capture) -> Tensor | None:
     if not capture.has_sinks:
         return None
     return torch.tensor([capture.sink(head) for head in range(capture.q_heads)], dtype=torch.float32)
+
+
+def _slopes(capture: Capture) -> Tensor | None:
+    places = [(b, h) for b in range(capture.batch) for h in range(capture.q_heads)]
+    found = [capture.alibi_slope(b, h) for b, h in places]
+    if found[0] is None:
+        return None
+    return torch.tensor(found, dtype=torch.float32).view(capture.batch, capture.q_heads)
 
 
 def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -> dict[str, Tensor]:

@@ -229,7 +229,7 @@ class _Job:
         """The capture's inputs with these observations."""
         c = self.capture
         tensors: dict[str, Any] = {}
-        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "sinks"):
+        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "sinks", "alibi_slopes"):
             if name in c.tensors:
                 swap = c.metadata.layout == "BTHD" and name in ("q", "k", "v", "do")
                 tensor = c.tensors[name][...]

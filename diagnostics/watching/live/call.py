@@ -65,6 +65,10 @@ class Documents(NamedTuple):
         return self.rows[rows, None] != self.keys[None, keys]
 
 
+# How names of kernels end that are plain torch: transformers' eager attention, SDPA's math, nn.MultiheadAttention's.
+_PLAIN = ("eager", "math", "multi_head_attention_forward")
+
+
 class _Gone(NamedTuple):
     """What is left of a tensor that was let go."""
 
@@ -149,6 +153,11 @@ class AttentionCall:
     def masking(self) -> Masking:
         """Which keys a row may see by causality and window; what ``mask`` hides of them comes on top."""
         return Masking(self.causal, self.window, positions=None if self.own is None else self.own.positions)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the backward may take delta from O and make P again, as a fused kernel does; plain torch does not."""
+        return self.kernel.rpartition(" ")[2] not in _PLAIN
 
     def documents(self) -> Documents | None:
         """Say which document every row and key of packed sequences belongs to; None where there are none.

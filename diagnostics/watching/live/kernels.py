@@ -173,6 +173,13 @@ def _chunked(given: Given) -> Given:
     return {"refused": "attention_chunk not supported"} if given.get("attention_chunk") else {}
 
 
+def _sglang(given: Given) -> Given:
+    """flash_attn 3 as sgl-kernel builds it (csrc/flash_extension.cc), whose LSE may have its sinks in it or not."""
+    if given.get("sinks") is not None:
+        return {"refused": "sinks of SGLang's flash_attn 3 not supported"}
+    return _chunked(given)
+
+
 def _torch_varlen(given: Given) -> Given:
     """Its window is one argument, and says that it is causal too."""
     left, right = given.get("window_size") or (-1, -1)
@@ -274,6 +281,7 @@ OPERATORS = (
     ),
     _of_tokens("_vllm_fa2_C::varlen_fwd", "vLLM flash_attn 2", "", _slopes),
     _of_tokens("_vllm_fa3_C::fwd", "vLLM flash_attn 3", "", _chunked),
+    _of_tokens("sgl_kernel::fwd", "SGLang flash_attn 3", "", _sglang),
     _of_tokens("flash_attn::_flash_attn_forward", "flash_attn 2", "flash_attn::_flash_attn_backward", _slopes),
     # Of FlashAttention-3 older versions have the inner pair alone.
     _of_tokens("flash_attn_3::_flash_attn_forward", "flash_attn 3", "flash_attn_3::_flash_attn_backward", _chunked),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _MAX_STEPS = 6
 _NODES = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn", "ScaledDotProductFused")
 _PASSING = ("Slice", "Transpose", "Permute", "View", "UnsafeView", "ToCopy", "Clone", "Alias", "Unsqueeze", "Squeeze")
 
+TOTALS = "gradients are the tensors' own: totals, where q, k or v is used elsewhere too"
 COMPILED_BACKWARD = "gradients are left out: compiled autograd runs the backward, and no fused operator is in it"
 
 
@@ -118,22 +120,29 @@ class Pending:
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
             self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}})
             return
-        self.call.notes.append("gradients are the tensors' own: totals, where q, k or v is used elsewhere too")
         self._follow_tensors(graph)
 
     def _follow_tensors(self, graph: Graph) -> None:
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
+                use = only_use(graph, tensor) if name in _INPUTS else None
                 # Of MLA's latent, which is v and a part of k: its gradient is the sum of both.
-                if name in _INPUTS and any(
-                    made_of(graph[other][0], tensor) for other in _INPUTS if other != name and other in graph
+                if (
+                    name in _INPUTS
+                    and use is None
+                    and any(made_of(graph[other][0], tensor) for other in _INPUTS if other != name and other in graph)
                 ):
                     continue
                 if name in _OF and not _alone(tensor, name, self):
                     continue  # several calls of one backward: the gradient is of all of them
                 self._missing.add(name)
-                hook = self._guarded(self._taker(name, lay_out))
-                self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+                take = self._taker(name, lay_out)
+                if use is not None:
+                    self._handles.append(use[0].register_hook(self._guarded(partial(_part_of, use[1], take))))
+                    continue
+                if name in _INPUTS and TOTALS not in self.call.notes:
+                    self.call.notes.append(TOTALS)
+                self._handles.append(tensor.register_hook(self._guarded(take)))  # type: ignore[no-untyped-call]
 
     def follow_operator(self, operator: OperatorCall, *, reused: bool = False) -> None:
         """Wait for the operator's backward.
@@ -214,8 +223,8 @@ class Pending:
         given: Tensor = getattr(self.call, _OF.get(name, name[-1]))
         dtype = given.dtype
 
-        def arrived(grad: Tensor) -> None:
-            if name in self._spoilt:
+        def arrived(grad: Tensor | None) -> None:
+            if name in self._spoilt or grad is None:
                 self._arrived(name)
                 return
             setattr(self.call, name, lay_out(grad.detach()).to(dtype))
@@ -295,13 +304,53 @@ def made_of(made: Tensor, tensor: Tensor) -> bool:
         for before, number in node.next_functions if node is not None else ():
             if before is None:
                 continue
-            if before is tensor.grad_fn and number == tensor.output_nr:
-                return True
-            if tensor.grad_fn is None and getattr(before, "variable", None) is tensor:
+            if _is_of(tensor, before, number):
                 return True
             waiting.append(before)
     return False
 
 
+def only_use(graph: Graph, tensor: Tensor) -> tuple[Any, int] | None:
+    """The node of autograd's graph, and which of its gradients, by which the call alone sends one to an input.
+
+    None: it uses the input in several places, or where is not found. What comes to the input itself is the sum over
+    everything that uses it, other calls too.
+
+    Args:
+        graph: Where the call's gradients arrive.
+        tensor: The input.
+    """
+    ends = [graph[name][0].grad_fn for name in _INPUTS if name in graph]
+    waiting, seen, found = [graph["do"][0].grad_fn], set[Any](), list[tuple[Any, int]]()
+    while waiting:
+        node = waiting.pop(0)
+        if node is None or node in seen or any(node is end for end in ends):
+            continue
+        if len(seen) == _MOST_NODES:
+            return None
+        seen.add(node)
+        for index, (before, number) in enumerate(node.next_functions):
+            if _is_of(tensor, before, number):
+                found.append((node, index))
+            else:
+                waiting.append(before)
+    return found[0] if len(found) == 1 else None
+
+
+def _is_of(tensor: Tensor, node: Any, number: int) -> bool:
+    """Whether an edge of autograd's graph leads to this tensor."""
+    if node is None:
+        return False
+    if tensor.grad_fn is None:
+        return getattr(node, "variable", None) is tensor
+    return node is tensor.grad_fn and number == tensor.output_nr
+
+
+def _part_of(index: int, take: Callable[[Tensor | None], None], grads: Sequence[Tensor | None], _: object) -> None:
+    take(grads[index])
+
+
 # Gradients of inputs, by the names of a graph; and so many of autograd's nodes are looked at.
 _INPUTS, _NEAREST = ("dq", "dk", "dv"), 32
+# Of a call that is not fused: nodes between its output and its inputs, a mask's among them.
+_MOST_NODES = 128

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attn_diag.watching.live.kernels import alibi_origin
+from attn_diag.watching.live.score_mods import read_score_mod
 from attn_diag.watching.live.tap import Tap
 
 # Everything an AttentionCall holds but its place and gradients, by name; "graph", where those gradients arrive;
@@ -290,20 +291,16 @@ def _with_bias(found: Fields, bias: Tensor | None) -> Fields:
 def _read_flex(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     q, k, v = a["query"], a["key"], a["value"]
     o, aux = result if isinstance(result, tuple) else (result, None)
-    mask, refused = None, None
-    if a["block_mask"] is not None:
-        mask = _block_mask(a["block_mask"], q, k)
-    if a["score_mod"] is not None:
-        bias = _score_bias(a["score_mod"], q, k)
-        refused = "a score_mod that is not an addition to the score, or too large" if bias is None else None
-        if bias is not None:
-            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    mask = None if a["block_mask"] is None else _block_mask(a["block_mask"], q, k)
+    found: Fields = {"mask": mask} if a["score_mod"] is None else read_score_mod(a["score_mod"], q, k, mask)
+    scale, factor = a["scale"], found.pop("factor", 1.0)
+    if factor != 1:
+        scale = factor * (q.shape[3] ** -0.5 if scale is None else scale)
     return {"kernel": "torch FlexAttention", "q": q, "k": k, "v": v, "o": o} | {
         "graph": gradients(o, q, k, v),
         "lse": getattr(aux, "lse", aux),
-        "mask": mask,
-        "scale": a["scale"],
-        "refused": refused,
+        "scale": scale,
+        **found,
     }
 
 
@@ -314,30 +311,6 @@ def _block_mask(block_mask: Any, q: Tensor, k: Tensor) -> Tensor:
     batch, heads = block_mask.shape[:2]
     mask: Tensor = create_mask(block_mask.mask_mod, batch, heads, q.shape[2], k.shape[2], device=q.device)
     return mask
-
-
-# Writing a score_mod out takes about 72 bytes a score for a moment.
-_MOST_SCORES = 2**24
-
-
-def _score_bias(score_mod: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor | None:
-    """What a score_mod adds to every score, [B, H, Tq, Tk]; None where it does anything else, or that is too large."""
-    batch, heads, rows, keys = *q.shape[:2], q.shape[2], k.shape[2]
-    if batch * heads * rows * keys > _MOST_SCORES:
-        return None
-    grid = [torch.arange(n, device=q.device) for n in (batch, heads, rows, keys)]
-    at = torch.meshgrid(*grid, indexing="ij")
-
-    def values(score: float) -> Tensor:
-        mapped: Any = score_mod
-        for _ in range(4):
-            mapped = torch.vmap(mapped)
-        moved: Tensor = mapped(torch.full(at[0].shape, score, dtype=torch.float64, device=q.device), *at)
-        return moved
-
-    zero, one = values(0.0), values(1.0)
-    finite = zero.isfinite()
-    return zero.float() if torch.allclose((one - zero)[finite], torch.ones_like(zero[finite])) else None
 
 
 def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol

@@ -7,6 +7,7 @@ projection tells after a step is its gradient: a new one, that is not zero, has 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -65,6 +66,14 @@ IN_A_FUNCTION = (
     "gradients are left out of attention that an autograd function calls in its forward, as its backward does not go "
     "through that call; torch.utils.checkpoint.checkpoint(..., use_reentrant=False) around attention is seen with them"
 )
+# Engines that keep keys where no call names them: what of theirs is met, and what is not.
+ENGINES = {
+    "vllm": "vLLM's unified_attention_with_output is given the new keys alone: choose its FLASH_ATTN backend, whose "
+    "kernels are met",
+    "sglang": "SGLang's RadixAttention is given the new keys alone: choose its fa3 backend, whose kernel is met",
+    "flashinfer": "FlashInfer's wrappers know their pages by an earlier plan() and are not met: make captures of them "
+    "by hand (Capture.from_tensors with page_table and cache_seqlens), or choose another backend",
+}
 # Who calls SDPA, or chooses between it and others by a table.
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
 _ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
@@ -157,7 +166,8 @@ class Unseen:
         """Say that no call was seen."""
         if not self._blind:
             self._blind = True
-            self._warn(f"{NOTHING}. {names}" if (names := ". ".join(self._words())) else NOTHING)
+            engines = [words for name, words in ENGINES.items() if name in sys.modules]
+            self._warn(". ".join([NOTHING, *engines, *self._words()]))
 
     def _words(self) -> list[str]:
         """Of each class of modules that trained without being met, what there is to say."""

@@ -32,6 +32,9 @@ A head alarms ("rounding") when three things hold at one check:
 (``benchmarks/results/failing_run``). Max logit and W_Q's spectral norm are in the metrics, but not in the rule: there
 they were larger in the healthy run than in the failing one at its alarm.
 
+Attention that is not fused (plain torch) has the same rule, with dQ's measured error in place of the predicted one, and
+what the casts of dS and dQ add in the expectation: x has a mean of 1 at most there too.
+
 Linear attention has no delta, and a yardstick of its own: each check judges a head as ``inspect`` does. It alarms where
 two checks in a row find the same: "wrong" (no rounding makes the error), "rounding" (lossy: 1.25 times a well-rounded
 kernel's error by a site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always
@@ -231,6 +234,9 @@ class LayerState:
         share = values.get(f"{self.name}_share", values["share_average"])
         matrix = "dW_Q" if self.name == "dw_q" else "dQ"
         parts = [f"the rounding of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
+        if values.get("measured"):
+            # Logs of before it do not have it.
+            parts = [f"{matrix} is off by {share:.2g} of its norm"]
         over = values.get(f"{self.name}_over_floor")
         if over is not None:
             parts.append(f"{over:.1f} times what correct rounding of O would")

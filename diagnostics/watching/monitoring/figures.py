@@ -37,7 +37,10 @@ class HeadMetrics:
     delta_bias_sigma: Tensor
     """The mean of Delta_delta in units of sigma."""
     dq_share: Tensor
-    """Norm of the predicted error of dQ over the reference's norm, from delta alone."""
+    """Norm of the predicted error of dQ over the reference's norm, from delta alone. Of attention that is not fused,
+    whose backward does not use O, of the measured error, here and in all that follows from it."""
+    measured: Tensor
+    """Share of rows whose error of dQ is measured: 1 where attention is not fused, else 0."""
     dq_share_lse: Tensor
     """The same ratio, predicted from delta and LSE."""
     dq_over_floor: Tensor
@@ -75,6 +78,7 @@ SUMS = (
     "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
     "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
     "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
+    "measured",
 )  # fmt: skip
 # Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
 NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
@@ -126,6 +130,7 @@ class HeadSums:
             "delta_bias": (s["bias"], _bias_variance(s).sqrt()),
             "delta_bias_sigma": (s["bias_sigma"], s["noise_rows"]),
             "nonfinite_rate": (s["seen"] - s["rows"], s["seen"]),
+            "measured": (s["measured"], s["rows"]),
             "coherence": (dw_q_delta, s["atoms"]),
             "coherence_with_past": (s["past_dot"], length),
             "past_z": (s["past_dot"], s["past_variance"].sqrt()),

@@ -2,7 +2,8 @@
 
 They are those of ``attn_diag.inspect`` (``attn_diag.results.diagnosis``), over all heads at once and on sampled rows.
 With e_t = -alpha Delta_delta,t (P K)_t the first-order error of dQ in row t and x_t the projection's input, the
-predicted error of dW_Q is E = sum e_t (x) x_t. See ``HeadMetrics`` for each figure's definition.
+predicted error of dW_Q is E = sum e_t (x) x_t. Plain torch's backward has P as the forward rounded it and no delta from
+O: there e_t is dQ's measured error. See ``HeadMetrics`` for each figure's definition.
 """
 
 from __future__ import annotations
@@ -161,10 +162,13 @@ class _FewHeads:
         relative = torch.where(judged, error / floor, 0.0)
         dq, probs_k = torch.where(known, gradient.dq, 0.0), torch.where(known, gradient.probs_k, 0.0)
         direction = probs_k.square().sum(-1) * scale**2  # ||alpha (P K)_t||^2
-        by_delta = probs_k * (-scale * error)[..., None]
-        left = torch.stack([by_delta, dq, by_delta])
-        if lse_factor is not None:
-            left[2] += lse_factor[..., None] * (dq + by_delta)
+        measured = gradient.dq_error is not None
+        off = probs_k * (-scale * error)[..., None]
+        if gradient.dq_error is not None:
+            off = torch.where(known, gradient.dq_error, 0.0)
+        left = torch.stack([off, dq, off])
+        if lse_factor is not None and not measured:
+            left[2] += lse_factor[..., None] * (dq + off)
         squares = left.square().sum((2, 3))
         clusters = dense_clusters(found.top_key, usable)
         contributions = torch.where(known, gradient.contributions, 0.0)
@@ -172,12 +176,15 @@ class _FewHeads:
         floor_squares = floor.square() * direction
         cast = torch.where(usable, gradient.cast_noise, 0.0)
         expected = floor_squares + cast.square() * direction
+        if gradient.dq_casts is not None:
+            expected = expected + torch.where(usable, gradient.dq_casts, 0.0)
         self._add(
             noise=relative.square().sum(1),
             noise_rows=judged.sum(1, dtype=torch.float64),
             delta_dq=(torch.where(usable, gradient.delta, 0.0).square() * direction).sum(1),
             dq=squares[1],
             dq_delta=squares[0],
+            measured=rows if measured else torch.zeros_like(rows),
             dq_floor=floor_squares.sum(1),
             dq_expected=expected.sum(1),
             bias=bias,
@@ -192,7 +199,7 @@ class _FewHeads:
             self._add(dq_lse=squares[2])
         if x is not None:
             length = x.square().sum(2).repeat_interleave(len(error) // len(x), 0)  # [h, R]
-            lengths = (by_delta.square().sum(2) * length).sum(1)
+            lengths = (off.square().sum(2) * length).sum(1)
             copied = _together((expected * length).sqrt(), clusters, gradient.copies)
             self._add(atoms=lengths, dw_q_floor=(floor_squares * length).sum(1), dw_q_expected=copied)
         return left, clusters

@@ -57,7 +57,8 @@ class Monitor:
 
     Shares are predicted from the errors of O and LSE, for a backward that takes delta from O and recomputes P from
     exact scores. One that recomputes it from the scores that the forward rounded errs less than predicted: by 1.2 % of
-    dW_Q instead of 6 % where the scores are BF16 (one capture).
+    dW_Q instead of 6 % where the scores are BF16 (one capture). Of plain torch (transformers' eager attention, SDPA's
+    math) dQ's error is measured instead, and held against what a well-rounded kernel's casts leave.
 
     flash-linear-attention's functions are met by name, and one call of each layer is judged as ``inspect_linear`` does,
     on each rank for itself; the step waits for that. Inside a compiled model they are not seen.

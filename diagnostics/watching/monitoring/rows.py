@@ -65,6 +65,10 @@ class GradientRows:
     """P K, [h, R, D]."""
     contributions: Tensor
     """What each feature of O adds to delta's error, [h, R, Dv]."""
+    dq_error: Tensor | None = None
+    """Observed - reference, [h, R, D], where the attention is not fused."""
+    dq_casts: Tensor | None = None
+    """Then: the variance that the casts of dS and dQ give a row of dQ in a well-rounded kernel, [h, R]."""
 
 
 def cast_error(fmt: FloatFormat) -> float:
@@ -122,9 +126,16 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
             probs_k=b["probs_k"].mul_(inverse[..., None]),
             contributions=contributions,
         )
+        if sample.dq is not None:
+            dq = found.gradient.dq
+            found.gradient.dq_error = sample.dq[sequence, heads].double().sub_(dq)
+            casts = b["ds_cast"].mul_((inverse * sample.scale).square()).add_(dq.square().sum(-1))
+            found.gradient.dq_casts = casts.mul_(cast_error(fmt) ** 2)
         # A NaN in a key that the row does not see reaches it all the same: 0 * NaN.
         gradient = found.gradient
         trace = trace + gradient.delta_error + gradient.dq.sum(-1) + gradient.probs_k.sum(-1)
+        if gradient.dq_error is not None:
+            trace = trace + gradient.dq_error.sum(-1)
     found.usable = sees_key & (trace.abs() < torch.inf)
     return found
 
@@ -199,6 +210,8 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
         dscores.mul_(slope)
         probs.mul_(slope)
     found["dq"] = product(dscores, k)
+    if sample.dq is not None:
+        found["ds_cast"] = product(dscores.square(), k.square().sum(-1, keepdim=True))[..., 0]
     found["probs_k"] = product(probs, k)
     return found
 

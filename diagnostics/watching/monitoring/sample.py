@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_diag.captures.metadata import AlibiOrigin
 from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
+from attn_diag.watching.live.pending import TOTALS
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -50,6 +51,8 @@ class Sample:
     """What is told of W_Q, where it is too large for a copy."""
     do: Tensor | None
     """[S, L * Hq, R, Dv]; None: no backward was seen."""
+    dq: Tensor | None
+    """[S, L * Hq, R, D], of attention that is not fused alone: what O is off by does not tell its error."""
     q_length: int
     masking: Masking
     """Causality and window; ``positions`` are those of the sampled rows."""
@@ -103,6 +106,7 @@ class Sample:
             w_q=w_q,
             projection=projection,
             do=None,
+            dq=None,
             q_length=length,
             masking=call.masking,
             scale=call.q.shape[3] ** -0.5 if call.scale is None else call.scale,
@@ -121,8 +125,10 @@ class Sample:
             return self
         # A bias alone leaves dQ the gradient at the projection: the watch then gives the same tensor twice.
         between = call.dq_pre is not None and call.dq_pre is not call.dq
-        do = _picked(call.do, len(self.q), self.q_length, self.q.shape[2])
-        return replace(self, do=do, x=None if between else self.x)
+        own = not (call.fused or TOTALS in call.notes)
+        gradients = (call.do, call.dq if own else None)
+        do, dq = (None if t is None else _picked(t, len(self.q), self.q_length, self.q.shape[2]) for t in gradients)
+        return replace(self, do=do, dq=dq, x=None if between else self.x)
 
     @property
     def likeness(self) -> tuple[object, ...]:
@@ -170,7 +176,7 @@ class Sample:
 
 
 # Tensors of a sample, and the axis that layers share.
-_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "sinks": 0,
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "dq": 1, "sinks": 0,
             "alibi_slopes": 1}  # fmt: skip
 
 Index = TypeVar("Index", int, Tensor)

@@ -1,0 +1,143 @@
+"""Healthy models with sinks, MLA, a softcap, ALiBi and packed documents train on a CPU under the monitor: is it silent?
+
+Tiny models of Hugging Face's classes learn sequences of a seeded grammar by AdamW, in BF16 autocast or with parameters
+in BF16. FlexAttention has no backward on a CPU, so it is not among them.
+
+    python benchmarks/study_healthy_layouts.py --seeds 3 --json benchmarks/results/healthy_layouts_cpu.json
+    python benchmarks/study_healthy_layouts.py --models bloom mpt --json …   # these alone; the other rows stay
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from itertools import product
+from typing import Any
+
+import torch
+from measuring import made_by, options_of, save
+from torch import Tensor
+
+import attn_diag
+
+VOCABULARY, LENGTH, BATCH = 97, 64, 4
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ROTARY = _SIZES | {"intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
+# Class of transformers, implementation of attention, whether sequences are flattened into one, and options.
+MODELS: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
+    "gpt-oss": ("GptOss", "eager", False, _ROTARY | {"sliding_window": 16, "num_local_experts": 2,
+                                                      "num_experts_per_tok": 1}),
+    "deepseek-v3 sdpa": ("DeepseekV3", "sdpa", False, {}),
+    "deepseek-v3 eager": ("DeepseekV3", "eager", False, {}),
+    "gemma-2": ("Gemma2", "eager", False, _ROTARY | {"sliding_window": 16, "attn_logit_softcapping": 20.0,
+                                                      "query_pre_attn_scalar": 16}),
+    "bloom": ("Bloom", "eager", False, {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4,
+                                         "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mpt": ("Mpt", "eager", False, {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 4,
+                                     "max_seq_len": 256}),
+    "packed llama sdpa": ("Llama", "sdpa", True, _ROTARY),
+    "packed llama eager": ("Llama", "eager", True, _ROTARY),
+}  # fmt: skip
+_MLA = _SIZES | {
+    "intermediate_size": 128, "max_position_embeddings": 256, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "q_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 24, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODES = ("autocast", "bf16")
+
+
+def model_of(name: str, seed: int) -> torch.nn.Module:
+    """A randomly initialised one of two layers."""
+    import transformers
+
+    family, attention, _, options = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(
+        **(options or _MLA), attn_implementation=attention, use_cache=False
+    )
+    torch.manual_seed(seed)
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    return model
+
+
+def sequences(generator: torch.Generator) -> Tensor:
+    """[B, T]: each token is that of eight before plus one, one in ten anything: attention has to look back."""
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    noise = torch.rand(BATCH, LENGTH, generator=generator) < 0.1
+    for t in range(8, LENGTH):
+        ids[:, t] = torch.where(noise[:, t], ids[:, t], (ids[:, t - 8] + 1) % VOCABULARY)
+    return ids
+
+
+def batch_of(generator: torch.Generator, *, flattened: bool) -> dict[str, Tensor]:
+    """What the model is given; flattened as Hugging Face's collator does: documents of 8 to 64 tokens in one row."""
+    ids = sequences(generator)
+    if not flattened:
+        return {"input_ids": ids, "labels": ids}
+    import transformers
+
+    lengths = torch.randint(8, LENGTH + 1, (BATCH,), generator=generator).tolist()
+    documents = [{"input_ids": row[:n].tolist()} for row, n in zip(ids, lengths, strict=True)]
+    flatten: Any = transformers.DataCollatorWithFlattening
+    return dict(flatten()(documents))
+
+
+def trained(name: str, mode: str, seed: int, steps: int, every: int, rate: float) -> dict[str, Any]:
+    """One run under the monitor."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("attn_diag").addHandler(handler)
+    model = model_of(name, seed)
+    if mode == "bf16":
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    began = time.perf_counter()
+    with attn_diag.Monitor(model, every=every) as monitor:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 20)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                loss = model(**batch_of(generator, flattened=MODELS[name][2])).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(float(loss.detach()))
+    logging.getLogger("attn_diag").removeHandler(handler)
+    return {
+        "model": name, "mode": mode, "rate": rate, "seed": seed, "steps": steps, "checks": len(monitor.history),
+        "layers": sorted({str(layer.module) for check in monitor.history for layer in check.layers}),
+        "first loss": round(sum(losses[:5]) / 5, 3), "last loss": round(sum(losses[-5:]) / 5, 3),
+        "alarms": [f"step {a.step}, layer {a.layer}, head {a.head}: {a.reason}" for a in monitor.alarms],
+        "said": said, "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--rates", nargs="*", type=float, default=[1e-3, 3e-3])
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    import transformers
+
+    runs: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
+    for rate, seed, mode, name in product(options.rates, range(options.seeds), options.modes, options.models):
+        which = {"model": name, "mode": mode, "rate": rate, "seed": seed}
+        runs = [r for r in runs if {key: r[key] for key in which} != which]
+        runs.append(trained(name, mode, seed, options.steps, options.every, rate))
+        print(runs[-1], file=sys.stderr, flush=True)
+        save({**made_by(), "transformers": transformers.__version__, "runs": runs}, options.json)
+
+
+if __name__ == "__main__":
+    main()
