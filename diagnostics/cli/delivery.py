@@ -167,13 +167,14 @@ def progress_bar(unit: str = "heads") -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, visible=now - started > _PROGRESS_AFTER_S)
             if not watched and now - told > _PROGRESS_LINE_S:
                 told = now
-                complain(f"{done} of {total} {unit}{_left((now - started) * (total - done) / done if done else None)}")
+                complain(f"{done} of {total} {unit}{_left(now - started, done, total)}")
 
         yield update
 
 
-def _left(seconds: float | None) -> str:
-    """How much longer it takes if it goes on like this."""
-    if seconds is None:
+def _left(elapsed_s: float, done: int, total: int) -> str:
+    """How much longer it takes if it goes on like this; nothing where that is not known."""
+    if not 0 < done < total:
         return ""
+    seconds = elapsed_s * (total - done) / done
     return f", some {seconds / 60:.0f} min left" if seconds >= 90 else f", some {seconds:.0f} s left"
