@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("doc_session.py").read_text()
 SLOW = {
     f"docs/{name}.md"
     for name in (
-        "ci", "kernels", "linear", "mismatch", "commands/attribute", "commands/check", "commands/diff",
+        "ci", "examples", "kernels", "linear", "mismatch", "commands/attribute", "commands/check", "commands/diff",
         "commands/figures", "commands/invariance", "commands/probe", "commands/replay", "commands/report",
         "tutorials/kernel-engineer", "tutorials/training-engineer", "tutorials/rl-engineer", "tutorials/researcher",
     )
