@@ -10,6 +10,6 @@ are, and where each is defined, stands in ``__init__.pyi`` alone.
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

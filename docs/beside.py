@@ -5,7 +5,6 @@ Nothing of the site is fetched: the script by which its search works without a s
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -14,7 +13,13 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ["reports/pictures/*.png", "reports/gallery/*", "benchmarks/results/README.md", "*.md"]
+BESIDE = [
+    "reports/pictures/*.png",
+    "reports/pictures/concepts/*.png",
+    "reports/gallery/*",
+    "benchmarks/results/README.md",
+    "*.md",
+]
 LEFT_OUT = {"README.md"}  # index.md says the same to who is here already
 
 
@@ -27,9 +32,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Top-level pages and those of docs/ lie side by side in the site."""
-    return re.sub(r"\]\((?:\.\./|docs/)+", "](", markdown)
+    if not str(page.file.abs_src_path).startswith(str(ROOT / "docs")):
+        return markdown.replace("](docs/", "](")
+    up = "../" * page.file.src_uri.count("/")
+    return markdown.replace(f"]({up}../", f"]({up}")
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from attn_diag.reports import layout
 from attn_diag.reports.lead import lead
 from attn_diag.results.identification import Identification, Identifications, RankedRecipe
-from attn_diag.results.wording import DASH, chance, file_name, head_name, listed, percent, together
+from attn_diag.results.wording import DASH, chance, file_name, head_name, listed, percent, source_argument, together
 
 # What a report begins with, the gravest first, and its style.
 _RANK = {"FAIL": "bold red", "UNKNOWN": "bold red", "UNNAMED": "bold yellow", "OK": "bold green"}
@@ -57,9 +57,11 @@ def identifications_renderables(found: Identifications) -> Iterator[RenderableTy
 def identification_renderables(found: Identification, *, legend: bool = True) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     verdict, said = _what(found)
-    following = f"attn-diag identify {found.source} {' '.join(found.options)}" if found.options else None
+    following = (
+        f"attn-diag identify {source_argument(found.source)} {' '.join(found.options)}" if found.options else None
+    )
     if following is None and (verdict in ("FAIL", "UNKNOWN") or {*found.recipes} & {*_COARSE}):
-        following = f"attn-diag inspect {found.source}"
+        following = f"attn-diag inspect {source_argument(found.source)}"
     what = f"{file_name(found.source)}, {found.observation}, {head_name(found.layer, found.head)}"
     yield from lead(verdict, f"{what}: {said}", [found.verdict], following, _RANK[verdict])
     yield Text("")

@@ -21,7 +21,7 @@ _PLACES = {"projection": "q, k, v", "semantics": "semantics", "rounding": "O's r
 _LEGEND = (
     "Sizes are norms over that of train's O in float64. Shares are parts of the squared difference: they add up to "
     "100 %, and one is below 0 where it works against the others. train×, rollout×: rms error over that of a "
-    "well-rounded kernel; nearer: to float64, each on its own inputs under what its capture states."
+    "well-rounded kernel; nearer (–: neither): to float64, each on its own inputs under what its capture states."
 )
 
 
@@ -111,7 +111,7 @@ def _row(layer: MismatchLayer) -> tuple[str, ...]:
     errors, largest = layer.errors, max(layer.q, layer.k, layer.v)
     return (
         str(layer.layer), *(percent(value, ".2g") for value in (layer.x, largest, layer.difference)),
-        *shares, times(errors.train_noise), times(errors.rollout_noise), errors.nearer,
+        *shares, times(errors.train_noise), times(errors.rollout_noise), errors.nearer.replace("neither", DASH),
     )  # fmt: skip
 
 

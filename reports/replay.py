@@ -13,7 +13,7 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead
 from attn_diag.results.replay import CAUSES, FAILED, Replay, ReplayedCapture, ReplayedKernel, ReplayedQuantity
-from attn_diag.results.wording import DASH, SYMBOLS, file_name, listed, number, plural, share, times
+from attn_diag.results.wording import DASH, SYMBOLS, file_name, listed, number, plural, share, source_argument, times
 
 _STYLES = {
     "kernel": "bold red", "metadata": "bold red", "head": "bold yellow", "undecided": "bold yellow",
@@ -121,8 +121,8 @@ def _next(found: Replay) -> str | None:
     if capture.source == "memory" or capture.cause not in ("kernel", "metadata", "head"):
         return None
     if capture.cause == "head":
-        return f"attn-diag what-if {capture.source}"
-    return f"attn-diag inspect {capture.source}" if own or capture.cause == "metadata" else None
+        return f"attn-diag what-if {source_argument(capture.source)}"
+    return f"attn-diag inspect {source_argument(capture.source)}" if own or capture.cause == "metadata" else None
 
 
 _COLUMNS = ("kernel", "version", "verdict", *(SYMBOLS[n] for n in ("o", "lse", "dq", "dk", "dv")), "bits", "ms")

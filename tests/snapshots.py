@@ -12,7 +12,7 @@ import pytest
 STORED = Path(__file__).parent / "data" / "snapshots"
 RENEW = "ATTN_DIAG_SNAPSHOTS"
 # Measured figures move in their last digits with the machine; whole numbers (rows, keys, counts) do not.
-_FIGURE = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?e[-+]?\d+|(?<![\w.])[-+]?\d+\.\d+")
+FIGURE = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?e[-+]?\d+|(?<![\w.])[-+]?\d+\.\d+")
 
 
 def require_unchanged(name: str, text: str) -> None:
@@ -32,10 +32,10 @@ def require_unchanged(name: str, text: str) -> None:
     stored = file.read_text(encoding="utf-8") if file.exists() else ""
     if text == stored:
         return
-    if _FIGURE.findall(text) == _FIGURE.findall(stored) or _words(text) != _words(stored):
+    if FIGURE.findall(text) == FIGURE.findall(stored) or _words(text) != _words(stored):
         lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", lineterm="", n=1)
         pytest.fail("\n".join([f"{file.name} differs; where that is better: {RENEW}=write pytest …", *lines]))
 
 
 def _words(text: str) -> list[str]:
-    return _FIGURE.sub("#", text).split()
+    return FIGURE.sub("#", text).split()

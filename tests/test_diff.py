@@ -396,6 +396,15 @@ def test_a_difference_that_grows_is_said_to() -> None:
     assert back.outcome == "shrinks"
 
 
+def test_heads_matched_by_layer_alone_are_called_as_in_b(captures: Path) -> None:
+    healthy, failing = (captures / f"{name}.safetensors" for name in ("gpt2_step637_L2H6", "failing_step500_L2H7"))
+    found = attn_diag.diff(healthy, failing, match=("layer",))
+    (entry,) = found.entries
+    assert (entry.layer, entry.head, entry.b_step) == (2, 7, 500)
+    assert "It is compared with L2H6 of A." in entry.notes
+    assert f"attn-diag inspect {failing} --head 7" in " ".join(found.report().split())
+
+
 def test_matching_by_layer_and_head_across_steps() -> None:
     before, after = run_of({0: "bf16"}), run_of({500: "e8m4"})
     (entry,) = compare(before, after, by=("layer", "head")).entries

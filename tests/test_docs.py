@@ -15,7 +15,7 @@ import attn_diag
 from attn_diag.cli import app
 from attn_diag_pytest.fixture import AttnDiag
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -27,10 +27,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_their_options_exist(page: Path) -> None:
-    for line in re.findall(r"(?:^    (?:\$ )?|`)attn-diag ([^`\n]+)", page.read_text(), re.MULTILINE):
+    for line in re.findall(r"(?:^(?:    |\$ |    \$ )|`)attn-diag ([^`\n]+)", page.read_text(), re.MULTILINE):
         name, *words = shlex.split(line.replace("…", ""), comments=True) or [""]
-        if not name.isupper():
-            options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        if not name.isupper() and not name.startswith("--"):
+            options = {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)}
             own = takewhile(lambda word: not word.endswith(".py"), words)  # a script's options follow its name
             assert {w.partition("=")[0] for w in own if w.startswith("--")} <= options | {"--help"}, line
 
@@ -43,8 +43,13 @@ def test_names_of_the_package_exist(page: Path) -> None:
 
 
 def test_every_command_has_its_line() -> None:
-    listed = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE))
-    assert listed == set(COMMANDS)
+    listed = set(re.findall(r"^\| \[`([\w-]+)`\]", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE))
+    assert listed == set(COMMANDS) == {page.stem for page in (ROOT / "docs" / "commands").glob("*.md")}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {attn_diag.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {attn_diag.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_readme_is_short() -> None:

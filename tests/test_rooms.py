@@ -170,10 +170,10 @@ def test_every_public_name_exists() -> None:
         getattr(attn_diag, "nothing")  # noqa: B009 - mypy knows all names
 
 
-def test_wheel_holds_only_the_package(wheel: Path) -> None:
+def test_wheel_holds_only_the_package_and_its_man_page(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     outside = [n for n in names if not n.startswith(("attn_diag/", "attn_diag_pytest/")) and ".dist-info/" not in n]
-    assert not outside
+    assert [n.partition(".data/data/")[2] for n in outside] == ["share/man/man1/attn-diag.1"]
     for needed in (
         "py.typed",
         "reference/attention.py",

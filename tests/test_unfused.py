@@ -81,6 +81,14 @@ def test_its_roundings_are_no_wrong_mathematics(case: str, dtype: torch.dtype, s
     assert not [q.words for q in found.values() if q.answer == "wrong"]
 
 
+def test_scores_and_their_gradient_in_fp32_leave_the_cast_of_dp() -> None:
+    """In nearly one-hot rows the cast of dP is more than dQ: no wrong mathematics, which a spoiled row is."""
+    found = attn_diag.check(flex, causal="top-left", cases=["large-logits"])
+    assert not found.failures, found.report()
+    spoiled = judged(case_of("large-logits", torch.bfloat16, slice(0, 2)), flex, spoiled=1.2)
+    assert spoiled["dq"].answer == "wrong"
+
+
 def test_a_maximum_taken_off_in_the_inputs_format_is_no_wrong_mathematics_either() -> None:
     """Through a checkpoint that refuses torch.autograd.grad."""
     found = judged(case_of("pairs", torch.bfloat16, slice(8, 10)), shifted)

@@ -22,6 +22,7 @@ from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import lse_error, out_fit
+from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
 _CPU = torch.device("cpu")
@@ -47,6 +48,7 @@ def convert(
     force: bool = False,
     skip: Callable[[InputError], None] | None = None,
     told: Callable[[Path, tuple[str, ...]], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Path]:
     """Convert another tool's dump of attention calls to captures (format 1).
 
@@ -65,6 +67,7 @@ def convert(
         force: Overwrite files.
         skip: Called with the error of a call that cannot be converted beside others that can; None: it is raised.
         told: Called with (file, notes): what was guessed and checked.
+        progress: Called with the calls or files that are done and how many there are.
 
     Returns:
         The files written.
@@ -86,7 +89,9 @@ def convert(
             raise error
         errors.append(error)
 
-    for reader in readers:
+    for done, reader in enumerate(readers):
+        if progress is not None:
+            progress(done, len(readers))
         try:
             for call in reader():
                 try:

@@ -65,7 +65,6 @@ app = typer.Typer(
     cls=_Group,
     help="Signed rounding-error diagnostics for low-precision attention.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 # As the help page lists them.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from attn_diag.cli.delivery import complain
+from attn_diag.cli.delivery import complain, progress_bar
 from attn_diag.cli.options import Overrides, command
 
 
@@ -68,10 +68,11 @@ def convert(
         lines.extend(f"  {printable(note)}" for note in notes)
 
     try:
-        run(
-            path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim, lse_base=lse_base,
-            force=force, skip=skip, told=told, **options,
-        )  # fmt: skip
+        with progress_bar("files") as progress:
+            run(
+                path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim,
+                lse_base=lse_base, force=force, skip=skip, told=told, progress=progress, **options,
+            )  # fmt: skip
     finally:
         # How many there are is known at the end, and said first; what was written is told even if a later call fails.
         if files:

@@ -152,7 +152,7 @@ def _stdout() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(unit: str = "heads") -> Iterator[Progress]:
-    """Counts ``unit`` on stderr: a bar once the work has taken a second; in a log a line every half minute."""
+    """Counts ``unit`` on stderr, with the time left: a bar after a second; in a log a line every half minute."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -167,6 +167,14 @@ def progress_bar(unit: str = "heads") -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, visible=now - started > _PROGRESS_AFTER_S)
             if not watched and now - told > _PROGRESS_LINE_S:
                 told = now
-                complain(f"{done} of {total} {unit}")
+                complain(f"{done} of {total} {unit}{_left(now - started, done, total)}")
 
         yield update
+
+
+def _left(elapsed_s: float, done: int, total: int) -> str:
+    """How much longer it takes if it goes on like this; nothing where that is not known."""
+    if not 0 < done < total:
+        return ""
+    seconds = elapsed_s * (total - done) / done
+    return f", some {seconds / 60:.0f} min left" if seconds >= 90 else f", some {seconds:.0f} s left"

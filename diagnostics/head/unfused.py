@@ -6,7 +6,7 @@
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32)
-    dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q)
+    dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
 Sums are float64 here; torch's fp32 sums move the casts of few elements.
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
-# How S is stored, and which P makes dS. S in fp32 is FlexAttention's without torch.compile, and its dS is in fp32 too.
+# How S is stored, and which P makes dS (uncast: the one before its cast, with dS in fp32, as of q.float() k.float()T).
+# S in fp32 is FlexAttention's without torch.compile too.
 # Where two leave the same, as with equal scores, the first is named: it claims least.
 UNFUSED = (
+    "unfused:fp32:uncast",
     "unfused:fp32:fp32",
     "unfused:scores:cast",
     "unfused:scores:fp32",
@@ -82,10 +84,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     dscores = weights * (dprobs - delta[:, None])
     if head.softcap is not None:
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
-    dscores = cast(dscores)
+    if probs_of != "uncast":
+        dscores = cast(dscores)
     if alpha_in in ("q", "shifted"):
         dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
     else:
-        dscores = cast(dscores * head.scale)
+        dscores = dscores * head.scale if probs_of == "uncast" else cast(dscores * head.scale)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(probs.T @ head.do)}

@@ -91,11 +91,11 @@ class HeadComparison:
     """One head of one observation in A and B."""
 
     layer: int | None
-    """The model's number of the layer; null where it is not stated."""
+    """The model's number of the layer, in B; null where it is not stated."""
     head: int | None
-    """The model's number of the head; null: all heads pooled."""
+    """The model's number of the head, in B; null: all heads pooled."""
     batch: int | None
-    """The one batch item looked at; null if several are pooled."""
+    """The one batch item looked at, in B; null if several are pooled."""
     a_source: str
     """A's capture."""
     b_source: str

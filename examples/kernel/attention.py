@@ -2,8 +2,9 @@
 
 It has a mistake that no test with ``allclose`` on Gaussian inputs sees: the row sum l is kept in FP16. To see it found:
 
-    TRITON_INTERPRET=1 pytest examples/kernel            # one test fails, and says "row sum"
-    TRITON_INTERPRET=1 attn-diag check attention:attention --causal top-left --dtype fp16 --no-backward
+    cd examples/kernel; export TRITON_INTERPRET=1        # no GPU is needed
+    python -m pytest                                     # one test fails, and says "row sum"
+    attn-diag check attention:attention --causal top-left --dtype fp16 --no-backward
 """
 
 import torch

@@ -17,7 +17,7 @@ from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
-from attn_diag.results.wording import plural, same
+from attn_diag.results.wording import head_name, plural, same
 from attn_diag.statistics.means import PRIMARY, adjust, require_level
 from attn_diag.statistics.sizes import Sizes, bonferroni_tail, size_changes
 from attn_diag.statistics.welch import estimated, welch
@@ -150,9 +150,10 @@ def _entry(
     assert a.head.verdict is not None
     assert b.head.verdict is not None
     entry = HeadComparison(
-        layer=a.head.layer,
-        head=a.head.head,
-        batch=a.head.batch,
+        # B's, whose labels, steps and captures the report names; another of A is a note.
+        layer=b.head.layer,
+        head=b.head.head,
+        batch=b.head.batch,
         a_source=a.capture.source,
         b_source=b.capture.source,
         a_observation=a.observation.name,
@@ -167,7 +168,9 @@ def _entry(
         b_step=b.step,
     )
     entry = replace(entry, outcomes=head_outcomes(entry))
-    return replace(entry, notes=head_notes(entry, level))
+    before = head_name(a.head.layer, a.head.head)
+    other = () if before == head_name(b.head.layer, b.head.head) else (f"It is compared with {before} of A.",)
+    return replace(entry, notes=other + head_notes(entry, level))
 
 
 def _equal(entry: HeadComparison) -> bool:

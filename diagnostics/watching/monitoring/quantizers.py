@@ -299,7 +299,7 @@ def _chosen(model: nn.Module, wanted: Iterable[str] | None) -> dict[str, nn.Modu
     if not found:
         raise InputError(
             "the model has no fake quantisers (modules named …FakeQuant…, or parametrizations); name its modules, or "
-            "wrap its function: monitor.wrap(fake_quantize, 'name')"
+            "leave the model out and wrap its function: QuantMonitor(…).wrap(fake_quantize, 'name')"
         )
     return found
 
