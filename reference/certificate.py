@@ -143,11 +143,12 @@ class BoundCollector:
 
     def take(self, fused: FusedHeads, i: int) -> None:
         """Take all of head ``i`` of the kernels, instead of blocks."""
-        rows, tile = fused.forward, fused.sum_keys
+        rows = fused.forward
         self._norm, self._mask, self._rises = rows.squares[i].sqrt(), rows.bias[i], rows.rises[i].double()
         self._keys = torch.full_like(self._norm, float(len(self._head.k)))
         self._product_depth = visible = _visible_at_most(self._head, self._keys)
-        self._sum_depth = (visible / tile).ceil() + tile  # one tile more where keys begin within one
+        # One tile more where keys begin within one.
+        self._sum_depth = torch.stack([(visible / tile).ceil() + tile for tile in fused.sum_keys]).amax(0)
         if self._gradient is not None:
             self._gradient = tuple(sums[i] for sums in fused.gradient_sums)
 

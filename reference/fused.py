@@ -76,12 +76,11 @@ class FusedHeads:
         """s of every head, [H, 1]; None without."""
 
     @property
-    def sum_keys(self) -> int:
-        """Keys of a tile, whose numbers a row adds up before it adds them to those of earlier tiles."""
+    def sum_keys(self) -> tuple[int, int]:
+        """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
         width, value_width = self.q.shape[2], self.v.shape[2]
-        tilings = [self._tiling("forward", "probs", value_width), self._tiling("rows", "dscores", width)]
-        assert len({tiling.block_n for tiling in tilings}) == 1
-        return tilings[0].block_n
+        of_forward = self._tiling("forward", "probs", value_width).block_n
+        return of_forward, self._tiling("rows", "dscores", width).block_n
 
     @cached_property
     def forward(self) -> ForwardRows:
@@ -131,6 +130,14 @@ class FusedHeads:
         own = (self.sinks - self.forward.row_max).exp() * self.delta.neg()
         own = own.masked_fill_(self.forward.row_sum == torch.inf, 0.0)
         return total + own, torch.hypot(norm, own)
+
+    @cached_property
+    def sloped_squares(self) -> Tensor:
+        """Row sums of (P_bar o slope)^2, [H, Tq]."""
+        if self.head.softcap is None:
+            return self.forward.squares
+        ones, zero = torch.ones_like(self.k[..., :1]), torch.zeros_like(self.inverse)
+        return self.rows("dscores_squared", ones, zero, zero, torch.ones_like(zero))[..., 0]
 
     def rows(
         self,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.dmask import judge_sums
 from attn_diag.analyses.inspection.by_rank import judge_ranks
-from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
+from attn_diag.analyses.inspection.groups import (
+    GroupMeasurement,
+    HeadGroup,
+    KeyGradient,
+    captured_backend,
+    dq_error,
+    together,
+)
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
@@ -33,7 +40,7 @@ from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
-from attn_diag.head.streaming import ObservedHead
+from attn_diag.head.streaming import ObservedHead, StreamedHead, stream_heads
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -47,7 +54,6 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
     Propagation,
 )
-from attn_diag.results.hardware import summary_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
 from attn_diag.work import map_in_order
@@ -128,7 +134,8 @@ class CaptureJob:
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
-        for result in map_in_order(self._measure, groups, parallel=parallel):
+        at_once = together(groups, self.capture, self.device)
+        for result in chain.from_iterable(map_in_order(self._measure, at_once, parallel=parallel)):
             self.census.merge(result.census)
             for name, parts in result.parts.items():
                 for part in parts:
@@ -172,7 +179,7 @@ class CaptureJob:
                     name=name,
                     recipe=recipe.name if recipe else found.words if found else None,
                     agreement=found.agreement if found else None,
-                    backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
+                    backend=engine_backend(self.engine, self.device) if recipe else captured_backend(c),
                     emulated=recipe is not None and self.engine == "emulation",
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
@@ -183,32 +190,39 @@ class CaptureJob:
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
-    def _measure(self, group: HeadGroup) -> GroupMeasurement:
-        """Every observation of the query heads that share a key head, in one sequence."""
-        result = GroupMeasurement(group)
-        whole = len(group.heads) == self.group
-        collected: dict[str, list[tuple[HeadReference, KeyTerms]]] = {}
-        unusable = False
-        for head in group.heads:
-            inputs = read_head(self.capture, group.batch, head, self.device, result.census)
-            observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            found = self.opened.projection
-            projection = None if found is None else found.head(group.batch, head)
-            truth, parts = measure_head(
-                inputs, observed, group.batch, head, projection, self.certify,
-                self.shared.get(head, {}).get(group.batch),
-            )  # fmt: skip
-            self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
-            unusable |= bool(inputs.unusable.any())
-            for seen, part in zip(observed, parts, strict=True):
+    def _measure(self, groups: Sequence[HeadGroup]) -> list[GroupMeasurement]:
+        """Every observation of the query heads that share a key head, in one sequence; of several such groups."""
+        results = [GroupMeasurement(group) for group in groups]
+        opened = [
+            [self._open(group.batch, head, r) for head in group.heads] for group, r in zip(groups, results, strict=True)
+        ]
+        stream_heads([passed for of_group in opened for passed in of_group])
+        for result, passes in zip(results, opened, strict=True):
+            self._measure_group(result, passes)
+        return results
+
+    def _open(self, batch: int, head: int, result: GroupMeasurement) -> StreamedHead:
+        inputs = read_head(self.capture, batch, head, self.device, result.census)
+        whole = len(result.group.heads) == self.group
+        observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
+        found = self.opened.projection
+        return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
+
+    def _measure_group(self, result: GroupMeasurement, passes: Sequence[StreamedHead]) -> None:
+        group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
+        for head, passed in zip(group.heads, passes, strict=True):
+            shared = self.shared.get(head, {}).get(group.batch)
+            parts = measure_head(passed, group.batch, head, self.certify, shared)
+            self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
+            for seen, part in zip(passed.observed, parts, strict=True):
                 if part.keys is not None:
-                    collected.setdefault(seen.name, []).append((truth.reference, part.keys))
+                    collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
-        if whole and not unusable:
+        usable = not any(bool(passed.inputs.unusable.any()) for passed in passes)
+        if len(group.heads) == self.group and usable:
             for name, pairs in collected.items():
                 result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
-        return result
 
     def _observed(
         self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
@@ -384,17 +398,3 @@ class CaptureJob:
         return KvHeadDiagnosis(
             kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
         )
-
-
-def _dq_error(part: HeadMeasurement) -> float:
-    """How far dQ is off, or is predicted to be; by which ``severity`` ranks heads of one verdict."""
-    found = None if part.dq is None else part.dq.result()
-    error = (found.relative_error or found.predicted_relative_error or 0.0) if found else 0.0
-    return math.inf if math.isnan(error) else error
-
-
-def _captured_backend(capture: Capture) -> str:
-    m = capture.metadata
-    summary = summary_of(m.hardware) if m.hardware else None
-    where = f"captured on {m.device}" if m.device else "captured, device not stated"
-    return where if summary is None else f"{where} ({summary})"
