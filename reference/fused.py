@@ -1,7 +1,7 @@
 """Float64 attention of several heads at once, by the kernels of ``triton_attention``: what ``reference_head`` streams.
 
-The formulas are those of ``attention``, the masking and the results too. A head is fused where its tensors are on CUDA
-and nothing but dropout is asked for that only T x T tensors hold; everything else is streamed (``fuses``).
+The formulas are those of ``attention``, the masking and the results too. What ``fuses`` refuses is streamed, and so is
+whatever looks at single scores.
 """
 
 from __future__ import annotations
@@ -15,24 +15,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, HeadReference
+from attn_diag.reference.attention import AttentionHead, HeadReference, reference_head
 
 if TYPE_CHECKING:
-    from attn_diag.reference.triton_tiles import Tiling, Weight
+    from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
 
 
-def fuses(head: AttentionHead) -> bool:
-    """Whether the kernels compute this head: it lies on CUDA, where Triton is, and has no dropout."""
-    return head.q.is_cuda and head.dropout is None and min(head.q.shape[1], head.v.shape[1]) > 0 and _has_triton()
+# Fewer scores, of all heads together, are streamed sooner than the kernels are compiled for the first time.
+WORTH = 2**22
 
 
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def fuses(heads: Sequence[AttentionHead]) -> bool:
+    """Whether the kernels compute these heads, of one shape: on CUDA, without dropout, from ``WORTH`` scores on."""
+    head = heads[0]
+    able = head.q.is_cuda and head.dropout is None and head.q.numel() and head.v.numel()
+    worth = len(heads) * len(head.q) * len(head.k) >= WORTH
+    return bool(able) and worth and importlib.util.find_spec("triton") is not None
+
+
+def reference_of(head: AttentionHead, *, key_gradients: bool = True) -> HeadReference:
+    """What ``reference_head`` keeps of a head, by the kernels where they compute it."""
+    if fuses([head]):
+        return FusedHeads([head], details=False).references(key_gradients=key_gradients)[0]
+    return reference_head(head, key_gradients=key_gradients)
 
 
 @dataclass(frozen=True)
-class ForwardRows:
-    """What the forward leaves of every row of H heads, [H, Tq], but for O_bar; float64 or integers."""
+class FusedRows:
+    """What the forward leaves of every row of H heads, [H, Tq], but for O_bar; float64 or integers.
+
+    Without ``details`` all but O_bar, m and l is without meaning.
+    """
 
     unnormalised_out: Tensor
     """O_bar, [H, Tq, Dv]."""
@@ -57,8 +70,9 @@ class ForwardRows:
 class FusedHeads:
     """Heads of one shape, scale and masking (``batches``); every product is one launch for all of them."""
 
-    def __init__(self, heads: Sequence[AttentionHead]) -> None:
-        self.heads = list(heads)
+    def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
+        """``details``: whether the forward also tells what bounds and repeated maxima need beside m, l and O_bar."""
+        self.heads, self._details = list(heads), details
         self.head = self.heads[0]
         """The first, for all that they share."""
         owners = {h.k.data_ptr(): h for h in self.heads}
@@ -83,7 +97,7 @@ class FusedHeads:
         return of_forward, self._tiling("rows", "dscores", width).block_n
 
     @cached_property
-    def forward(self) -> ForwardRows:
+    def forward(self) -> FusedRows:
         """The forward; once."""
         from attn_diag.reference.triton_attention import forward_kernel
 
@@ -91,7 +105,7 @@ class FusedHeads:
         out = self.q.new_empty(count, length, value_width)
         rows = self.q.new_empty(5, count, length)
         places = self._empty_integers(3, count, length)
-        tiling = self._tiling("forward", "probs", value_width, details=True)
+        tiling = self._tiling("forward", "probs", value_width, details=self._details)
         self._launch(
             forward_kernel, (-(-length // tiling.block_m), count, -(-value_width // tiling.block_x)), tiling,
             self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask, out, rows, places,
@@ -101,7 +115,7 @@ class FusedHeads:
         if self.sinks is not None:
             row_sum = row_sum + (self.sinks - row_max).exp()
         top_key, visible, rises = places.long().unbind()
-        return ForwardRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
+        return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -144,7 +158,7 @@ class FusedHeads:
         weight: Weight,
         x: Tensor,
         *numbers: Tensor,
-        cast: str = "none",
+        cast: Cast = "none",
         alpha_first: bool = False,
         sums: Tensor | None = None,
     ) -> Tensor:
@@ -172,7 +186,7 @@ class FusedHeads:
         return out
 
     def keys(
-        self, weight: Weight, y: Tensor, *numbers: Tensor, cast: str = "none", alpha_first: bool = False
+        self, weight: Weight, y: Tensor, *numbers: Tensor, cast: Cast = "none", alpha_first: bool = False
     ) -> Tensor:
         """W^T Y, [H, Tk, Dy], of ``y`` [H, Tq, Dy] float64; the rest as for ``rows``."""
         from attn_diag.reference.triton_attention import keys_kernel
@@ -233,7 +247,7 @@ class FusedHeads:
         return mask, mask.stride(0), mask.stride(1)
 
     def _tiling(
-        self, kernel: str, weight: Weight, x_width: int, details: bool = False, cast: str = "none",
+        self, kernel: str, weight: Weight, x_width: int, details: bool = False, cast: Cast = "none",
         alpha_first: bool = False,
     ) -> Tiling:  # fmt: skip
         from attn_diag.reference.triton_tiles import tiling_of

@@ -18,6 +18,7 @@ VANISHES = tl.constexpr(746.0)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 Weight = Literal["probs", "sloped", "dscores", "probs_squared", "dscores_squared", "probs_cast", "dscores_cast"]
+Cast = Literal["none", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Tiling:
     """Whether the forward also tells what the bounds and repeated maxima need."""
     weight: Weight = "probs"
     """W of a product."""
-    cast: Literal["none", "bf16", "fp16"] = "none"
+    cast: Cast = "none"
     """The format of a cast."""
     alpha_first: bool = False
     """Whether alpha dS is cast instead of dS."""
@@ -218,7 +219,9 @@ def tiling_of(kernel: str, width: int, value_width: int, x_width: int) -> Tiling
     """
     block_d, block_v = (max(16, min(128, triton.next_power_of_2(n))) for n in (width, value_width))
     block_x = max(16, min(128, triton.next_power_of_2(x_width)))
-    # Measured on an H100: more spills registers, or leaves no room for the next tile in shared memory.
-    m, warps = (32, 4) if kernel != "forward" else (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     parts_d, parts_v = triton.cdiv(width, block_d), triton.cdiv(value_width, block_v)
+    # Measured on an H100: larger tiles spill registers, or leave no room in shared memory for the next one.
+    m, warps = (32, 4) if kernel != "forward" else (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
+    if max(parts_d, parts_v) > 1:
+        m, warps = 32, 8
     return Tiling(m, 32, block_d, parts_d, block_v, parts_v, block_x, warps, stages=2)

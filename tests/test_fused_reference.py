@@ -46,10 +46,12 @@ def alibi(origin: Any, causal: Any = "top-left") -> AttentionHead:
     return replace(make_head(Case(63, 63, 16, Masking())), masking=Masking(causal, alibi=Alibi(0.25, origin)))
 
 
-HEADS: dict[str, Callable[[], AttentionHead]] = {name: partial(make_head, case) for name, case in CASES.items()}
+# What is larger only takes longer.
+SHOWN = {name: case for name, case in CASES.items() if name not in ("square-333", "longer-queries")}
+HEADS: dict[str, Callable[[], AttentionHead]] = {name: partial(make_head, case) for name, case in SHOWN.items()}
 HEADS |= {
     "sink": lambda: replace(make_head(CASES["square-63"]), sink=0.7),
-    "sink-without-keys": lambda: replace(make_head(CASES["longer-queries"]), sink=-1.5),
+    "sink-without-keys": lambda: replace(make_head(Case(63, 40, 16, Masking("bottom-right"))), sink=-1.5),
     "alibi": lambda: alibi("row"),
     "alibi-first-key": lambda: alibi("first-key"),
     "alibi-last-key": lambda: alibi("last-key", "none"),
@@ -143,7 +145,7 @@ def dense(head: AttentionHead, weight: Weight, a: Tensor, b: Tensor, c: Tensor, 
 
 @pytest.mark.parametrize("alpha_first", [False, True])
 @pytest.mark.parametrize("weight", get_args(Weight))
-@pytest.mark.parametrize("name", ["square-63", "cross-bottom-right", "softcap-window", "bool"])
+@pytest.mark.parametrize("name", ["softcap-window", "bool"])
 def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_first: bool, device: str) -> None:
     if alpha_first and weight != "dscores_cast":
         pytest.skip("alpha is cast with dS alone")
@@ -184,7 +186,7 @@ SMALL = [name for name in FAMILIES if "1024" not in name and "4096" not in name]
 def test_certificate_of_the_kernels_is_never_violated(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("compiled kernels are tested below")
-    assert held(name, 20, "cpu")
+    assert held(name, 12, "cpu")
 
 
 @pytest.mark.gpu
@@ -225,13 +227,16 @@ def test_a_kernel_that_is_off_by_a_little_is_found(output: str, device: str) -> 
 # Which heads.
 
 
-def test_heads_on_a_cpu_and_with_dropout_are_streamed() -> None:
-    head = make_head(CASES["square-63"])
-    assert not fuses(head)
-    if torch.cuda.is_available():
-        assert fuses(on("cuda", head))
-        kept = torch.ones(63, 63, dtype=torch.bool, device="cuda")
-        assert not fuses(replace(on("cuda", head), dropout=Dropout(kept, 0.1)))
+def test_heads_on_a_cpu_are_streamed() -> None:
+    assert not fuses([make_head(CASES["square-63"])] * 2000)
+
+
+@pytest.mark.gpu
+def test_heads_on_a_gpu_are_fused_from_a_number_of_scores_on_and_never_with_dropout() -> None:
+    head = on("cuda", make_head(CASES["square-333"]))
+    assert [fuses([head] * n) for n in (1, 37, 38)] == [False, False, True]
+    kept = torch.ones(333, 333, dtype=torch.bool, device="cuda")
+    assert not fuses([replace(head, dropout=Dropout(kept, 0.1))] * 40)
 
 
 def test_heads_that_differ_in_what_a_launch_shares_are_not_batched() -> None:

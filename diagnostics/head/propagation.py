@@ -22,12 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Cast
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,7 +169,7 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
         found["dk_lse"] -= fused.keys("sloped", scaled_q * (moved * delta_error[..., None]))
         found["dv_lse"] = fused.keys("probs", fused.do * moved)
     factor = inverse if lse_error is None else inverse * torch.exp(-lse_error)
-    cast = first._errors.cast.name
+    cast: Cast = "fp16" if first._errors.cast.name == "fp16" else "bf16"
 
     def take(name: str, made: Callable[[bool], Tensor], chosen: Sequence[bool]) -> None:
         by_order = {alpha_first: made(alpha_first) for alpha_first in set(chosen)}

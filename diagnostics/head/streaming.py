@@ -123,11 +123,9 @@ class StreamedHead:
         return any(seen.want_keys for seen in self.observed)
 
     @property
-    def fuses(self) -> bool:
-        """Whether the kernels make the pass: every number in it is finite, and nothing asks for single scores."""
-        inputs = self.inputs
-        whole = not len(inputs.bad_keys) and inputs.bad_mask is None
-        return fuses(inputs.head) and whole and type(self.noise) is NoiseCollector
+    def looks_at_scores(self) -> bool:
+        """Whether the pass needs single scores, which the kernels do not keep: to find NaN and Inf, or FP8's noise."""
+        return self.inputs.marks_rows or type(self.noise) is not NoiseCollector
 
     def declared(self, seen: ObservedHead) -> DeclaredKernel | None:
         """What an observation is declared to be; None: nothing."""
@@ -184,15 +182,17 @@ def stream_heads(passes: Sequence[StreamedHead]) -> None:
     """Make these passes: heads of one shape and masking together, by the kernels, where they can."""
     alike: dict[object, list[StreamedHead]] = {}
     for one in passes:
-        if not one.fuses:
-            one.stream()
-            continue
         wants = [(n, c.dq_cast is None, c.dk_delta is None, c.dk_lse is None) for n, c in one.backward.items()]
         formats = one.noise.fmt, one.noise.out, one.inputs.input_format
-        alike.setdefault((tuple(wants), formats, one.want_keys), []).append(one)
+        alike.setdefault((one.looks_at_scores, one.want_keys, tuple(wants), formats), []).append(one)
     for some in alike.values():
         for batch in batches([one.inputs.head for one in some]):
-            _fuse([some[i] for i in batch])
+            found = [some[i] for i in batch]
+            if not found[0].looks_at_scores and fuses([one.inputs.head for one in found]):
+                _fuse(found)
+                continue
+            for one in found:
+                one.stream()
 
 
 def _fuse(passes: Sequence[StreamedHead]) -> None:

@@ -20,6 +20,7 @@ from attn_diag.head.row_maxima import RowMaximaCollector, collector_of
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, Rows, reference_head, ulp
+from attn_diag.reference.fused import FusedHeads, fuses
 from attn_diag.work import map_in_order
 
 
@@ -149,7 +150,7 @@ def head_truth(
     key_gradients: bool = False,
     gradient_sums: bool = False,
 ) -> HeadTruth:
-    """Stream the reference of one head, once.
+    """Stream the reference of one head, once; without an observer by the kernels, where they compute it.
 
     Args:
         inputs: The head.
@@ -161,6 +162,12 @@ def head_truth(
     """
     head = inputs.head
     collected = maxima or collector_of(inputs, None)
+    if observe is None and maxima is None and not inputs.marks_rows and fuses([head]):
+        fused = FusedHeads([head])
+        (reference,) = fused.references(key_gradients=key_gradients)
+        collected.take(fused, 0)
+        found = None if head.do is None else fused.rows("sloped", fused.k)[0]
+        return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
 
