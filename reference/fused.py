@@ -26,11 +26,15 @@ WORTH = 2**22
 
 
 def fuses(heads: Sequence[AttentionHead]) -> bool:
-    """Whether the kernels compute these heads, of one shape: on CUDA, without dropout, from ``WORTH`` scores on."""
+    """Whether the kernels compute these heads, of one shape: on a Hopper GPU, without dropout, from ``WORTH`` scores on.
+
+    Triton 3.6 compiles them for sm_90; for sm_100 it fails to, and before sm_90 their tiles do not fit.
+    """
     head = heads[0]
-    able = head.q.is_cuda and head.dropout is None and head.q.numel() and head.v.numel()
-    worth = len(heads) * len(head.q) * len(head.k) >= WORTH
-    return bool(able) and worth and importlib.util.find_spec("triton") is not None
+    if not head.q.is_cuda or head.dropout is not None or len(heads) * len(head.q) * len(head.k) < WORTH:
+        return False
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(head.q.device) == (9, 0)
+    return hopper and head.v.numel() > 0 and head.q.numel() > 0 and importlib.util.find_spec("triton") is not None
 
 
 def reference_of(head: AttentionHead, *, key_gradients: bool = True) -> HeadReference:

@@ -1,6 +1,6 @@
 """Float64 attention in Triton: the forward, and products of what only tiles of T x T hold. Launched by ``fused``.
 
-Everything is float64. On sm_80 and later products are those of the float64 tensor core, sums of fused multiply-adds.
+Everything is float64. Products are those of the float64 tensor core, sums of fused multiply-adds.
 Nothing is added by atomics: the same bits every time.
 
 ``forward_kernel``, one tile of query rows against tiles of keys in ascending order:
