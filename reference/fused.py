@@ -26,7 +26,7 @@ WORTH = 2**22
 
 
 def fuses(heads: Sequence[AttentionHead]) -> bool:
-    """Whether the kernels compute these heads, of one shape: on a Hopper GPU, without dropout, from ``WORTH`` scores on.
+    """Whether the kernels compute these heads, of one shape: on a Hopper GPU, without dropout, of ``WORTH`` scores.
 
     Triton 3.6 compiles them for sm_90; for sm_100 it fails to, and before sm_90 their tiles do not fit.
     """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders import SHARED, stored
 
-from attn_diag.analyses.inspection import capture_job
+from attn_diag.analyses.inspection import groups
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.head import streaming
@@ -55,7 +55,7 @@ def capture(
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """All heads of a capture go through the kernels together, however small they are."""
     monkeypatch.setattr(streaming, "fuses", lambda *_: True)
-    monkeypatch.setattr(capture_job, "together", lambda groups, *_: [groups])
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: 8)
 
 
 def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -134,6 +134,17 @@ class HeadTruth:
         return found
 
     @property
+    def alone(self) -> HeadTruth:
+        """The same without dK, dV and what can be computed again without another pass, its tensors no parts of larger.
+
+        Heads that were fused share theirs.
+        """
+        r = self.reference
+        out, dq, products = _whole(r.unnormalised_out), _whole(r.dq), _whole(self.products)
+        assert out is not None
+        return replace(self, reference=replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None), products=products)
+
+    @property
     def bytes(self) -> int:
         """What its large tensors take, [Tq, D] and [Tk, D]."""
         head, reference = self.head, self.reference
@@ -200,8 +211,7 @@ class KeptTruths:
         if truth.bytes > self._most:
             return
         with self._lock:
-            # Without dK, dV and what can be computed again without another pass.
-            self._found[place] = error, replace(truth, reference=replace(truth.reference, dk=None, dv=None))
+            self._found[place] = error, truth.alone
             self._held += truth.bytes
             while self._held > self._most:
                 least = min(self._found, key=lambda place: (self._found[place][0], place))
@@ -367,6 +377,12 @@ class _Sums:
         return VariantErrors(
             **rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q, delta_cells=self._delta_cells
         )
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
 
 
 def _ratio(error: Tensor, reference: Tensor) -> float:

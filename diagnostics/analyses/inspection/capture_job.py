@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -18,6 +19,7 @@ from attn_diag.analyses.inspection.groups import (
     KeyGradient,
     captured_backend,
     dq_error,
+    made_at_once,
     together,
 )
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
@@ -40,7 +42,7 @@ from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
-from attn_diag.head.streaming import ObservedHead, StreamedHead, stream_heads
+from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -134,8 +136,8 @@ class CaptureJob:
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
-        at_once = together(groups, self.capture, self.device)
-        for result in chain.from_iterable(map_in_order(self._measure, at_once, parallel=parallel)):
+        sets = together(groups, self.capture, self.device)
+        for result in chain.from_iterable(map_in_order(self._measure, sets, parallel=parallel)):
             self.census.merge(result.census)
             for name, parts in result.parts.items():
                 for part in parts:
@@ -193,36 +195,34 @@ class CaptureJob:
     def _measure(self, groups: Sequence[HeadGroup]) -> list[GroupMeasurement]:
         """Every observation of the query heads that share a key head, in one sequence; of several such groups."""
         results = [GroupMeasurement(group) for group in groups]
-        opened = [
-            [self._open(group.batch, head, r) for head in group.heads] for group, r in zip(groups, results, strict=True)
-        ]
-        stream_heads([passed for of_group in opened for passed in of_group])
-        for result, passes in zip(results, opened, strict=True):
+        heads = [partial(self._open, result, head) for result in results for head in result.group.heads]
+        passes = made_at_once(heads, self.capture, self.device)
+        for result in results:
             self._measure_group(result, passes)
         return results
 
-    def _open(self, batch: int, head: int, result: GroupMeasurement) -> StreamedHead:
+    def _open(self, result: GroupMeasurement, head: int) -> StreamedHead:
+        batch, whole = result.group.batch, len(result.group.heads) == self.group
         inputs = read_head(self.capture, batch, head, self.device, result.census)
-        whole = len(result.group.heads) == self.group
         observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
         found = self.opened.projection
         return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
 
-    def _measure_group(self, result: GroupMeasurement, passes: Sequence[StreamedHead]) -> None:
+    def _measure_group(self, result: GroupMeasurement, passes: Iterator[StreamedHead]) -> None:
         group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
-        for head, passed in zip(group.heads, passes, strict=True):
+        usable = len(group.heads) == self.group
+        for head, passed in zip(group.heads, passes, strict=False):
             shared = self.shared.get(head, {}).get(group.batch)
             parts = measure_head(passed, group.batch, head, self.certify, shared)
             self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
+            usable &= not bool(passed.inputs.unusable.any())
             for seen, part in zip(passed.observed, parts, strict=True):
                 if part.keys is not None:
                     collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
-        usable = not any(bool(passed.inputs.unusable.any()) for passed in passes)
-        if len(group.heads) == self.group and usable:
-            for name, pairs in collected.items():
-                result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
+        for name, pairs in collected.items() if usable else ():
+            result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
 
     def _observed(
         self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool

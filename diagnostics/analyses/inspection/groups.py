@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.measure import HeadMeasurement
 from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import NonFiniteCensus
+from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
@@ -30,10 +31,26 @@ class HeadGroup:
 
 
 def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device) -> list[Sequence[HeadGroup]]:
-    """The groups that are measured by the same launches; on a CPU, where nothing is fused, each is alone."""
-    of_group = capture.q_heads // capture.kv_heads * max(capture.q_length, capture.k_length) * capture.head_dim
-    count = max(1, _FUSED_ELEMENTS // max(of_group, 1)) if device.type == "cuda" else 1
+    """The groups whose heads share launches; on a CPU, where nothing is fused, each is alone."""
+    count = max(1, _heads_at_once(capture, device) // (capture.q_heads // capture.kv_heads))
     return [groups[i : i + count] for i in range(0, len(groups), count)]
+
+
+def made_at_once(
+    heads: Sequence[Callable[[], StreamedHead]], capture: Capture, device: torch.device
+) -> Iterator[StreamedHead]:
+    """Opens heads and makes their passes, as many together as share launches: on a CPU one at a time."""
+    count = _heads_at_once(capture, device)
+    for i in range(0, len(heads), count):
+        passes = [open_head() for open_head in heads[i : i + count]]
+        stream_heads(passes)
+        while passes:
+            yield passes.pop(0)
+
+
+def _heads_at_once(capture: Capture, device: torch.device) -> int:
+    of_head = max(capture.q_length, capture.k_length) * capture.head_dim
+    return max(1, _FUSED_ELEMENTS // max(of_head, 1)) if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True)
