@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
 
 
-# Fewer scores, of all heads together, are streamed sooner than the kernels are compiled for the first time.
+# Fewer scores, of all heads together, are streamed in some hundredths of a second. The kernels are compiled when they
+# are first called, which takes a second or two each and is kept on disk.
 WORTH = 2**22
 
 

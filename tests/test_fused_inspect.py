@@ -16,6 +16,7 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.head import streaming
 from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.diagnosis import Diagnosis
@@ -25,12 +26,18 @@ DRAWN = ("factor", "well_rounded", "/quantities/", "reasons", "words")
 
 
 def capture(
-    *, softcap: float | None = None, scale: float = 0.25, window: tuple[int, int] | None = None, broken: bool = False
+    *,
+    softcap: float | None = None,
+    scale: float = 0.25,
+    window: tuple[int, int] | None = None,
+    broken: bool = False,
+    size: float = 1.0,
 ) -> Capture:
     """Four query heads and two key heads, as a kernel of recipe fa2 returns them."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
+    q *= size
     k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
     masking = Masking("top-left", window)
     recipe, found = preset("fa2", "bf16", 16), []
@@ -110,6 +117,15 @@ def test_well_rounded_kernels_run_together_and_leave_what_the_emulation_leaves(d
     assert factors
     # It is fa2's own output; sums of another order change it here and there.
     assert all(0.9 < factor < 1.1 for factor in factors)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("size", [1.0, 2.0**-6])
+def test_rows_that_attend_to_their_keys_nearly_alike_are_known(size: float, device: str) -> None:
+    inputs = read_head(capture(size=size), 0, 0, torch.device(device))
+    passed = streaming.StreamedHead(inputs, [streaming.ObservedHead("seen", {}, {})], None)
+    streaming.stream_heads([passed])
+    assert passed.nearly_uniform(passed.truth.usable) == (size < 1)
 
 
 @pytest.mark.usefixtures("fused")

@@ -27,7 +27,9 @@ from attn_diag.reference import (
     reference_head,
     reference_rows,
     round_nearest_even,
+    row_blocks,
 )
+from attn_diag.reference.certify import check_rows
 from attn_diag.reference.fused import FusedHeads, batches, fuses
 from attn_diag.reference.rounding import format_of
 from attn_diag.reference.triton_tiles import Weight
@@ -100,20 +102,31 @@ def test_heads_of_one_launch_are_those_of_launches_of_their_own(device: str) -> 
 
 
 def test_what_the_rows_tell_beside_their_outputs(device: str) -> None:
-    """Equal maxima in two tiles, a maximum that rises twice, and a row that sees one key."""
-    head = make_head(Case(3, 96, 16, Masking("top-left", positions=torch.tensor([95, 0, 95]))))
+    """Equal maxima in two tiles, a maximum that rises, rows that see one key or end in the middle."""
+    head = make_head(Case(4, 96, 16, Masking("top-left", positions=torch.tensor([95, 0, 95, 69]))))
     head.k[:, 0], head.q[:, 1:], head.q[:, 0] = 0.0, 0.0, 1.0
     head.k[[10, 40, 70, 71, 80], 0] = torch.tensor([1.0, 3.0, 5.0, 5.0, 4.0], dtype=torch.float64)
     head.q[2] = -head.q[2]
     rows = FusedHeads([on(device, head)]).forward
-    assert rows.top_key[0].tolist() == [70, 0, 0]
-    assert rows.visible[0].tolist() == [96, 1, 96]
-    scores = (head.q @ head.k.T * head.scale)[0].sort().values
-    assert rows.second_max[0].tolist() == [float(scores[-2]), -math.inf, 0.0]
-    assert rows.rises[0].tolist() == [2, 0, 0]
-    squares = torch.softmax(head.q @ head.k.T * head.scale, 1).square().sum(1)
-    found = rows.squares[0].cpu() / rows.row_sum[0].cpu().square()
-    assert torch.allclose(found[[0, 2]], squares[[0, 2]], rtol=1e-13)
+    assert rows.top_key[0].tolist() == [70, 0, 0, 40]
+    assert rows.visible[0].tolist() == [96, 1, 96, 70]
+    assert rows.second_max[0].tolist() == [5 * head.scale, -math.inf, 0.0, head.scale]
+    assert rows.rises[0].tolist() == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["square-63", "sink", "softcap", "window"])
+def test_sums_that_the_bounds_need_are_those_of_the_blocks(name: str, device: str) -> None:
+    head = HEADS[name]()
+    fused = FusedHeads([on(device, head)])
+    block = next(row_blocks(head, gradient_sums=True, block_rows=len(head.q)))
+    squares, size = block.unnormalised_probs.square(), some(block.gradient_sums)
+    sloped = squares if block.slope is None else squares * block.slope.square()
+    expected = [squares.sum(1), sloped.sum(1), size[1]]
+    found = [fused.forward.squares, fused.sloped_squares, fused.gradient_sums[1]]
+    for one, other in zip(found, expected, strict=True):
+        assert apart(one[0], other) < TOLERANCE
+    # What cancels: relative to what was added.
+    assert float((fused.gradient_sums[0][0].cpu() - size[0]).abs().max()) < TOLERANCE * float(size[1].max()) * 100
 
 
 # Products.
@@ -162,6 +175,13 @@ def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_fi
     tolerance = 1e-4 if "cast" in weight and device != "cpu" else TOLERANCE
     assert apart(fused.rows(weight, x[None].to(device), a, b, c, **options)[0], w @ x) < tolerance
     assert apart(fused.keys(weight, y[None].to(device), a, b, c, **options)[0], w.T @ y) < tolerance
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
+def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> None:
+    head = on(device, make_head(Case(2, 2, 16, Masking("top-left"))))
+    ones, a = torch.ones(1, 2, 16, dtype=torch.float64, device=device), head.q.new_full((1, 2), value)
+    assert FusedHeads([head]).rows("probs_cast", ones, a, cast="bf16")[0, 0].tolist() == [rounded] * 16
 
 
 # The certificate.
@@ -213,6 +233,21 @@ def test_factors_by_which_a_rising_maximum_rescales_are_counted(device: str) -> 
     collector.take(fused, 0)
     without = collector.bounds(reference)
     assert bool((bounds.lse > without.lse + 5 * 5 * 2.0**-53).all())
+
+
+def test_tiles_that_a_row_sum_loses_are_counted(device: str) -> None:
+    """One key has P_bar = 1; every later tile adds less than half a unit in the last place, and is lost."""
+    tiles = 40
+    q, k = (torch.zeros(n, 16, dtype=torch.float64) for n in (1, 32 * tiles))
+    q[0, 0], k[32:, 0] = 1.0, -40.25
+    seen = torch.ones(1, 32 * tiles, dtype=torch.bool)
+    seen[0, 1:32] = False
+    head = AttentionHead(q, k, k.clone(), torch.ones(1, 16, dtype=torch.float64), 1.0, Masking(mask=seen))
+    reference, bounds = certified(on(device, head))
+    assert float(reference.row_sum) == 1.0
+    (row,) = check_rows(head, reference, bounds, [0])
+    assert row.held
+    assert row.outputs["lse"].error > 30 * 2.0**-53
 
 
 @pytest.mark.parametrize("output", ["unnormalised_out", "row_sum", "dq", "delta"])
