@@ -80,9 +80,11 @@ class FusedHeads:
         self.heads, self._details = list(heads), details
         self.head = self.heads[0]
         """The first, for all that they share."""
-        owners = {h.k.data_ptr(): h for h in self.heads}
-        numbers = {place: i for i, place in enumerate(owners)}
-        self._owners = self._integers([numbers[h.k.data_ptr()] for h in self.heads])
+        # Query heads that share a key head share its tensors.
+        keys = [tuple((t.data_ptr(), t.stride()) for t in (h.k, h.v)) for h in self.heads]
+        owners = dict(zip(keys, self.heads, strict=True))
+        numbers = {key: i for i, key in enumerate(owners)}
+        self._owners = self._integers([numbers[key] for key in keys])
         self.q = torch.stack([h.q for h in self.heads])
         self.k, self.v = (torch.stack([getattr(h, name) for h in owners.values()]) for name in ("k", "v"))
         self.do = torch.stack([h.do for h in self.heads if h.do is not None]) if self.head.do is not None else None
@@ -245,11 +247,15 @@ class FusedHeads:
         mask = self.head.masking.mask
         if mask is None:
             return self.q, 0, 0
+        # What is expanded stays so: it would fill T x T.
+        repeats = [stride == 0 for stride in mask.stride()]
+        mask = mask[:1] if repeats[0] else mask
+        mask = mask[:, :1] if repeats[1] else mask
         if mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, -torch.inf)
         elif mask.dtype.itemsize < 4:
             mask = mask.float()  # exact
-        return mask, mask.stride(0), mask.stride(1)
+        return mask, 0 if repeats[0] else mask.stride(0), 0 if repeats[1] else mask.stride(1)
 
     def _tiling(
         self, kernel: str, weight: Weight, x_width: int, details: bool = False, cast: Cast = "none",

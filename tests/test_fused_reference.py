@@ -58,6 +58,8 @@ HEADS |= {
     "alibi-first-key": lambda: alibi("first-key"),
     "alibi-last-key": lambda: alibi("last-key", "none"),
     "bf16-mask": lambda: make_head(Case(63, 77, 32, Masking(mask=additive(63, 77).bfloat16()))),
+    "expanded-rows": lambda: make_head(Case(40, 77, 16, Masking(mask=additive(40, 77)[3].expand(40, 77)))),
+    "expanded-keys": lambda: make_head(Case(40, 50, 16, Masking(mask=(additive(40, 50)[:, 1:2] > 0).expand(40, 50)))),
     "wide": wide,
     "one-row": lambda: make_head(Case(1, 77, 16, Masking("bottom-right"))),
 }
@@ -89,12 +91,12 @@ def test_fused_heads_are_the_streamed_ones(name: str, device: str) -> None:
 
 
 def test_heads_of_one_launch_are_those_of_launches_of_their_own(device: str) -> None:
-    """Two query heads of one key head, and one of another; bit for bit."""
+    """Two query heads of one key head, one with other values, and one with other keys; bit for bit."""
     first, other = (on(device, make_head(Case(40, 50, 16, Masking("bottom-right")), seed)) for seed in (0, 1))
     second = replace(first, q=first.q.flip(0), do=some(first.do).flip(1))
-    heads = [first, second, other]
+    heads = [first, second, replace(first, v=first.v + 1), other]
     together = FusedHeads(heads)
-    assert len(together.k) == 2
+    assert len(together.k) == 3
     for found, head in zip(together.references(), heads, strict=True):
         (alone,) = FusedHeads([head]).references()
         for output in OUTPUTS[:-1]:
