@@ -276,7 +276,7 @@ class CaptureJob:
             if p.observed is not None:
                 errors = of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum()))
                 beside = key_quality(output, p, terms, formats[output])
-                found[output] = KeyGradient(GradientSums.of(p), errors, beside)
+                found[output] = KeyGradient(group.batch, GradientSums.of(p), errors, beside)
         return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
@@ -314,16 +314,14 @@ class CaptureJob:
             for head, parts in measured.items()
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        everything = [part for parts in measured.values() for part in parts]
         pooled = GradientSums.pool(known) if len(known) == len(measured) else None
-        extra = self._extra(name, sorted({head // self.group for head in measured}))
         entries.append(
             pool(
-                everything,
+                [part for parts in measured.values() for part in parts],
                 layer=c.metadata.layer,
                 head=None,
                 dw_q=pooled,
-                extra=extra,
+                extra=self._extra(name, sorted({head // self.group for head in measured})),
                 level=self.level,
                 sequences=sequences,
                 k_length=c.k_length,
@@ -338,18 +336,20 @@ class CaptureJob:
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients = head // self.group, self.key_sums.get(name, {})
-        batches = [p.batch for p in parts]
         found: list[QuantityVerdict] = []
         for quantity in CAPTURED:
             if quantity in ("dk", "dv"):
-                samples = [f.sample for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
+                known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
                 broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
             else:
-                samples = [p.quality[quantity] for p in parts if quantity in p.quality]
+                known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
+            # A sequence without usable rows, or keys, has none.
+            batches, samples = [batch for batch, _ in known], [sample for _, sample in known]
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
+                batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)

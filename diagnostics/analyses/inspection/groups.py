@@ -57,6 +57,8 @@ def _heads_at_once(capture: Capture, device: torch.device) -> int:
 class KeyGradient:
     """dK or dV of one key head and sequence."""
 
+    batch: int
+    """Index of the batch item."""
     sums: GradientSums
     """Sizes of the error and of its predicted parts."""
     errors: SignedErrors
