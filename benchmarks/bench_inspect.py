@@ -2,6 +2,7 @@
 
     python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
     python benchmarks/bench_inspect.py --folders [NAME …] [--json FILE]
+    python benchmarks/bench_inspect.py --floors [NAME …] [--json FILE]
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: once in a fresh
 process, imports and inputs aside, as a command or a breakpoint does it (median over processes); and the median of
@@ -12,6 +13,11 @@ every real capture is also analysed on both devices, and the figures are compare
 ``--folders``: ``attn-diag inspect FOLDER --json … --html …`` on whole folders of captures instead, each in a process of
 its own: its seconds, and its peak resident size with all its imports. Every capture has O, dO and dQ, correctly
 rounded, of inputs of its own.
+
+``--floors``, on CUDA: how many times as long as the float64 products that they need take, at the rate of a product of
+matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven),
+the streamed reference (the same seven), and ``inspect_captures`` of captures with O and dQ, warm, over those seven.
+O is that of ``attn_diag.attention``, and so recognised.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ from torch import Tensor
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
+from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.reference.fused import FusedHeads, reference_of
 from attn_diag.results.diagnosis import Diagnosis
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
@@ -42,6 +50,14 @@ SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x1
 FOLDERS = {
     **{f"144 heads x {steps} steps": (12, steps, (1, 12, 128, 64)) for steps in (1, 5, 10, 20, 50)},
     "5000 small captures": (1, 5000, (1, 1, 32, 16)),
+}
+# Captures, and the shape of each.
+FLOORS = {
+    "12 x (1,12,1024,64)": (12, (1, 12, 1024, 64)),
+    "(4,16,4096,128)": (1, (4, 16, 4096, 128)),
+    "(1,8,4096,128)": (1, (1, 8, 4096, 128)),
+    "(1,1,32768,128)": (1, (1, 1, 32768, 128)),
+    "(1,1,131072,128)": (1, (1, 1, 131072, 128)),
 }
 RUNS = 5
 WORKS = ("analysis", "streamed reference", "naive")
@@ -103,6 +119,52 @@ def compare(name: str, device: str) -> dict[str, float]:
         row |= {f"{work}{suffix} [s]": round(m, 4) for work, m in medians.items()}
         row |= {f"{work} / naive{suffix}": round(medians[work] / medians["naive"], 3) for work in WORKS[:2]}
     return row
+
+
+def product_rate(n: int = 4096) -> float:
+    """Float64 operations a second of a product of two n x n matrices."""
+    a = torch.randn(n, n, dtype=torch.float64, device="cuda")
+    return 2 * n**3 / min(timed(lambda: a @ a) for _ in range(RUNS))
+
+
+def floors(name: str) -> dict[str, float]:
+    """Median times of one of ``FLOORS``, over those of its float64 products."""
+    count, (batch, heads, length, width) = FLOORS[name]
+    tensors = [normal(batch, heads, length, width, seed=seed) for seed in range(count)]
+    places = [(one, b, h) for one in tensors for b in range(batch) for h in range(heads)]
+    opened = [head_of([t[b : b + 1] for t in one], h, "cuda") for one, b, h in places]
+    captures = []
+    for i, one in enumerate(tensors):
+        found = [reference_of(h, key_gradients=False) for h in opened[i * batch * heads : (i + 1) * batch * heads]]
+        # As a kernel returns them, so that its recipe is recognised.
+        o = attention(*(t.cuda() for t in one[:3]), causal="top-left").cpu()
+        dq = torch.stack([some.dq for some in found if some.dq is not None]).view(one[0].shape).bfloat16().cpu()
+        captures.append(captured(one, o=o, dq=dq))
+    works: dict[str, tuple[int, Callable[[], object]]] = {
+        "forward": (2, lambda: FusedHeads(opened, details=False).forward),
+        "forward, with what bounds need": (2, lambda: FusedHeads(opened).forward),
+        "gradients": (7, lambda: FusedHeads(opened).references()),
+        "streamed gradients": (7, lambda: [reference_head(head) for head in opened]),
+        "inspect": (7, partial(inspect_captures, captures, device="cuda")),
+    }
+    product = count * batch * heads * length**2 * width / product_rate()  # half of it is masked
+    row: dict[str, float] = {}
+    for work, (products, run) in works.items():
+        first = timed(run)
+        # What takes long is measured once more, not several times.
+        seconds = statistics.median(timed(run) for _ in range(RUNS if first < 1 else 1))
+        row |= {f"{work} [ms]": round(seconds * 1e3, 2), f"{work} / floor": round(seconds / products / product, 2)}
+        print(name, work, f"first {first:.2f} s", row[f"{work} [ms]"], "ms", row[f"{work} / floor"], flush=True)
+    return row
+
+
+def measure_floors(names: list[str], file: Path | None) -> None:
+    """One entry a shape, saved as they come."""
+    result: dict[str, Any] = made_by("cuda")
+    result["float64 product [TFLOP/s]"] = round(product_rate() / 1e12, 1)
+    for name in names or FLOORS:
+        result[name] = floors(name)
+        save(result, file)
 
 
 def figures(diagnosis: Diagnosis) -> list[float]:
@@ -216,6 +278,7 @@ def main() -> None:
     for what in ("--peak", "--once"):
         parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help="print this of one piece of work, and stop")
     parser.add_argument("--folders", nargs="*", choices=FOLDERS, metavar="NAME", help="measure whole folders instead")
+    parser.add_argument("--floors", nargs="*", choices=FLOORS, metavar="NAME", help="measure against float64's floor")
     parser.add_argument("--folder", type=Path, help="print what inspecting this folder takes, and stop")
     options = parser.parse_args()
     if options.folder:
@@ -223,6 +286,9 @@ def main() -> None:
         return
     if options.folders is not None:
         measure_folders(options.folders, options.json)
+        return
+    if options.floors is not None:
+        measure_floors(options.floors, options.json)
         return
     if options.peak or options.once:
         name, work = options.peak or options.once

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from attn_diag.kernels.attention import check_kernels_support, check_tensors, sink_gradients
 from attn_diag.kernels.backend import DTYPES
@@ -15,33 +18,47 @@ from attn_diag.kernels.triton_forward import forward
 
 
 def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
-    """Run the recipe's kernels on one head, forward and (where dO is given) backward, on the head's device.
+    """As ``run_heads``, of one head."""
+    return run_heads(recipe, [head])[0]
 
-    The head's tensors may be of any float dtype; their values must be numbers of the recipe's input format.
+
+def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
+    """Run the recipe's kernels on some heads, forward and (where dO is given) backward, on their device, in one launch.
+
+    The heads are of one shape, scale, softcap and masking; all have a sink, or none. Their tensors may be of any float
+    dtype; their values must be numbers of the recipe's input format.
 
     Raises RecipeNotSupportedError for a site the kernels lack, ALiBi, an explicit mask or chosen query positions;
     BackendError where nothing here can run them; ValueError for shapes that they do not take.
     """
     check_kernels_support(recipe)
+    head = heads[0]
     masking = getattr(head, "masking", None)
     if masking is not None and (masking.mask is not None or masking.positions is not None):
         raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
     if getattr(masking, "alibi", None) is not None:
         raise RecipeNotSupportedError("the Triton kernels take no ALiBi slopes; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
+
+    def stacked(tensors: Sequence[Tensor | None]) -> Tensor:
+        """[1, H, T, D]."""
+        return torch.stack([t.to(DTYPES[recipe.input]) for t in tensors if t is not None])[None]
+
     with torch.no_grad():
-        q, k, v = (t.to(DTYPES[recipe.input])[None, None] for t in (head.q, head.k, head.v))
+        q, k, v = (stacked([getattr(h, name) for h in heads]) for name in ("q", "k", "v"))
         check_tensors(q, k, v)
-        sinks = None if head.sink is None else torch.tensor([head.sink], dtype=torch.float32, device=q.device)
+        logits = [h.sink for h in heads if h.sink is not None]
+        sinks = torch.tensor(logits, dtype=torch.float32, device=q.device) if logits else None
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
                         unrounded=recipe.delta_from == "fp32-o", sinks=sinks)  # fmt: skip
-        result = EmulatedHead(o=found.o[0, 0], lse=found.lse[0, 0])
+        results = [EmulatedHead(o=o, lse=lse) for o, lse in zip(found.o[0], found.lse[0], strict=True)]
         if head.do is not None:
-            do = head.do.to(DTYPES[recipe.input])[None, None]
             o = found.unrounded if recipe.delta_from == "fp32-o" else found.o
-            back = backward(q, k, v, o, found.lse, do, recipe, visibility, scale=head.scale, softcap=head.softcap)
-            result.delta = back.delta[0, 0]
-            if sinks is not None:
-                result.dsink = sink_gradients(sinks, found.lse, back.delta)[0]
-            result.dq, result.dk, result.dv = back.dq[0, 0], back.dk[0, 0], back.dv[0, 0]
-    return result
+            back = backward(q, k, v, o, found.lse, stacked([h.do for h in heads]), recipe, visibility,
+                            scale=head.scale, softcap=head.softcap)  # fmt: skip
+            dsinks = None if sinks is None else sink_gradients(sinks, found.lse, back.delta)
+            for i, result in enumerate(results):
+                result.delta, result.dq = back.delta[0, i], back.dq[0, i]
+                result.dk, result.dv = back.dk[0, i], back.dv[0, i]
+                result.dsink = None if dsinks is None else dsinks[i]
+    return results

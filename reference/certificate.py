@@ -42,16 +42,24 @@ Dropout multiplies by W_j <= w = 1 / (1 - p), a float64 taken as exact: wherever
 bounds it, and dP_j is W_j times what it was. A product with w costs u of every term of O's sums, and u w ||dO|| ||v||
 of dP; errors of dP before it grow by w. sum_j P_j = 1 holds as ever, and delta = sum_j P_j dP_j with that dP.
 
+The fused kernels (``triton_attention``) take P_bar from the maximum of the keys so far, and rescale what they have
+summed where a tile of keys raises it, r times in a row's life: a term passes r factors exp(m - m') and as many
+products with them, (4.5 + 1) r u more in rho; u |S - m| stays, as |S - m_1| + |m_1 - m_2| + ... = |S - m|, and what is
+exact stays exact. S, dP and delta are made as above; P_bar of dQ and of the sums afterwards is that of the last m.
+
 n_l, n_O and n_dQ are how many roundings a term passes (``product_depth``, ``sum_depth``; at most n: adding zero
-rounds nothing). With e = rho + gamma(n_l), products of such small quantities and computed weights, |O| and X in place
-of true ones enlarge no term by more than (1 - e)**-6 <= 1 + 8 e, e <= 0.05; where e is larger the bound is inf. 2**-20
-more is for the rounding of the bounds themselves, and a multiple of 2**-1018 for underflow (``tiny``).
+rounds nothing). Of the kernels n_O = n_dQ = n, as their products are summed in place, and n_l = N - 1 + the number of
+tiles that hold visible keys, N keys to a tile. With e = rho + gamma(n_l), products of such small quantities and
+computed weights, |O| and X in place of true ones enlarge no term by more than (1 - e)**-6 <= 1 + 8 e, e <= 0.05; where
+e is larger the bound is inf. 2**-20 more is for the rounding of the bounds themselves, and a multiple of 2**-1018 for
+underflow (``tiny``).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -63,6 +71,9 @@ from attn_diag.reference.attention import (
 )
 from attn_diag.reference.magnitudes import LOST_SQUARE, SLACK, exponent_of, parts, quantum_of, upper_norm
 from attn_diag.reference.sums import is_power_of_two, product_depth, sum_depth
+
+if TYPE_CHECKING:
+    from attn_diag.reference.fused import FusedHeads
 
 UNIT = 2.0**-53
 # exp, log and tanh: 2 ulp is at most 4 u; the half covers products of errors.
@@ -106,6 +117,7 @@ class BoundCollector:
         # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
         self._norm, self._mask = new(rows), new(rows)
         self._keys, self._product_depth, self._sum_depth = new(rows), new(rows), new(rows)
+        self._rises = new(rows)
         self._gradient = tuple(new(rows) for _ in range(2)) if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
@@ -129,6 +141,17 @@ class BoundCollector:
             for kept, found in zip(self._gradient, block.gradient_sums, strict=True):
                 kept[rows] = found
 
+    def take(self, fused: FusedHeads, i: int) -> None:
+        """Take all of head ``i`` of the kernels, instead of blocks."""
+        rows = fused.forward
+        self._norm, self._mask, self._rises = rows.squares[i].sqrt(), rows.bias[i], rows.rises[i].double()
+        self._keys = torch.full_like(self._norm, float(len(self._head.k)))
+        self._product_depth = visible = _visible_at_most(self._head, self._keys)
+        # One tile more where keys begin within one.
+        self._sum_depth = torch.stack([(visible / tile).ceil() + tile for tile in fused.sum_keys]).amax(0)
+        if self._gradient is not None:
+            self._gradient = tuple(sums[i] for sums in fused.gradient_sums)
+
     def bounds(self, reference: HeadReference) -> HeadBounds:
         """The bounds of everything that the stream left."""
         with torch.no_grad():
@@ -138,7 +161,7 @@ class BoundCollector:
         head = self._head
         visible = _visible_at_most(head, self._keys)
         depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
-        weights = _Weights(head, reference, self._norm, self._mask, visible, *depths)
+        weights = _Weights(head, reference, self._norm, self._mask, self._rises, visible, *depths)
         rho, gamma, product = weights.rho, weights.gamma, weights.product
         v = _Columns(head.v if head.dropout is None else head.v * (head.dropout.factor * SLACK))
         share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
@@ -221,6 +244,7 @@ class _Weights:
         reference: HeadReference,
         norm: Tensor,
         mask: Tensor,
+        rises: Tensor,
         visible: Tensor,
         in_product: Tensor,
         in_sum: Tensor,
@@ -242,6 +266,7 @@ class _Weights:
             if head.masking.alibi is not None and head.masking.mask is not None:
                 error = error + 2 * UNIT * SLACK * size  # of two additions the first may be larger than what follows
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
+        theta = theta + rises * (_FUNCTION + UNIT)
         self.rho = torch.expm1(theta)
         relative = self.rho + self.gamma
         self.factor = (1 + 8 * relative) * SLACK

@@ -34,6 +34,16 @@ def test_inspect_at_a_breakpoint() -> None:
     assert "biased" not in diagnosis.labels
 
 
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(None)], ids=["one key", "all keys"])
+def test_a_sequence_with_nan_in_its_keys_leaves_the_others_judged(rows: slice) -> None:
+    given = tensors(heads=1)
+    two: dict[str, Any] = {name: torch.cat([x, x.flip(2)]) for name, x in given.items() if isinstance(x, torch.Tensor)}
+    made = [torch.zeros_like(two["k"]), torch.zeros_like(two["v"])]
+    two["k"][0, 0, rows, 2] = torch.nan
+    head = first_head(attn_diag.inspect(**two, dk=made[0], dv=made[1], causal=True))
+    assert {q.quantity: q.answer for q in head.quantities}.keys() == {"o", "dq", "dk", "dv"}
+
+
 def test_correct_rounding_has_no_excess_and_no_test_of_it() -> None:
     head = first_head(attn_diag.inspect(**tensors(), causal=True))
     excess = some(head.bias.o_excess)

@@ -45,10 +45,10 @@ from attn_diag.reference import (
     HeadReference,
     RowBlock,
     format_of,
-    reference_head,
     round_nearest_even,
     ulp,
 )
+from attn_diag.reference.fused import reference_of
 
 _NARROW = format_of(torch.bfloat16), format_of(torch.float16)
 TF32 = FloatFormat("tf32", 10, -126, (2 - 2.0**-10) * 2.0**127)
@@ -199,7 +199,7 @@ class TruncatedInputs:
         if not self._found:
             cast = coarsest(self._head, self._fmt, self._stored)
             head = self._head if cast == self._fmt else _cut(self._head, f"{cast.name}:toward-zero")
-            truth = reference_head(head, key_gradients=self._keys)
+            truth = reference_of(head, key_gradients=self._keys)
             every = {"o": truth.out, "lse": truth.lse, "delta": truth.delta}
             every |= {"dq": truth.dq, "dk": truth.dk, "dv": truth.dv}
             for name, tensor in every.items():

@@ -16,7 +16,7 @@ sites independent:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ from torch import Tensor
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
 from attn_diag.head.unfused import UNFUSED, unfused
-from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
+from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
+from attn_diag.reference.fused import FusedHeads
 
 RECIPE = "fa2"
 # Recipes that round as well; where a head's errors lean on few elements, the one that is furthest off is the yardstick.
@@ -73,12 +74,8 @@ def run_counterfactual(
     """
     if recipe in UNFUSED:
         return unfused(head, fmt, recipe)
-    name, _, alpha = recipe.partition(":")
-    if name in PRESETS:
-        chosen = preset(name, fmt.name, head.q.shape[1])
-        changed: dict[str, Any] = {"alpha_in_backward": alpha} if alpha else {}
-        chosen = replace(chosen, **changed)
-    else:
+    chosen = _published(recipe, fmt, head)
+    if chosen is None:
         head, chosen = coarser(head, fmt.name, recipe, draw)
     chosen = replace(chosen, accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation)
     return returned_by(chosen, head, fmt, stored, key_gradients=key_gradients)
@@ -93,17 +90,39 @@ def returned_by(
     key_gradients: bool = True,
 ) -> dict[str, Tensor]:
     """What a recipe returns for one query head in the formats of the kernel under test; as ``run_counterfactual``."""
+    recipe = _stored_as(recipe, fmt, stored)
+    # Kernels take the maximum before the scale: with a negative one of -q it is the maximum.
+    sign = -1 if head.scale < 0 else 1
+    return _outputs_of(emulate_head(recipe, _positive(head), key_gradients=key_gradients), sign)
+
+
+def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | None:
+    """A published recipe by its name here; None for one that is none."""
+    name, _, alpha = recipe.partition(":")
+    if name not in PRESETS:
+        return None
+    changed: dict[str, Any] = {"alpha_in_backward": alpha} if alpha else {}
+    return replace(preset(name, fmt.name, head.q.shape[1]), **changed)
+
+
+def _stored_as(recipe: Recipe, fmt: FloatFormat, stored: Mapping[str, FloatFormat]) -> Recipe:
+    """The recipe with outputs in the formats of the kernel under test."""
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
     out = stored.get("o", fmt).name
     known = (*FORMATS, "fp32")
-    recipe = replace(
+    return replace(
         recipe,
         out=out if out in known else recipe.out,
         dq=gradients.name if gradients.name in known else recipe.dq,
     )
-    # Kernels take the maximum before the scale: with a negative one of -q it is the maximum.
-    sign = -1 if head.scale < 0 else 1
-    found = emulate_head(recipe, replace(head, q=sign * head.q, scale=sign * head.scale), key_gradients=key_gradients)
+
+
+def _positive(head: AttentionHead) -> AttentionHead:
+    """The head with a scale that is not negative."""
+    return replace(head, q=-head.q, scale=-head.scale) if head.scale < 0 else head
+
+
+def _outputs_of(found: EmulatedHead, sign: int) -> dict[str, Tensor]:
     outputs = {name: getattr(found, name) for name in ("o", "lse", "delta", "dq", "dk", "dv")}
     outputs = {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
     return outputs | {"dq": sign * outputs["dq"]} if "dq" in outputs else outputs
@@ -116,6 +135,9 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
+        self._head, self._fmt, self._stored = head, fmt, stored
+        self.beside: Sequence[Counterfactuals] = ()
+        """Those of heads on CUDA, of one shape, that the kernels run together, this one's among them."""
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
@@ -127,9 +149,30 @@ class Counterfactuals:
     def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False, draw: int | None = None) -> dict[str, Tensor]:
         """As ``run_counterfactual``."""
         key = recipe, tensor_core, draw
+        if key not in self._found and self.beside and not tensor_core:
+            self._run_kernels(recipe)
         if key not in self._found:
             self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core, draw=draw)
         return self._found[key]
+
+    def _run_kernels(self, recipe: str) -> None:
+        """Run a published recipe on all the heads beside, by its own kernels; nothing where these do not take them.
+
+        Their sums are the tensor core's, as a captured kernel's are.
+        """
+        chosen = _published(recipe, self._fmt, self._head)
+        if chosen is None:
+            return
+        from attn_diag.kernels.backend import BackendError
+        from attn_diag.kernels.triton_head import run_heads
+
+        heads = [_positive(one._head) for one in self.beside]
+        try:
+            made = run_heads(_stored_as(chosen, self._fmt, self._stored), heads)
+        except (BackendError, ValueError):  # a mask, ALiBi or a head dimension that they lack: emulated
+            return
+        for one, found in zip(self.beside, made, strict=True):
+            one._found[recipe, False, None] = _outputs_of(found, -1 if self._head.scale < 0 else 1)
 
 
 @dataclass
@@ -201,6 +244,39 @@ class NoiseCollector:
             if name in found:
                 found[name] = found[name] + ulp(getattr(reference, name), stored.get(name, self.fmt)).square() / 12
         return found
+
+
+def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads, products: Tensor | None) -> None:
+    """Let every head's collector take all of it from the kernels, instead of blocks; the formulas are those of ``add``.
+
+    Args:
+        collectors: Of the heads of ``fused``, in their order, of the same formats.
+        fused: The heads.
+        products: (P_bar o slope) K, [H, Tq, D]; None without dO.
+    """
+    first, inverse, found = collectors[0], fused.inverse, fused.forward
+    scores = _FP32_SCORE * found.row_max.masked_fill(found.row_max == -torch.inf, 0.0)
+    square = inverse.square()
+    relative = square * (first._relative + scores.square())
+    smallest = square * first._smallest
+    out = fused.rows("probs_squared", fused.v.square(), relative, smallest)
+    out += ulp(found.unnormalised_out * inverse[..., None], first.out).square() / 12
+    variance = {"row_sum": found.squares * square * first._relative, "o": out}
+    by_delta = torch.zeros_like(inverse)
+    if fused.do is not None and products is not None:
+        do2, scale2 = fused.do.square(), first.head.scale**2
+        delta = (do2 * out).sum(2)
+        least, through = torch.full_like(delta, first._smallest_dscore), products * inverse[..., None]
+        dq = fused.rows("dscores_squared", fused.k.square(), relative, least, torch.zeros_like(delta))
+        variance |= {"delta": delta, "dq": (dq + delta[..., None] * through.square()) * scale2}
+        if first.want_keys:
+            q2 = fused.q.square() * scale2
+            variance["dk"] = fused.keys("dscores_squared", q2, relative, least, square * delta)
+            variance["dv"] = fused.keys("probs_squared", do2, relative, smallest)
+            by_delta = fused.sloped_squares * square * delta * q2.sum(2)
+    for i, collector in enumerate(collectors):
+        collector.variance = {name: values[i] for name, values in variance.items()}
+        collector.by_delta = by_delta[i]
 
 
 def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tensor) -> Tensor:

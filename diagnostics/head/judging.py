@@ -22,10 +22,10 @@ from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
     format_of,
-    reference_head,
     round_nearest_even,
     ulp,
 )
+from attn_diag.reference.fused import reference_of
 from attn_diag.statistics.ratios import Carriers
 
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy
@@ -88,7 +88,7 @@ def measure_quality(
 def _by_scale(passed: StreamedHead) -> tuple[Tensor, Tensor]:
     """O's and L's derivatives by the logarithm of alpha, [Tq, Dv] and [Tq]."""
     head = replace(passed.truth.head, do=None)
-    up, down = (reference_head(replace(head, scale=head.scale * (1 + h))) for h in (_STEP, -_STEP))
+    up, down = (reference_of(replace(head, scale=head.scale * (1 + h))) for h in (_STEP, -_STEP))
     return (up.out - down.out) / (2 * _STEP), (up.lse - down.lse) / (2 * _STEP)
 
 

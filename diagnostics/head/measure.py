@@ -14,16 +14,14 @@ from attn_diag.head.certification import Certify, RoundedBound, rounding_of_prod
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms
-from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.quality import QuantitySample, RowEffect
-from attn_diag.head.read import HeadInputs, all_finite
+from attn_diag.head.read import all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.head.sink_gradients import SinkTerms, sink_terms
 from attn_diag.head.streaming import ObservedHead, StreamedHead
-from attn_diag.head.truth import HeadTruth
 from attn_diag.reference import FloatFormat, Rows, round_nearest_even, ulp
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors
@@ -114,36 +112,31 @@ class HeadMeasurement:
 
 
 def measure_head(
-    inputs: HeadInputs,
-    observed: list[ObservedHead],
+    passed: StreamedHead,
     batch: int,
     head: int,
-    projection: HeadProjection | None,
     certify: Certify | None = None,
     shared: SharedRows | None = None,
-) -> tuple[HeadTruth, list[HeadMeasurement]]:
-    """Stream the reference of one head once and measure every observation against it.
+) -> list[HeadMeasurement]:
+    """Measure every observation of a head against the reference.
 
     Args:
-        inputs: The head.
-        observed: What the kernels returned for it, or recipes did; at least one.
+        passed: The pass over the head, made.
         batch: Index of the batch item, for the measurements.
         head: Index of the head in the capture, likewise.
-        projection: How dW_Q follows from dQ, where that is wanted.
         certify: Rows to recompute by the oracle.
         shared: What the head has in common with earlier sequences; the rows count once.
 
     Returns:
-        The truth, and one measurement for every observation.
+        One measurement for every observation.
     """
-    passed = StreamedHead(inputs, observed, projection)
-    results = [_measure(passed, seen, batch, head, shared) for seen in observed]
+    results = [_measure(passed, seen, batch, head, shared) for seen in passed.observed]
     if certify is not None:
         usable = passed.truth.usable & passed.bounds.known_rows
-        certificate = certify.check(inputs.head, passed.truth.reference, passed.bounds, usable)
+        certificate = certify.check(passed.inputs.head, passed.truth.reference, passed.bounds, usable)
         for result in results:
             result.certificate = certificate
-    return passed.truth, results
+    return results
 
 
 def _measure(

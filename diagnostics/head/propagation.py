@@ -20,13 +20,18 @@ what may lie between (``head.pullback``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
+from attn_diag.reference.fused import FusedHeads
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Cast
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -138,6 +143,61 @@ class BackwardCollector:
             ]
             self._alpha_first = bool(off[1] < off[0]) if off[0] != off[1] else None  # no gradient in these rows
         return cast_(dscores, alpha_first=bool(self._alpha_first))
+
+
+def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> None:
+    """Let every head's collector take all of it from the kernels, instead of blocks; the formulas are those of ``add``.
+
+    Args:
+        collectors: Of the heads of ``fused``, in their order, that want the same of one observation.
+        fused: The heads.
+    """
+    assert fused.do is not None
+    first, inverse = collectors[0], fused.inverse
+    errors = [c._errors for c in collectors]
+    delta_error = torch.stack([e.delta_error for e in errors])
+    lse_error = None
+    if first._errors.lse_error is not None:
+        lse_error = torch.stack([e.lse_error for e in errors if e.lse_error is not None])
+    scaled_q = fused.q * first._head.scale
+    found: dict[str, Tensor] = {}
+    if first.dk_delta is not None:
+        found["dk_delta"] = -fused.keys("sloped", scaled_q * (delta_error * inverse)[..., None])
+    if first.dk_lse is not None and lse_error is not None:
+        moved = (torch.expm1(-lse_error) * inverse)[..., None]
+        found["dk_lse"] = fused.keys("dscores", scaled_q * moved)
+        found["dk_lse"] -= fused.keys("sloped", scaled_q * (moved * delta_error[..., None]))
+        found["dv_lse"] = fused.keys("probs", fused.do * moved)
+    factor = inverse if lse_error is None else inverse * torch.exp(-lse_error)
+    cast: Cast = "fp16" if first._errors.cast.name == "fp16" else "bf16"
+
+    def take(name: str, made: Callable[[bool], Tensor], chosen: Sequence[bool]) -> None:
+        by_order = {alpha_first: made(alpha_first) for alpha_first in set(chosen)}
+        found[name] = torch.stack([by_order[alpha_first][i] for i, alpha_first in enumerate(chosen)])
+
+    if first.dq_cast is not None:
+        unknown = first._alpha_first is None
+        both = {
+            alpha_first: fused.rows("dscores_cast", fused.k, factor, delta_error, cast=cast, alpha_first=alpha_first)
+            for alpha_first in ((False, True) if unknown else (False,))
+        }
+        chosen = [unknown and _casts_alpha(e.dq, both[False][i], both[True][i]) for i, e in enumerate(errors)]
+        take("dq_cast", both.__getitem__, chosen)
+        if first.dk_cast is not None:
+
+            def keys(alpha_first: bool) -> Tensor:
+                return fused.keys("dscores_cast", fused.q, factor, delta_error, cast=cast, alpha_first=alpha_first)
+
+            take("dk_cast", keys, chosen)
+            found["dv_cast"] = fused.keys("probs_cast", fused.do, factor, cast=cast)
+    for i, collector in enumerate(collectors):
+        for name, values in found.items():
+            setattr(collector, name, values[i])
+
+
+def _casts_alpha(dq: Tensor | None, after: Tensor, before: Tensor) -> bool:
+    """Whether the kernel's dQ is nearer to that of alpha dS cast (``before``) than to alpha times dS cast."""
+    return dq is not None and bool((before - dq).norm() < (after - dq).norm())
 
 
 def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:

@@ -60,6 +60,11 @@ class HeadInputs:
     bad_mask: Tensor | None = None
     """Where an additive mask is NaN or +Inf, bool [Tq, Tk]; None for nowhere."""
 
+    @property
+    def marks_rows(self) -> bool:
+        """Whether single scores must tell which rows attend to NaN or Inf."""
+        return bool(len(self.bad_keys)) or self.bad_mask is not None
+
     def mark_rows(self, block: RowBlock) -> None:
         """Mark the rows of ``block`` that attend to a bad key, or to any key by way of a bad mask."""
         if len(self.bad_keys):

@@ -7,7 +7,7 @@ Qiu & Yao, arXiv 2510.04212, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
-from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
+from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even, row_blocks
+from attn_diag.reference.fused import FusedHeads
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -83,7 +84,7 @@ class RowMaximaCollector:
         self._row_max[block.rows], self._second_max[block.rows] = top, second
         self._top_key[block.rows] = block.top_key
         # Only rows with another score near the maximum are looked at; what counts as a repeat is decided later.
-        threshold = top - top.abs().mul_(self._relative_reach).clamp_(min=self._reach)
+        threshold = self._threshold(top)
         near = (second > threshold).nonzero()[:, 0]
         if not len(near):
             return
@@ -93,6 +94,15 @@ class RowMaximaCollector:
         self._pending_count += len(rows)
         if self._pending_count > _MAX_PENDING:
             self._settle()
+
+    def take(self, fused: FusedHeads, i: int) -> None:
+        """Take all of head ``i`` of the kernels, instead of blocks; rows with another score near the maximum again."""
+        rows = fused.forward
+        found = rows.row_max[i], rows.second_max[i], rows.top_key[i]
+        self._row_max, self._second_max, self._top_key = (values.clone() for values in found)
+        near = (self._second_max > self._threshold(self._row_max)).nonzero()[:, 0]
+        for block in row_blocks(replace(fused.heads[i], do=None), rows=near):
+            self.add(block)
 
     @property
     def top_key(self) -> Tensor:
@@ -121,6 +131,10 @@ class RowMaximaCollector:
         # Rows never looked at have their maximum once.
         seen = (self._row_max > -torch.inf).long()
         return Repeats(torch.maximum(self._multiplicity[definition], seen), rows, keys)
+
+    def _threshold(self, top: Tensor) -> Tensor:
+        """Below it no score counts as the row's largest, ``top``."""
+        return top - top.abs().mul_(self._relative_reach).clamp_(min=self._reach)
 
     def _settle(self) -> None:
         """Decide about the candidates gathered so far; those of one row always come together."""

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs, noise_collector
-from attn_diag.head.counterfactual import Counterfactuals, covers
+from attn_diag.head.counterfactual import Counterfactuals, NoiseCollector, covers, take_noise
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, take_backward
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import collector_of
-from attn_diag.head.truth import head_truth
+from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
     BoundCollector,
     FloatFormat,
+    HeadBounds,
+    HeadReference,
     RowBlock,
     format_of,
 )
+from attn_diag.reference.fused import FusedHeads, batches, fuses
 
 # Inputs in FP8 are taken as a 16-bit kernel's: of outputs in BF16, as they are.
 BF16 = format_of(torch.bfloat16)
@@ -53,7 +57,14 @@ class StreamedHead:
     delta's error needs O_ref of a row before its dS can be cast; both happen block by block.
     """
 
+    truth: HeadTruth
+    """The pass's, once it was made."""
+    bounds: HeadBounds
+    """How far its reference may be off."""
+
     def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
+        """Set up the observers; ``stream_heads`` makes the pass."""
+        self.inputs, self.observed, self.projection = inputs, observed, projection
         # Observations without a recipe share one collector: only "as_run" depends on it.
         recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
         self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}
@@ -79,7 +90,7 @@ class StreamedHead:
         self._bounds = BoundCollector(inputs.head)
         self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
         stored = next((seen.formats for seen in observed), {})
-        want_keys = any(seen.want_keys for seen in observed)
+        want_keys = self.want_keys
         fmt, known = inputs.input_format, next((seen.declared for seen in observed if seen.declared), None)
         if known is not None and not covers(fmt):
             fmt = BF16
@@ -92,16 +103,29 @@ class StreamedHead:
         self._declared = (
             None if known is None else DeclaredKernel(known, inputs.head, fmt, stored, key_gradients=want_keys)
         )
+
+    def stream(self) -> None:
+        """Make the pass."""
         self.truth = head_truth(
-            inputs,
-            projection,
+            self.inputs,
+            self.projection,
             self._observe,
             # All but "as_run" is the same in each of them.
             maxima=next(iter(self._collectors.values())),
-            key_gradients=any(seen.want_keys for seen in observed),
+            key_gradients=self.want_keys,
             gradient_sums=True,
         )
         self.bounds = self._bounds.bounds(self.truth.reference)
+
+    @property
+    def want_keys(self) -> bool:
+        """Whether dK and dV are wanted."""
+        return any(seen.want_keys for seen in self.observed)
+
+    @property
+    def looks_at_scores(self) -> bool:
+        """Whether the pass needs single scores, which the kernels do not keep: to find NaN and Inf, or FP8's noise."""
+        return self.inputs.marks_rows or type(self.noise) is not NoiseCollector
 
     def declared(self, seen: ObservedHead) -> DeclaredKernel | None:
         """What an observation is declared to be; None: nothing."""
@@ -123,6 +147,21 @@ class StreamedHead:
         even = several & (self.truth.reference.row_sum >= self._visible / 2)
         return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
 
+    def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
+        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K."""
+        for collector in self._collectors.values():
+            collector.take(fused, i)
+        maxima, every = next(iter(self._collectors.values())), (slice(None),)
+        self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
+        self._bounds.take(fused, i)
+        self.bounds = self._bounds.bounds(reference)
+        self._visible = fused.forward.visible[i]
+        for errors in self.errors.values():
+            assert reference.delta is not None
+            errors.delta_error = errors.delta - reference.delta
+            if errors.lse is not None:
+                errors.lse_error = (errors.lse - reference.lse).masked_fill_(reference.fully_masked, 0.0)
+
     def _observe(self, block: RowBlock) -> None:
         self._bounds.add(block)
         self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
@@ -137,6 +176,39 @@ class StreamedHead:
                 difference = errors.lse[block.rows] - block.lse
                 errors.lse_error[block.rows] = difference.masked_fill_(block.fully_masked, 0.0)
             backward.add(block)
+
+
+def stream_heads(passes: Sequence[StreamedHead]) -> None:
+    """Make these passes: heads of one shape and masking together, by the kernels, where they can."""
+    alike: dict[object, list[StreamedHead]] = {}
+    for one in passes:
+        wants = [(n, c.dq_cast is None, c.dk_delta is None, c.dk_lse is None) for n, c in one.backward.items()]
+        formats = one.noise.fmt, one.noise.out, one.inputs.input_format
+        alike.setdefault((one.looks_at_scores, one.want_keys, tuple(wants), formats), []).append(one)
+    for some in alike.values():
+        for batch in batches([one.inputs.head for one in some]):
+            found = [some[i] for i in batch]
+            if not found[0].looks_at_scores and fuses([one.inputs.head for one in found]):
+                _fuse(found)
+                continue
+            for one in found:
+                one.stream()
+
+
+def _fuse(passes: Sequence[StreamedHead]) -> None:
+    """Make the passes of some heads in a few launches."""
+    with torch.no_grad():
+        fused = FusedHeads([one.inputs.head for one in passes])
+        references = fused.references(key_gradients=passes[0].want_keys)
+        products = None if fused.do is None else fused.rows("sloped", fused.k)
+        take_noise([one.noise for one in passes], fused, products)
+        others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
+        for other in others:
+            other.beside = others
+        for i, (one, reference) in enumerate(zip(passes, references, strict=True)):
+            one.take(fused, i, reference, None if products is None else products[i])
+        for name in passes[0].backward:
+            take_backward([one.backward[name] for one in passes], fused)
 
 
 def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:

@@ -20,6 +20,7 @@ from attn_diag.head.row_maxima import RowMaximaCollector, collector_of
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, Rows, reference_head, ulp
+from attn_diag.reference.fused import FusedHeads, fuses
 from attn_diag.work import map_in_order
 
 
@@ -133,6 +134,17 @@ class HeadTruth:
         return found
 
     @property
+    def alone(self) -> HeadTruth:
+        """The same without dK, dV and what can be computed again without another pass, its tensors no parts of larger.
+
+        Heads that were fused share theirs.
+        """
+        r = self.reference
+        out, dq, products = _whole(r.unnormalised_out), _whole(r.dq), _whole(self.products)
+        assert out is not None
+        return replace(self, reference=replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None), products=products)
+
+    @property
     def bytes(self) -> int:
         """What its large tensors take, [Tq, D] and [Tk, D]."""
         head, reference = self.head, self.reference
@@ -149,7 +161,7 @@ def head_truth(
     key_gradients: bool = False,
     gradient_sums: bool = False,
 ) -> HeadTruth:
-    """Stream the reference of one head, once.
+    """Stream the reference of one head, once; without an observer by the kernels, where they compute it.
 
     Args:
         inputs: The head.
@@ -161,6 +173,12 @@ def head_truth(
     """
     head = inputs.head
     collected = maxima or collector_of(inputs, None)
+    if observe is None and maxima is None and not inputs.marks_rows and fuses([head]):
+        fused = FusedHeads([head])
+        (reference,) = fused.references(key_gradients=key_gradients)
+        collected.take(fused, 0)
+        found = None if head.do is None else fused.rows("sloped", fused.k)[0]
+        return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
 
@@ -193,8 +211,7 @@ class KeptTruths:
         if truth.bytes > self._most:
             return
         with self._lock:
-            # Without dK, dV and what can be computed again without another pass.
-            self._found[place] = error, replace(truth, reference=replace(truth.reference, dk=None, dv=None))
+            self._found[place] = error, truth.alone
             self._held += truth.bytes
             while self._held > self._most:
                 least = min(self._found, key=lambda place: (self._found[place][0], place))
@@ -360,6 +377,12 @@ class _Sums:
         return VariantErrors(
             **rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q, delta_cells=self._delta_cells
         )
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
 
 
 def _ratio(error: Tensor, reference: Tensor) -> float:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.dmask import judge_sums
 from attn_diag.analyses.inspection.by_rank import judge_ranks
-from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, KeyGradient
+from attn_diag.analyses.inspection.groups import (
+    GroupMeasurement,
+    HeadGroup,
+    KeyGradient,
+    captured_backend,
+    dq_error,
+    made_at_once,
+    together,
+)
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
@@ -33,7 +42,7 @@ from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
-from attn_diag.head.streaming import ObservedHead
+from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of, ulp
@@ -47,7 +56,6 @@ from attn_diag.results.diagnosis import (
     ObservationDiagnosis,
     Propagation,
 )
-from attn_diag.results.hardware import summary_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
 from attn_diag.work import map_in_order
@@ -128,7 +136,8 @@ class CaptureJob:
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
-        for result in map_in_order(self._measure, groups, parallel=parallel):
+        sets = together(groups, self.capture, self.device)
+        for result in chain.from_iterable(map_in_order(self._measure, sets, parallel=parallel)):
             self.census.merge(result.census)
             for name, parts in result.parts.items():
                 for part in parts:
@@ -172,7 +181,7 @@ class CaptureJob:
                     name=name,
                     recipe=recipe.name if recipe else found.words if found else None,
                     agreement=found.agreement if found else None,
-                    backend=engine_backend(self.engine, self.device) if recipe else _captured_backend(c),
+                    backend=engine_backend(self.engine, self.device) if recipe else captured_backend(c),
                     emulated=recipe is not None and self.engine == "emulation",
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
@@ -183,32 +192,37 @@ class CaptureJob:
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
-    def _measure(self, group: HeadGroup) -> GroupMeasurement:
-        """Every observation of the query heads that share a key head, in one sequence."""
-        result = GroupMeasurement(group)
-        whole = len(group.heads) == self.group
-        collected: dict[str, list[tuple[HeadReference, KeyTerms]]] = {}
-        unusable = False
-        for head in group.heads:
-            inputs = read_head(self.capture, group.batch, head, self.device, result.census)
-            observed = self._observed(inputs, group.batch, head, result.census, want_keys=whole)
-            found = self.opened.projection
-            projection = None if found is None else found.head(group.batch, head)
-            truth, parts = measure_head(
-                inputs, observed, group.batch, head, projection, self.certify,
-                self.shared.get(head, {}).get(group.batch),
-            )  # fmt: skip
-            self.truths.offer((group.batch, head), truth, max(map(_dq_error, parts)))
-            unusable |= bool(inputs.unusable.any())
-            for seen, part in zip(observed, parts, strict=True):
+    def _measure(self, groups: Sequence[HeadGroup]) -> list[GroupMeasurement]:
+        """Every observation of the query heads that share a key head, in one sequence; of several such groups."""
+        results = [GroupMeasurement(group) for group in groups]
+        heads = [partial(self._open, result, head) for result in results for head in result.group.heads]
+        passes = made_at_once(heads, self.capture, self.device)
+        for result in results:
+            self._measure_group(result, passes)
+        return results
+
+    def _open(self, result: GroupMeasurement, head: int) -> StreamedHead:
+        batch, whole = result.group.batch, len(result.group.heads) == self.group
+        inputs = read_head(self.capture, batch, head, self.device, result.census)
+        observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
+        found = self.opened.projection
+        return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
+
+    def _measure_group(self, result: GroupMeasurement, passes: Iterator[StreamedHead]) -> None:
+        group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
+        usable = len(group.heads) == self.group
+        for head, passed in zip(group.heads, passes, strict=False):
+            shared = self.shared.get(head, {}).get(group.batch)
+            parts = measure_head(passed, group.batch, head, self.certify, shared)
+            self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
+            usable &= not bool(passed.inputs.unusable.any())
+            for seen, part in zip(passed.observed, parts, strict=True):
                 if part.keys is not None:
-                    collected.setdefault(seen.name, []).append((truth.reference, part.keys))
+                    collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
-        if whole and not unusable:
-            for name, pairs in collected.items():
-                result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
-        return result
+        for name, pairs in collected.items() if usable else ():
+            result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
 
     def _observed(
         self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
@@ -262,7 +276,7 @@ class CaptureJob:
             if p.observed is not None:
                 errors = of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum()))
                 beside = key_quality(output, p, terms, formats[output])
-                found[output] = KeyGradient(GradientSums.of(p), errors, beside)
+                found[output] = KeyGradient(group.batch, GradientSums.of(p), errors, beside)
         return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
@@ -300,16 +314,14 @@ class CaptureJob:
             for head, parts in measured.items()
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        everything = [part for parts in measured.values() for part in parts]
         pooled = GradientSums.pool(known) if len(known) == len(measured) else None
-        extra = self._extra(name, sorted({head // self.group for head in measured}))
         entries.append(
             pool(
-                everything,
+                [part for parts in measured.values() for part in parts],
                 layer=c.metadata.layer,
                 head=None,
                 dw_q=pooled,
-                extra=extra,
+                extra=self._extra(name, sorted({head // self.group for head in measured})),
                 level=self.level,
                 sequences=sequences,
                 k_length=c.k_length,
@@ -324,18 +336,20 @@ class CaptureJob:
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients = head // self.group, self.key_sums.get(name, {})
-        batches = [p.batch for p in parts]
         found: list[QuantityVerdict] = []
         for quantity in CAPTURED:
             if quantity in ("dk", "dv"):
-                samples = [f.sample for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
+                known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
                 broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
             else:
-                samples = [p.quality[quantity] for p in parts if quantity in p.quality]
+                known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
+            # A sequence without usable rows, or keys, has none.
+            batches, samples = [batch for batch, _ in known], [sample for _, sample in known]
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
+                batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(self._explained(name, head, verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
@@ -384,17 +398,3 @@ class CaptureJob:
         return KvHeadDiagnosis(
             kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
         )
-
-
-def _dq_error(part: HeadMeasurement) -> float:
-    """How far dQ is off, or is predicted to be; by which ``severity`` ranks heads of one verdict."""
-    found = None if part.dq is None else part.dq.result()
-    error = (found.relative_error or found.predicted_relative_error or 0.0) if found else 0.0
-    return math.inf if math.isnan(error) else error
-
-
-def _captured_backend(capture: Capture) -> str:
-    m = capture.metadata
-    summary = summary_of(m.hardware) if m.hardware else None
-    where = f"captured on {m.device}" if m.device else "captured, device not stated"
-    return where if summary is None else f"{where} ({summary})"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from attn_diag.captures.capture import Capture
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.measure import HeadMeasurement
 from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import NonFiniteCensus
+from attn_diag.head.streaming import StreamedHead, stream_heads
+from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
+
+# So many elements of q are measured at once on CUDA; each takes about 40 numbers in float64.
+_FUSED_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True)
@@ -20,10 +30,35 @@ class HeadGroup:
     heads: list[int]
 
 
+def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device) -> list[Sequence[HeadGroup]]:
+    """The groups whose heads share launches; on a CPU, where nothing is fused, each is alone."""
+    count = max(1, _heads_at_once(capture, device) // (capture.q_heads // capture.kv_heads))
+    return [groups[i : i + count] for i in range(0, len(groups), count)]
+
+
+def made_at_once(
+    heads: Sequence[Callable[[], StreamedHead]], capture: Capture, device: torch.device
+) -> Iterator[StreamedHead]:
+    """Opens heads and makes their passes, as many together as share launches: on a CPU one at a time."""
+    count = _heads_at_once(capture, device)
+    for i in range(0, len(heads), count):
+        passes = [open_head() for open_head in heads[i : i + count]]
+        stream_heads(passes)
+        while passes:
+            yield passes.pop(0)
+
+
+def _heads_at_once(capture: Capture, device: torch.device) -> int:
+    of_head = max(capture.q_length, capture.k_length) * capture.head_dim
+    return max(1, _FUSED_ELEMENTS // max(of_head, 1)) if device.type == "cuda" else 1
+
+
 @dataclass(frozen=True)
 class KeyGradient:
     """dK or dV of one key head and sequence."""
 
+    batch: int
+    """Index of the batch item."""
     sums: GradientSums
     """Sizes of the error and of its predicted parts."""
     errors: SignedErrors
@@ -42,3 +77,18 @@ class GroupMeasurement:
     broken_keys: dict[str, dict[str, int]] = field(default_factory=dict)
     """observation -> dk or dv -> keys with NaN or Inf in it."""
     census: NonFiniteCensus = field(default_factory=NonFiniteCensus)
+
+
+def dq_error(part: HeadMeasurement) -> float:
+    """How far dQ is off, or is predicted to be; by which ``severity`` ranks heads of one verdict."""
+    found = None if part.dq is None else part.dq.result()
+    error = (found.relative_error or found.predicted_relative_error or 0.0) if found else 0.0
+    return math.inf if math.isnan(error) else error
+
+
+def captured_backend(capture: Capture) -> str:
+    """Where a capture was made, in words."""
+    m = capture.metadata
+    summary = summary_of(m.hardware) if m.hardware else None
+    where = f"captured on {m.device}" if m.device else "captured, device not stated"
+    return where if summary is None else f"{where} ({summary})"

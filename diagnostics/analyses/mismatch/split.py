@@ -16,7 +16,8 @@ from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.head.counterfactual import NoiseCollector
-from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, reference_head, reference_rows
+from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, reference_rows
+from attn_diag.reference.fused import reference_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def evaluate(semantics: HeadSemantics, inputs: RunRows) -> Tensor:
     """O in float64, [n, Dv]; NaN in rows that see a key which these inputs lack."""
     out = inputs.o.new_zeros(inputs.o.shape)
     for rows, head in heads_of(semantics, inputs):
-        out[rows] = reference_head(head, key_gradients=False).out
+        out[rows] = reference_of(head, key_gradients=False).out
     lacking = (semantics.visible & ~inputs.known).any(1)
     return out.masked_fill_(lacking[:, None], torch.nan)
 

@@ -17,7 +17,8 @@ from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.other_scale import other_scale
 from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
-from attn_diag.reference import AttentionHead, HeadReference, reference_head, reference_rows
+from attn_diag.reference import AttentionHead, HeadReference, reference_rows
+from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import number
 
@@ -220,7 +221,7 @@ def _throughout(head: AttentionHead, quantity: Quantity, rows: Tensor) -> Tensor
         return None
     assert head.do is not None
     # Of the other rows only L and delta are needed.
-    forward = reference_head(replace(head, do=None))
+    forward = reference_of(replace(head, do=None))
     slab = open_slab(head, quantity, rows, forward.lse, (head.do * forward.out).sum(1))
     return slab.total(slab.weights())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.readings import Reading
 from attn_diag.analyses.patterns.slab import open_slab
-from attn_diag.reference import reference_head
+from attn_diag.reference.fused import reference_of
 
 # A head is streamed once more only if it has at most so many scores.
 _MOST_SCORES = 2**24
@@ -33,7 +33,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     first = evidence.heads[0]
     if len(evidence.sinks) < len(evidence.heads) or len(first.q) * len(first.k) > _MOST_SCORES:
         return
-    bare = [reference_head(replace(head, sink=None, do=None)).lse for head in evidence.heads]
+    bare = [reference_of(replace(head, sink=None, do=None)).lse for head in evidence.heads]
     wordings = [[sink.words for sink in own] for own in evidence.sinks]
     for place, words in enumerate(wordings[0]):
         # Of several query heads each has the same mistake made to its own sink.

@@ -12,7 +12,8 @@ from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.readings import Reading
 from attn_diag.analyses.patterns.slab import open_slab
 from attn_diag.head.other_slopes import OtherSlope
-from attn_diag.reference import AttentionHead, reference_head
+from attn_diag.reference import AttentionHead
+from attn_diag.reference.fused import reference_of
 
 # A head is streamed once more only if it has at most so many scores.
 _MOST_SCORES = 2**22
@@ -43,7 +44,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         whole: list[Tensor] = []
         for head, reference, own in zip(heads, evidence.references, slopes, strict=True):
             other = _with(head, own[place])
-            again = reference_head(other, key_gradients=False)
+            again = reference_of(other, key_gradients=False)
             assert reference.delta is not None
             assert again.delta is not None
             for found, lse, delta in ((alone, reference.lse, reference.delta), (whole, again.lse, again.delta)):

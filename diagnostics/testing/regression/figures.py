@@ -17,7 +17,8 @@ from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement
 from attn_diag.kernels import Recipe
-from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, reference_head, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, ulp
+from attn_diag.reference.fused import reference_of
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import Assumptions
 from attn_diag.results.quality import QuantityVerdict
@@ -240,7 +241,7 @@ def _worst(case: CaseInputs, out: Tensor, device: str) -> tuple[int, int, int, f
     for b in range(case.q.shape[0]):
         for h in range(case.q.shape[1]):
             q, k, v = (x.to(where).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
-            truth = reference_head(AttentionHead(q, k, v, None, case.scale, Masking(causal=case.causal))).out
+            truth = reference_of(AttentionHead(q, k, v, None, case.scale, Masking(causal=case.causal))).out
             errors = (out[b, h].to(where).double() - truth).abs().amax(1)
             errors = errors / ulp(truth.abs().amax(1), format_of(case.q.dtype))
             row = int(errors.argmax())

@@ -1,0 +1,320 @@
+"""Float64 attention of several heads at once, by the kernels of ``triton_attention``: what ``reference_head`` streams.
+
+The formulas are those of ``attention``, the masking and the results too. What ``fuses`` refuses is streamed, and so is
+whatever looks at single scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference.attention import AttentionHead, HeadReference, reference_head
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
+
+
+# Set to 1, the kernels are used. They passed their own tests on an H100; what is built upon them has run in Triton's
+# interpreter alone.
+SWITCH = "ATTN_DIAG_FUSED"
+# Fewer scores, of all heads together, are streamed in some hundredths of a second. The kernels are compiled when they
+# are first called, which takes a second or two each and is kept on disk.
+WORTH = 2**22
+
+
+def switched_on() -> bool:
+    """Whether the user wants them."""
+    return os.environ.get(SWITCH) == "1"
+
+
+def fuses(heads: Sequence[AttentionHead]) -> bool:
+    """Whether the kernels compute these heads, of one shape: on a Hopper GPU, without dropout, of ``WORTH`` scores.
+
+    And where they are switched on. Triton 3.6 compiles them for sm_90; for sm_100 it fails to, and before sm_90 their
+    tiles do not fit.
+    """
+    head = heads[0]
+    if not (switched_on() and head.q.is_cuda) or head.dropout is not None:
+        return False
+    if len(heads) * len(head.q) * len(head.k) < WORTH:
+        return False
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(head.q.device) == (9, 0)
+    return hopper and head.v.numel() > 0 and head.q.numel() > 0 and importlib.util.find_spec("triton") is not None
+
+
+def reference_of(head: AttentionHead, *, key_gradients: bool = True) -> HeadReference:
+    """What ``reference_head`` keeps of a head, by the kernels where they compute it."""
+    if fuses([head]):
+        return FusedHeads([head], details=False).references(key_gradients=key_gradients)[0]
+    return reference_head(head, key_gradients=key_gradients)
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """What the forward leaves of every row of H heads, [H, Tq], but for O_bar; float64 or integers.
+
+    Without ``details`` all but O_bar, m and l is without meaning.
+    """
+
+    unnormalised_out: Tensor
+    """O_bar, [H, Tq, Dv]."""
+    row_max: Tensor
+    """m."""
+    row_sum: Tensor
+    """l, that of a sink included."""
+    second_max: Tensor
+    """The largest score of another key than ``top_key``; -inf where there is none."""
+    squares: Tensor
+    """Row sums of P_bar^2."""
+    bias: Tensor
+    """The largest size of what a mask or ALiBi adds to a score, of keys whose P_bar was not 0 at first."""
+    top_key: Tensor
+    """int64: the first key with the largest score; 0 in a row without keys."""
+    visible: Tensor
+    """int64: how many keys the row sees."""
+    rises: Tensor
+    """int64: how often a tile of keys raised m, and so P_bar before it was rescaled."""
+
+
+class FusedHeads:
+    """Heads of one shape, scale and masking (``batches``); every product is one launch for all of them."""
+
+    def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
+        """``details``: whether the forward also tells what bounds and repeated maxima need beside m, l and O_bar."""
+        self.heads, self._details = list(heads), details
+        self.head = self.heads[0]
+        """The first, for all that they share."""
+        # Query heads that share a key head share its tensors.
+        keys = [tuple((t.data_ptr(), t.stride()) for t in (h.k, h.v)) for h in self.heads]
+        owners = dict(zip(keys, self.heads, strict=True))
+        numbers = {key: i for i, key in enumerate(owners)}
+        self._owners = self._integers([numbers[key] for key in keys])
+        self.q = torch.stack([h.q for h in self.heads])
+        self.k, self.v = (torch.stack([getattr(h, name) for h in owners.values()]) for name in ("k", "v"))
+        self.do = torch.stack([h.do for h in self.heads if h.do is not None]) if self.head.do is not None else None
+        slopes = [0.0 if h.masking.alibi is None else h.masking.alibi.slope for h in self.heads]
+        # As a tensor: Triton hands on a Python float as fp32.
+        self._numbers = self.q.new_tensor([self.head.scale, self.head.softcap or 1.0, *slopes])
+        self._positions = self.head.positions.to(torch.int32)
+        sinks = [h.sink for h in self.heads]
+        self.sinks = None if sinks[0] is None else self.q.new_tensor(sinks)[:, None]
+        """s of every head, [H, 1]; None without."""
+
+    @property
+    def sum_keys(self) -> tuple[int, int]:
+        """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
+        width, value_width = self.q.shape[2], self.v.shape[2]
+        of_forward = self._tiling("forward", "probs", value_width).block_n
+        return of_forward, self._tiling("rows", "dscores", width).block_n
+
+    @cached_property
+    def forward(self) -> FusedRows:
+        """The forward; once."""
+        from attn_diag.reference.triton_attention import forward_kernel
+
+        (count, length, width), value_width = self.q.shape, self.v.shape[2]
+        out = self.q.new_empty(count, length, value_width)
+        rows = self.q.new_empty(5, count, length)
+        places = self._empty_integers(3, count, length)
+        tiling = self._tiling("forward", "probs", value_width, details=self._details)
+        self._launch(
+            forward_kernel, (-(-length // tiling.block_m), count, -(-value_width // tiling.block_x)), tiling,
+            self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask, out, rows, places,
+            length, self.k.shape[1], width, value_width, *self._reach,
+        )  # fmt: skip
+        row_max, row_sum, second, squares, bias = rows.unbind()
+        if self.sinks is not None:
+            row_sum = row_sum + (self.sinks - row_max).exp()
+        top_key, visible, rises = places.long().unbind()
+        return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """1/l, [H, Tq]; 0 in fully masked rows."""
+        return self.forward.row_sum.reciprocal().masked_fill_(self.forward.row_max == -torch.inf, 0.0)
+
+    @cached_property
+    def delta(self) -> Tensor | None:
+        """rowsum(dO o O), [H, Tq]; None without dO."""
+        return None if self.do is None else (self.do * self.forward.unnormalised_out).sum(2).mul_(self.inverse)
+
+    @cached_property
+    def _gradient(self) -> tuple[Tensor, Tensor]:
+        """dQ, [H, Tq, D], and the sums that the bound of delta needs, [2, H, Tq]."""
+        sums = self.q.new_empty(2, *self.q.shape[:2])
+        dq = self.rows("dscores", self.k, sums=sums)
+        return dq.mul_((self.inverse * self.head.scale)[..., None]), sums
+
+    @property
+    def gradient_sums(self) -> tuple[Tensor, Tensor]:
+        """As of ``RowBlock``, [H, Tq] each."""
+        assert self.delta is not None
+        total, norm = self._gradient[1][0], self._gradient[1][1].sqrt()
+        if self.sinks is None:
+            return total, norm
+        own = (self.sinks - self.forward.row_max).exp() * self.delta.neg()
+        own = own.masked_fill_(self.forward.row_sum == torch.inf, 0.0)
+        return total + own, torch.hypot(norm, own)
+
+    @cached_property
+    def sloped_squares(self) -> Tensor:
+        """Row sums of (P_bar o slope)^2, [H, Tq]."""
+        if self.head.softcap is None:
+            return self.forward.squares
+        ones, zero = torch.ones_like(self.k[..., :1]), torch.zeros_like(self.inverse)
+        return self.rows("dscores_squared", ones, zero, zero, torch.ones_like(zero))[..., 0]
+
+    def rows(
+        self,
+        weight: Weight,
+        x: Tensor,
+        *numbers: Tensor,
+        cast: Cast = "none",
+        alpha_first: bool = False,
+        sums: Tensor | None = None,
+    ) -> Tensor:
+        """W X, [H, Tq, Dx].
+
+        Args:
+            weight: W, as of ``triton_attention``.
+            x: [key heads, Tk, Dx] float64, in the order of ``k``.
+            numbers: a, b and c of W, [H, Tq] each, as far as W has them.
+            cast: The format of W's cast.
+            alpha_first: Whether alpha dS is cast instead of dS.
+            sums: [2, H, Tq], to be filled with row sums of P_bar o (dP - delta) and of its squares.
+        """
+        from attn_diag.reference.triton_attention import rows_kernel
+
+        (count, length, width), value_width = self.q.shape, self.v.shape[2]
+        out = self.q.new_empty(count, length, x.shape[2])
+        tiling = self._tiling("rows", weight, x.shape[2], sums is not None, cast, alpha_first)
+        self._launch(
+            rows_kernel, (-(-length // tiling.block_m), count, -(-x.shape[2] // tiling.block_x)), tiling,
+            self.q, self.k, self.v, self.q if self.do is None else self.do, x.contiguous(), self._positions,
+            self._owners, self._numbers, *self._mask, *self._row_numbers(numbers), out, out if sums is None else sums,
+            length, self.k.shape[1], width, value_width, x.shape[2], *self._reach,
+        )  # fmt: skip
+        return out
+
+    def keys(
+        self, weight: Weight, y: Tensor, *numbers: Tensor, cast: Cast = "none", alpha_first: bool = False
+    ) -> Tensor:
+        """W^T Y, [H, Tk, Dy], of ``y`` [H, Tq, Dy] float64; the rest as for ``rows``."""
+        from attn_diag.reference.triton_attention import keys_kernel
+
+        (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
+        out = self.q.new_empty(count, k_length, y.shape[2])
+        tiling = self._tiling("keys", weight, y.shape[2], False, cast, alpha_first)
+        self._launch(
+            keys_kernel, (-(-k_length // tiling.block_n), count, -(-y.shape[2] // tiling.block_x)), tiling,
+            self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
+            self._owners, self._numbers, *self._mask, *self._row_numbers(numbers), out,
+            length, k_length, width, value_width, y.shape[2], *self._reach,
+            self.head.masking.shift(length, k_length),
+        )  # fmt: skip
+        return out
+
+    def references(self, *, key_gradients: bool = True) -> list[HeadReference]:
+        """What ``reference_head`` keeps of every head; dK and dV with ``key_gradients``, where there is dO."""
+        found, dq, dk, dv = self.forward, None, None, None
+        if self.do is not None:
+            dq = self._gradient[0]
+            if key_gradients:
+                dk = self.keys("dscores", self.q * (self.inverse * self.head.scale)[..., None])
+                dv = self.keys("probs", self.do * self.inverse[..., None])
+
+        def of(tensor: Tensor | None, i: int) -> Tensor | None:
+            return None if tensor is None else tensor[i]
+
+        return [
+            HeadReference(
+                found.row_max[i], found.row_sum[i], found.unnormalised_out[i],
+                of(self.delta, i), of(dq, i), of(dk, i), of(dv, i), head.sink,
+            )
+            for i, head in enumerate(self.heads)
+        ]  # fmt: skip
+
+    def _row_numbers(self, numbers: Sequence[Tensor]) -> list[Tensor]:
+        """m (finite), delta, a, b and c; any tensor of the size in place of what W has not."""
+        m = self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
+        rest = [n.contiguous() for n in numbers]
+        return [m, m if self.delta is None else self.delta, *rest, *[m] * (3 - len(rest))]
+
+    @cached_property
+    def _reach(self) -> tuple[int, int]:
+        left, right = self.head.masking.reach
+        return left or 0, right or 0
+
+    @cached_property
+    def _mask(self) -> tuple[Tensor, int, int]:
+        """The mask and its strides; any tensor without one."""
+        mask = self.head.masking.mask
+        if mask is None:
+            return self.q, 0, 0
+        # What is expanded stays so: it would fill T x T.
+        repeats = [stride == 0 for stride in mask.stride()]
+        mask = mask[:1] if repeats[0] else mask
+        mask = mask[:, :1] if repeats[1] else mask
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, -torch.inf)
+        elif mask.dtype.itemsize < 4:
+            mask = mask.float()  # exact
+        return mask, 0 if repeats[0] else mask.stride(0), 0 if repeats[1] else mask.stride(1)
+
+    def _tiling(
+        self, kernel: str, weight: Weight, x_width: int, details: bool = False, cast: Cast = "none",
+        alpha_first: bool = False,
+    ) -> Tiling:  # fmt: skip
+        from attn_diag.reference.triton_tiles import tiling_of
+
+        masking = self.head.masking
+        left, right = masking.reach
+        chosen = tiling_of(kernel, self.q.shape[2], self.v.shape[2], x_width)
+        return replace(
+            chosen,
+            left=left is not None,
+            right=right is not None,
+            scattered=masking.positions is not None,
+            softcap=self.head.softcap is not None,
+            mask=masking.mask is not None,
+            alibi="none" if masking.alibi is None else masking.alibi.origin,
+            details=details,
+            weight=weight,
+            cast=cast,
+            alpha_first=alpha_first,
+        )
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.head.q.device)
+
+    def _empty_integers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.q.device)
+
+    def _launch(self, kernel: object, grid: tuple[int, int, int], tiling: Tiling, *arguments: object) -> None:
+        """No fused multiply-adds but those of products: sums are what the bounds take them for."""
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": False}
+        with torch.cuda.device(self.q.device) if self.q.is_cuda else torch.no_grad():
+            kernel[grid](*arguments, G=tiling, **options)  # type: ignore[index]
+
+
+def batches(heads: Sequence[AttentionHead]) -> list[list[int]]:
+    """Indices of the heads that ``FusedHeads`` takes together: one shape, scale, softcap and masking, sinks or none."""
+    found: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        masking = head.masking
+        mask = None if masking.mask is None else (masking.mask.data_ptr(), masking.mask.stride(), masking.mask.dtype)
+        positions = None if masking.positions is None else tuple(masking.positions.tolist())
+        key = (
+            head.q.shape, head.k.shape, head.v.shape, head.do is None, head.scale, head.softcap, head.sink is None,
+            masking.causal, masking.window, mask, positions, None if masking.alibi is None else masking.alibi.origin,
+        )  # fmt: skip
+        found.setdefault(key, []).append(i)
+    return list(found.values())

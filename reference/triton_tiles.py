@@ -1,0 +1,227 @@
+"""Tiles of float64 attention in Triton: what they are loaded as, their scores, and their weights in a product.
+
+Inputs are widened in memory, and masks have 32 bits at least: Triton (3.6, 3.7) cannot compile a float64 product whose
+operand is made of narrower numbers. Numbers come as tensors, since a Python float reaches a kernel as fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+# exp(-746) is 0 in float64.
+VANISHES = tl.constexpr(746.0)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+Weight = Literal["probs", "sloped", "dscores", "probs_squared", "dscores_squared", "probs_cast", "dscores_cast"]
+Cast = Literal["none", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a launch is compiled for."""
+
+    block_m: int
+    """Query rows of a tile."""
+    block_n: int
+    """Keys of a tile."""
+    block_d: int
+    """Features of q and k at a time."""
+    parts_d: int
+    """How many times that."""
+    block_v: int
+    """Features of v and dO at a time."""
+    parts_v: int
+    """How many times that."""
+    block_x: int
+    """Features of a product that one program sums."""
+    warps: int
+    """Warps of a program."""
+    stages: int
+    """Tiles that are loaded ahead."""
+    left: bool = False
+    """Whether keys too far before a row are hidden."""
+    right: bool = False
+    """Whether keys too far behind a row are hidden."""
+    scattered: bool = False
+    """Whether positions are other than t + shift."""
+    softcap: bool = False
+    """Whether there is one."""
+    mask: bool = False
+    """Whether a mask is added to the scores."""
+    alibi: Literal["none", "row", "first-key", "last-key"] = "none"
+    """From where a bias counts distances."""
+    details: bool = False
+    """Whether the forward also tells what the bounds and repeated maxima need."""
+    weight: Weight = "probs"
+    """W of a product."""
+    cast: Cast = "none"
+    """The format of a cast."""
+    alpha_first: bool = False
+    """Whether alpha dS is cast instead of dS."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether numbers are added to the scores."""
+        return self.mask or self.alibi != "none"
+
+    @property
+    def needs_dprobs(self) -> bool:
+        """Whether W is made of dP."""
+        return self.weight.startswith("dscores")
+
+
+@triton.jit
+def load_rows(ptr, at, count, width, part, BLOCK: tl.constexpr):
+    """Rows ``at`` of a contiguous [count, width]: part ``part`` of their features, [R, BLOCK], 0 where none is."""
+    features = part * BLOCK + tl.arange(0, BLOCK)
+    here = (at < count)[:, None] & (features < width)[None, :]
+    return tl.load(ptr + at.to(tl.int64)[:, None] * width + features[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def row_products(whole, left, left_at, left_count, right, right_at, right_count, width, BLOCK: tl.constexpr,
+              PARTS: tl.constexpr):  # fmt: skip
+    """Products of rows of ``left`` with rows of ``right``, [L, R]; ``whole`` is the tile of ``left`` if of one part."""
+    if PARTS == 1:
+        tile = load_rows(right, right_at, right_count, width, 0, BLOCK)
+        found = tl.dot(whole, tl.trans(tile), out_dtype=tl.float64)
+    else:
+        found = tl.zeros([left_at.shape[0], right_at.shape[0]], tl.float64)
+        for part in range(PARTS):
+            one = load_rows(left, left_at, left_count, width, part, BLOCK)
+            other = load_rows(right, right_at, right_count, width, part, BLOCK)
+            found = tl.dot(one, tl.trans(other), found, out_dtype=tl.float64)
+    return found
+
+
+@triton.jit
+def _tanh(x):
+    if INTERPRETED:
+        # (e^z - 1) z / z loses nothing near 0 (Higham, Accuracy and Stability, section 1.14.1).
+        z = -2.0 * tl.abs(x)
+        grown = tl.exp(z)
+        less = tl.where(grown == 1.0, z, (grown - 1.0) * z / tl.where(grown == 1.0, 1.0, tl.log(grown)))
+        size = -less / (2.0 + less)
+        found = tl.where(x < 0, -size, size)
+    else:
+        found = libdevice.tanh(x)
+    return found
+
+
+@triton.jit
+def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.constexpr):
+    """S from q.k, its slope, and the size of what was added to it.
+
+    ``t``, ``position`` and ``key`` broadcast to the tile, whichever way it lies.
+    """
+    mask_ptr, mask_t, mask_k = mask
+    q_length, k_length, left, right = view
+    s = products * tl.load(numbers)
+    slope, added = s, s
+    if G.adds:
+        added = tl.zeros_like(s)
+    if G.softcap:
+        cap = tl.load(numbers + 1)
+        s = _tanh(s / cap)
+        slope = 1.0 - s * s
+        s = s * cap
+    visible = (key < k_length) & (t < q_length)
+    distance = key - position
+    if G.right:
+        visible = visible & (distance <= right)
+    if G.left:
+        visible = visible & (distance >= -left)
+    if G.mask:
+        at = mask_ptr + t.to(tl.int64) * mask_t + key.to(tl.int64) * mask_k
+        bias = tl.load(at, mask=visible, other=0.0).to(tl.float64)
+        s += bias
+        added += tl.abs(bias)
+    if G.alibi != "none":
+        if G.alibi == "row":
+            distance = -tl.abs(distance)
+        elif G.alibi == "first-key":
+            distance = key
+        else:
+            distance = key - (k_length - 1)
+        bias = distance.to(tl.float64) * tl.load(numbers + 2 + h)
+        s += bias
+        added += tl.abs(bias)
+    return tl.where(visible, s, float("-inf")), slope, added
+
+
+@triton.jit
+def _cast(x, FORMAT: tl.constexpr):
+    """Rounded to fp32 and then to FORMAT, nearest-even; a float64."""
+    narrow = x.to(tl.float32)
+    if FORMAT == "bf16":
+        # By integers: the interpreter's own cast truncates.
+        bits = narrow.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        narrow = tl.where(narrow != narrow, narrow, rounded.to(tl.float32, bitcast=True))
+    elif FORMAT == "fp16":
+        narrow = narrow.to(tl.float16).to(tl.float32)
+    return narrow.to(tl.float64)
+
+
+@triton.jit
+def tile_weight(p, slope, centred, alpha, a, b, c, G: tl.constexpr):
+    """W of a tile; ``centred`` is dP - delta, and a, b, c broadcast to the tile."""
+    sloped = p
+    if G.softcap:
+        sloped = p * slope
+    if G.weight == "probs":
+        w = p
+    elif G.weight == "sloped":
+        w = sloped
+    elif G.weight == "probs_squared":
+        w = a * (p * p) + tl.where(p > 0, b, 0.0)
+    elif G.weight == "probs_cast":
+        w = _cast(a * p, tl.constexpr(G.cast))
+    else:
+        w = p * centred
+        if G.softcap:
+            w = w * slope
+        if G.weight == "dscores_squared":
+            w = a * (w * w) + tl.where(p > 0, b, 0.0) + c * (sloped * sloped)
+        if G.weight == "dscores_cast":
+            w = a * (w - b * sloped)
+            w = _cast(w * alpha, tl.constexpr(G.cast)) if G.alpha_first else _cast(w, tl.constexpr(G.cast)) * alpha
+    return w
+
+
+@triton.jit
+def visible_tiles(position, here, view, G: tl.constexpr):
+    """The tiles [begin, end) of keys that some of these rows may see."""
+    _, k_length, left, right = view
+    begin, stop = 0, k_length
+    if G.right:
+        last = tl.max(tl.where(here, position, -2147483647), 0)
+        stop = tl.minimum(k_length, tl.maximum(last + right + 1, 0))
+    if G.left:
+        first = tl.min(tl.where(here, position, 2147483647), 0)
+        begin = tl.minimum(tl.maximum(first - left, 0), stop) // G.block_n
+    return begin, tl.cdiv(stop, G.block_n)
+
+
+def tiling_of(kernel: str, width: int, value_width: int, x_width: int) -> Tiling:
+    """The tiles of a launch of ``kernel`` ("forward", "rows" or "keys").
+
+    Args:
+        kernel: Which.
+        width: Features of q and k.
+        value_width: Of v and dO.
+        x_width: Of the product.
+    """
+    block_d, block_v = (max(16, min(128, triton.next_power_of_2(n))) for n in (width, value_width))
+    block_x = max(16, min(128, triton.next_power_of_2(x_width)))
+    parts_d, parts_v = triton.cdiv(width, block_d), triton.cdiv(value_width, block_v)
+    # Measured on an H100: larger tiles spill registers, or leave no room in shared memory for the next one.
+    m, warps = (32, 4) if kernel != "forward" else (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
+    if max(parts_d, parts_v) > 1:
+        m, warps = 32, 8
+    return Tiling(m, 32, block_d, parts_d, block_v, parts_v, block_x, warps, stages=2)

@@ -1,0 +1,155 @@
+"""inspect by the fused kernels says what it says when it streams: small heads interpreted, real ones on a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import SHARED, stored
+
+from attn_diag.analyses.inspection import groups
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.head import streaming
+from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.read import read_head
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking
+from attn_diag.results.diagnosis import Diagnosis
+
+# What a counterfactual with other fp32 sums may change: factors and the intervals of its draw.
+DRAWN = ("factor", "well_rounded", "/quantities/", "reasons", "words")
+
+
+def capture(
+    *,
+    softcap: float | None = None,
+    scale: float = 0.25,
+    window: tuple[int, int] | None = None,
+    broken: bool = False,
+    size: float = 1.0,
+) -> Capture:
+    """Four query heads and two key heads, as a kernel of recipe fa2 returns them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
+    q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
+    q *= size
+    k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
+    masking = Masking("top-left", window)
+    recipe, found = preset("fa2", "bf16", 16), []
+    for h in range(4):
+        one, *kv, gradient = (t.double() for t in (q[0, h], k[0, h // 2], v[0, h // 2], do[0, h]))
+        head = AttentionHead(one, kv[0], kv[1], gradient, scale, masking, softcap)
+        found.append(emulate_head(recipe, head))
+    if broken:
+        k[0, 0, 3, 2] = torch.nan
+
+    def of(name: str, heads: int) -> torch.Tensor:
+        parts = torch.stack([getattr(one, name) for one in found])
+        # A key head's gradient is the sum of its query heads'.
+        return parts[None] if heads == 4 else parts.double().view(2, 2, *parts.shape[1:]).sum(1).bfloat16()[None]
+
+    tensors = {"q": q, "k": k, "v": v, "do": do, "o": of("o", 4), "lse": of("lse", 4).float(), "dq": of("dq", 4)}
+    tensors |= {"dk": of("dk", 2), "dv": of("dv", 2)}
+    return Capture.from_tensors(tensors, causal="top-left", softcap=softcap, scale=scale, window=window)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All heads of a capture go through the kernels together, however small they are."""
+    monkeypatch.setattr(streaming, "fuses", lambda *_: True)
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: 8)
+
+
+def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else None
+    if items is None:
+        yield path, found
+    else:
+        for key, value in items:
+            yield from leaves(value, f"{path}/{key}")
+
+
+def differences(one: Diagnosis, other: Diagnosis, tolerance: float, *, drawn: bool) -> list[tuple[str, Any, Any]]:
+    """Where two diagnoses differ, but for how far the reference may be off and, with ``drawn``, by a counterfactual."""
+    a, b = (dict(leaves(json.loads(d.to_json()))) for d in (one, other))
+    found = []
+    for path in sorted({*a, *b}):
+        x, y = a.get(path), b.get(path)
+        skipped = "reference_bound" in path or (drawn and any(word in path for word in DRAWN) and "answer" not in path)
+        close = isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-12)
+        if x != y and not close and not skipped:
+            found.append((path, x, y))
+    return found
+
+
+CAPTURES: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "softcap": {"softcap": 2.0, "scale": 0.3},
+    "window": {"window": (20, 0)},
+}
+
+
+@pytest.mark.usefixtures("deterministic", "fused")
+@pytest.mark.parametrize("name", CAPTURES)
+def test_figures_and_verdicts_are_those_of_the_stream(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The same counterfactual for both: its kernels have tests of their own.
+    monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
+    taken = capture(**CAPTURES[name])
+    by_kernels = inspect_captures([taken], device=device)
+    monkeypatch.setattr(streaming, "fuses", lambda *_: False)
+    streamed = inspect_captures([taken], device=device)
+    assert not differences(streamed, by_kernels, 1e-6, drawn=False)
+    # Nothing else would show that the comparison can fail.
+    assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, 1e-6, drawn=True)
+
+
+@pytest.mark.usefixtures("fused")
+def test_well_rounded_kernels_run_together_and_leave_what_the_emulation_leaves(device: str) -> None:
+    taken = capture()
+    found = inspect_captures([taken], device=device)
+    (observation,) = found.captures[0].observations
+    factors = [q.factor for head in observation.heads for q in head.quantities if q.factor is not None]
+    assert factors
+    # It is fa2's own output; sums of another order change it here and there.
+    assert all(0.9 < factor < 1.1 for factor in factors)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("size", [1.0, 2.0**-6])
+def test_rows_that_attend_to_their_keys_nearly_alike_are_known(size: float, device: str) -> None:
+    inputs = read_head(capture(size=size), 0, 0, torch.device(device))
+    passed = streaming.StreamedHead(inputs, [streaming.ObservedHead("seen", {}, {})], None)
+    streaming.stream_heads([passed])
+    assert passed.nearly_uniform(passed.truth.usable) == (size < 1)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("broken", [False, True])
+def test_heads_with_nan_in_a_key_are_streamed(broken: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = capture(broken=broken)
+    made: list[int] = []
+
+    def fuse(passes: list[streaming.StreamedHead]) -> None:
+        made.append(len(passes))
+        for one in passes:
+            one.stream()
+
+    monkeypatch.setattr(streaming, "_fuse", fuse)
+    inspect_captures([taken], device=device)
+    # Two of the four query heads see that key.
+    assert made == [2 if broken else 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("name", SHARED)
+def test_verdicts_of_real_captures_are_those_of_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_kernels = inspect_captures([stored(name)], device="cuda")
+    monkeypatch.undo()
+    streamed = inspect_captures([stored(name)], device="cpu")
+    assert not [d for d in differences(streamed, by_kernels, 1e-6, drawn=True) if "device" not in d[0]]

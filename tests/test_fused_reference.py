@@ -1,0 +1,296 @@
+"""The fused float64 kernels, interpreted or on a GPU, against the streamed reference, dense products and the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+import torch
+from bench_certificate import FAMILIES, checked_rows, moved
+from builders import some
+from test_reference import CASES, TOLERANCE, Case, additive, make_head
+from torch import Tensor
+
+from attn_diag.reference import (
+    Alibi,
+    AttentionHead,
+    BoundCollector,
+    Dropout,
+    HeadBounds,
+    HeadReference,
+    Masking,
+    reference_head,
+    reference_rows,
+    round_nearest_even,
+    row_blocks,
+)
+from attn_diag.reference.certify import check_rows
+from attn_diag.reference.fused import SWITCH, FusedHeads, batches, fuses
+from attn_diag.reference.rounding import format_of
+from attn_diag.reference.triton_tiles import Weight
+
+OUTPUTS = ("row_max", "row_sum", "unnormalised_out", "out", "lse", "delta", "dq", "dk", "dv", "dsink")
+
+
+def wide() -> AttentionHead:
+    """More features than one product takes at once, another number of V's."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, do = (torch.randn(24, d, generator=generator).double() for d in (200, 200, 130, 130))
+    return AttentionHead(q, k, v, do, 0.07, Masking("top-left"))
+
+
+def alibi(origin: Any, causal: Any = "top-left") -> AttentionHead:
+    return replace(make_head(Case(63, 63, 16, Masking())), masking=Masking(causal, alibi=Alibi(0.25, origin)))
+
+
+# What is larger only takes longer.
+SHOWN = {name: case for name, case in CASES.items() if name not in ("square-333", "longer-queries")}
+HEADS: dict[str, Callable[[], AttentionHead]] = {name: partial(make_head, case) for name, case in SHOWN.items()}
+HEADS |= {
+    "sink": lambda: replace(make_head(CASES["square-63"]), sink=0.7),
+    "sink-without-keys": lambda: replace(make_head(Case(63, 40, 16, Masking("bottom-right"))), sink=-1.5),
+    "alibi": lambda: alibi("row"),
+    "alibi-first-key": lambda: alibi("first-key"),
+    "alibi-last-key": lambda: alibi("last-key", "none"),
+    "bf16-mask": lambda: make_head(Case(63, 77, 32, Masking(mask=additive(63, 77).bfloat16()))),
+    "expanded-rows": lambda: make_head(Case(40, 77, 16, Masking(mask=additive(40, 77)[3].expand(40, 77)))),
+    "expanded-keys": lambda: make_head(Case(40, 50, 16, Masking(mask=(additive(40, 50)[:, 1:2] > 0).expand(40, 50)))),
+    "wide": wide,
+    "one-row": lambda: make_head(Case(1, 77, 16, Masking("bottom-right"))),
+}
+
+
+def on(device: str, head: AttentionHead) -> AttentionHead:
+    masking, placed = head.masking, moved(head, device)
+    return replace(placed, sink=head.sink, masking=replace(masking, mask=placed.masking.mask))
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Normwise; infinite values must be the same ones."""
+    one, other = one.cpu(), other.cpu()
+    assert torch.equal(one.isfinite(), other.isfinite())
+    assert not one.isnan().any()
+    one, other = (t.masked_fill(~t.isfinite(), 0.0) for t in (one, other))
+    return float((one - other).norm() / max(float(other.norm()), 1e-300))
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.usefixtures("poisoned")
+def test_fused_heads_are_the_streamed_ones(name: str, device: str) -> None:
+    head = HEADS[name]()
+    (found,) = FusedHeads([on(device, head)]).references()
+    true = reference_head(head)
+    for output in OUTPUTS:
+        if (expected := getattr(true, output)) is not None:
+            assert apart(getattr(found, output), expected) < TOLERANCE, output
+
+
+def test_heads_of_one_launch_are_those_of_launches_of_their_own(device: str) -> None:
+    """Two query heads of one key head, one with other values, and one with other keys; bit for bit."""
+    first, other = (on(device, make_head(Case(40, 50, 16, Masking("bottom-right")), seed)) for seed in (0, 1))
+    second = replace(first, q=first.q.flip(0), do=some(first.do).flip(1))
+    heads = [first, second, replace(first, v=first.v + 1), other]
+    together = FusedHeads(heads)
+    assert len(together.k) == 3
+    for found, head in zip(together.references(), heads, strict=True):
+        (alone,) = FusedHeads([head]).references()
+        for output in OUTPUTS[:-1]:
+            assert torch.equal(getattr(found, output), getattr(alone, output)), output
+
+
+def test_what_the_rows_tell_beside_their_outputs(device: str) -> None:
+    """Equal maxima in two tiles, a maximum that rises, rows that see one key or end in the middle."""
+    head = make_head(Case(4, 96, 16, Masking("top-left", positions=torch.tensor([95, 0, 95, 69]))))
+    head.k[:, 0], head.q[:, 1:], head.q[:, 0] = 0.0, 0.0, 1.0
+    head.k[[10, 40, 70, 71, 80], 0] = torch.tensor([1.0, 3.0, 5.0, 5.0, 4.0], dtype=torch.float64)
+    head.q[2] = -head.q[2]
+    rows = FusedHeads([on(device, head)]).forward
+    assert rows.top_key[0].tolist() == [70, 0, 0, 40]
+    assert rows.visible[0].tolist() == [96, 1, 96, 70]
+    assert rows.second_max[0].tolist() == [5 * head.scale, -math.inf, 0.0, head.scale]
+    assert rows.rises[0].tolist() == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["square-63", "sink", "softcap", "window"])
+def test_sums_that_the_bounds_need_are_those_of_the_blocks(name: str, device: str) -> None:
+    head = HEADS[name]()
+    fused = FusedHeads([on(device, head)])
+    block = next(row_blocks(head, gradient_sums=True, block_rows=len(head.q)))
+    squares, size = block.unnormalised_probs.square(), some(block.gradient_sums)
+    sloped = squares if block.slope is None else squares * block.slope.square()
+    expected = [squares.sum(1), sloped.sum(1), size[1]]
+    found = [fused.forward.squares, fused.sloped_squares, fused.gradient_sums[1]]
+    for one, other in zip(found, expected, strict=True):
+        assert apart(one[0], other) < TOLERANCE
+    # What cancels: relative to what was added.
+    assert float((fused.gradient_sums[0][0].cpu() - size[0]).abs().max()) < TOLERANCE * float(size[1].max()) * 100
+
+
+# Products.
+
+
+def dense(head: AttentionHead, weight: Weight, a: Tensor, b: Tensor, c: Tensor, *, alpha_first: bool) -> Tensor:
+    """W, [Tq, Tk], by torch."""
+    block = reference_rows(head, torch.arange(len(head.q)))
+    p = block.unnormalised_probs
+    sloped = p if block.slope is None else p * block.slope
+    dscores, seen = some(block.unnormalised_dscores), (p > 0).double()
+    fmt = format_of(torch.bfloat16)
+    a, b, c = a[:, None], b[:, None], c[:, None]
+
+    def cast(values: Tensor) -> Tensor:
+        return round_nearest_even(values.float().double(), fmt)
+
+    moved_by = a * (dscores - b * sloped)
+    rounded = cast(moved_by * head.scale) if alpha_first else cast(moved_by) * head.scale
+    found = {
+        "probs": p, "sloped": sloped, "dscores": dscores, "probs_squared": a * p.square() + b * seen,
+        "dscores_squared": a * dscores.square() + b * seen + c * sloped.square(), "probs_cast": cast(a * p),
+        "dscores_cast": rounded,
+    }[weight]  # fmt: skip
+    full = p.new_zeros(len(head.q), len(head.k))
+    full[:, block.keys] = found
+    return full
+
+
+@pytest.mark.parametrize("alpha_first", [False, True])
+@pytest.mark.parametrize("weight", get_args(Weight))
+@pytest.mark.parametrize("name", ["softcap-window", "bool"])
+def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_first: bool, device: str) -> None:
+    if alpha_first and weight != "dscores_cast":
+        pytest.skip("alpha is cast with dS alone")
+    head = HEADS[name]()
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.rand(3, len(head.q), generator=generator, dtype=torch.float64)
+    x = torch.randn(len(head.k), 24, generator=generator, dtype=torch.float64)
+    y = torch.randn(len(head.q), 40, generator=generator, dtype=torch.float64)
+    fused = FusedHeads([on(device, head)])
+    a, b, c = (n[None].to(device) for n in numbers)
+    options: Any = {"cast": "bf16", "alpha_first": alpha_first} if "cast" in weight else {}
+    w = dense(head, weight, *numbers, alpha_first=alpha_first)
+    # Another last bit of exp takes a cast over a midpoint: one in millions of elements, and as much as a unit of it.
+    tolerance = 1e-4 if "cast" in weight and device != "cpu" else TOLERANCE
+    assert apart(fused.rows(weight, x[None].to(device), a, b, c, **options)[0], w @ x) < tolerance
+    assert apart(fused.keys(weight, y[None].to(device), a, b, c, **options)[0], w.T @ y) < tolerance
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
+def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> None:
+    head = on(device, make_head(Case(2, 2, 16, Masking("top-left"))))
+    ones, a = torch.ones(1, 2, 16, dtype=torch.float64, device=device), head.q.new_full((1, 2), value)
+    assert FusedHeads([head]).rows("probs_cast", ones, a, cast="bf16")[0, 0].tolist() == [rounded] * 16
+
+
+# The certificate.
+
+
+def certified(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
+    fused, collector = FusedHeads([head]), BoundCollector(head)
+    (reference,) = fused.references(key_gradients=False)
+    collector.take(fused, 0)
+    return reference, collector.bounds(reference)
+
+
+def held(name: str, count: int, device: str, compute: Callable[[AttentionHead], Any] = certified) -> bool:
+    rows = [row for _, row, _ in checked_rows(name, count, compute, device)]
+    return all(row.held and all(math.isfinite(x.bound) for x in row.outputs.values()) for row in rows)
+
+
+SMALL = [name for name in FAMILIES if "1024" not in name and "4096" not in name]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_certificate_of_the_kernels_is_never_violated(name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("compiled kernels are tested below")
+    assert held(name, 12, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_certificate_of_the_kernels_is_never_violated_on_a_gpu(name: str) -> None:
+    assert held(name, 40, "cuda")
+
+
+def rising(tiles: int = 8) -> AttentionHead:
+    """Every tile of keys raises the maximum of every row, by scores that round."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, do = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (8, 32 * tiles, 32 * tiles, 8))
+    q[:, 0], k[:, 0] = 1.0, torch.linspace(0, 9, 32 * tiles).double() * 4
+    return AttentionHead(q, k, v, do, 1 / 3, Masking())
+
+
+def test_factors_by_which_a_rising_maximum_rescales_are_counted(device: str) -> None:
+    head = on(device, rising())
+    assert FusedHeads([head]).forward.rises.float().mean() >= 5
+    _, bounds = certified(head)
+    fused, collector = FusedHeads([head]), BoundCollector(head)
+    object.__setattr__(fused.forward, "rises", torch.zeros_like(fused.forward.rises))
+    (reference,) = fused.references(key_gradients=False)
+    collector.take(fused, 0)
+    without = collector.bounds(reference)
+    assert bool((bounds.lse > without.lse + 5 * 5 * 2.0**-53).all())
+
+
+def test_tiles_that_a_row_sum_loses_are_counted(device: str) -> None:
+    """One key has P_bar = 1; every later tile adds less than half a unit in the last place, and is lost."""
+    tiles = 40
+    q, k = (torch.zeros(n, 16, dtype=torch.float64) for n in (1, 32 * tiles))
+    q[0, 0], k[32:, 0] = 1.0, -40.25
+    seen = torch.ones(1, 32 * tiles, dtype=torch.bool)
+    seen[0, 1:32] = False
+    head = AttentionHead(q, k, k.clone(), torch.ones(1, 16, dtype=torch.float64), 1.0, Masking(mask=seen))
+    reference, bounds = certified(on(device, head))
+    assert float(reference.row_sum) == 1.0
+    (row,) = check_rows(head, reference, bounds, [0])
+    assert row.held
+    assert row.outputs["lse"].error > 30 * 2.0**-53
+
+
+@pytest.mark.parametrize("output", ["unnormalised_out", "row_sum", "dq", "delta"])
+def test_a_kernel_that_is_off_by_a_little_is_found(output: str, device: str) -> None:
+    def off(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
+        reference, bounds = certified(head)
+        return replace(reference, **{output: getattr(reference, output) * (1 + 2.0**-36)}), bounds
+
+    assert not held("bf16, T = 64", 10, device, off)
+
+
+# Which heads.
+
+
+def test_heads_on_a_cpu_are_streamed() -> None:
+    assert not fuses([make_head(CASES["square-63"])] * 2000)
+
+
+@pytest.mark.gpu
+def test_heads_on_a_gpu_are_fused_from_a_number_of_scores_on_and_never_with_dropout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    head = on("cuda", make_head(CASES["square-333"]))
+    assert [fuses([head] * n) for n in (1, 37, 38)] == [False, False, True]
+    kept = torch.ones(333, 333, dtype=torch.bool, device="cuda")
+    assert not fuses([replace(head, dropout=Dropout(kept, 0.1))] * 40)
+    monkeypatch.delenv(SWITCH)
+    assert not fuses([head] * 38)
+
+
+def test_heads_that_differ_in_what_a_launch_shares_are_not_batched() -> None:
+    head = make_head(CASES["square-63"])
+    others = [
+        head, replace(head, q=head.q + 1), replace(head, scale=0.5), replace(head, softcap=3.0),
+        replace(head, sink=1.0),
+        replace(head, masking=Masking("bottom-right")), replace(head, masking=Masking("top-left", alibi=Alibi(0.5))),
+        replace(head, masking=Masking("top-left", mask=torch.ones(63, 63, dtype=torch.bool))),
+        make_head(CASES["unmasked"]),
+    ]  # fmt: skip
+    assert batches(others) == [[0, 1], *([i] for i in range(2, len(others)))]
+    slopes = [replace(head, masking=Masking("top-left", alibi=Alibi(slope))) for slope in (0.5, 0.25)]
+    assert batches(slopes) == [[0, 1]]
+    assert all(a != b for a, b in pairwise([s.masking.alibi for s in slopes]))
