@@ -286,10 +286,12 @@ def bthd(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: str, left: int, 
 
 def _flash_2(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_attn_probs: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    del dropout_p
+    del dropout_p, deterministic
     assert return_attn_probs
+    assert alibi_slopes is None
     right = "bottom-right" if causal else "none"
     return *bthd(q, k, v, softmax_scale or 0.0, right, *window_size, softcap), None
 
