@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.beside import beside_well_rounded
+from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
+from attn_diag.head.block_sums import adds_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.declared import DeclaredKernel, beside_declared, mean_sums
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
-from attn_diag.head.quality import ELEMENT_LIMIT, QuantitySample, RowEffect, shared_deltas
+from attn_diag.head.quality import ELEMENT_LIMIT, LOSSY, QuantitySample, RowEffect, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
@@ -223,7 +225,7 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
             parts.observed, parts.reference, total, declared, variance=variance, fmt=fmt, rows=rows, fed=fed,
             from_lse=fed if name == "dv" and lse_known else None,
         )  # fmt: skip
-    return beside_well_rounded(
+    found = beside_well_rounded(
         name, parts.observed, parts.reference, total, others,
         variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
         fmt=fmt,
@@ -231,6 +233,11 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
         fed=fed,
         carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
     )  # fmt: skip
+    ratio, collectors = found.ratio(), [t.backward for t in terms if t.backward is not None]
+    if fed is not None and found.site is None and ratio is not None and ratio.high > LOSSY:
+        in_blocks = adds_in_blocks(parts.observed, fed, collectors, total, fmt)
+        return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
+    return found
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:

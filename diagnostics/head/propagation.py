@@ -83,7 +83,7 @@ class BackwardCollector:
 
     def __init__(self, head: AttentionHead, errors: ForwardErrors, *, want_casts: bool, want_keys: bool) -> None:
         assert head.do is not None
-        self._head, self._errors = head, errors
+        self.head, self.errors = head, errors
         self._want_casts = want_casts
         # Whether alpha dS is cast, which the first block tells.
         self._alpha_first = None if errors.dq is not None and math.frexp(head.scale)[0] != 0.5 else False
@@ -98,47 +98,47 @@ class BackwardCollector:
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, backward included."""
         assert block.unnormalised_dscores is not None
-        assert self._head.do is not None
+        assert self.head.do is not None
         rows, keys = block.rows, block.keys
-        scaled_q = self._head.q[rows] * self._head.scale
-        delta_error = self._errors.delta_error[rows]
+        scaled_q = self.head.q[rows] * self.head.scale
+        delta_error = self.errors.delta_error[rows]
         if self.dk_delta is not None:
             weight = (delta_error * block.inverse_row_sum)[:, None]
             self.dk_delta[keys] -= sloped(block, block.unnormalised_probs).T @ (scaled_q * weight)
-        if self.dk_lse is not None and self.dv_lse is not None and self._errors.lse_error is not None:
-            factor = torch.expm1(-self._errors.lse_error[rows])[:, None]
+        if self.dk_lse is not None and self.dv_lse is not None and self.errors.lse_error is not None:
+            factor = torch.expm1(-self.errors.lse_error[rows])[:, None]
             probs = block.probs
             moved = block.unnormalised_dscores * block.inverse_row_sum[:, None] - sloped(
                 block, probs * delta_error[:, None]
             )
             self.dk_lse[keys] += moved.T @ (scaled_q * factor)
-            self.dv_lse[keys] += probs.T @ (self._head.do[rows] * factor)
+            self.dv_lse[keys] += probs.T @ (self.head.do[rows] * factor)
         if not self._want_casts:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
         probs = sloped(block, block.unnormalised_probs)
         dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
         factor = block.inverse_row_sum
-        if self._errors.lse_error is not None:
-            factor = factor * torch.exp(-self._errors.lse_error[rows])
+        if self.errors.lse_error is not None:
+            factor = factor * torch.exp(-self.errors.lse_error[rows])
         dscores = self._cast_dscores_(dscores.mul_(factor[:, None]), rows, keys)
         if self.dq_cast is not None:
-            self.dq_cast[rows] = dscores @ self._head.k[keys]
+            self.dq_cast[rows] = dscores @ self.head.k[keys]
         if self.dk_cast is not None and self.dv_cast is not None:
-            self.dk_cast[keys] += dscores.T @ self._head.q[rows]
-            probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self._errors.cast)
-            self.dv_cast[keys] += probs.T @ self._head.do[rows]
+            self.dk_cast[keys] += dscores.T @ self.head.q[rows]
+            probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self.errors.cast)
+            self.dv_cast[keys] += probs.T @ self.head.do[rows]
 
     def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
         """alpha times dS [R, K] as it was cast; in place."""
 
         def cast_(values: Tensor, *, alpha_first: bool) -> Tensor:
-            alpha, fmt = self._head.scale, self._errors.cast
+            alpha, fmt = self.head.scale, self.errors.cast
             return _kernel_cast_(values.mul_(alpha), fmt) if alpha_first else _kernel_cast_(values, fmt).mul_(alpha)
 
-        if self._alpha_first is None and self._errors.dq is not None:
+        if self._alpha_first is None and self.errors.dq is not None:
             off = [
-                (cast_(dscores.clone(), alpha_first=first) @ self._head.k[keys] - self._errors.dq[rows]).norm()
+                (cast_(dscores.clone(), alpha_first=first) @ self.head.k[keys] - self.errors.dq[rows]).norm()
                 for first in (False, True)
             ]
             self._alpha_first = bool(off[1] < off[0]) if off[0] != off[1] else None  # no gradient in these rows

@@ -98,7 +98,8 @@ class SharedFinding:
     of: int
     """Heads of the same observation and kernel that were looked at."""
     site: str | None
-    """What the kernel's recipe, recognised by its bits, rounds more coarsely than published kernels; null: unknown."""
+    """What the kernel's recipe, recognised by its bits, rounds more coarsely than published kernels, or what its dK and
+    dV show of that; null: unknown."""
     quantities: tuple[Quantity, ...]
     """The captured quantities that have it, in the order of the computation."""
     right: tuple[Quantity, ...]

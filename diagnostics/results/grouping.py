@@ -123,7 +123,10 @@ def _cause(label: Kind, group: Sequence[Entry]) -> object:
 
 def _site(group: Sequence[Entry]) -> str | None:
     named = Counter(observation.coarse for _, observation, _ in group if observation.coarse is not None)
-    return named.most_common(1)[0][0] if named else None
+    if named:
+        return named.most_common(1)[0][0]
+    lossy = {q.site for _, _, head in group for q in _answered(head, "lossy")}
+    return "the sums of dK and dV in the inputs' format" if lossy == {"gradient_accumulator"} else None
 
 
 def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:

@@ -1,0 +1,77 @@
+"""Gradients that are added up in the inputs' format, as torch's SDPA does it on a CPU, are named; others are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_diag
+from attn_diag.results.quality import QuantityVerdict
+
+LENGTH, DIM = 256, 32
+
+
+def inputs(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, LENGTH, DIM, generator=generator).bfloat16() for _ in range(4)]
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, block: int | None, *, truncated: bool = False
+) -> dict[str, Any]:
+    """A fused kernel's outputs; dK and dV rounded after every ``block`` of query rows (None: once)."""
+    wide = [x.double() for x in (q, k, v, do)]
+    scores = (wide[0] @ wide[1].mT * DIM**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    lse, probs = scores.logsumexp(-1), scores.softmax(-1)
+    o = (probs @ wide[2]).bfloat16()
+    delta = (wide[3] * o).sum(-1, keepdim=True)
+    dscores = (probs * (wide[3] @ wide[2].mT - delta)).bfloat16().double()
+    probs = (
+        (probs.float().view(torch.int32) & -65536).view(torch.float32).double()
+        if truncated
+        else probs.bfloat16().double()
+    )
+    found = {"o": o, "lse": lse.float(), "dq": (dscores @ wide[1] * DIM**-0.5).bfloat16()}
+    dk, dv = torch.zeros_like(wide[1]), torch.zeros_like(wide[2])
+    for rows in torch.arange(LENGTH).split(block or LENGTH):
+        dk = (dk + dscores[:, :, rows].mT @ wide[0][:, :, rows] * DIM**-0.5).bfloat16().double()
+        dv = (dv + probs[:, :, rows].mT @ wide[3][:, :, rows]).bfloat16().double()
+    return found | {"dk": dk.bfloat16(), "dv": dv.bfloat16()}
+
+
+def judged(tensors: list[Tensor], outputs: dict[str, Any]) -> tuple[Any, list[QuantityVerdict]]:
+    q, k, v, do = tensors
+    found = attn_diag.inspect(q, k, v, do=do, causal=True, device="cpu", **outputs)
+    heads = [h for h in found.captures[0].observations[0].heads if h.head is not None]
+    return found, [x for h in heads for x in h.quantities if x.quantity in ("dk", "dv")]
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_sums_in_the_inputs_format_are_named(block: int) -> None:
+    tensors = inputs(block)
+    found, quantities = judged(tensors, by_hand(*tensors, block))
+    assert {x.answer for x in quantities} <= {"lossy", "undecided"}
+    assert {x.site for x in quantities} == {"gradient_accumulator"}
+    assert "the sums of dK and dV in the inputs' format" in found.report().replace("\n", " ")
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_other_kernels_are_not_said_to_do_that(truncated: bool) -> None:
+    tensors = inputs(3)
+    found, quantities = judged(tensors, by_hand(*tensors, None, truncated=truncated))
+    assert all(x.site is None for x in quantities)
+    assert ("lossy" in {x.answer for x in quantities}) == truncated
+    assert "the sums of dK and dV" not in found.report().replace("\n", " ")
+
+
+def test_torchs_own_is_lossy_for_no_other_reason() -> None:
+    tensors = inputs(5)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    o = scaled_dot_product_attention(q, k, v, is_causal=True)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), tensors[3])
+    _, quantities = judged([x.detach() for x in tensors], {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv})
+    assert all(x.site == "gradient_accumulator" for x in quantities if x.answer == "lossy"), quantities
