@@ -20,11 +20,9 @@ def inputs(seed: int) -> list[Tensor]:
     return [torch.randn(1, 2, LENGTH, DIM, generator=generator).bfloat16() for _ in range(4)]
 
 
-def by_hand(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, block: int | None, *, truncated: bool = False
-) -> dict[str, Any]:
+def by_hand(tensors: list[Tensor], block: int | None, *, truncated: bool = False) -> dict[str, Any]:
     """A fused kernel's outputs; dK and dV rounded after every ``block`` of query rows (None: once)."""
-    wide = [x.double() for x in (q, k, v, do)]
+    wide = [x.double() for x in tensors]
     scores = (wide[0] @ wide[1].mT * DIM**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
     lse, probs = scores.logsumexp(-1), scores.softmax(-1)
     o = (probs @ wide[2]).bfloat16()
@@ -37,7 +35,8 @@ def by_hand(
     )
     found = {"o": o, "lse": lse.float(), "dq": (dscores @ wide[1] * DIM**-0.5).bfloat16()}
     dk, dv = torch.zeros_like(wide[1]), torch.zeros_like(wide[2])
-    for rows in torch.arange(LENGTH).split(block or LENGTH):
+    for start in range(0, LENGTH, block or LENGTH):
+        rows = slice(start, start + (block or LENGTH))
         dk = (dk + dscores[:, :, rows].mT @ wide[0][:, :, rows] * DIM**-0.5).bfloat16().double()
         dv = (dv + probs[:, :, rows].mT @ wide[3][:, :, rows]).bfloat16().double()
     return found | {"dk": dk.bfloat16(), "dv": dv.bfloat16()}
@@ -53,7 +52,7 @@ def judged(tensors: list[Tensor], outputs: dict[str, Any]) -> tuple[Any, list[Qu
 @pytest.mark.parametrize("block", [32, 64])
 def test_sums_in_the_inputs_format_are_named(block: int) -> None:
     tensors = inputs(block)
-    found, quantities = judged(tensors, by_hand(*tensors, block))
+    found, quantities = judged(tensors, by_hand(tensors, block))
     assert {x.answer for x in quantities} <= {"lossy", "undecided"}
     assert {x.site for x in quantities} == {"gradient_accumulator"}
     assert "the sums of dK and dV in the inputs' format" in found.report().replace("\n", " ")
@@ -62,7 +61,7 @@ def test_sums_in_the_inputs_format_are_named(block: int) -> None:
 @pytest.mark.parametrize("truncated", [False, True])
 def test_other_kernels_are_not_said_to_do_that(truncated: bool) -> None:
     tensors = inputs(3)
-    found, quantities = judged(tensors, by_hand(*tensors, None, truncated=truncated))
+    found, quantities = judged(tensors, by_hand(tensors, None, truncated=truncated))
     assert all(x.site is None for x in quantities)
     assert ("lossy" in {x.answer for x in quantities}) == truncated
     assert "the sums of dK and dV" not in found.report().replace("\n", " ")

@@ -86,7 +86,8 @@ def summed_in_blocks(
     dscores = cast(probs * (head.do @ head.v.T - delta[:, None]) * slope)
     probs = cast(probs)
     dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
-    for rows in torch.arange(len(head.q), device=head.q.device).split(block):
+    for start in range(0, len(head.q), block):
+        rows = slice(start, start + block)
         dk = cast(dk + (dscores[rows].T @ head.q[rows]) * head.scale)
         dv = cast(dv + probs[rows].T @ head.do[rows])
     return {"dk": dk, "dv": dv}

@@ -154,12 +154,12 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
     """
     assert fused.do is not None
     first, inverse = collectors[0], fused.inverse
-    errors = [c._errors for c in collectors]
+    errors = [c.errors for c in collectors]
     delta_error = torch.stack([e.delta_error for e in errors])
     lse_error = None
-    if first._errors.lse_error is not None:
+    if first.errors.lse_error is not None:
         lse_error = torch.stack([e.lse_error for e in errors if e.lse_error is not None])
-    scaled_q = fused.q * first._head.scale
+    scaled_q = fused.q * first.head.scale
     found: dict[str, Tensor] = {}
     if first.dk_delta is not None:
         found["dk_delta"] = -fused.keys("sloped", scaled_q * (delta_error * inverse)[..., None])
@@ -169,7 +169,7 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
         found["dk_lse"] -= fused.keys("sloped", scaled_q * (moved * delta_error[..., None]))
         found["dv_lse"] = fused.keys("probs", fused.do * moved)
     factor = inverse if lse_error is None else inverse * torch.exp(-lse_error)
-    cast: Cast = "fp16" if first._errors.cast.name == "fp16" else "bf16"
+    cast: Cast = "fp16" if first.errors.cast.name == "fp16" else "bf16"
 
     def take(name: str, made: Callable[[bool], Tensor], chosen: Sequence[bool]) -> None:
         by_order = {alpha_first: made(alpha_first) for alpha_first in set(chosen)}
