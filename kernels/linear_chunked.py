@@ -134,6 +134,10 @@ class _Kernel:
     def stored(self, x: Tensor, fmt: LinearFormat | None = None) -> Tensor:
         return _kept(x, fmt or self.stored_format)
 
+    def scaled(self, x: Tensor) -> Tensor:
+        """An operand times its decays, which kernels of free a and b hand on between products, and so its gradient."""
+        return x if self.x.a is None else self.stored(x)
+
     def decay(self, log: Tensor) -> Tensor:
         """e^log."""
         return self.stored(self.stored(log, self.recipe.log_decay).exp(), self.recipe.decay)
@@ -199,7 +203,7 @@ class _Kernel:
         lower, other = (self.stored(self.scores(a, x, before, log, -1), self.recipe.solved) for x in (b, k))
         inverse = _inverse(-lower, self.recipe.operands)
         u = self.stored(self.product(inverse @ other, v))
-        w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), self.stored(a * self.decay(before))))
+        w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), self.scaled(a * self.decay(before))))
         return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.inter(w[:, c], state)
 
     def carried(
@@ -221,9 +225,10 @@ class _Kernel:
                 self.decay(through),
                 self.decay((last - through).clamp(max=0.0) if self.fault else last - through),
             )
-            out = (
-                self.inter(self.stored(q[:, c] * here), state) if self.by_channel else self.inter(q[:, c], state) * here
-            )
+            if self.by_channel:
+                out = self.inter(self.scaled(q[:, c] * here), state)
+            else:
+                out = self.inter(q[:, c], state) * here
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
             after = self.decay(last).mT * state
@@ -233,7 +238,7 @@ class _Kernel:
                 if self.fault == "boundary_write":
                     values = torch.cat([values[:, :-1], torch.zeros_like(values[:, :1])], 1)
                 if self.by_channel:
-                    after = after + self.inter(self.stored(keys[:, c] * rest).mT, values)
+                    after = after + self.inter(self.scaled(keys[:, c] * rest).mT, values)
                 else:
                     after = after + self.inter(keys[:, c].mT, values * rest)
             outs.append(out * scale)

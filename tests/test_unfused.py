@@ -142,3 +142,14 @@ def test_a_subnormal_p_that_counts_as_zero_is_no_wrong_mathematics() -> None:
     found = judged(case_of("large-logits", torch.bfloat16, slice(0, 16)), flushing)
     assert found["dv"].answer == "good"
     assert "wrong" not in {quantity.answer for quantity in found.values()}
+
+
+def test_what_is_lost_at_a_tiny_scale_is_not_forgiven() -> None:
+    """With dO about 1e-36 all of dV is below what flushing may lose where operands are about 1."""
+    case = case_of("normal", torch.bfloat16, slice(0, 4))
+    assert case.do is not None
+    tiny, o = case.do * 2.0**-119, flex(case.q, case.k, case.v)
+    found = attn_diag.inspect(case.q, case.k, case.v, o=o, do=tiny, dv=torch.zeros_like(case.v), causal=True)
+    head = next(h for h in found.captures[0].observations[0].heads if h.head == 0)
+    (dv,) = (quantity for quantity in head.quantities if quantity.quantity == "dv")
+    assert dv.answer == "wrong", dv.words

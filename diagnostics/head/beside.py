@@ -28,13 +28,13 @@ from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
 # A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
-_EXPLAINED = 0.25
+EXPLAINED = 0.25
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
 _EIGHT_BITS = 3
 # Heads with more scores are not run again for that.
-_MOST_SCORES = 2**24
+MOST_SCORES = 2**24
 
 
 def beside_well_rounded(
@@ -105,18 +105,18 @@ def beside_well_rounded(
             casting = beside(recipe)
             same = casting.ratio()
             pairs = zip(left(recipe), left(ALTERNATIVES[0]), strict=True)
-            nearer = any(one < _EXPLAINED * other for one, other in pairs)
+            nearer = any(one < EXPLAINED * other for one, other in pairs)
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
                 return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
-    if coarse and max(c.scores for c in published) <= _MOST_SCORES:
+    if coarse and max(c.scores for c in published) <= MOST_SCORES:
         way = min(UNFUSED, key=left)
-        if all(one < _EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True)):
+        if all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True)):
             alike = beside(way)
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
             # stand out for that (beside both) have most of their error from the other casts.
             bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0)
             rest = left(way, bad)[0]
-            own = not alike.bad_features.any() and rest <= _EXPLAINED * float(alike.error[bad].sum())
+            own = not alike.bad_features.any() and rest <= EXPLAINED * float(alike.error[bad].sum())
             return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
@@ -126,7 +126,7 @@ def beside_well_rounded(
         chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
-    if open_case and max(c.scores for c in published) <= _MOST_SCORES:
+    if open_case and max(c.scores for c in published) <= MOST_SCORES:
 
         def left_by(site: str) -> list[Tensor]:
             runs = [[c.outputs(site, draw=draw) for c in published] for draw in range(DRAWS)]

@@ -15,19 +15,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.head.beside import EXPLAINED, MOST_SCORES
 from attn_diag.head.propagation import BackwardCollector
-from attn_diag.reference import AttentionHead, FloatFormat, reference_head, round_nearest_even
+from attn_diag.reference import FloatFormat, reference_head, round_nearest_even
 
 SITE = "gradient_accumulator"
 WORDS = "dK and dV are added up in the inputs' format, block by block (torch's SDPA on a CPU)"
 _BLOCKS = (32, 64, 256)
-# A kernel explains an error where what differs from its output is less than this part of what differs from fp32 sums.
-_EXPLAINED = 0.25
-# Heads with more scores are not run again for that.
-_MOST_SCORES = 2**24
 
 
 def adds_in_blocks(
+    name: str,
     observed: Tensor,
     fed: Tensor,
     collectors: Sequence[BackwardCollector],
@@ -37,57 +35,46 @@ def adds_in_blocks(
     """Whether a gradient has the bits of sums in the inputs' format.
 
     Args:
-        observed: dK or dV, [Tk, D] float64.
-        fed: What it would be with the same casts and fp32 sums, from the captured O and LSE.
+        name: dk or dv.
+        observed: It, [Tk, D] float64.
+        fed: What it would be with the same casts and fp32 sums, from the captured O and LSE, [Tk, D] float64.
         collectors: Of the query heads that make it.
         total: It from these heads' gradients by name.
         fmt: The inputs' format.
     """
-    heads = [collector.head for collector in collectors]
-    if max(len(head.q) * len(head.k) for head in heads) > _MOST_SCORES:
+    if max(len(one.head.q) * len(one.head.k) for one in collectors) > MOST_SCORES:
         return False
+    factors = [_factors(name, one, fmt) for one in collectors]
     plain = float((observed - fed).square().sum())
-    for rows in _BLOCKS:
-        made = total([_of(one, fmt, rows) for one in collectors])
-        if float((observed - made).square().sum()) < _EXPLAINED * plain:
-            return True
-    return False
+
+    def left(block: int) -> float:
+        made = total([{name: _summed(weights, x, block, fmt)} for weights, x in factors])
+        return float((observed - made).square().sum())
+
+    return any(left(block) < EXPLAINED * plain for block in _BLOCKS)
 
 
-def _of(collector: BackwardCollector, fmt: FloatFormat, rows: int) -> dict[str, Tensor]:
-    errors = collector.errors
-    return summed_in_blocks(collector.head, fmt, rows, errors.delta_error, errors.lse_error)
-
-
-def summed_in_blocks(
-    head: AttentionHead, fmt: FloatFormat, block: int, delta_error: Tensor, lse_error: Tensor | None
-) -> dict[str, Tensor]:
-    """dk and dv of such a kernel for one query head, float64; all of its scores are held at once.
-
-    Args:
-        head: The head, with dO.
-        fmt: The inputs' format.
-        block: Query rows of a block.
-        delta_error: delta as captured, minus the reference's, [Tq].
-        lse_error: Likewise; None where L is not known.
-    """
+def _factors(name: str, collector: BackwardCollector, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
+    """What is multiplied: cast dS [Tq, Tk] and alpha Q, or cast P and dO, float64; all scores are held at once."""
+    head, errors, cast = collector.head, collector.errors, partial(round_nearest_even, fmt=fmt)
     assert head.do is not None
-    cast = partial(round_nearest_even, fmt=fmt)
     truth = reference_head(head, key_gradients=False)
-    assert truth.delta is not None
-    lse = truth.lse if lse_error is None else truth.lse + lse_error
+    lse = truth.lse if errors.lse_error is None else truth.lse + errors.lse_error
     scores, slope = (head.q @ head.k.T) * head.scale, torch.ones((), dtype=torch.float64, device=head.q.device)
     if head.softcap is not None:
         capped = (scores / head.softcap).tanh()
         scores, slope = head.softcap * capped, 1 - capped.square()
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     probs = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
-    delta = truth.delta + delta_error
-    dscores = cast(probs * (head.do @ head.v.T - delta[:, None]) * slope)
-    probs = cast(probs)
-    dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
-    for start in range(0, len(head.q), block):
+    if name == "dv":
+        return cast(probs), head.do
+    return cast(probs * (head.do @ head.v.T - errors.delta[:, None]) * slope), head.q * head.scale
+
+
+def _summed(weights: Tensor, x: Tensor, block: int, fmt: FloatFormat) -> Tensor:
+    """weights^T x, rounded after every ``block`` of rows."""
+    found = x.new_zeros(weights.shape[1], x.shape[1])
+    for start in range(0, len(x), block):
         rows = slice(start, start + block)
-        dk = cast(dk + (dscores[rows].T @ head.q[rows]) * head.scale)
-        dv = cast(dv + probs[rows].T @ head.do[rows])
-    return {"dk": dk, "dv": dv}
+        found = round_nearest_even(found + weights[rows].T @ x[rows], fmt)
+    return found

@@ -234,10 +234,10 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
         carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
     )  # fmt: skip
     ratio, collectors = found.ratio(), [t.backward for t in terms if t.backward is not None]
-    if fed is not None and found.site is None and ratio is not None and ratio.high > LOSSY:
-        in_blocks = adds_in_blocks(parts.observed, fed, collectors, total, fmt)
-        return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
-    return found
+    if fed is None or found.site is not None or ratio is None or ratio.high <= LOSSY:
+        return found
+    in_blocks = adds_in_blocks(name, parts.observed, fed, collectors, total, fmt)
+    return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:

@@ -30,8 +30,9 @@ AS_GOOD, LOSSY = 1.1, 1.25
 GROUP_LIMIT = 2.5
 # Healthy elements exceed the counterfactual's error by at most 5.3 standard deviations; their noise is bounded.
 ELEMENT_LIMIT = 8.0
-# Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost.
-_FLUSHED = 2.0**-116
+# Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost;
+# but nothing is forgiven that is more than such a part of the tensor's largest element.
+_FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
 # One of so many healthy groups may exceed the quantile of its noise.
 _CHANCE = 1e-9
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
@@ -196,7 +197,8 @@ def sample(
     of_features, draws = (None, None) if drawn is None else (drawn.features, drawn.draws)
     assert not isinstance(of_rows, Drawn)
     truth = reference[rows]
-    error, other = _beyond_flushing(observed[rows] - truth), _beyond_flushing(counterfactual[rows] - truth)
+    lost = min(_FLUSHED, _NEXT_TO_NOTHING * float(truth.abs().max())) if truth.numel() else 0.0
+    error, other = _beyond(observed[rows] - truth, lost), _beyond(counterfactual[rows] - truth, lost)
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
     floor = spacing.square() / 12
     expected = torch.maximum(variance[rows], floor)
@@ -246,9 +248,9 @@ def sample(
     )
 
 
-def _beyond_flushing(error: Tensor) -> Tensor:
-    """What of an error is more than subnormal P or dS that count as zero: where it is 1e-30 that changes no bit."""
-    return error.sign() * (error.abs() - _FLUSHED).clamp_(min=0.0)
+def _beyond(error: Tensor, lost: float) -> Tensor:
+    """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
+    return error.sign() * (error.abs() - lost).clamp_(min=0.0)
 
 
 def _outlying(
