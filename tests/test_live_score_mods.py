@@ -46,6 +46,7 @@ READ: dict[str, tuple[Mod, dict[str, Any]]] = {
     ),
     # Beyond the diagonal it grows, and nothing hides that.
     "ALiBi that is not symmetric": (lambda s, _b, h, q, k: s + (k - q) * SLOPES[h], {"mask": WHOLE}),
+    "q - 2k, causal": (lambda s, _b, h, q, k: s - SLOPES[h] / 8 * torch.sub(q, k, alpha=2), {"mask": WHOLE}),
     "relative": (lambda s, _b, h, q, k: s + BIASES[h, k - q + LENGTH], {"mask": WHOLE}),
     "relative, twice indexed": (lambda s, _b, h, q, k: BIASES[h][k - q + LENGTH] + s, {"mask": WHOLE}),
     "by key": (lambda s, _b, h, _q, k: s + BIASES[h, k], {"mask": (1, HEADS, 1, LENGTH)}),
@@ -82,6 +83,13 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "negative": (lambda s, *_: -2 * s, "multiplies the score by -2"),
     "subtracted": (lambda s, _b, _h, q, _k: q - s, "gives the score to aten.sub.Tensor"),
     "zero": (lambda s, _b, _h, q, k: torch.where(q >= k, s, 0.0), "puts 0 in a score's place"),
+    "hidden, and halved": (
+        lambda s, _b, _h, q, k: torch.where(q >= k, s, -2e38) * 0.5, "puts -1e+38 in a score's place"
+    ),
+    "hidden, and shown again": (
+        lambda s, _b, _h, q, k: torch.where(q >= k, s, -2e38) + torch.where(q >= k, 0.0, 2e38),
+        "puts 0 in a score's place",
+    ),
     "two branches": (lambda s, _b, _h, q, k: torch.where(q >= k, s, 2 * s), "the score twice in aten.where.self"),
     "squared": (lambda s, *_: s * s, "the score twice in aten.mul.Tensor"),
     "capped bias": (lambda s, _b, _h, q, k: torch.tanh(s + k - q), "gives the score to aten.tanh.default"),

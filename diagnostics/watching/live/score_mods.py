@@ -148,7 +148,13 @@ class _Read:
         sizes = [n for axis, n in enumerate(self._sizes, 1) if axis in self._axes]
         if math.prod(sizes) > _MOST_SCORES:
             raise _UnreadError(_LARGE)
-        bias = self._values({axis: torch.arange(self._sizes[axis - 1]) for axis in sorted(self._axes)})
+        at = {axis: torch.arange(self._sizes[axis - 1]) for axis in sorted(self._axes)}
+        bias = self._values(at)
+        if self._hides:
+            # What was put in a score's place must still hide its key after all that followed.
+            shown = bias[~(hides(bias) | self._values(at, score=math.nan).isnan())]
+            if shown.numel():
+                raise _UnreadError(f"puts {float(shown[0]):g} in a score's place")
         for axis in range(4):
             bias = bias if axis + 1 in self._axes else bias.unsqueeze(axis)
         if not self._adds:
@@ -160,11 +166,11 @@ class _Read:
             raise _UnreadError(_LARGE)
         return found | {"mask": torch.where(mask, bias, -math.inf)}
 
-    def _values(self, at: dict[int, Tensor], together: tuple[int, ...] = ()) -> Tensor:
-        """What becomes of a score of 0 at these places, fp32, an axis each; ``together``: share the last one."""
+    def _values(self, at: dict[int, Tensor], together: tuple[int, ...] = (), *, score: float = 0.0) -> Tensor:
+        """What becomes of a score at these places, fp32, an axis each; ``together``: share the last one."""
 
         def call(*places: Tensor) -> Tensor:
-            made: Tensor = self._made(self._zero, *places)
+            made: Tensor = self._made(self._zero + score, *places)
             return made
 
         mapped: Any = call
@@ -190,7 +196,11 @@ class _Read:
                     return self._of_heads(slope, origin)
             return None
         ends = self._given[_ROW], self._given[_KEY]
-        differ = all(u.target is torch.ops.aten.sub.Tensor and {*u.args} == {*ends} for n in ends for u in n.users)
+        differ = all(
+            u.target is torch.ops.aten.sub.Tensor and {*u.args} == {*ends} and not u.kwargs
+            for n in ends
+            for u in n.users
+        )
         if not differ or rows != keys:
             return None
         distance = torch.arange(1 - rows, keys)
