@@ -19,6 +19,7 @@ from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference.fused import SWITCH
 from attn_diag.results.diagnosis import Diagnosis
 
 # What a counterfactual with other fp32 sums may change: factors and the intervals of its draw.
@@ -146,10 +147,13 @@ def test_heads_with_nan_in_a_key_are_streamed(broken: bool, device: str, monkeyp
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("fused")
+@pytest.mark.usefixtures("deterministic", "fused")
 @pytest.mark.parametrize("name", SHARED)
-def test_verdicts_of_real_captures_are_those_of_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_and_verdicts_of_real_captures_are_those_of_the_stream(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_kernels = inspect_captures([stored(name)], device="cuda")
     monkeypatch.undo()
-    streamed = inspect_captures([stored(name)], device="cpu")
-    assert not [d for d in differences(streamed, by_kernels, 1e-6, drawn=True) if "device" not in d[0]]
+    monkeypatch.delenv(SWITCH, raising=False)
+    streamed = inspect_captures([stored(name)], device="cuda")
+    assert not differences(streamed, by_kernels, 1e-6, drawn=True)
