@@ -88,6 +88,7 @@ class PreparedOperands:
         """``given``: q, k, v and perhaps do of a head, in the recipes' working dtype; ``scale``: alpha."""
         self._given, self._scale = given, scale
         self._found: dict[tuple[object, ...], Factor] = {}
+        self._made: dict[tuple[object, ...], Tensor] = {}
 
     def get(self, recipe: Recipe, name: str) -> Factor:
         """``name`` (q, k, v, do) as the recipe multiplies it, after smoothing, rotation, scale and quantisation."""
@@ -111,14 +112,22 @@ class PreparedOperands:
         q, k = self.get(recipe, "q").rows(rows), self.get(recipe, "k").rows(keys)
         found = multiply(recipe, q, Factor(k.values.T, None if k.scale is None else k.scale.T, k.elements))
         if recipe.smooth_q == "block-mean":
-            means = self._block_means(recipe)[rows // recipe.schedule.query_block]
-            found = found + matmul(means, self._prepared(recipe, "k")[keys].T, "exact")
+            means = self._once(recipe, "means")[rows // recipe.schedule.query_block]
+            found = found + matmul(means, self._once(recipe, "k")[keys].T, "exact")
         return found
 
     def shift(self, recipe: Recipe, rows: Tensor) -> Tensor:
         """What smoothing k took off every scaled score of a row, and so off L: alpha q . mean(k), [R]."""
         k = self._given["k"]
         return (self._given["q"][rows] @ (k - _smoothed(recipe, k)).mean(0)) * self._scale
+
+    def _once(self, recipe: Recipe, name: str) -> Tensor:
+        """k before it is quantised, or the "means" of q's blocks: every step of a recipe asks for them."""
+        fields = ("input", "arithmetic", "smooth_q", "smooth_k", "rotation", "alpha", "schedule")
+        key = name, *(getattr(recipe, field) for field in fields)
+        if key not in self._made:
+            self._made[key] = self._block_means(recipe) if name == "means" else self._prepared(recipe, name)
+        return self._made[key]
 
     def _prepared(self, recipe: Recipe, name: str) -> Tensor:
         """Before it is quantised."""
@@ -130,7 +139,7 @@ class PreparedOperands:
         if name in ("q", "k") and recipe.rotation == "hadamard":
             x = _rotated(x)
         if name == "q" and recipe.smooth_q == "block-mean":
-            x = x - self._block_means(recipe)[torch.arange(len(x), device=x.device) // recipe.schedule.query_block]
+            x = x - self._once(recipe, "means")[torch.arange(len(x), device=x.device) // recipe.schedule.query_block]
         return x
 
     def _block_means(self, recipe: Recipe) -> Tensor:

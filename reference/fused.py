@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
 
 
-# Set to 1, the kernels are used. They passed their own tests on an H100; what is built upon them has run in Triton's
-# interpreter alone.
+# Set to 0, everything is streamed: to compare, or where a Triton to come miscompiles them.
 SWITCH = "ATTN_DIAG_FUSED"
 # Fewer scores, of all heads together, are streamed in some hundredths of a second. The kernels are compiled when they
 # are first called, which takes a second or two each and is kept on disk.
@@ -31,14 +30,14 @@ WORTH = 2**22
 
 
 def switched_on() -> bool:
-    """Whether the user wants them."""
-    return os.environ.get(SWITCH) == "1"
+    """Whether the user leaves them on."""
+    return os.environ.get(SWITCH) != "0"
 
 
 def fuses(heads: Sequence[AttentionHead]) -> bool:
     """Whether the kernels compute these heads, of one shape: on a Hopper GPU, without dropout, of ``WORTH`` scores.
 
-    And where they are switched on. Triton 3.6 compiles them for sm_90; for sm_100 it fails to, and before sm_90 their
+    And unless they are switched off. Triton 3.6 compiles them for sm_90; for sm_100 it fails to, and before sm_90 their
     tiles do not fit.
     """
     head = heads[0]

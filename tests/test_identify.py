@@ -192,7 +192,7 @@ def test_perturbed_outputs_are_not_identified(share: float, outcome: str) -> Non
     tensors["o"] = torch.where(moved, bits + 1, bits).view(torch.bfloat16)
     changed = attn_diag.Capture(tensors, capture.metadata)
     assert attn_diag.identify(changed, device="cpu").outcome == outcome
-    fast = recognise(changed, "observed", 0, 0, CPU)
+    fast = recognise(changed, "observed", 0, 0)
     assert (fast is None) == (outcome == "unknown")
 
 
@@ -411,7 +411,7 @@ def test_a_broken_output_is_not_called_a_kernels(case: str, dtype: str) -> None:
     assert f", but {where}" in result.verdict
     assert some(result.flaw).words in result.verdict
     # The shallow search never recognises it without saying so either.
-    fast = recognise(capture, "observed", 0, 0, CPU)
+    fast = recognise(capture, "observed", 0, 0)
     assert fast is None or fast.flaw
 
 

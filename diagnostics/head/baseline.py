@@ -103,6 +103,8 @@ def _check(engine: Engine, recipe: Recipe) -> None:
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _SCORES, _ROWS = 2**18, 48
+# Rows on which kernels below 16 bits are told from all others, before they are compared on all.
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -124,19 +126,21 @@ class Recognised:
         return f"{self.name}, but {self.flaw}" if self.flaw else self.name
 
 
-def recognise(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> Recognised | None:
+def recognise(capture: Capture, observation: str, batch: int, head: int) -> Recognised | None:
     """The published kernel of an observation, from a few rows of one head: the shallow end of ``identify``'s search.
+
+    On the CPU, whatever the device of the rest: so few rows take a GPU longer to launch than a CPU to compute.
 
     Args:
         capture: The capture.
         observation: One of its observations.
         batch: Index of the batch item.
         head: Index of the head in the capture.
-        device: Where recipes are emulated.
 
     Returns:
         None where no known recipe fits, or where none covers the formats of inputs and O.
     """
+    device = torch.device("cpu")
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
         return None
@@ -153,7 +157,7 @@ def recognise(capture: Capture, observation: str, batch: int, head: int, device:
             flaw = find_flaw(subject, best, rows)
             named = " or ".join(dict.fromkeys(names))
             return Recognised(best.recipe, best.match.agreement, named, "" if flaw is None else flaw.words)
-    narrow, _ = search.low_bit_trials(subject, rows[:: max(1, len(rows) // _ROWS)], rows)
+    narrow, _ = search.low_bit_trials(subject, rows[:: max(1, len(rows) // _FEW_ROWS)], rows)
     for trial in narrow[:1]:
         if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
             return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)

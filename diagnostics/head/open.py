@@ -101,7 +101,7 @@ class OpenCapture:
         """The known recipe that made an observation's O, from a few rows of this head; None where none fits."""
         place = observation, batch, head
         if place not in self._recognised:
-            self._recognised[place] = recognise(self.capture, observation, batch, head, self.device)
+            self._recognised[place] = recognise(self.capture, observation, batch, head)
         return self._recognised[place]
 
     def identify(self, observation: str, batch: int, head: int) -> IdentifiedHead | None:
