@@ -25,7 +25,8 @@ from attn_diag.head.recipe_candidates import (
 )
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows
 from attn_diag.kernels.emulation_operands import HeadLike
-from attn_diag.kernels.formats import Format
+from attn_diag.kernels.formats import Format, base
+from attn_diag.kernels.quantizers import NO_QUANTIZER
 from attn_diag.reference import reference_rows
 from attn_diag.work import map_in_order
 
@@ -244,14 +245,19 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), tried + tried_more
 
 
-def low_bit_trials(subject: SearchedHead, few: Tensor, many: Tensor) -> tuple[list[Trial], int]:
+def low_bit_trials(
+    subject: SearchedHead, few: Tensor, many: Tensor, *, scores_alone: bool = False
+) -> tuple[list[Trial], int]:
     """Kernels below 16 bits on ``many`` rows, best first, where they fit on a few; and how many were tried.
 
+    ``scores_alone``: only those that round q and k, and nothing else, below 16 bits.
     Their scales are those of all rows of q: where only chosen ones were captured, none.
     """
     if subject.inputs.head.masking.positions is not None:
         return [], 0
     recipes = [r for r in low_bit_recipes(subject.fmt, subject.head_dim) if _runs(r, subject.inputs.head)]
+    if scores_alone:
+        recipes = [r for r in recipes if r.quantize_v == NO_QUANTIZER and base(r.probs) in FORMATS.values()]
     trials = [t for t in subject.run(recipes, few) if t.match.agreement > _LOW_BIT_AT_ALL]
     return ranked(subject.run([t.recipe for t in trials], many), subject.head_dim), len(recipes)
 
