@@ -58,6 +58,19 @@ def test_sums_in_the_inputs_format_are_named(block: int) -> None:
     assert "the sums of dK and dV in the inputs' format" in found.report().replace("\n", " ")
 
 
+@pytest.mark.parametrize("lost", [1, 16])
+@pytest.mark.parametrize("block", [16, 64])
+def test_keys_that_were_never_written_are_wrong_in_a_coarse_kernel_too(block: int, lost: int) -> None:
+    tensors = inputs(block)
+    outputs = by_hand(tensors, block)
+    for name in ("dk", "dv"):
+        outputs[name][:, :, LENGTH - lost :] = 0
+    _, quantities = judged(tensors, outputs)
+    last = f"keys {LENGTH - lost}-255 are zero" if lost > 1 else "key 255 is zero"
+    assert {x.answer for x in quantities} == {"wrong"}
+    assert all(last in x.words and x.site is None for x in quantities)
+
+
 @pytest.mark.parametrize("truncated", [False, True])
 def test_other_kernels_are_not_said_to_do_that(truncated: bool) -> None:
     tensors = inputs(3)

@@ -68,7 +68,17 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
             rows += len(own)
     arrays = {
         name: np.concatenate([getattr(s, name) for s in samples])
-        for name in ("rows", "error", "counterfactual", "floor", "reference", "expected", "bad_rows", "not_zero")
+        for name in (
+            "rows",
+            "error",
+            "counterfactual",
+            "floor",
+            "reference",
+            "expected",
+            "bad_rows",
+            "not_zero",
+            "zeroed",
+        )
     }
     arrays["features"] = np.concatenate([s.features for s in samples], 1)
     return QuantitySample(
@@ -137,7 +147,7 @@ def judge_quantity(
             largest_at=(batch, largest[0], largest[1]),
             declared=whole.declared or None,
             relative_error_16_bit=plain,
-            site=whole.site,
+            site=None if answer == "wrong" else whole.site,
             patterns=patterns,
         )
 
@@ -148,7 +158,7 @@ def judge_quantity(
         rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
         placed = not whole.compared or _localised(whole, outlying, healthy=healthy)
-        if (placed or _beyond_rounding(whole, outlying)) and not whole.rounding:
+        if whole.zeroed.any() or ((placed or _beyond_rounding(whole, outlying)) and not whole.rounding):
             pattern = _where(whole, outlying, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)

@@ -38,6 +38,10 @@ _CHANCE = 1e-9
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
 BEYOND = 3.0
 
+# A row of zeros was not rounded to them where it is so many times what any sane kernel leaves; elements of a row of so
+# many do not all round to zero by chance.
+_LOST, _LOST_ELEMENTS = 16.0, 8
+
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
@@ -86,6 +90,8 @@ class QuantitySample:
     """[n], rows in which an element stands out."""
     not_zero: npt.NDArray[np.bool_]
     """[n], rows that are zero in exact arithmetic and in a well-rounded kernel, and not here."""
+    zeroed: npt.NDArray[np.bool_]
+    """[n], rows that are zero here in every element, and nothing that a kernel rounds makes them so."""
     largest: tuple[int, int, float, float]
     """Row, feature, error in ulp, and in standard deviations beyond the counterfactual's, of the worst element."""
     clusters: npt.NDArray[np.int64] | None
@@ -211,6 +217,10 @@ def sample(
     worst = int(deviations.argmax()) if deviations.numel() else 0
     row, feature = divmod(worst, max(truth.shape[1], 1))
     silent = (truth.square().sum(1) <= _ZERO**2 * expected.sum(1)) & (others.sum(1) <= _ZERO * expected.sum(1))
+    yardstick = torch.stack([t.sum(1) for t in (others, expected, allowed)]).amax(0)
+    sizes = truth.square().sum(1)
+    something = sizes > _NEXT_TO_NOTHING**2 * sizes.amax(0) if len(sizes) else sizes > 0
+    zeroed = (observed[rows] == 0).all(1) & (squares.sum(1) > _LOST**2 * yardstick) & something
     largest = (0, 0, 0.0, 0.0)
     if deviations.numel():
         ulps, beyond = float(error[row, feature].abs() / spacing[row, feature]), float(deviations[row, feature])
@@ -242,6 +252,7 @@ def sample(
         bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
         in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
         not_zero=(silent & (squares.sum(1) > _SPEAKS * expected.sum(1))).cpu().numpy(),
+        zeroed=(zeroed & (truth.shape[1] >= _LOST_ELEMENTS)).cpu().numpy(),
         largest=largest,
         clusters=clusters,
         carriers=carriers,
