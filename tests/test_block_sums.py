@@ -80,6 +80,28 @@ def test_other_kernels_are_not_said_to_do_that(truncated: bool) -> None:
     assert "the sums of dK and dV" not in found.report().replace("\n", " ")
 
 
+@pytest.mark.parametrize("length", [128, 200])
+def test_query_heads_that_are_rounded_and_added_up_beside_a_coarse_lse_are_not_sums_in_blocks(length: int) -> None:
+    """repeat_kv and autograd, with an L in BF16: that is what dK and dV are off by."""
+    g = torch.Generator().manual_seed(length)
+    shapes = [(1, heads, length, DIM) for heads in (4, 2, 2, 4)]
+    q, k, v, do = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    k = (k + 8 * torch.randn(1, 2, 1, DIM, generator=g)).bfloat16()
+    kk, vv = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    wide, gradient = q.double(), do.double()
+    scores = (wide @ kk.mT * DIM**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    lse = scores.logsumexp(-1).bfloat16()
+    o = (scores.softmax(-1) @ vv).bfloat16()
+    probs = (scores - lse.double()[..., None]).exp()
+    dscores = (probs * (gradient @ vv.mT - (gradient * o).sum(-1, keepdim=True))).bfloat16().double()
+    parts = dscores.mT @ wide * DIM**-0.5, probs.bfloat16().double().mT @ gradient
+    dk, dv = (x.bfloat16().unflatten(1, (2, 2)).double().sum(2).bfloat16() for x in parts)
+    dq = (dscores @ kk * DIM**-0.5).bfloat16()
+    _, quantities = judged([q, k, v, do], {"o": o, "lse": lse.float(), "dq": dq, "dk": dk, "dv": dv})
+    assert {x.answer for x in quantities} == {"lossy"}
+    assert all(x.site is None for x in quantities)
+
+
 def test_torchs_own_is_lossy_for_no_other_reason() -> None:
     tensors = inputs(5)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
