@@ -20,8 +20,10 @@ def inputs(seed: int) -> list[Tensor]:
     return [torch.randn(1, 2, LENGTH, DIM, generator=generator).bfloat16() for _ in range(4)]
 
 
-def by_hand(tensors: list[Tensor], block: int | None, *, truncated: bool = False) -> dict[str, Any]:
-    """A fused kernel's outputs; dK and dV rounded after every ``block`` of query rows (None: once)."""
+def by_hand(
+    tensors: list[Tensor], block: int | None, *, truncated: bool = False, of_keys: int | None = None
+) -> dict[str, Any]:
+    """A fused kernel's outputs; dK and dV rounded after every ``block`` of query rows (None: once), dQ ``of_keys``."""
     wide = [x.double() for x in tensors]
     scores = (wide[0] @ wide[1].mT * DIM**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
     lse, probs = scores.logsumexp(-1), scores.softmax(-1)
@@ -33,7 +35,11 @@ def by_hand(tensors: list[Tensor], block: int | None, *, truncated: bool = False
         if truncated
         else probs.bfloat16().double()
     )
-    found = {"o": o, "lse": lse.float(), "dq": (dscores @ wide[1] * DIM**-0.5).bfloat16()}
+    dq = torch.zeros_like(wide[0])
+    for start in range(0, LENGTH, of_keys or LENGTH):
+        keys = slice(start, start + (of_keys or LENGTH))
+        dq = (dq + dscores[..., keys] @ wide[1][:, :, keys] * DIM**-0.5).bfloat16().double()
+    found = {"o": o, "lse": lse.float(), "dq": dq.bfloat16()}
     dk, dv = torch.zeros_like(wide[1]), torch.zeros_like(wide[2])
     for start in range(0, LENGTH, block or LENGTH):
         rows = slice(start, start + (block or LENGTH))
@@ -56,6 +62,16 @@ def test_sums_in_the_inputs_format_are_named(block: int) -> None:
     assert {x.answer for x in quantities} <= {"lossy", "undecided"}
     assert {x.site for x in quantities} == {"gradient_accumulator"}
     assert "the sums of dK and dV in the inputs' format" in found.report().replace("\n", " ")
+
+
+def test_sums_of_dq_are_named() -> None:
+    tensors = inputs(7)
+    outputs = by_hand(tensors, None, of_keys=32)
+    found = attn_diag.inspect(*tensors[:3], do=tensors[3], causal=True, device="cpu", **outputs)
+    quantities = {x.quantity: x for h in found.captures[0].observations[0].heads for x in h.quantities}
+    assert {name for name, x in quantities.items() if x.site == "gradient_accumulator"} == {"dq"}
+    assert quantities["dq"].answer == "lossy"
+    assert "the sums of dQ in the inputs' format" in found.report().replace("\n", " ")
 
 
 @pytest.mark.parametrize("lost", [1, 16])

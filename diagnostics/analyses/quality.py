@@ -29,7 +29,6 @@ ALONE = "inputs of this format have no published recipe to compare with, only th
 _AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
-    "gradient_accumulator": "gradients are added up in the inputs' format, block by block (torch's SDPA on a CPU)",
     block_sums.SITE: block_sums.WORDS,
     **WORDS,
 }

@@ -1,10 +1,11 @@
-"""torch's SDPA on a CPU: a fused kernel that adds dK and dV up in the inputs' format, block by block.
+"""Fused kernels that add gradients up in the inputs' format, block by block: dK and dV, as torch's SDPA on a CPU; dQ.
 
     P = cast(exp(S - L)), dS = cast(P o (dP - delta))     as FlashAttention-2
     dV = cast(dV + P^T dO), dK = cast(dK + alpha dS^T Q)  after every block of query rows
+    dQ = cast(dQ + alpha dS K)                            after every block of keys
 
-Blocks have 32 rows where there are less than 192, 64 below 768, else 256 (torch 2.13). So 98 to 99.6 % of the bits of
-its dK and dV are reproduced (T 128 to 1,024), and 48 to 75 % where they are added up in fp32.
+Torch's blocks have 32 rows where there are less than 192, 64 below 768, else 256 (torch 2.13). So 98 to 99.6 % of the
+bits of its dK and dV are reproduced (T 128 to 1,024), and 48 to 75 % where they are added up in fp32.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from attn_diag.head.propagation import BackwardCollector
 from attn_diag.reference import FloatFormat, reference_head, round_nearest_even
 
 SITE = "gradient_accumulator"
-WORDS = "dK and dV are added up in the inputs' format, block by block (torch's SDPA on a CPU)"
-_BLOCKS = (32, 64, 256)
+WORDS = "gradients are added up in the inputs' format, block by block (dK and dV: torch's SDPA on a CPU)"
+_BLOCKS = (32, 64, 128, 256)
 
 
 def adds_in_blocks(
@@ -35,9 +36,9 @@ def adds_in_blocks(
     """Whether a gradient has the bits of sums in the inputs' format.
 
     Args:
-        name: dk or dv.
-        observed: It, [Tk, D] float64.
-        fed: What it would be with the same casts and fp32 sums, from the captured O and LSE, [Tk, D] float64.
+        name: dq, dk or dv.
+        observed: It, [T, D] float64.
+        fed: What it would be with the same casts and fp32 sums, from the captured O and LSE, [T, D] float64.
         collectors: Of the query heads that make it.
         total: It from these heads' gradients by name.
         fmt: The inputs' format.
@@ -57,7 +58,10 @@ def adds_in_blocks(
 
 
 def _factors(name: str, collector: BackwardCollector, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
-    """What is multiplied: cast dS [Tq, Tk] and alpha Q, or cast P and dO, float64; all scores are held at once."""
+    """What is multiplied, the first transposed, float64; all scores are held at once.
+
+    Cast dS^T [Tk, Tq] and alpha K for dQ, cast dS and alpha Q for dK, cast P and dO for dV.
+    """
     head, errors, cast = collector.head, collector.errors, partial(round_nearest_even, fmt=fmt)
     assert head.do is not None
     truth = reference_head(head, key_gradients=False)
@@ -70,7 +74,8 @@ def _factors(name: str, collector: BackwardCollector, fmt: FloatFormat) -> tuple
     probs = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     if name == "dv":
         return cast(probs), head.do
-    return cast(probs * (head.do @ head.v.T - errors.delta[:, None]) * slope), head.q * head.scale
+    dscores = cast(probs * (head.do @ head.v.T - errors.delta[:, None]) * slope)
+    return (dscores.T, head.k * head.scale) if name == "dq" else (dscores, head.q * head.scale)
 
 
 def _summed(weights: Tensor, x: Tensor, block: int, fmt: FloatFormat) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,7 +84,22 @@ def measure_quality(
             # Errors that all keys share may lie in one direction.
             directions=partial(directions, head, fmt, name) if covers(fmt) else None,
         )  # fmt: skip
+        if name == "dq" and fed is not None and backward is not None:
+            total = partial(_only, name)
+            found[name] = _named(found[name], name, seen.outputs[name], fed, [backward], total, seen.formats[name])
     return found
+
+
+def _named(
+    found: QuantitySample, name: str, observed: Tensor, fed: Tensor, collectors: Sequence[BackwardCollector],
+    total: Callable[[Sequence[dict[str, Tensor]]], Tensor], fmt: FloatFormat,
+) -> QuantitySample:  # fmt: skip
+    """With sums in the inputs' format as the site, where they are what makes a gradient lossy."""
+    ratio = found.ratio()
+    if found.site is not None or ratio is None or ratio.high <= LOSSY:
+        return found
+    in_blocks = adds_in_blocks(name, observed, fed, collectors, total, fmt)
+    return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
 
 
 def _by_scale(passed: StreamedHead) -> tuple[Tensor, Tensor]:
@@ -233,11 +248,10 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
         fed=fed,
         carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
     )  # fmt: skip
-    ratio, collectors = found.ratio(), [t.backward for t in terms if t.backward is not None]
-    if fed is None or found.site is not None or ratio is None or ratio.high <= LOSSY:
+    if fed is None:
         return found
-    in_blocks = adds_in_blocks(name, parts.observed, fed, collectors, total, fmt)
-    return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
+    collectors = [t.backward for t in terms if t.backward is not None]
+    return _named(found, name, parts.observed, fed, collectors, total, fmt)
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:

@@ -17,7 +17,7 @@ from attn_diag.results.estimates import Label
 from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, SharedFinding, WorstHead
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.quality import Quantity, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS
+from attn_diag.results.wording import SYMBOLS, together
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _FORWARD = ("o", "lse")
@@ -125,8 +125,10 @@ def _site(group: Sequence[Entry]) -> str | None:
     named = Counter(observation.coarse for _, observation, _ in group if observation.coarse is not None)
     if named:
         return named.most_common(1)[0][0]
-    lossy = {q.site for _, _, head in group for q in _answered(head, "lossy")}
-    return "the sums of dK and dV in the inputs' format" if lossy == {"gradient_accumulator"} else None
+    if {q.site for _, _, head in group for q in _answered(head, "lossy")} != {"gradient_accumulator"}:
+        return None
+    names = {q.quantity for _, _, head in group for q in head.quantities if q.site == "gradient_accumulator"}
+    return f"the sums of {together([SYMBOLS[n] for n in ('dq', 'dk', 'dv') if n in names])} in the inputs' format"
 
 
 def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:
