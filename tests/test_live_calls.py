@@ -412,6 +412,15 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
     assert all({"do", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (1, 2, 0, 4)], ids=["sequences", "tokens"])
+def test_a_call_of_nothing_is_told(shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        q = torch.zeros(shape)
+        sdpa(q, q, q)
+    assert not recorder.written
+    assert f"nothing was attended to: q has the shape {shape}" in caplog.text
+
+
 def test_a_call_that_cannot_be_read_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -257,6 +257,8 @@ class Part:
 
     def missing(self, call: AttentionCall) -> str | None:
         """Say in words what a call lacks of this part; None where it has something of it."""
+        if not (call.q.numel() and call.k.numel()):
+            return f"nothing was attended to: q has the shape {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
         for name, wanted, there in (("heads", self._heads, call.q.shape[1]), ("batch", self._batch, len(call.q))):
             if wanted is not None and wanted[0] >= there:
                 return f"{name} {wanted}, but the call has 0 to {there - 1}"
