@@ -113,6 +113,28 @@ def test_it_is_named_and_a_row_of_it_that_is_wrong_is_wrong() -> None:
     assert "row 100" in spoiled["dq"].words
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "factor", "words"),
+    [
+        ("dv", (slice(None), 7), 0.0, "feature 7 is zero"),
+        ("dk", (30, slice(None)), -1.0, "key 30"),
+        ("o", (slice(64, 80), slice(None)), -0.5, "rows 64-79"),
+    ],
+)
+def test_what_is_too_far_off_for_so_coarse_a_kernel_too_is_wrong(
+    name: str, place: tuple[Any, Any], factor: float, words: str
+) -> None:
+    case = case_of("normal", torch.bfloat16, slice(0, 1))
+    outputs: dict[str, Any] = (
+        Target.of(plain, dtype=case.q.dtype, head_dim=64, device=torch.device("cpu")).call(case, gradients=True).outputs
+    )
+    outputs[name][(0, 0, *place)] *= factor
+    found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=True, device="cpu", **outputs)
+    answers = {q.quantity: q for h in found.captures[0].observations[0].heads if h.head == 0 for q in h.quantities}
+    assert {n for n, q in answers.items() if q.answer == "wrong"} == {name}
+    assert words in answers[name].words, answers[name].words
+
+
 def test_the_cast_of_normalised_probabilities_alone_is_not_wrong() -> None:
     """Nothing is left of a fused kernel's error where V is 1; here it is one unit in the last place of one row."""
     case = case_of("ones", torch.bfloat16, slice(12, 13))

@@ -77,12 +77,14 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
             "bad_rows",
             "not_zero",
             "zeroed",
+            "misplaced",
         )
     }
     arrays["features"] = np.concatenate([s.features for s in samples], 1)
     return QuantitySample(
         **arrays,
         bad_features=np.stack([s.bad_features for s in samples]).max(0),
+        misplaced_features=np.stack([s.misplaced_features for s in samples]).any(0),
         bad_elements=np.concatenate([s.bad_elements for s in samples]),
         in_outlying_element=np.concatenate([s.in_outlying_element for s in samples]),
         largest=max((s.largest for s in samples), key=lambda found: found[3]),
@@ -157,12 +159,14 @@ def judge_quantity(
         rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
         placed = not whole.compared or _localised(whole, outlying, healthy=healthy)
-        if whole.zeroed.any() or ((placed or _beyond_rounding(whole, outlying)) and not whole.rounding):
+        placed |= bool(whole.misplaced.any()) or _beyond_rounding(whole, outlying)
+        if whole.zeroed.any() or (placed and not whole.rounding):
             pattern = _where(whole, outlying, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
-    if columns.size and not explained and (not whole.compared or _others_right(whole)):
+    impossible_columns = not whole.compared or _others_right(whole) or bool(whole.misplaced_features.any())
+    if columns.size and not explained and impossible_columns:
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:

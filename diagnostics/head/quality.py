@@ -42,6 +42,11 @@ BEYOND = 3.0
 # many do not all round to zero by chance.
 _LOST, _LOST_ELEMENTS = 16.0, 8
 
+# A kernel may be coarse everywhere. A group is too far off for it too where its error is so large a part of itself and
+# of the median group, and so many times the median group's error, each in units of its yardstick; among so many groups.
+# Few rows of dK can carry the error of a coarse delta (14 % of themselves, where V has a mean); features share it.
+_OF_ROW, _OF_FEATURE, _OTHERS, _GROUPS = 1.0, 1 / 8, 16.0, 16
+
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
@@ -92,6 +97,10 @@ class QuantitySample:
     """[n], rows that are zero in exact arithmetic and in a well-rounded kernel, and not here."""
     zeroed: npt.NDArray[np.bool_]
     """[n], rows that are zero here in every element, and nothing that a kernel rounds makes them so."""
+    misplaced: npt.NDArray[np.bool_]
+    """[n], rows that are further off than a kernel that is as coarse as this one makes them."""
+    misplaced_features: npt.NDArray[np.bool_]
+    """[D], likewise of features."""
     largest: tuple[int, int, float, float]
     """Row, feature, error in ulp, and in standard deviations beyond the counterfactual's, of the worst element."""
     clusters: npt.NDArray[np.int64] | None
@@ -253,6 +262,13 @@ def sample(
         in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
         not_zero=(silent & (squares.sum(1) > _SPEAKS * expected.sum(1))).cpu().numpy(),
         zeroed=(zeroed & (truth.shape[1] >= _LOST_ELEMENTS)).cpu().numpy(),
+        misplaced=_misplaced(squares.sum(1), sizes, yardstick, _OF_ROW),
+        misplaced_features=_misplaced(
+            squares.sum(0),
+            truth.square().sum(0),
+            torch.stack([t.sum(0) for t in (others, expected, allowed)]).amax(0),
+            _OF_FEATURE,
+        ),
         largest=largest,
         clusters=clusters,
         carriers=carriers,
@@ -262,6 +278,16 @@ def sample(
 def _beyond(error: Tensor, lost: float) -> Tensor:
     """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
     return error.sign() * (error.abs() - lost).clamp_(min=0.0)
+
+
+def _misplaced(squares: Tensor, sizes: Tensor, yardstick: Tensor, part: float) -> npt.NDArray[np.bool_]:
+    """Which groups' errors are too large for this kernel, however coarse it is."""
+    ratio, there = squares / yardstick.clamp(min=1e-300), sizes > 0
+    if int(there.sum()) < _GROUPS:
+        return np.zeros(len(ratio), bool)
+    usual, size = ratio[there].median().clamp(min=1.0), sizes.clamp(min=sizes[there].median())
+    found: npt.NDArray[np.bool_] = ((ratio > _OTHERS**2 * usual) & (squares > part**2 * size)).cpu().numpy()
+    return found
 
 
 def _outlying(
