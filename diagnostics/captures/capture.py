@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.documents import Document, read_documents
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.mask_gradient import GRADIENT
@@ -29,6 +30,7 @@ from attn_diag.captures.tensors import as_tensor
 from attn_diag.captures.validity import require_inputs, short
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.reference import Dropout
 from attn_diag.results.wording import plural
 
 
@@ -59,6 +61,9 @@ class Capture:
 
     ALiBi (format 1.1): ``alibi_slopes`` [Hq], or [B, Hq] ([documents, Hq] of packed sequences), in fp32 or less;
     ``metadata.alibi_origin`` says what the distance is counted from.
+
+    Dropout (format 1.1): ``dropout_mask``, bool [B, Hq, Tq, Tk], True where a probability was kept; the kernel
+    multiplied what it kept by 1 / (1 - ``metadata.dropout_p``).
 
     Packed sequences (format 1.1): with ``cu_seqlens_q`` and ``cu_seqlens_k``, integers [documents + 1], documents lie
     one after the other along T of tensors whose B is 1 (or q, k, v, o and their gradients are [total, H, D], x is
@@ -304,10 +309,15 @@ class Capture:
         part = mask[(*place, where.rows if lead[2] > 1 else slice(None))]
         return part[:, where.keys if lead[3] > 1 else slice(None)], index
 
+    def dropout(self, batch: int, head: int) -> Dropout | None:
+        """Which probabilities of one query head were kept, [Tq, Tk]; None without dropout."""
+        kept, p = self.tensors.get(KEPT), self.metadata.dropout_p
+        return None if kept is None or p is None else Dropout(kept[batch, head], p)
+
     @property
     def format_version(self) -> str:
         """That of the capture format which its tensors need."""
-        newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors
+        newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors or KEPT in self.tensors
         newer = newer or any(name.rpartition(".")[2] == GRADIENT for name in self.tensors)
         return PACKED_VERSION if newer else FORMAT_VERSION
 

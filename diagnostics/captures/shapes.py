@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.captures.alibi import require_slopes
+from attn_diag.captures.dropout import require_dropout
 from attn_diag.captures.mask_gradient import require_mask_gradient
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sinks import require_sinks
@@ -69,6 +70,7 @@ def require_fitting(tensors: Tensors, metadata: Metadata) -> None:
     _check_inputs(shaped)
     require_sinks(tensors, metadata, shaped.q_heads)
     require_slopes(tensors, metadata, shaped.q_heads, shaped.batch)
+    require_dropout(tensors, metadata, (shaped.batch, shaped.q_heads, shaped.q_length, shaped.k_length))
     require_mask_gradient(tensors)
     _check_outputs(shaped)
 

@@ -112,7 +112,7 @@ class BackwardCollector:
                 block, probs * delta_error[:, None]
             )
             self.dk_lse[keys] += moved.T @ (scaled_q * factor)
-            self.dv_lse[keys] += probs.T @ (self.head.do[rows] * factor)
+            self.dv_lse[keys] += self.head.drop(probs, rows, keys).T @ (self.head.do[rows] * factor)
         if not self._want_casts:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
@@ -127,7 +127,7 @@ class BackwardCollector:
         if self.dk_cast is not None and self.dv_cast is not None:
             self.dk_cast[keys] += dscores.T @ self.head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self.errors.cast)
-            self.dv_cast[keys] += probs.T @ self.head.do[rows]
+            self.dv_cast[keys] += self.head.drop(probs, rows, keys).T @ self.head.do[rows]
 
     def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
         """alpha times dS [R, K] as it was cast; in place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -204,8 +204,11 @@ def read_head(
         positions=capture.q_positions(batch),
         alibi=_read_alibi(capture, batch, head, census, bad_rows["q"]),
     )
+    dropout = capture.dropout(batch, head)
+    if dropout is not None:
+        dropout = replace(dropout, kept=dropout.kept.to(device))
     return HeadInputs(
-        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink),
+        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink, dropout),
         unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
         bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
         input_format=format_of(capture.tensors["q"].dtype),

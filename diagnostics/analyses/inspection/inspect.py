@@ -70,12 +70,14 @@ def inspect(
     sinks: Array | None = None,
     dsinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    dropout_mask: Array | None = None,
     causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     softmax_offset: float | None = None,
     alibi_origin: str | None = None,
+    dropout_p: float | None = None,
     declared: str | None = None,
     layout: str | None = None,
     dump: Dump | None = None,
@@ -108,6 +110,8 @@ def inspect(
         softmax_offset: Instead of these, the logit that all heads have: 0 is the off-by-one softmax.
         alibi_slopes: [H] or [B, H], ALiBi's: -slope |t - j| is added to the scores, aligned as the causal mask is.
         alibi_origin: "row"; or "first-key" or "last-key", where slope j, or slope (j - Tk + 1), is added instead.
+        dropout_mask, dropout_p: Of dropout: which probabilities were kept, bool [B, H, Tq, Tk], and how many are
+            dropped in the mean; what was kept was multiplied by 1 / (1 - dropout_p).
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, and is held against.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
@@ -129,6 +133,7 @@ def inspect(
              "dq_pre": dq_pre, "mask": mask, "dmask": dmask, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k, "position_ids": position_ids, "page_table": page_table,
              "cache_seqlens": cache_seqlens, "sinks": sinks, "dsinks": dsinks, "alibi_slopes": alibi_slopes,
+             "dropout_mask": dropout_mask, "dropout_p": dropout_p,
              "softmax_offset": softmax_offset, "alibi_origin": alibi_origin, "declared": declared, "causal": causal,
              "scale": scale, "window": window, "softcap": softcap, "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})

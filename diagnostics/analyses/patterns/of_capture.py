@@ -17,6 +17,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
 from attn_diag.head.other_documents import merged, near, seen_in_out
+from attn_diag.head.other_dropouts import other_dropouts
 from attn_diag.head.other_pages import CacheReading, lse_offset, read_otherwise
 from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.other_slopes import other_slopes
@@ -186,7 +187,7 @@ class CapturePatterns:
             name, observed, fmt, outlying, features, captured=captured,
             others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
-            slopes=[other_slopes(c, batch, h) for h in heads],
+            mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
 
     def _cuts(self, observation: str, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead | None]]]:

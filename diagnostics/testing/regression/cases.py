@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.loading import load
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import select_observations
@@ -132,6 +133,10 @@ def case_of_capture(capture: Capture) -> CaseInputs:
     slopes = _slopes(capture)
     if slopes is not None and not bool(slopes.isfinite().all()):
         raise InputError(f"{capture.source}: an ALiBi slope is NaN or Inf; inspect judges what it holds")
+    if KEPT in tensors:
+        raise InputError(
+            f"{capture.source}: kernels are not handed the mask of a dropout; inspect judges what the capture holds"
+        )
     if capture.documents is not None:
         raise InputError(
             f"{capture.source}: kernels are run on one sequence, and this has {len(capture.documents)}, packed or in "
