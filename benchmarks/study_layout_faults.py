@@ -1,7 +1,8 @@
-"""Faults of packed sequences, sinks, ALiBi, dropout, caches in pages on new seeds: wrong, by name? And healthy calls?
+"""Faults of packed sequences, sinks, ALiBi, dropout, latents, pages on new seeds: wrong, by name? And healthy calls?
 
 The faults are those of the tests (tests/planted_*.py and the tables in test_packed.py, test_sinks_faults.py,
-test_alibi_faults.py and test_dropout_faults.py), on seeds that no test and nobody while building has used.
+test_alibi_faults.py, test_dropout_faults.py and test_latent.py), on seeds that no test and nobody while building has
+used.
 
     python benchmarks/study_layout_faults.py --seeds 40 --json benchmarks/results/layout_faults_cpu.json
     python benchmarks/study_layout_faults.py --only "pages: " --json …      # these alone; other rows of the file stay
@@ -27,8 +28,10 @@ import planted_sinks
 import planted_slopes
 import test_alibi_faults as alibi
 import test_dropout_faults as dropout
+import test_latent as latent
 import test_packed as packed
 import test_sinks_faults as sinks
+import torch
 from builders import rounded_inputs
 
 import attn_diag
@@ -82,6 +85,13 @@ def of_dropout(fault: str, seed: int) -> tuple[Any, str]:
     return dropout.inspected(call, outputs, masking), re.escape(words)
 
 
+def of_latents(fault: str, seed: int) -> tuple[Any, str]:
+    call = latent.drawn(seed, heads=1 + seed % 4, rows=64 + 32 * (seed % 3))
+    dk, dv = call.dk, latent.padded(call.dv, call.dk)
+    change, words = latent.FAULTS[fault] if fault != "healthy" else (torch.add, "")
+    return latent.inspected(call, change(dk, dv)), re.escape(words)
+
+
 def of_pages(fault: str, rows: int, seed: int) -> tuple[Any, str]:
     if fault == "healthy":
         cache = planted_pages.drawn(seed, rows=rows)
@@ -103,6 +113,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"slopes: {fault}", partial(of_slopes, fault)
     for fault in ("healthy", *dropout.FAULTS):
         yield f"dropout: {fault}", partial(of_dropout, fault)
+    for fault in ("healthy", *latent.FAULTS):
+        yield f"latent: {fault}", partial(of_latents, fault)
     for rows in (1, 4):
         for fault in ("healthy", *planted_pages.FAULTS):
             yield f"pages, {rows} row{'s' * (rows > 1)}: {fault}", partial(of_pages, fault, rows)

@@ -25,7 +25,7 @@ from attn_diag.captures.paged import PagedKeys, stored, with_pages
 from attn_diag.captures.places import place
 from attn_diag.captures.shapes import require_fitting
 from attn_diag.captures.sinks import with_sinks
-from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
+from attn_diag.captures.sources import DEFAULT_OBSERVATION, KEYED, OBSERVED, TensorSource
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.captures.validity import require_inputs, short
 from attn_diag.errors import InputError
@@ -61,6 +61,8 @@ class Capture:
 
     ALiBi (format 1.1): ``alibi_slopes`` [Hq], or [B, Hq] ([documents, Hq] of packed sequences), in fp32 or less;
     ``metadata.alibi_origin`` says what the distance is counted from.
+
+    Of a latent that k and v share (format 1.1; absorbed MLA, v = k[..., :Dv]): ``dkv`` like k, dk + [dv, 0].
 
     Dropout (format 1.1): ``dropout_mask``, bool [B, Hq, Tq, Tk], True where a probability was kept; the kernel
     multiplied what it kept by 1 / (1 - ``metadata.dropout_p``).
@@ -224,7 +226,7 @@ class Capture:
         if self.documents is None:
             return tensor[batch, head] if by_head else tensor[batch, :, head]
         where = self.documents[batch]
-        part = where.keys if base in ("k", "v", "dk", "dv") else where.rows
+        part = where.keys if base in ("k", "v", *KEYED) else where.rows
         return tensor[0, head, part] if by_head else tensor[0, part, head]
 
     def read_x(self, batch: int) -> Tensor:
@@ -318,7 +320,7 @@ class Capture:
     def format_version(self) -> str:
         """That of the capture format which its tensors need."""
         newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors or KEPT in self.tensors
-        newer = newer or any(name.rpartition(".")[2] == GRADIENT for name in self.tensors)
+        newer = newer or any(name.rpartition(".")[2] in (GRADIENT, "dkv") for name in self.tensors)
         return PACKED_VERSION if newer else FORMAT_VERSION
 
     def in_text(self) -> dict[str, str]:

@@ -45,6 +45,7 @@ class CallTensors(TypedDict, total=False):
     dq: Array | None
     dk: Array | None
     dv: Array | None
+    dkv: Array | None
     x: Array | None
     w_q: Array | None
     dq_pre: Array | None

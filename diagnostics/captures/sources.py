@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre", "dsinks", "dmask")
+OBSERVED = ("o", "lse", "delta", "dq", "dk", "dv", "dq_pre", "dsinks", "dmask", "dkv")
+# Those with keys for rows.
+KEYED = ("dk", "dv", "dkv")
 DEFAULT_OBSERVATION = "observed"
 PACKING = ("cu_seqlens_q", "cu_seqlens_k")
 CACHE = ("page_table", "cache_seqlens")

@@ -20,13 +20,14 @@ what may lie between (``head.pullback``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.latent import of_latent
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
 
@@ -239,12 +240,12 @@ def dq_parts(
 def key_parts(
     references: list[HeadReference],
     collected: list[BackwardCollector],
-    observed: dict[str, Tensor | None],
-    formats: dict[str, FloatFormat],
+    observed: Mapping[str, Tensor],
+    formats: Mapping[str, FloatFormat],
 ) -> dict[str, GradientParts]:
     """The parts of dK's and dV's errors of one key head: query heads' contributions added up.
 
-    ``observed`` and ``formats`` by "dk" and "dv".
+    ``observed`` and ``formats`` by "dk", "dv" and, of a latent that k and v share, "dkv", which has no parts.
     """
     results: dict[str, GradientParts] = {}
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
@@ -259,6 +260,12 @@ def key_parts(
             predicted = round_nearest_even(cast, formats[name])
             parts |= {operand: cast - uncast, f"{name}_cast": predicted - cast}
         results[name] = GradientParts(reference, observed.get(name), parts, predicted)
+    if "dkv" in observed:
+        casts = [None if c.dk_cast is None or c.dv_cast is None else of_latent(c.dk_cast, c.dv_cast) for c in collected]
+        cast = _total(casts)
+        predicted = None if cast is None else round_nearest_even(cast, formats["dkv"])
+        reference = of_latent(results["dk"].reference, results["dv"].reference)
+        results["dkv"] = GradientParts(reference, observed["dkv"], {}, predicted)
     return results
 
 

@@ -57,6 +57,7 @@ def inspect(
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dkv: Array | None = None,
     x: Array | None = None,
     w_q: Array | None = None,
     dq_pre: Array | None = None,
@@ -96,6 +97,7 @@ def inspect(
             these: options below then stand in place of what they state.
         o, do, dq: Like q.
         dk, dv: Like k.
+        dkv: Like k, of a latent that is k and, in its first features, v (absorbed MLA): dk + [dv, 0].
         lse, delta: [B, H, T] fp32; lse in the natural logarithm.
         x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
         dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
@@ -129,7 +131,7 @@ def inspect(
         InputError: As ``captures_of``.
     """
     require_by_name("inspect", k)
-    given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
+    given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "dkv": dkv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "dmask": dmask, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k, "position_ids": position_ids, "page_table": page_table,
              "cache_seqlens": cache_seqlens, "sinks": sinks, "dsinks": dsinks, "alibi_slopes": alibi_slopes,

@@ -169,7 +169,7 @@ def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name in ("dq_pre", "dsinks", "dmask"):
+        if name in ("dq_pre", "dsinks", "dmask", "dkv"):
             continue
         if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
