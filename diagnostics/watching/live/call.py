@@ -213,14 +213,9 @@ class AttentionCall:
         if self.stage is not None:
             named = {"stage": f"{self.stage.number + 1} of {self.stage.count}", "stage_ranks": str(self.stage.ranks)}
             extra = {**extra, **named}
+        own = ("causal", "scale", "window", "softcap", "lse_sink", "alibi_origin", "dropout_p")
         return {
-            "causal": self.causal,
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            "lse_sink": self.lse_sink,
-            "alibi_origin": self.alibi_origin,
-            "dropout_p": self.dropout_p,
+            **{name: getattr(self, name) for name in own},
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,
