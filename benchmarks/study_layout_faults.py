@@ -1,7 +1,8 @@
-"""Faults of packed sequences, sinks, ALiBi and caches in pages on new seeds: wrong, and by name? And healthy calls?
+"""Faults of packed sequences, sinks, ALiBi, dropout, latents, pages on new seeds: wrong, by name? And healthy calls?
 
-The faults are those of the tests (tests/planted_*.py and the tables in test_packed.py, test_sinks_faults.py and
-test_alibi_faults.py), on seeds that no test and nobody while building has used.
+The faults are those of the tests (tests/planted_*.py and the tables in test_packed.py, test_sinks_faults.py,
+test_alibi_faults.py, test_dropout_faults.py and test_latent.py), on seeds that no test and nobody while building has
+used.
 
     python benchmarks/study_layout_faults.py --seeds 40 --json benchmarks/results/layout_faults_cpu.json
     python benchmarks/study_layout_faults.py --only "pages: " --json …      # these alone; other rows of the file stay
@@ -21,12 +22,16 @@ from typing import Any
 from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import planted_dropouts
 import planted_pages
 import planted_sinks
 import planted_slopes
 import test_alibi_faults as alibi
+import test_dropout_faults as dropout
+import test_latent as latent
 import test_packed as packed
 import test_sinks_faults as sinks
+import torch
 from builders import rounded_inputs
 
 import attn_diag
@@ -71,6 +76,22 @@ def of_slopes(fault: str, seed: int) -> tuple[Any, str]:
     return alibi.inspected(call, outputs, masking, origin), re.escape(words)
 
 
+def of_dropout(fault: str, seed: int) -> tuple[Any, str]:
+    call, masking = dropout.setting(seed)
+    if fault == "healthy":
+        return dropout.inspected(call, planted_dropouts.computed(call, masking), masking), ""
+    forward, backward, options, words = dropout.FAULTS[fault]
+    outputs = planted_dropouts.computed(call, masking, forward, backward, **options)
+    return dropout.inspected(call, outputs, masking), re.escape(words)
+
+
+def of_latents(fault: str, seed: int) -> tuple[Any, str]:
+    call = latent.drawn(seed, heads=1 + seed % 4, rows=64 + 32 * (seed % 3))
+    dk, dv = call.dk, latent.padded(call.dv, call.dk)
+    change, words = latent.FAULTS[fault] if fault != "healthy" else (torch.add, "")
+    return latent.inspected(call, change(dk, dv)), re.escape(words)
+
+
 def of_pages(fault: str, rows: int, seed: int) -> tuple[Any, str]:
     if fault == "healthy":
         cache = planted_pages.drawn(seed, rows=rows)
@@ -90,6 +111,10 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"sinks: {gradient}{fault}", partial(of_sinks, fault)
     for fault in ("healthy", *alibi.FORWARD):
         yield f"slopes: {fault}", partial(of_slopes, fault)
+    for fault in ("healthy", *dropout.FAULTS):
+        yield f"dropout: {fault}", partial(of_dropout, fault)
+    for fault in ("healthy", *latent.FAULTS):
+        yield f"latent: {fault}", partial(of_latents, fault)
     for rows in (1, 4):
         for fault in ("healthy", *planted_pages.FAULTS):
             yield f"pages, {rows} row{'s' * (rows > 1)}: {fault}", partial(of_pages, fault, rows)

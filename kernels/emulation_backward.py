@@ -2,6 +2,9 @@
 
 P = exp(S - L);  delta = rowsum(dO o O) or rowsum(P o dP);  dS = P o (dP - delta)  (softcap: times 1 - (S/c)^2)
 dQ = alpha dS K;  dK = alpha dS^T Q;  dV = P^T dO
+
+Dropout makes O = (P o W) V, dP = W o (dO V^T) and dV = (P o W)^T dO; operands of products are 0 where it dropped, and
+1 / (1 - p) multiplies sums in the recipe's arithmetic, as in FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -115,10 +118,10 @@ def _before_last_rounding(
             )
         if gradients is not None:
             dk = matmul(dscores.T, q, recipe.accumulation, operands=recipe.input)
-            probs = _in_blocks(recipe, "quantize_backward_probs", cast)
+            probs = block.kept(_in_blocks(recipe, "quantize_backward_probs", cast), keys)
             of_dv = prepared.get(recipe, "do").rows(block.rows).whole
             dv = matmul(probs.T, of_dv, recipe.accumulation, operands=recipe.input)
-            gradients.add(keys, dk if before_cast else dk * scale, dv)
+            gradients.add(keys, dk if before_cast else dk * scale, _scaled(block, dv))
     return BackwardRows(delta, dq)
 
 
@@ -148,4 +151,10 @@ def _in_blocks(recipe: Recipe, field: str, x: Tensor) -> Tensor:
 
 
 def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
-    return rounder("dprobs", block.dprobs(recipe, keys), keys.start)
+    """dP of what is kept, times 1 / (1 - p) under dropout."""
+    return _scaled(block, block.kept(rounder("dprobs", block.dprobs(recipe, keys), keys.start), keys))
+
+
+def _scaled(block: Block, x: Tensor) -> Tensor:
+    dropout = block.head.dropout
+    return x if dropout is None else x * dropout.factor

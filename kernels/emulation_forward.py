@@ -138,6 +138,11 @@ class Block:
 
         return self.shared("do v", recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
 
+    def kept(self, x: Tensor, keys: slice) -> Tensor:
+        """[R, K] with 0 where dropout has dropped a probability."""
+        dropout = self.head.dropout
+        return x if dropout is None else x * dropout.kept[self.rows, keys]
+
     @staticmethod
     def _query_block(recipe: Recipe) -> int:
         """What the scores depend on besides, where q's means are of query blocks."""
@@ -218,11 +223,12 @@ def _one_split(
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
         exact_sum = rescale * exact_sum + tile_sum
         row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
+        kept = block.kept(cast, keys)
         if _chained(recipe):
             scaled = accumulator * rescale
-            accumulator = values_product(recipe, cast, v.rows(keys), scaled)
+            accumulator = values_product(recipe, kept, v.rows(keys), scaled)
         else:
-            multiply = partial(_range_pv, recipe, cast, v.rows(keys), rounder, keys.start)
+            multiply = partial(_range_pv, recipe, kept, v.rows(keys), rounder, keys.start)
             product = block.shared("product", recipe, _PRODUCT, place, multiply)
             scaled = rounder("accumulator", accumulator * rescale, keys.start, "rescale")
             accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
@@ -244,6 +250,8 @@ def _one_split(
         accumulator = accumulator / recipe.probs_scale
     if v.scale is not None:
         accumulator = accumulator * v.scale
+    if block.head.dropout is not None:
+        accumulator = accumulator * block.head.dropout.factor
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))

@@ -50,11 +50,20 @@ class Factor:
         return self.values if self.scale is None else self.values * self.scale
 
 
+class DropoutLike(Protocol):
+    """Which probabilities are kept, bool [Tq, Tk], and 1 / (1 - p), by which they are multiplied."""
+
+    @property
+    def kept(self) -> Tensor: ...  # noqa: D102 - described above
+    @property
+    def factor(self) -> float: ...  # noqa: D102
+
+
 class HeadLike(Protocol):
     """What is emulated: one head, tensors of any float dtype whose values fp32 can hold exactly.
 
     q [Tq, D], k [Tk, D], v [Tk, Dv], do [Tq, Dv] or None. ``sink``: a logit of the softmax's denominator, or None.
-    ``visible_span`` and ``apply_mask`` as in
+    ``dropout``: or None.     ``visible_span`` and ``apply_mask`` as in
     ``attn_diag.reference.AttentionHead``.
     """
 
@@ -72,6 +81,8 @@ class HeadLike(Protocol):
     def softcap(self) -> float | None: ...  # noqa: D102
     @property
     def sink(self) -> float | None: ...  # noqa: D102
+    @property
+    def dropout(self) -> DropoutLike | None: ...  # noqa: D102
     def visible_span(self, rows: slice | Tensor) -> slice: ...  # noqa: D102
     def apply_mask(self, scores: Tensor, rows: slice | Tensor, keys: slice, unit: float = 1.0) -> None: ...  # noqa: D102
 

@@ -28,8 +28,8 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
     The heads are of one shape, scale, softcap and masking; all have a sink, or none. Their tensors may be of any float
     dtype; their values must be numbers of the recipe's input format.
 
-    Raises RecipeNotSupportedError for a site the kernels lack, ALiBi, an explicit mask or chosen query positions;
-    BackendError where nothing here can run them; ValueError for shapes that they do not take.
+    Raises RecipeNotSupportedError for a site the kernels lack, ALiBi, dropout, an explicit mask or chosen query
+    positions; BackendError where nothing here can run them; ValueError for shapes that they do not take.
     """
     check_kernels_support(recipe)
     head = heads[0]
@@ -38,6 +38,8 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
         raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
     if getattr(masking, "alibi", None) is not None:
         raise RecipeNotSupportedError("the Triton kernels take no ALiBi slopes; use the emulation")
+    if heads[0].dropout is not None:
+        raise RecipeNotSupportedError("the Triton kernels have no dropout; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
 
     def stacked(tensors: Sequence[Tensor | None]) -> Tensor:

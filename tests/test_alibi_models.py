@@ -11,6 +11,7 @@ from tiny_models import BATCH, HEADS, LENGTH, Tiny, padding, tokens, transformer
 
 import attn_diag
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.loading import load
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -97,7 +98,7 @@ def test_padding_on_the_left_is_written_out_or_refused(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_is_refused(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_is_captured(kind: str, tmp_path: Path) -> None:
     tiny = made(kind)
     tiny.model.train()
     for name in tiny.attentions:
@@ -108,8 +109,12 @@ def test_dropout_is_refused(kind: str, tmp_path: Path, caplog: pytest.LogCapture
             module.attn_dropout_p = 0.5
     with attn_diag.capture(tiny.model, tmp_path / "c") as recorder:
         tiny.loss(tiny.model)
-    assert not recorder.written
-    assert "attention dropout 0.5 is on" in caplog.text
+    assert recorder.written
+    found = attn_diag.inspect_captures([load(path) for path in recorder.written], device="cpu")
+    heads = [h for c in found.captures for h in c.observations[0].heads]
+    labels = {label for h in heads if h.verdict is not None for label in h.verdict.labels}
+    assert "wrong" not in labels
+    assert all(load(path).metadata.dropout_p == 0.5 for path in recorder.written)
 
 
 @pytest.mark.parametrize("kind", KINDS)

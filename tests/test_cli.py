@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[dict[str, Tensor | str | None], str]] = {
     "newer": ({"format_version": "2"}, "upgrade attn-diag"),
     "varlen": ({"cu_seqlens": torch.ones(3)}, "cu_seqlens_q must be integers, got float32"),
     "varlen-batch": ({"cu_seqlens": torch.tensor([0, 25])}, "cu_seqlens_q ends at 25, but there are 24 query rows"),
-    "dropout": ({"dropout_p": "0.1"}, "dropout is not supported"),
+    "dropout": ({"dropout_p": "0.1"}, "dropout_p=0.1 without 'dropout_mask'"),
     "sinks": ({"sinks": torch.ones(3)}, "sinks must have shape [2], one number a query head, got [3]"),
     "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [2], one slope a query head"),
     "fp8": (

@@ -644,7 +644,7 @@ def test_torch_gradients_and_metadata(tmp_path: Path) -> None:
         ({"cu_seqlens_q": torch.tensor([0, 12, 24])}, "packed (varlen) sequences are not supported"),
         ({"qo_indptr": torch.tensor([0, 12])}, "packed (varlen) sequences are not supported"),
         ({"block_table": torch.zeros(2, 2)}, "a paged KV cache is not supported"),
-        ({"dropout_p": 0.1}, "attention dropout is not supported"),
+        ({"dropout_p": 0.1}, "'dropout_p': expected which probabilities were kept"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [4]"),
         ({"alibi": torch.ones(4)}, "expected ALiBi's slopes as a tensor 'alibi_slopes'"),
         ({"o": torch.zeros(1, 4, 9, 16)}, "o must have shape [1, 4, 24, 16]"),

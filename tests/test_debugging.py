@@ -488,7 +488,7 @@ def test_a_wrong_kernel_is_stopped_at(monkeypatch: pytest.MonkeyPatch, found: li
 def test_dropout_is_not_analysed_but_its_tensors_are_seen(
     run: Run, caplog: pytest.LogCaptureFixture, found: list[Finding]
 ) -> None:
-    run.attentions[0].dropout = 0.5
+    run.attentions[0].dropout = 1.0
     with (
         caplog.at_level(logging.WARNING, "attn_diag"),
         break_if(predicate=always, max_logit=-1.0, model=run.model, layers={0}, hook=found.append),
@@ -644,13 +644,13 @@ def test_the_last_finding_keeps_no_model() -> None:
 
 def test_calls_without_a_verdict_are_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A label that cannot be given must not look like one that does not hold."""
-    run.attentions[0].dropout = 0.5
+    run.attentions[0].dropout = 1.0
     with caplog.at_level(logging.WARNING, "attn_diag"), break_if(lossy=True, model=run.model, hook=fail):
         for _ in range(3):
             run.step()
     said = [r.message for r in caplog.records]
     assert len(said) == 1
-    assert "a call of h.0.attn is not judged: attention dropout 0.5 is on" in said[0]
+    assert "a call of h.0.attn is not judged: attention dropout 1 is on" in said[0]
 
 
 def test_a_kernel_of_another_function_is_wrong_and_a_breakpoint_that_does_not_ask_says_so_once(

@@ -369,7 +369,7 @@ def test_healthy_kernels_pass(name: str) -> None:
 @pytest.mark.parametrize("name", [*LIBRARIES, "fa2", "hunted_kernels:sound"])
 @pytest.mark.parametrize("window", [None, (3, 0)])
 def test_every_kernel_has_its_source(name: str, window: tuple[int, int] | None) -> None:
-    source = kernel_source(name, HERE, window, None)
+    source = kernel_source(name, HERE, options=window is not None)
     compile(source, name, "exec")
     public = name.split(":")[0] in ("sdpa", "flex_attention") or name.startswith(("flash", "sage", "xformers"))
     if public and window is None and name != "flashinfer":
@@ -389,7 +389,7 @@ def test_the_script_calls_a_kernel_as_the_hunt_does(name: str, causal: Any) -> N
         return found if causal != "none" else torch.zeros_like(found)
 
     space["hidden"] = hidden
-    exec(kernel_source(name, HERE, None, None), space)
+    exec(kernel_source(name, HERE, options=False), space)
     found = space["kernel"](case.q, case.k, case.v)
     wanted = Target.of(name, dtype=torch.bfloat16, head_dim=8, device=CPU).call(case).outputs["o"]
     assert torch.equal(found, wanted)

@@ -96,6 +96,7 @@ _OUTPUTS = {
     "dq": "dQ",
     "dk": "dK",
     "dv": "dV",
+    "dkv": "dKV",
     "dsinks": "dSink",
     "dmask": "dMask",
     "dq_pre": "dQ before RoPE",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.unfused import WORDS
@@ -15,7 +16,7 @@ from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
-CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv")
+CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv")
 # So much of a well-rounded kernel's error is less, however few rows carry it.
 _FAR_BETTER = 0.5
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
@@ -115,7 +116,7 @@ def judge_quantity(
         broken: Rows with NaN or Inf where the reference is finite.
     """
     name = SYMBOLS[quantity]
-    unit = "keys" if quantity in ("dk", "dv") else "rows"
+    unit = "keys" if quantity in KEYED else "rows"
     if broken or not samples:
         words = f"{name} holds NaN or Inf in {plural(broken, unit[:-1])} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
@@ -315,7 +316,9 @@ def not_judged(
         covered: Whether there is a published recipe for the inputs' format.
         of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
     """
-    missing = [name for name in CAPTURED if name not in judged]
+    # A gradient of both uses of one latent stands in for dK and dV, and is missed by nobody.
+    spared = ("dk", "dv") if "dkv" in captured else ("dkv",)
+    missing = [n for n in CAPTURED if n not in judged and (n not in spared or n in captured)]
 
     def why(name: str) -> str:
         if name not in ("o", "lse") and not with_do:

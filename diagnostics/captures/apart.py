@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.sources import CACHE, PACKING
+from attn_diag.captures.sources import CACHE, KEYED, PACKING
 
 ITEM = "batch_item"
 """The key of the metadata that says which it was."""
-_KEYS = ("k", "v", "dk", "dv")
+_KEYS = ("k", "v", *KEYED)
 _HEADS = ("q", "o", "do", "dq", "dq_pre", "lse", "delta", *_KEYS)
 
 

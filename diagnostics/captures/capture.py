@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.documents import Document, read_documents
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import stored_profile
 from attn_diag.captures.mask_gradient import GRADIENT
@@ -24,11 +25,12 @@ from attn_diag.captures.paged import PagedKeys, stored, with_pages
 from attn_diag.captures.places import place
 from attn_diag.captures.shapes import require_fitting
 from attn_diag.captures.sinks import with_sinks
-from attn_diag.captures.sources import DEFAULT_OBSERVATION, OBSERVED, TensorSource
+from attn_diag.captures.sources import DEFAULT_OBSERVATION, KEYED, OBSERVED, TensorSource
 from attn_diag.captures.tensors import as_tensor
 from attn_diag.captures.validity import require_inputs, short
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.reference import Dropout
 from attn_diag.results.wording import plural
 
 
@@ -59,6 +61,11 @@ class Capture:
 
     ALiBi (format 1.1): ``alibi_slopes`` [Hq], or [B, Hq] ([documents, Hq] of packed sequences), in fp32 or less;
     ``metadata.alibi_origin`` says what the distance is counted from.
+
+    Of a latent that k and v share (format 1.1; absorbed MLA, v = k[..., :Dv]): ``dkv`` like k, dk + [dv, 0].
+
+    Dropout (format 1.1): ``dropout_mask``, bool [B, Hq, Tq, Tk], True where a probability was kept; the kernel
+    multiplied what it kept by 1 / (1 - ``metadata.dropout_p``).
 
     Packed sequences (format 1.1): with ``cu_seqlens_q`` and ``cu_seqlens_k``, integers [documents + 1], documents lie
     one after the other along T of tensors whose B is 1 (or q, k, v, o and their gradients are [total, H, D], x is
@@ -219,7 +226,7 @@ class Capture:
         if self.documents is None:
             return tensor[batch, head] if by_head else tensor[batch, :, head]
         where = self.documents[batch]
-        part = where.keys if base in ("k", "v", "dk", "dv") else where.rows
+        part = where.keys if base in ("k", "v", *KEYED) else where.rows
         return tensor[0, head, part] if by_head else tensor[0, part, head]
 
     def read_x(self, batch: int) -> Tensor:
@@ -304,11 +311,16 @@ class Capture:
         part = mask[(*place, where.rows if lead[2] > 1 else slice(None))]
         return part[:, where.keys if lead[3] > 1 else slice(None)], index
 
+    def dropout(self, batch: int, head: int) -> Dropout | None:
+        """Which probabilities of one query head were kept, [Tq, Tk]; None without dropout."""
+        kept, p = self.tensors.get(KEPT), self.metadata.dropout_p
+        return None if kept is None or p is None else Dropout(kept[batch, head], p)
+
     @property
     def format_version(self) -> str:
         """That of the capture format which its tensors need."""
-        newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors
-        newer = newer or any(name.rpartition(".")[2] == GRADIENT for name in self.tensors)
+        newer = self.documents is not None or self.has_sinks or SLOPES in self.tensors or KEPT in self.tensors
+        newer = newer or any(name.rpartition(".")[2] in (GRADIENT, "dkv") for name in self.tensors)
         return PACKED_VERSION if newer else FORMAT_VERSION
 
     def in_text(self) -> dict[str, str]:

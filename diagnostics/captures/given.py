@@ -45,6 +45,7 @@ class CallTensors(TypedDict, total=False):
     dq: Array | None
     dk: Array | None
     dv: Array | None
+    dkv: Array | None
     x: Array | None
     w_q: Array | None
     dq_pre: Array | None
@@ -60,12 +61,14 @@ class CallTensors(TypedDict, total=False):
     sinks: Array | None
     dsinks: Array | None
     alibi_slopes: Array | None
+    dropout_mask: Array | None
     causal: bool | str
     scale: float | None
     window: tuple[int, int] | None
     softcap: float | None
     softmax_offset: float | None
     alibi_origin: str | None
+    dropout_p: float | None
     declared: str | None
     layout: str
 
@@ -77,7 +80,7 @@ One = Capture | Array
 Source = One | Named | Sequence[Capture | Named]
 """What a function of heads takes."""
 
-_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "alibi_origin", "declared", "layout")
+_OPTIONS = ("causal", "scale", "window", "softcap", "softmax_offset", "alibi_origin", "dropout_p", "declared", "layout")
 
 
 def is_array(value: object) -> TypeGuard[Array]:

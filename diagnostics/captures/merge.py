@@ -24,7 +24,8 @@ from attn_diag.errors import InputError
 
 # What may differ between the ranks of one call.
 _OF_A_RANK = ("rank", "head_offset", "device", "hardware", "notes", "extra")
-_PER_ROW = ("lse", "delta")
+# Which have their heads second, whatever the layout.
+_PER_ROW = ("lse", "delta", "dropout_mask")
 _OF_ALL_SEQUENCES = ("w_q", "q_positions", "sinks")
 
 

@@ -11,7 +11,7 @@ from attn_diag.errors import InputError
 
 FORMAT = "attn-diag-capture"
 FORMAT_VERSION = "1"
-# Written only where there is what a reader of version 1 would not understand: packed sequences, sinks, ALiBi.
+# Written only where there is what a reader of version 1 would not understand: packed sequences, sinks, ALiBi, dropout.
 PACKED_VERSION = "1.1"
 
 Layout = Literal["BHTD", "BTHD"]
@@ -25,7 +25,10 @@ _UNSAID = {"lse_sink": "included", "alibi_origin": "row"}
 # Positions are 64-bit integers; their differences with a window must be too.
 _WIDEST = 2**62
 
-_DROPOUT = "attention dropout is not supported: capture with dropout 0 (model.eval() or dropout_p=0.0)"
+_DROPOUT = (
+    "expected which probabilities were kept as a tensor 'dropout_mask', bool [B, Hq, Tq, Tk], beside q, and "
+    "dropout_p in the metadata; or capture with dropout 0 (model.eval() or dropout_p=0.0)"
+)
 _SINKS = "expected a tensor 'sinks' of logits, [Hq], beside q; one number for all heads is softmax_offset"
 _ALIBI = "expected ALiBi's slopes as a tensor 'alibi_slopes', [Hq], beside q; a bias that is written out is 'mask'"
 _PACKED = "expected a tensor of integers, [documents + 1], beside q"
@@ -67,6 +70,8 @@ class Metadata:
     """Where the bias of ``alibi_slopes`` is counted from: "row": -slope |position(t) - j|; "first-key": slope j, as
     flash_attn 2 has it under causality without a left window, its LSE too, and BLOOM; "last-key": slope (j - Tk + 1),
     as MPT."""
+    dropout_p: float | None = None
+    """How many probabilities were dropped in the mean; which, ``dropout_mask`` says. None or 0: none."""
     layer: int | None = None
     """The model's number of the layer."""
     head_offset: int = 0
@@ -111,6 +116,8 @@ class Metadata:
             raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
         if self.window is not None and max(self.window) > _WIDEST:
             raise InputError(f"window must be 'left,right', each at most {_WIDEST}, got {self.window}; -1 is unlimited")
+        if self.dropout_p is not None and not 0 <= self.dropout_p < 1:
+            raise InputError(f"dropout_p must be at least 0 and below 1, got {self.dropout_p}; leave it out for none")
         if self.head_offset < 0:
             raise InputError(f"head_offset must be 0 or more, got {self.head_offset}")
 
@@ -130,8 +137,9 @@ class Metadata:
         for key, value in text.items():
             if key in ("format", "format_version"):
                 continue
-            refuse_unsupported(key, stated=value.strip().lower() not in ("", "0", "0.0", "none", "false"))
-            if key not in _PARSERS:
+            stated = value.strip().lower() not in ("", "0", "0.0", "none", "false")
+            if key not in _PARSERS or (key == "dropout_p" and not stated):
+                refuse_unsupported(key, stated=stated)
                 extra[key] = value
                 continue
             parse, meant = _PARSERS[key]
@@ -177,7 +185,7 @@ def parse_window(text: str) -> tuple[int, int]:
 
 # How a key's text is read, and what it should have been where that fails.
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(("scale", "softcap", "softmax_offset"), (float, "a number")),
+    **dict.fromkeys(("scale", "softcap", "softmax_offset", "dropout_p"), (float, "a number")),
     "window": (parse_window, "'left,right'"),
     **dict.fromkeys(("layer", "head_offset", "step", "rank"), (int, "an integer")),
     **dict.fromkeys(("layout", "causal", "lse_base", "lse_sink", "alibi_origin"), (str, "text")),

@@ -14,7 +14,7 @@ from attn_diag.captures.sources import CACHE, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 
 # [total, H, D], as flash_attn's varlen functions have them; of the others the first axis is the batch, or lacks.
-_TOKENS = ("q", "k", "v", "do", "o", "dq", "dk", "dv", "dq_pre")
+_TOKENS = ("q", "k", "v", "do", "o", "dq", "dk", "dv", "dkv", "dq_pre")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attn_diag.captures.alibi import require_slopes
+from attn_diag.captures.dropout import require_dropout
+from attn_diag.captures.latent import require_latent
 from attn_diag.captures.mask_gradient import require_mask_gradient
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sinks import require_sinks
@@ -69,7 +71,9 @@ def require_fitting(tensors: Tensors, metadata: Metadata) -> None:
     _check_inputs(shaped)
     require_sinks(tensors, metadata, shaped.q_heads)
     require_slopes(tensors, metadata, shaped.q_heads, shaped.batch)
+    require_dropout(tensors, metadata, (shaped.batch, shaped.q_heads, shaped.q_length, shaped.k_length))
     require_mask_gradient(tensors)
+    require_latent(tensors)
     _check_outputs(shaped)
 
 
@@ -125,6 +129,7 @@ def _check_outputs(c: _Shaped) -> None:
         "dq_pre": [c.batch, c.q_heads, c.q_length, c.head_dim],
         "dk": [c.batch, c.kv_heads, c.k_length, c.head_dim],
         "dv": [c.batch, c.kv_heads, c.k_length, dv],
+        "dkv": [c.batch, c.kv_heads, c.k_length, c.head_dim],
     }
     rows = [c.batch, c.q_heads, c.q_length]
     for name, tensor in c.tensors.items():
@@ -134,9 +139,9 @@ def _check_outputs(c: _Shaped) -> None:
                 raise InputError(f"{name} must have shape [B, H, T] = {rows}, got {list(tensor.shape)}")
         elif output in shapes:
             _expect(c, name, shapes[output], "that of q, or of k for dk and dv")
-    gradients = {name.rpartition(".")[2] for name in c.tensors} & {"dq", "dk", "dv"}
+    gradients = {name.rpartition(".")[2] for name in c.tensors} & {"dq", "dk", "dv", "dkv"}
     if gradients and "do" not in c.tensors:
-        raise InputError("gradients (dq, dk or dv) are there but 'do' is missing: the reference backward needs dO")
+        raise InputError("gradients (dq, dk, dv or dkv) are there but 'do' is missing: the reference backward needs dO")
 
 
 def _expect(c: _Shaped, name: str, bhtd: list[int], why: str) -> None:

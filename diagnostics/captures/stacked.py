@@ -14,7 +14,7 @@ from attn_diag.captures.sources import INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.errors import InputError
 
 _ROWS = ("lse", "delta")
-_TOKENS = ("q", "k", "v", "do", "o", "dq", "dk", "dv", "dq_pre")
+_TOKENS = ("q", "k", "v", "do", "o", "dq", "dk", "dv", "dkv", "dq_pre")
 
 
 def documents_axis(name: str, layout: str) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from attn_diag.captures.alibi import SLOPES
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import CACHE, DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
@@ -25,7 +26,7 @@ def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
     """
     for name in tensors:
         observation, dot, output = name.rpartition(".")
-        if output not in (*PACKING, *OF_HEADS) and name != SLOPES:
+        if output not in (*PACKING, *OF_HEADS) and name not in (SLOPES, KEPT):
             refuse_unsupported(output)
         if (
             output in OBSERVED
@@ -57,7 +58,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
             raise InputError(f"q_positions must be integers, got {short(dtype)}")
     elif (
         base in INPUTS + OBSERVED
-        and base not in (*PACKING, *CACHE)
+        and base not in (*PACKING, *CACHE, KEPT)
         and dtype not in FLOATS
         and not (base == "mask" and dtype == torch.bool)
     ):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from attn_diag.captures.metadata import AlibiOrigin, Causal, Layout, LseBase, Me
 from attn_diag.errors import InputError
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.other_documents import merged, seen_in_out
+from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.read import read_float64, read_head
@@ -98,12 +99,9 @@ def _message(check: Misfit) -> str:
     found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
     if check.documents is not None:
         return f"{found} {check.documents} within {percent(check.better_error)}: cu_seqlens are wrong, or not obeyed."
-    if check.sinks is not None:
-        within = percent(check.better_error)
-        return f"{found} {check.sinks} within {within}: the kernel's sinks are not the capture's."
-    if check.slopes is not None:
-        within = percent(check.better_error)
-        return f"{found} {check.slopes} within {within}: the kernel's slopes are not the capture's."
+    for words, what in ((check.sinks, "sinks are"), (check.slopes, "slopes are"), (check.dropout, "dropout is")):
+        if words is not None:
+            return f"{found} {words} within {percent(check.better_error)}: the kernel's {what} not the capture's."
     if check.better is None:
         return f"{found} no other causal alignment, scale, layout, window or base tried fits either."
     near = percent(check.better_error)
@@ -122,16 +120,18 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
         other = None if cut is None else out_fit(cut.of(capture), observation, device)
         if cut is not None and other is not None and other.ok and other.error <= _explained(stated, other):
             return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
-    fits = [(out_fit(c, observation, device), words) for words, c in with_other_sinks(capture, observation, device)]
-    known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
-    if known:
-        error, words = min(known)
-        return Misfit(observation, "o", stated.error, False, None, error, sinks=words)
-    fits = [(out_fit(c, observation, device), words) for words, c in with_other_slopes(capture)]
-    known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
-    if known:
-        error, words = min(known)
-        return Misfit(observation, "o", stated.error, False, None, error, slopes=words)
+    others: dict[str, Iterator[tuple[str, Capture]]] = {
+        "sinks": with_other_sinks(capture, observation, device),
+        "slopes": with_other_slopes(capture),
+        "dropout": with_other_dropouts(capture),
+    }
+    for field, captures in others.items():
+        fits = [(out_fit(c, observation, device), words) for words, c in captures]
+        known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
+        if known:
+            error, words = min(known)
+            said: dict[str, Any] = {field: words}
+            return Misfit(observation, "o", stated.error, False, None, error, **said)
     best = better_reading(capture, observation, device, stated)
     return _misfit(observation, stated, best)
 

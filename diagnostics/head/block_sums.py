@@ -72,9 +72,11 @@ def _factors(name: str, collector: BackwardCollector, fmt: FloatFormat) -> tuple
         scores, slope = head.softcap * capped, 1 - capped.square()
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     probs = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+    every = slice(None)
     if name == "dv":
-        return cast(probs), head.do
-    dscores = cast(probs * (head.do @ head.v.T - errors.delta[:, None]) * slope)
+        return head.drop(cast(probs), every, every), head.do
+    dprobs = head.drop(head.do @ head.v.T, every, every)
+    dscores = cast(probs * (dprobs - errors.delta[:, None]) * slope)
     return (dscores.T, head.k * head.scale) if name == "dq" else (dscores, head.q * head.scale)
 
 

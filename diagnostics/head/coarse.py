@@ -115,18 +115,23 @@ class CoarseNoise(NoiseCollector):
         cast, operand, common = self._cast, self._operand, self._common
         k, k2, v2, q2 = self.head.k[keys], self._k2[keys], self._v2[keys], self._q2[rows]
         square = probs.square()
+
+        def twice(x: Tensor) -> Tensor:
+            """Times W^2, by which dropout multiplies the square of what belongs to a key."""
+            return self.head.drop(self.head.drop(x, rows, keys), rows, keys)
+
         scores = q2 @ k2.T  # M^2
         squared_scores = square * scores
         mean = probs @ k
         var_k = (probs @ k2 - mean.square()).clamp_(min=0.0)
-        var_v = (probs @ v2 - out.square()).clamp_(min=0.0)
+        var_v = (twice(probs) @ v2 - out.square()).clamp_(min=0.0)
         own = squared_scores.sum(1)[:, None]  # a
         by_q = (q2 * var_k).sum(1)[:, None]  # b
         moved = (q2 * mean.square()).sum(1)[:, None]  # b'
         # What lies below the cast's smallest number is lost, at most all of it, and with one sign.
         lost = probs * (self._lost / block.unnormalised_probs.square().clamp(min=1e-300)).clamp_(max=1.0)
-        products = (cast + operand) * square @ v2 + lost.sum(1)[:, None] * (probs @ v2)
-        o = products + operand * (2 * squared_scores @ v2 + 2 * own * out.square() + by_q * var_v)
+        products = (cast + operand) * twice(square) @ v2 + lost.sum(1)[:, None] * (twice(probs) @ v2)
+        o = products + operand * (2 * twice(squared_scores) @ v2 + 2 * own * out.square() + by_q * var_v)
         o += common * out.square() + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o
         largest = block.row_max.masked_fill(block.fully_masked, 0.0).square()
@@ -134,8 +139,8 @@ class CoarseNoise(NoiseCollector):
         if block.delta is None or block.dscores is None:
             return
         assert self.head.do is not None
-        dprobs = self.head.do[rows] @ self.head.v[keys].T - block.delta[:, None]  # g
-        do2, terms = self._do2[rows], self._do2[rows] @ v2.T  # G
+        dprobs = self.head.drop(self.head.do[rows] @ self.head.v[keys].T, rows, keys) - block.delta[:, None]  # g
+        do2, terms = self._do2[rows], twice(self._do2[rows] @ v2.T)  # G
         gradients = probs * dprobs.square()
         delta = (do2 * (products + ulp(out, self.out).square() / 12)).sum(1)
         delta += operand * ((squared_scores * dprobs.square()).sum(1) + by_q[:, 0] * gradients.sum(1))
@@ -159,14 +164,14 @@ class CoarseNoise(NoiseCollector):
         either = cast + operand + 2 * operand * (scores + moved)
         weights = squares * either + cast * square * terms + square * delta[:, None] + tiny * (probs > 0)
         self.variance["dk"][keys] += weights.T @ q2
-        self.variance["dv"][keys] += (square * either + lost * probs).T @ do2
+        self.variance["dv"][keys] += twice(square * either + lost * probs).T @ do2
         shared, size = self._shared, dscores.abs()
         shared["scores"][keys] += (size * (scores + own)).sum(0)
         shared["probs"][keys] += (probs * (scores + own)).sum(0)
         shared["values"][keys] += (probs * terms).sum(0)
         shared["weighted"][keys] += size.T @ q2
         shared["ones"][keys] += probs.T @ q2
-        shared["do"][keys] += probs.T @ do2
+        shared["do"][keys] += twice(probs).T @ do2
         shared["delta"][keys] += (probs * block.delta[:, None]).T @ self.head.q[rows] * self.head.scale
 
     def finished(self, reference: HeadReference, stored: Mapping[str, FloatFormat]) -> dict[str, Tensor]:

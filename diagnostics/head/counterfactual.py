@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
-from attn_diag.head.unfused import UNFUSED, unfused
+from attn_diag.head.unfused import unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.reference.fused import FusedHeads
@@ -64,7 +64,7 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``UNFUSED``, or of ``coarser``'s.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, or of ``coarser``'s.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -72,7 +72,7 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    if recipe in UNFUSED:
+    if recipe in ways(head):
         return unfused(head, fmt, recipe)
     chosen = _published(recipe, fmt, head)
     if chosen is None:
@@ -141,6 +141,8 @@ class Counterfactuals:
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
+        self.unfused = ways(head)
+        """How plain torch may round."""
         self.alpha_exact = math.frexp(head.scale)[0] == 0.5
         """Whether multiplying by alpha rounds nothing."""
         self.small = self.scores <= _TENSOR_CORE_SCORES
@@ -219,6 +221,7 @@ class NoiseCollector:
         squares = block.probs.square()
         self.variance["row_sum"][rows] = squares.sum(1) * self._relative
         probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
+        probs = self.head.drop(self.head.drop(probs, rows, keys), rows, keys)
         o = probs @ self._v2[keys] + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o
         if block.unnormalised_dscores is None:
@@ -294,7 +297,7 @@ def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tenso
     result = torch.ones(len(rows), dtype=torch.float64)
     relative = 2.0 ** (-2 * fmt.precision) / 24
     block = reference_rows(head, rows[:_MOST_DIRECTIONS])
-    weights, vectors, truth = block.probs, head.v[block.keys], block.out
+    weights, vectors, truth = head.drop(block.probs, block.rows, block.keys), head.v[block.keys], block.out
     if quantity == "dq":
         assert block.dscores is not None
         assert block.dq is not None

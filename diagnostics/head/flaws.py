@@ -160,14 +160,15 @@ def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: Float
     for site, at in (("scores", block.scores), ("difference", block.scores - block.row_max[:, None])):
         if parse(getattr(recipe, site)) is not None:
             moved += probs * (spacing * at.masked_fill(probs == 0, 0.0).abs()).expm1()
-    weighted = moved.square()
-    found = ulp(out, fmt) + (weighted @ values.square()).sqrt() + out.abs() * weighted.sum(1, keepdim=True).sqrt()
+    by_sum = moved.square().sum(1, keepdim=True).sqrt()
+    moved, kept = (head.drop(x, block.rows, block.keys) for x in (moved, probs))
+    found = ulp(out, fmt) + (moved.square() @ values.square()).sqrt() + out.abs() * by_sum
     largest = head.scale * head.q[block.rows].norm(dim=1) * head.k[block.keys].norm(dim=1).max()
     depth_sums = (probs.shape[1] + head.q.shape[1]) / 16 + 2
     every = depth_sums * 2.0**-23 * (1 + largest[:, None])
     if any(parse(getattr(recipe, site)) is not None for site in ("row_sum", "range_pv", "accumulator", "row_max")):
         every = every + spacing
-    allowed: Tensor = found + every * (probs @ values.abs())
+    allowed: Tensor = found + every * (kept @ values.abs())
     return allowed
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.captures.latent import of_latent
 from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import adds_in_blocks
@@ -217,7 +218,7 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
     """dK or dV of one key head beside a well-rounded kernel's, which rounds every query head's part and then adds.
 
     Args:
-        name: dk or dv.
+        name: dk, dv, or dkv of a latent that k and v share.
         parts: The gradient with its predictions.
         terms: Of the query heads that share the key head.
         fmt: The format in which it was stored.
@@ -225,10 +226,19 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
     assert parts.observed is not None
 
     def total(outputs: Sequence[dict[str, Tensor]]) -> Tensor:
-        return round_nearest_even(torch.stack([found[name] for found in outputs]).sum(0), fmt)
+        return round_nearest_even(torch.stack([one(found.get) for found in outputs]).sum(0), fmt)
 
-    variance = torch.stack([t.variance[name] for t in terms]).sum(0)
-    casts = [None if t.backward is None else getattr(t.backward, f"{name}_cast") for t in terms]
+    def one(of: Callable[[str], Tensor | None]) -> Tensor:
+        """The gradient, or of a shared latent the sum of both."""
+        values = [x for n in (("dk", "dv") if name == "dkv" else (name,)) if (x := of(n)) is not None]
+        return values[0] if name != "dkv" else of_latent(values[0], values[1])
+
+    variance = torch.stack([one(t.variance.get) for t in terms]).sum(0)
+    if name == "dkv":  # each of both is rounded, and their sum
+        variance = variance + ulp(parts.reference, fmt).square() / 12
+    casts = [
+        None if t.backward is None or t.backward.dk_cast is None else one(partial(_cast_of, t.backward)) for t in terms
+    ]
     known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
     rows = torch.arange(len(variance), device=variance.device)
     fed = torch.stack(known).sum(0) if len(known) == len(terms) else None
@@ -246,12 +256,17 @@ def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt:
         fmt=fmt,
         rows=rows,
         fed=fed,
-        carriers=_shared_deltas(terms, float(variance.sum())) if name == "dk" else None,
+        carriers=_shared_deltas(terms, float(variance.sum())) if name in ("dk", "dkv") else None,
     )  # fmt: skip
-    if fed is None:
+    if name == "dkv" or fed is None:
         return found
     collectors = [t.backward for t in terms if t.backward is not None]
     return _named(found, name, parts.observed, fed, collectors, total, fmt)
+
+
+def _cast_of(backward: BackwardCollector, name: str) -> Tensor | None:
+    found: Tensor | None = getattr(backward, f"{name}_cast")
+    return found
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:

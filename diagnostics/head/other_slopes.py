@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
-from attn_diag.reference import Alibi
+from attn_diag.head.mistakes import Mistake
+from attn_diag.reference import Alibi, AttentionHead
 
 _MOST_HEADS = 16
 # Slopes this near, over the larger one, are one slope: a bias of 64 moves by less than a sixteenth.
 _SAME = 2.0**-10
 
 
-@dataclass(frozen=True)
-class OtherSlope:
-    """A bias by distance that a head may have had."""
-
-    words: str
-    """What follows "are what … gives"."""
-    alibi: Alibi | None
-    """The bias; None: none."""
-
-
-def other_slopes(capture: Capture, batch: int, head: int) -> list[OtherSlope]:
+def other_slopes(capture: Capture, batch: int, head: int) -> list[Mistake]:
     """The slopes that a faulty kernel may have given a head.
 
     Args:
@@ -43,7 +35,7 @@ def other_slopes(capture: Capture, batch: int, head: int) -> list[OtherSlope]:
     number, heads = head + capture.metadata.head_offset, capture.q_heads
     if stated is None:
         usual = usual_slopes(heads)
-        return [OtherSlope("ALiBi's usual slopes, which are not stated,", _alibi(usual[head], "row"))]
+        return [_mistake("ALiBi's usual slopes, which are not stated,", _alibi(usual[head], "row"))]
     own = 0.0 if not math.isfinite(stated) else stated
     nearest = sorted((h for h in range(heads) if h != head), key=lambda h: abs(h - head))[:_MOST_HEADS]
     found = [("no ALiBi slope (the bias dropped)", 0.0)]
@@ -60,10 +52,19 @@ def other_slopes(capture: Capture, batch: int, head: int) -> list[OtherSlope]:
         ("the ALiBi slope multiplied by log2(e)", own * math.log2(math.e)),
     ]
     return [
-        OtherSlope(words, _alibi(slope, origin))
+        _mistake(words, _alibi(slope, origin))
         for words, slope in found
         if math.isfinite(slope) and abs(slope - own) > _SAME * max(abs(slope), abs(own))
     ]
+
+
+def _mistake(words: str, alibi: Alibi | None) -> Mistake:
+    several = "the ALiBi slopes of other heads" if "of head" in words else words
+    return Mistake("alibi", words, partial(_with_alibi, alibi), several, "the forward's LSE has the right one")
+
+
+def _with_alibi(alibi: Alibi | None, head: AttentionHead) -> AttentionHead:
+    return replace(head, masking=replace(head.masking, alibi=alibi))
 
 
 def _alibi(slope: float, origin: str) -> Alibi | None:

@@ -20,13 +20,14 @@ what may lie between (``head.pullback``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.latent import of_latent
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
 
@@ -112,7 +113,7 @@ class BackwardCollector:
                 block, probs * delta_error[:, None]
             )
             self.dk_lse[keys] += moved.T @ (scaled_q * factor)
-            self.dv_lse[keys] += probs.T @ (self.head.do[rows] * factor)
+            self.dv_lse[keys] += self.head.drop(probs, rows, keys).T @ (self.head.do[rows] * factor)
         if not self._want_casts:
             return
         # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
@@ -127,7 +128,7 @@ class BackwardCollector:
         if self.dk_cast is not None and self.dv_cast is not None:
             self.dk_cast[keys] += dscores.T @ self.head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self.errors.cast)
-            self.dv_cast[keys] += probs.T @ self.head.do[rows]
+            self.dv_cast[keys] += self.head.drop(probs, rows, keys).T @ self.head.do[rows]
 
     def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
         """alpha times dS [R, K] as it was cast; in place."""
@@ -239,12 +240,12 @@ def dq_parts(
 def key_parts(
     references: list[HeadReference],
     collected: list[BackwardCollector],
-    observed: dict[str, Tensor | None],
-    formats: dict[str, FloatFormat],
+    observed: Mapping[str, Tensor],
+    formats: Mapping[str, FloatFormat],
 ) -> dict[str, GradientParts]:
     """The parts of dK's and dV's errors of one key head: query heads' contributions added up.
 
-    ``observed`` and ``formats`` by "dk" and "dv".
+    ``observed`` and ``formats`` by "dk", "dv" and, of a latent that k and v share, "dkv", which has no parts.
     """
     results: dict[str, GradientParts] = {}
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
@@ -259,6 +260,12 @@ def key_parts(
             predicted = round_nearest_even(cast, formats[name])
             parts |= {operand: cast - uncast, f"{name}_cast": predicted - cast}
         results[name] = GradientParts(reference, observed.get(name), parts, predicted)
+    if "dkv" in observed:
+        casts = [None if c.dk_cast is None or c.dv_cast is None else of_latent(c.dk_cast, c.dv_cast) for c in collected]
+        cast = _total(casts)
+        predicted = None if cast is None else round_nearest_even(cast, formats["dkv"])
+        reference = of_latent(results["dk"].reference, results["dv"].reference)
+        results["dkv"] = GradientParts(reference, observed["dkv"], {}, predicted)
     return results
 
 

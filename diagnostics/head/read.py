@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.joined import equal_bits
+from attn_diag.captures.sources import KEYED
 from attn_diag.errors import InputError
 from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of
 
@@ -123,6 +125,46 @@ def read_outputs(
     return outputs, formats
 
 
+def read_key_outputs(
+    capture: Capture, observation: str, batch: int, kv_head: int, device: torch.device, census: NonFiniteCensus
+) -> tuple[dict[str, Tensor], dict[str, FloatFormat], dict[str, int]]:
+    """What an observation holds of one key head: dk, dv and dkv, as far as captured and finite.
+
+    Returns:
+        The tensors in float64, the formats in which they were stored, and of tensors that are not finite the number of
+        keys with NaN or Inf, all by name.
+
+    Raises:
+        InputError: There is a dkv, and v is not k in its first features.
+    """
+    outputs: dict[str, Tensor] = {}
+    formats: dict[str, FloatFormat] = {}
+    broken: dict[str, int] = {}
+    for output in KEYED:
+        key = capture.key(observation, output)
+        tensor = read_float64(capture, key, batch, kv_head, device)
+        if tensor is None:
+            continue
+        if output == "dkv":
+            require_shared(capture, batch, kv_head)
+        if bad := int(census.add(key, batch, kv_head, tensor).any(1).sum()):
+            broken[output] = bad
+        else:
+            outputs[output], formats[output] = tensor, format_of(capture.tensors[key].dtype)
+    return outputs, formats, broken
+
+
+def require_shared(capture: Capture, batch: int, kv_head: int) -> None:
+    """Raise InputError where v is not k in its first features: a sum of both gradients is nobody's then."""
+    k, v = (capture.read(name, batch, kv_head) for name in "kv")
+    assert k is not None
+    assert v is not None
+    if not equal_bits(k[:, : v.shape[1]], v):
+        raise InputError(
+            f"{capture.source}: dkv is the gradient of one latent, but v is not k[..., :{v.shape[1]}]; give dk and dv"
+        )
+
+
 def _read_mask(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -204,8 +246,11 @@ def read_head(
         positions=capture.q_positions(batch),
         alibi=_read_alibi(capture, batch, head, census, bad_rows["q"]),
     )
+    dropout = capture.dropout(batch, head)
+    if dropout is not None:
+        dropout = replace(dropout, kept=dropout.kept.to(device))
     return HeadInputs(
-        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink),
+        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink, dropout),
         unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
         bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
         input_format=format_of(capture.tensors["q"].dtype),

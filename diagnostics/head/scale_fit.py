@@ -73,7 +73,8 @@ def scale_derivative(head: AttentionHead, block: RowBlock) -> Tensor:
     if block.slope is not None:
         scores = scores * block.slope
     weighted = block.probs * scores.masked_fill(~visible, 0.0)
-    return weighted @ head.v[block.keys] - weighted.sum(1, keepdim=True) * block.out
+    kept = head.drop(weighted, block.rows, block.keys)
+    return kept @ head.v[block.keys] - weighted.sum(1, keepdim=True) * block.out
 
 
 def fit_scale(inputs: HeadInputs, observed: Tensor) -> ScaleFit | None:

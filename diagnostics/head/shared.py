@@ -57,6 +57,8 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
         row = row + _mixed(c.alibi_slope(batch, head) or 0.0)
         if masked:
             row = row + _hash_mask(c, batch, head, stops)
+        if (dropout := c.dropout(batch, head)) is not None:
+            row = row + _hash(dropout.kept, 8)
         before = torch.cat([prefix.new_zeros(1), prefix])[stops]
         rows.append(((row * _weights(1, 6) + before) * _weights(c.q_length, 7)[: len(row)]).numpy())
         prefixes.append(prefix.numpy())

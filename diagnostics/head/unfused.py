@@ -4,7 +4,7 @@
                                       or the second, of which m is taken off before softmax: cast(S - m)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
     O  = cast(P V)
-    dP = cast(dO VT), dV = cast(PT dO)
+    dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32)
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
@@ -35,12 +35,24 @@ UNFUSED = (
 )
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
+    "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
 }
 
 
+# Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
+_ROUNDED = ":rounded"
+
+
+def ways(head: AttentionHead) -> tuple[str, ...]:
+    """``UNFUSED``; of a head with dropout each also with a rounded 1 / (1 - p)."""
+    return UNFUSED if head.dropout is None else (*UNFUSED, *(way + _ROUNDED for way in UNFUSED))
+
+
 def named(way: str) -> str:
     """Which of ``WORDS`` says it."""
+    if way.endswith(_ROUNDED):
+        return "dropout"
     return "normalised" if ":fp32:" in way else "unfused"
 
 
@@ -50,13 +62,20 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     Args:
         head: The head; all of its scores are held at once.
         fmt: The inputs' format.
-        way: One of ``UNFUSED``.
+        way: One of ``ways``.
 
     Returns:
         o, lse (of the stored scores) and, with dO, delta, dq, dk and dv; float64.
     """
-    _, alpha_in, probs_of = way.split(":")
+    _, alpha_in, probs_of = way.removesuffix(_ROUNDED).split(":")
     cast = partial(round_nearest_even, fmt=fmt)
+
+    def dropped(values: Tensor) -> Tensor:
+        if head.dropout is None:
+            return values
+        factor = torch.full((), head.dropout.factor, dtype=torch.float64, device=values.device)
+        return cast(values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor)))
+
     if alpha_in in ("q", "shifted"):
         scores = cast(cast(head.q * head.scale) @ head.k.T)
     elif alpha_in == "scores":
@@ -75,10 +94,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
     wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     probs = cast(wide)
-    found = {"o": cast(probs @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
+    kept = dropped(probs)
+    found = {"o": cast(kept @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
     if head.do is None:
         return found
-    dprobs = cast(head.do @ head.v.T)
+    dprobs = dropped(cast(head.do @ head.v.T))
     weights = probs if probs_of == "cast" else wide
     delta = (weights * dprobs).sum(1)
     dscores = weights * (dprobs - delta[:, None])
@@ -91,4 +111,4 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         dscores = dscores * head.scale if probs_of == "uncast" else cast(dscores * head.scale)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
-    return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(probs.T @ head.do)}
+    return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}

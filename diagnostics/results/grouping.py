@@ -178,7 +178,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     source, observation, head = max(group, key=lambda e: _weight(label, e[2]))
     _, kernel, captured = _maker(label, group[0])
     off = [q for _, _, h in group for q in _answered(h, label)]
-    order: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dsinks", "dmask", "dw_q")
+    order: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q")
     own = sorted(_answered(head, label), key=lambda q: -(q.factor or 0.0))
     carried = {name for _, _, h in group if h.verdict for name in h.verdict.labels}
     furthest = max(group, key=lambda e: _errors(e[2], "dq") or 0.0)[2]

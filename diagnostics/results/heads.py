@@ -184,6 +184,8 @@ class Misfit:
     """Other sinks that O fits, in a sentence; then the kernel or the stated sinks are wrong."""
     slopes: str | None = None
     """Other ALiBi slopes that O fits, likewise."""
+    dropout: str | None = None
+    """Other dropout that O fits, likewise."""
 
 
 @dataclass(frozen=True)

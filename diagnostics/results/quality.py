@@ -7,7 +7,7 @@ from typing import Literal
 
 from attn_diag.results.base import Number
 
-Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dsinks", "dmask", "dw_q"]
+Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q"]
 Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
 
 

@@ -9,8 +9,8 @@ from decimal import Decimal
 
 DASH = "–"
 """What is shown of a number that is not known."""
-SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dsinks": "dSink",
-           "dmask": "dMask", "dw_q": "dW_Q"}  # fmt: skip
+SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dkv": "dKV",
+           "dsinks": "dSink", "dmask": "dMask", "dw_q": "dW_Q"}  # fmt: skip
 """The outputs of attention and of its backward pass, by their keys in captures and results."""
 
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.

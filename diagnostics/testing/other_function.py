@@ -118,8 +118,7 @@ def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:
-    tensors = {"q": case.q, "k": case.k, "v": case.v, "o": o.detach().cpu()}
-    return Capture.from_tensors(tensors, scale=case.scale, causal=case.causal)
+    return replace(case, do=None).captured({"o": o.detach().cpu()})
 
 
 def _of_reading(capture: Capture, reading: OtherMetadata, error: float) -> OtherFunction:

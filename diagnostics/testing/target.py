@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, get_args
 
 import torch
@@ -25,6 +23,7 @@ from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.reference import Alibi, AttentionHead, Masking
 from attn_diag.testing.libraries import LIBRARIES, SDPA
+from attn_diag.testing.names import imported
 from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
@@ -98,10 +97,30 @@ class CaseInputs:
         full = (self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
         return self.mask.expand(full)[batch, head].to(device)
 
+    def masking(self, batch: int, head: int, device: torch.device) -> Masking:
+        """What one head sees, ALiBi included."""
+        slope = 0.0 if self.alibi_slopes is None else float(self.alibi_slopes[batch, head])
+        alibi = Alibi(slope, self.alibi_origin) if slope else None
+        return Masking(self.causal, self.window, self.head_mask(batch, head, device), self.positions, alibi)
+
+    def captured(self, outputs: Mapping[str, Tensor], **metadata: Any) -> Capture:
+        """A capture of the call, with what was returned; its mask, chosen rows and sinks are left out.
+
+        Args:
+            outputs: By name.
+            **metadata: More fields of ``Metadata``.
+        """
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do, "alibi_slopes": self.alibi_slopes, **outputs}
+        return Capture.from_tensors(
+            tensors, scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap,
+            alibi_origin=self.alibi_origin, **metadata,
+        )  # fmt: skip
+
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the inputs' bits, shapes and dtypes, of the scale and the mask."""
-        tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.do is None else {"do": self.do})
+        """SHA-256 of the inputs' bits, shapes and dtypes, of the scale, the mask and ALiBi's slopes."""
+        more = {"do": self.do, "alibi_slopes": self.alibi_slopes}
+        tensors = {"q": self.q, "k": self.k, "v": self.v} | {n: x for n, x in more.items() if x is not None}
         return fingerprint(tensors, f"{self.scale!r} {self.causal}")
 
 
@@ -283,9 +302,7 @@ def emulate(
         b, h = place
         q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
         head_do = None if do is None else do[b, h].to(device).double()
-        slope = 0.0 if case.alibi_slopes is None else float(case.alibi_slopes[b, h])
-        alibi = Alibi(slope, case.alibi_origin) if slope else None
-        masking = Masking(case.causal, case.window, case.head_mask(b, h, device), case.positions, alibi)
+        masking = case.masking(b, h, device)
         sink = None if case.sinks is None else float(case.sinks[h])
         sink = None if sink == -math.inf else sink
         found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap, sink))
@@ -302,28 +319,6 @@ def emulate(
             x = outputs[n]
             outputs[n] = x.double().view(batch, heads // group, group, *x.shape[2:]).sum(2).to(x.dtype)
     return outputs
-
-
-def imported(target: str) -> Any:
-    """What MODULE:FUNCTION names, also in the working directory. Raises InputError where it cannot be imported."""
-    module, _, name = target.partition(":")
-    sys.path.insert(0, "")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"cannot import {target}: {error}") from error
-    finally:
-        sys.path.remove("")
-
-
-def choose_names(noun: str, names: Iterable[str] | None, known: Collection[str]) -> list[str]:
-    """These of the ``known`` names, in their order; all for None. Raises InputError for unknown ones, and for a str."""
-    if isinstance(names, str):
-        raise InputError(f"{noun}s must be a list of names, got the string {names!r}; pass [{names!r}]")
-    wanted = list(known if names is None else names)
-    if unknown := [name for name in wanted if name not in known]:
-        raise InputError(f"no {noun} {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
-    return [name for name in known if name in wanted]
 
 
 def causal_of(causal: bool | str) -> Causal:

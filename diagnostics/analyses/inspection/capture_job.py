@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from attn_diag.analyses.dmask import judge_sums
 from attn_diag.analyses.inspection.by_rank import judge_ranks
@@ -27,6 +26,7 @@ from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
+from attn_diag.captures.sources import KEYED
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.counterfactual import covers
@@ -38,7 +38,7 @@ from attn_diag.head.measure import HeadMeasurement, measure_head
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_key_outputs, read_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
@@ -245,7 +245,7 @@ class CaptureJob:
     ) -> ObservedHead:
         c = self.capture
         outputs, formats = read_outputs(c, name, batch, head, self.device, census)
-        keys = any(output in ("dk", "dv") for output in c.observations[name])
+        keys = any(output in KEYED for output in c.observations[name])
         found = self.recognised.get(name)
         recipe = found.recipe if found else None
         return ObservedHead(name, outputs, formats, recipe, keys and want_keys, declared=self.declared)
@@ -258,17 +258,8 @@ class CaptureJob:
         census: NonFiniteCensus,
     ) -> tuple[dict[str, KeyGradient], dict[str, int]]:
         """Errors of an observation's dK and dV in one key head and sequence, and its keys with NaN or Inf in them."""
-        observed: dict[str, Tensor | None] = {}
-        formats, broken = {}, {}
-        for output in ("dk", "dv"):
-            key = self.capture.key(name, output)
-            tensor = read_float64(self.capture, key, group.batch, group.kv_head, self.device)
-            if tensor is None:
-                continue
-            if bad := int(census.add(key, group.batch, group.kv_head, tensor).any(1).sum()):
-                broken[output] = bad
-            else:
-                observed[output], formats[output] = tensor, format_of(self.capture.tensors[key].dtype)
+        where = self.capture, name, group.batch, group.kv_head, self.device
+        observed, formats, broken = read_key_outputs(*where, census)
         references, terms = [r for r, _ in pairs], [t for _, t in pairs]
         parts = key_parts(references, [t.backward for t in terms if t.backward is not None], observed, formats)
         found = {}
@@ -338,7 +329,7 @@ class CaptureJob:
         kv, gradients = head // self.group, self.key_sums.get(name, {})
         found: list[QuantityVerdict] = []
         for quantity in CAPTURED:
-            if quantity in ("dk", "dv"):
+            if quantity in KEYED:
                 known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
                 broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
             else:
@@ -392,7 +383,9 @@ class CaptureJob:
 
     def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
         sums = self.key_sums[name][kv_head]
-        biases = {o: unclustered(SignedErrors.join([f.errors for f in found])) for o, found in sums.items()}
+        biases = {
+            o: unclustered(SignedErrors.join([f.errors for f in found])) for o, found in sums.items() if o != "dkv"
+        }
         offset = self.capture.metadata.head_offset
         query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
         return KvHeadDiagnosis(

@@ -57,6 +57,7 @@ def inspect(
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dkv: Array | None = None,
     x: Array | None = None,
     w_q: Array | None = None,
     dq_pre: Array | None = None,
@@ -70,12 +71,14 @@ def inspect(
     sinks: Array | None = None,
     dsinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    dropout_mask: Array | None = None,
     causal: bool | str | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     softmax_offset: float | None = None,
     alibi_origin: str | None = None,
+    dropout_p: float | None = None,
     declared: str | None = None,
     layout: str | None = None,
     dump: Dump | None = None,
@@ -94,6 +97,7 @@ def inspect(
             these: options below then stand in place of what they state.
         o, do, dq: Like q.
         dk, dv: Like k.
+        dkv: Like k, of a latent that is k and, in its first features, v (absorbed MLA): dk + [dv, 0].
         lse, delta: [B, H, T] fp32; lse in the natural logarithm.
         x, w_q: [B, T, C] and [D * H, C], the query projection's input and weight.
         dq_pre: Like q, the gradient of the projection's output: dW_Q is known also where RoPE or QK-norm follow it.
@@ -108,6 +112,8 @@ def inspect(
         softmax_offset: Instead of these, the logit that all heads have: 0 is the off-by-one softmax.
         alibi_slopes: [H] or [B, H], ALiBi's: -slope |t - j| is added to the scores, aligned as the causal mask is.
         alibi_origin: "row"; or "first-key" or "last-key", where slope j, or slope (j - Tk + 1), is added instead.
+        dropout_mask, dropout_p: Of dropout: which probabilities were kept, bool [B, H, Tq, Tk], and how many are
+            dropped in the mean; what was kept was multiplied by 1 / (1 - dropout_p).
         causal: True where Tq = Tk, else "top-left" or "bottom-right"; None: no mask.
         declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, and is held against.
         layout: "BTHD" for tensors with heads and time swapped; None: "BHTD".
@@ -125,10 +131,11 @@ def inspect(
         InputError: As ``captures_of``.
     """
     require_by_name("inspect", k)
-    given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "x": x, "w_q": w_q,
+    given = {"o": o, "lse": lse, "delta": delta, "do": do, "dq": dq, "dk": dk, "dv": dv, "dkv": dkv, "x": x, "w_q": w_q,
              "dq_pre": dq_pre, "mask": mask, "dmask": dmask, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k, "position_ids": position_ids, "page_table": page_table,
              "cache_seqlens": cache_seqlens, "sinks": sinks, "dsinks": dsinks, "alibi_slopes": alibi_slopes,
+             "dropout_mask": dropout_mask, "dropout_p": dropout_p,
              "softmax_offset": softmax_offset, "alibi_origin": alibi_origin, "declared": declared, "causal": causal,
              "scale": scale, "window": window, "softcap": softcap, "layout": layout}  # fmt: skip
     call = cast(CallTensors, {name: value for name, value in given.items() if value is not None})

@@ -84,8 +84,10 @@ def of_open_head(opened: OpenHead) -> MicroscopeSubject:
     """The subject of a head: the O to explain is the captured one, else what the recipe makes.
 
     Raises:
-        InputError: The recipe cannot be followed.
+        InputError: The recipe cannot be followed, or the head has dropout.
     """
+    if opened.inputs.head.dropout is not None:
+        raise InputError(f"{opened.source}: the microscope does not follow dropout; inspect and attribute do")
     recipe = opened.baseline.recipe
     require_walkable(recipe)
     if "o" in opened.outputs:

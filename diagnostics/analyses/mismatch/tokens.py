@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
@@ -129,6 +130,8 @@ def by_layer(captures: Sequence[Capture]) -> tuple[dict[int, dict[CallKey, Captu
     stated = {c.metadata.layer is not None for c in with_o}
     if len(stated) > 1:
         raise InputError(f"{with_o[0].source}: only some captures of this run state their layer; state it in all")
+    if dropping := next((c for c in with_o if KEPT in c.tensors), None):
+        raise InputError(f"{dropping.source}: captured with dropout, which no rollout has; capture model.eval()")
     found: dict[int, list[tuple[CallKey, Capture]]] = {}
     for capture in with_o:
         m = capture.metadata

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns import of_sink, of_slope
+from attn_diag.analyses.patterns import of_mistake, of_sink
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
@@ -54,7 +54,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from _parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
     yield from of_sink.of_gradient(evidence, rows)
-    yield from of_slope.of_gradient(evidence, rows)
+    yield from of_mistake.of_gradient(evidence, rows)
     yield from _other_reading(evidence, rows)
     if evidence.quantity == "dq":
         yield from _own_delta(evidence, slabs[0], rows)

@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attn_diag.head.mistakes import Mistake
 from attn_diag.head.other_sinks import OtherSink
-from attn_diag.head.other_slopes import OtherSlope
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
@@ -70,8 +70,8 @@ class Evidence:
     """Of packed sequences: these rows in documents that are cut in another way, read likewise."""
     sinks: Sequence[Sequence[OtherSink]] = ()
     """Of each of the heads, the sinks that a faulty kernel may have given it."""
-    slopes: Sequence[Sequence[OtherSlope]] = ()
-    """Likewise its ALiBi slopes."""
+    mistakes: Sequence[Sequence[Mistake]] = ()
+    """Likewise other mistakes: in its ALiBi slope, in its dropout."""
 
     @property
     def name(self) -> str:

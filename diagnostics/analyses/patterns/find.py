@@ -200,7 +200,10 @@ def _named_factor(evidence: Evidence, group: Group) -> Group:
         return group
     if "sign" in group.predicate:
         return replace(group, kind="sign")
-    name = named(group.factor, factors(evidence.heads[0].scale, scaled=evidence.quantity in ("dq", "dk")), 2e-3)
+    head = evidence.heads[0]
+    dropped = 0.0 if head.dropout is None else head.dropout.p
+    known = factors(head.scale, scaled=evidence.quantity in ("dq", "dk"), dropped=dropped)
+    name = named(group.factor, known, 2e-3)
     if name is None:
         return group
     return replace(group, predicate=f"{group.predicate} ({name})")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
-from attn_diag.analyses.patterns.of_slope import other_slopes
 from attn_diag.analyses.patterns.other_scale import other_scale
 from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import slab_of
@@ -27,7 +27,7 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     """
     head = replace(evidence.heads[0], do=None)
     readings = (other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence))
-    for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), other_slopes(evidence)):
+    for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), mistaken(evidence)):
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     block = reference_rows(head, rows)

@@ -11,8 +11,8 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence, row_limit
 from attn_diag.head.coarse import coarsest, noise_collector
 from attn_diag.head.counterfactual import NoiseCollector
+from attn_diag.head.mistakes import Mistake
 from attn_diag.head.other_sinks import OtherSink
-from attn_diag.head.other_slopes import OtherSlope
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_head
@@ -70,7 +70,7 @@ class HeadTruths:
         captured: Sequence[Mapping[str, Tensor]] = (),
         cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = (),
         sinks: Sequence[Sequence[OtherSink]] = (),
-        slopes: Sequence[Sequence[OtherSlope]] = (),
+        mistakes: Sequence[Sequence[Mistake]] = (),
     ) -> Evidence:
         """What is known of one quantity.
 
@@ -85,7 +85,7 @@ class HeadTruths:
             captured: o and lse of each head as the kernel returned them; kept where one of them is off.
             cuts: The head in documents that are cut in another way.
             sinks: Of each head, the sinks that a faulty kernel may have given it.
-            slopes: Likewise its ALiBi slopes.
+            mistakes: Likewise other mistakes: in its ALiBi slope, in its dropout.
         """
         by_key = quantity in ("dk", "dv")
         heads = range(len(self.inputs)) if by_key else (chosen,)
@@ -105,7 +105,7 @@ class HeadTruths:
             _marked(truth[:, 0], outlying), _marked(truth[0], features),
             tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
             self._tensors(heads), [captured[h] for h in heads] if self._forward_off(heads, captured) else (), others,
-            cuts, [sinks[h] for h in heads] if sinks else (), [slopes[h] for h in heads] if slopes else (),
+            cuts, [sinks[h] for h in heads] if sinks else (), [mistakes[h] for h in heads] if mistakes else (),
         )  # fmt: skip
 
     def _forward_off(self, heads: Sequence[int], captured: Sequence[Mapping[str, Tensor]]) -> bool:

@@ -34,6 +34,8 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
         slabs: Of the rows, one a query head that makes it.
         rows: Which n rows, [n].
     """
+    if evidence.quantity == "o" and slabs[0].head.dropout is not None:
+        return  # what a part takes of the row sum is not what it adds to O
     search = _Search(evidence, rows, slabs[0].positions)
     if len(slabs) == 1:
         yield from _single(search, slabs[0])

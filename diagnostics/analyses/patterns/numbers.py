@@ -24,12 +24,20 @@ def scales(stated: float, head_dim: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if abs(value - stated) > 1e-9 * abs(stated)}
 
 
-def factors(alpha: float, *, scaled: bool) -> dict[str, float]:
-    """Factors by which a quantity may be off, by name; ``scaled``: it contains alpha once, as dQ and dK do."""
+def factors(alpha: float, *, scaled: bool, dropped: float = 0.0) -> dict[str, float]:
+    """Factors by which a quantity may be off, by name; ``scaled``: it contains alpha once, as dQ and dK do.
+
+    ``dropped``: p of dropout.
+    """
     found = {"ln 2": math.log(2), "log2(e)": math.log2(math.e)}
     if alpha > 0 and abs(alpha - 1) > 1e-3:
         missing, twice = ("the scale is missing", "the scale is applied twice") if scaled else ("1/scale", "the scale")
         found |= {missing: 1 / alpha, twice: alpha, "1/sqrt(scale)": alpha**-0.5, "sqrt(scale)": alpha**0.5}
+    if dropped:
+        found |= {
+            "dropout without the factor 1/(1-p)": 1 - dropped,
+            "dropout's factor 1/(1-p) twice": 1 / (1 - dropped),
+        }
     return found
 
 

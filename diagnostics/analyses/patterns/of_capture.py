@@ -13,16 +13,19 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
+from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
 from attn_diag.head.other_documents import merged, near, seen_in_out
+from attn_diag.head.other_dropouts import other_dropouts
 from attn_diag.head.other_pages import CacheReading, lse_offset, read_otherwise
 from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.other_slopes import other_slopes
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
+from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
@@ -80,6 +83,9 @@ class CapturePatterns:
         if place is None:
             return verdict
         batch, outlying, features = place
+        if verdict.quantity == "dkv":
+            pattern = self._latent(observation, batch, head)
+            return with_patterns(verdict, [] if pattern is None else [pattern])
         evidence = self._evidence(observation, batch, head, verdict, outlying, features)
         patterns = find_patterns(evidence)
         if coarse and len(outlying) and not _convinces(patterns):
@@ -186,8 +192,18 @@ class CapturePatterns:
             name, observed, fmt, outlying, features, captured=captured,
             others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
-            slopes=[other_slopes(c, batch, h) for h in heads],
+            mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
+
+    def _latent(self, observation: str, batch: int, head: int) -> Pattern | None:
+        """The mistake in the gradient of a latent that k and v share."""
+        c, first = self._capture, head // self._group * self._group
+        heads = [read_head(c, batch, h, self._device).head for h in range(first, first + self._group)]
+        found = [reference_of(h) for h in heads]
+        observed = read_float64(c, c.key(observation, "dkv"), batch, head // self._group, self._device)
+        assert observed is not None
+        dk, dv = (torch.stack([getattr(r, n) for r in found]).sum(0) for n in ("dk", "dv"))
+        return latent_pattern(observed, dk, dv)
 
     def _cuts(self, observation: str, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead | None]]]:
         """Of packed sequences: the head's rows in documents that are cut in another way."""

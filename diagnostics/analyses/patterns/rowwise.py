@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named
+from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
-from attn_diag.analyses.patterns.of_slope import other_slopes
 from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap
 from attn_diag.reference import reference_rows
 from attn_diag.results.wording import signed
@@ -44,7 +44,7 @@ def of_lse(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
             yield Guess("scale", f"are what {words} gives", block.lse[:, None])
     for reading in (
         *other_masks(head), *other_softcap(head), *other_heads(evidence), *other_documents(evidence),
-        *other_sinks(evidence), *other_slopes(evidence),
+        *other_sinks(evidence), *mistaken(evidence),
     ):  # fmt: skip
         block = reference_rows(replace(reading.head, do=None), rows)
         yield Guess(reading.kind, f"are what {reading.words} gives", block.lse[:, None])
@@ -81,7 +81,7 @@ def of_delta(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     half = torch.arange(do.shape[1], device=do.device) < do.shape[1] // 2
     yield Guess("formula", "sum the first half of the features alone", product(do * half, out))
     yield Guess("formula", "sum the second half of the features alone", product(do * ~half, out))
-    for reading in (*other_masks(head), *other_heads(evidence), *other_sinks(evidence), *other_slopes(evidence)):
+    for reading in (*other_masks(head), *other_heads(evidence), *other_sinks(evidence), *mistaken(evidence)):
         delta = reference_rows(reading.head, rows).delta
         if delta is not None:
             yield Guess(reading.kind, f"are what {reading.words} gives", delta[:, None])

@@ -1,6 +1,6 @@
 """Some rows of O, dQ, dK or dV as sums: weights [n, m] of what the m queries or keys contribute.
 
-    O = P V        dQ = alpha dS K        dK = alpha dS^T Q        dV = P^T dO
+    O = P V        dQ = alpha dS K        dK = alpha dS^T Q        dV = P^T dO        (dropout: P o W and W o dP)
 
 The weights are known for invisible pairs too, as if they were seen: P = exp(S - L), with the row's own L.
 """
@@ -35,6 +35,8 @@ class Slab:
     """bool [n, m]."""
     probs: Tensor
     """P, [n, m], also where it is not visible."""
+    kept_probs: Tensor
+    """P o W, which dropout makes of it."""
     slope: Tensor | None
     """1 - (S/c)^2 under softcap."""
     dprobs: Tensor | None
@@ -55,9 +57,9 @@ class Slab:
         return self.head.positions[self.rows] if self.quantity in ("o", "dq") else self.rows
 
     def weights(self, delta: Tensor | float | None = None, *, sloped: bool = True) -> Tensor:
-        """[n, m], also where not visible: P, or alpha dS with this delta (None: the true one)."""
+        """[n, m], also where not visible: P o W, or alpha dS with this delta (None: the true one)."""
         if self.quantity in ("o", "dv"):
-            return self.probs
+            return self.kept_probs
         assert self.dprobs is not None
         assert self.delta is not None
         dscores = self.probs * (self.dprobs - (self.delta if delta is None else delta)) * self.head.scale
@@ -94,20 +96,26 @@ def open_slab(head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor
         .clamp(max=_LARGEST_EXPONENT)
         .exp()
     )
-    dprobs = None
+    kept, dprobs = _dropped(head, probs, queries, keys), None
     if quantity != "o":
         assert head.do is not None
-        dprobs = head.do[queries] @ head.v[keys].T
+        dprobs = _dropped(head, head.do[queries] @ head.v[keys].T, queries, keys)
     own_delta = None if delta is None else delta[queries][:, None]
     if by_key:
-        visible, probs = visible.T, probs.T
+        visible, probs, kept = visible.T, probs.T, kept.T
         slope, dprobs, own_delta = (None if t is None else t.T for t in (slope, dprobs, own_delta))
-    return Slab(quantity, head, rows, visible, probs, slope, dprobs, own_delta)
+    return Slab(quantity, head, rows, visible, probs, kept, slope, dprobs, own_delta)
 
 
 def slab_of(head: AttentionHead, reference: HeadReference, quantity: Quantity, rows: Tensor) -> Slab:
     """The slab of some rows as they truly are."""
     return open_slab(head, quantity, rows, reference.lse, reference.delta)
+
+
+def _dropped(head: AttentionHead, values: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """[queries, keys] times W."""
+    dropout = head.dropout
+    return values if dropout is None else values * dropout.kept[queries][:, keys] * dropout.factor
 
 
 def _masks(head: AttentionHead, queries: Tensor, keys: Tensor | None) -> Iterator[Tensor]:

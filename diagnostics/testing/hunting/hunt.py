@@ -30,8 +30,9 @@ from attn_diag.testing.hunting.search import Rule, Search
 from attn_diag.testing.hunting.shrinking import shrink
 from attn_diag.testing.hunting.workers import Workers, workers
 from attn_diag.testing.libraries import LIBRARIES
+from attn_diag.testing.names import choose_names
 from attn_diag.testing.replaying.replay import RECIPES, kernels_named, version_of
-from attn_diag.testing.target import Attention, causal_of, choose_names
+from attn_diag.testing.target import Attention, causal_of
 from attn_diag.work import Progress
 
 DEFAULT_BUDGET_S, DEFAULT_LIMIT_S = 300.0, 120.0
@@ -218,11 +219,8 @@ class _Job:
         """The finding with its capture and its script."""
         assert self.folder is not None
         case = self.material.build(finding.smallest)
-        tensors = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **self._outputs[finding.words]}
-        capture = Capture.from_tensors(
-            tensors, scale=case.scale, causal=case.causal, window=case.window, softcap=case.softcap, kernel=self.name,
-            notes=f"attn-diag hunt: {finding.words}",
-        )  # fmt: skip
+        outputs = self._outputs[finding.words]
+        capture = case.captured(outputs, kernel=self.name, notes=f"attn-diag hunt: {finding.words}")
         plain = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_")[:60]
         stem = f"{plain}_{number}_{'_'.join(finding.outputs)}_D{finding.smallest.head_dim}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +228,7 @@ class _Job:
         text = script(
             self.name, version_of(self.name), finding, capture=saved.name, folder=Path.cwd(), scale=case.scale,
             device=self.device.type, window=case.window, softcap=case.softcap,
+            alibi_origin=None if case.alibi_slopes is None else case.alibi_origin,
         )  # fmt: skip
         target = self.folder / f"{stem}.py"
         write_atomically(target, lambda path: Path(path).write_text(text, encoding="utf-8"))

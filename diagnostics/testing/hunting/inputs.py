@@ -103,10 +103,9 @@ class Material:
         case = case_of_capture(capture)
         if odd := [n for n, x in (("mask", case.mask), ("q_positions", case.positions)) if x is not None]:
             raise InputError(f"{capture.source}: a hunt changes lengths, which its {' and '.join(odd)} cannot follow")
-        if odd := [n for n in ("sinks", "alibi_slopes") if getattr(case, n) is not None]:
-            names = " and ".join(odd)
+        if case.sinks is not None:
             raise InputError(
-                f"{capture.source}: a hunt changes heads, which its {names} cannot follow; replay it instead"
+                f"{capture.source}: a hunt changes heads, which its sinks cannot follow; replay it instead"
             )
         if case.q.dtype not in _NAMES:
             raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")
@@ -140,7 +139,15 @@ class Material:
             largest = number(float(max(tensors[n].abs().max() for n in broken)))
             raise InputError(f"{variant.dtype} cannot hold {', '.join(broken)}, up to {largest}")
         q, k, v, do = (cast[n] for n in TENSORS)
-        return CaseInputs(variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap)
+        return CaseInputs(
+            variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap,
+            alibi_slopes=self._slopes(b, hq), alibi_origin=case.alibi_origin,
+        )  # fmt: skip
+
+    def _slopes(self, batch: int, heads: int) -> Tensor | None:
+        """Those of the capture's first sequence; heads beyond its own have them again."""
+        slopes = self.case.alibi_slopes
+        return None if slopes is None else slopes[0, torch.arange(heads) % slopes.shape[1]].repeat(batch, 1)
 
     def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
-from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import Selection
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
@@ -119,10 +118,7 @@ class CaseJudge:
 
 def judge_quantities(case: CaseInputs, outputs: Mapping[str, Tensor]) -> list[QuantityVerdict]:
     """Each output as ``inspect`` judges it, over all heads and batch items the gravest."""
-    tensors = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **outputs}
-    capture = Capture.from_tensors(
-        tensors, scale=case.scale, causal=case.causal, window=case.window, softcap=case.softcap
-    )
+    capture = case.captured(outputs)
     # "Made by" only spares recognising the recipe by its bits.
     recipes = {}
     if case.q.dtype in RECIPE_DTYPES:

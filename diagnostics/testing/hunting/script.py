@@ -84,7 +84,9 @@ _OURS = """from attn_diag.testing.target import CaseInputs, Target
 
 
 def kernel(q, k, v):
-    case = CaseInputs("repro", q, k, v, None, SCALE, CAUSAL, None, {window!r}, {softcap!r})
+    case = CaseInputs(
+        "repro", q, k, v, None, SCALE, CAUSAL, None, WINDOW, SOFTCAP, alibi_slopes=SLOPES, alibi_origin=ORIGIN
+    )
     target = Target.of({name!r}, dtype=q.dtype, head_dim=q.shape[3], device=q.device)
     if target.fn is None:
         raise SystemExit("a recipe is emulated, not called: attn-diag inspect shows it")
@@ -130,6 +132,19 @@ def hidden(rows, keys, device):
     return found
 
 
+here = Path(__file__).resolve().parent
+given = load_file(here / {capture!r})
+# ALiBi's, if there are any: they multiply what is counted from the row, or from the first or last key.
+SLOPES, ORIGIN = given.get("alibi_slopes"), {origin!r}
+
+
+def distances(rows, keys, device):
+    """[Tq, Tk], what ALiBi's slopes are multiplied by."""
+    row = torch.arange(rows, device=device)[:, None] + (0 if CAUSAL == "top-left" else keys - rows)
+    key = torch.arange(keys, device=device)[None]
+    return {{"row": -(key - row).abs(), "first-key": key, "last-key": key - (keys - 1)}}[ORIGIN].double()
+
+
 {kernel}
 
 def exact(q, k, v, do):
@@ -139,6 +154,8 @@ def exact(q, k, v, do):
     scores = q @ k.repeat_interleave(group, 1).mT * SCALE
     if SOFTCAP is not None:
         scores = SOFTCAP * (scores / SOFTCAP).tanh()
+    if SLOPES is not None:
+        scores = scores + SLOPES.to(q.device).double()[..., None, None] * distances(q.shape[2], k.shape[2], q.device)
     unseen = hidden(q.shape[2], k.shape[2], q.device)
     empty = unseen.all(1)[:, None]
     probs = scores.masked_fill(unseen & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
@@ -146,8 +163,6 @@ def exact(q, k, v, do):
     return dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, (q, k, v), do.double()))))
 
 
-here = Path(__file__).resolve().parent
-given = load_file(here / {capture!r})
 q, k, v, do = (given[name].to(DEVICE) for name in ("q", "k", "v", "do"))
 true = {{name: x.detach() for name, x in exact(q, k, v, do).items()}}
 {strides}
@@ -176,13 +191,13 @@ sys.exit(1 if bad else 0)
 '''
 
 
-def kernel_source(name: str, folder: Path, window: tuple[int, int] | None, softcap: float | None) -> str:
-    """Python that defines kernel(q, k, v), [B, H, T, D], from CAUSAL and SCALE."""
+def kernel_source(name: str, folder: Path, *, options: bool) -> str:
+    """Python that defines kernel(q, k, v), [B, H, T, D]; from CAUSAL and SCALE, without ``options``."""
     backend = name.partition(":")[2]
-    if name in PRESETS or window is not None or softcap is not None:
+    if name in PRESETS or options:
         own = ":" in name and name.partition(":")[0] not in ("sdpa", "flex_attention")
         if not own:
-            return _OURS.format(name=name, window=window, softcap=softcap)
+            return _OURS.format(name=name)
     if name == "sdpa" or (name.startswith("sdpa:") and backend in SDPA):
         chosen = [SDPA[backend]] if backend else list(SDPA.values())
         return _SDPA.format(backends=", ".join(f"SDPBackend.{x}" for x in chosen))
@@ -201,12 +216,12 @@ def kernel_source(name: str, folder: Path, window: tuple[int, int] | None, softc
     if ":" in name:
         module, _, function = name.partition(":")
         return _OWN.format(folder=str(folder), module=module, function=function)
-    return _OURS.format(name=name, window=window, softcap=softcap)
+    return _OURS.format(name=name)
 
 
 def script(
     name: str, version: str | None, finding: HuntFinding, *, capture: str, folder: Path, scale: float, device: str,
-    window: tuple[int, int] | None = None, softcap: float | None = None,
+    window: tuple[int, int] | None = None, softcap: float | None = None, alibi_origin: str | None = None,
 ) -> str:  # fmt: skip
     """The script's text.
 
@@ -219,19 +234,21 @@ def script(
         scale: alpha of the case.
         device: cpu or cuda.
         window, softcap: Of the case.
+        alibi_origin: Likewise; None where there are no slopes.
     """
     layout, tensors = parse(finding.smallest.layout)
     lying = LYING.get(layout)
     names = f"{', '.join(tensors)},"
     strides = "" if lying is None else f"{names} = ({lying} for x in ({names}))"
-    source = kernel_source(name, folder, window, softcap)
+    options = any(x is not None for x in (window, softcap, alibi_origin))
+    source = kernel_source(name, folder, options=options)
     needs = "torch, safetensors and attn-diag" if "attn_diag" in source else "torch, safetensors and the kernel"
     said = f"{name}{f' {version}' if version else ''}: {finding.words}"
     return _SCRIPT.format(
         summary=_quoted(said), how=f"Found by attn-diag hunt. Needs {needs}; exits with 1 where it is wrong.",
         scale=scale, causal=finding.smallest.causal, softcap=softcap, window=window,
         outputs=dict(finding.outputs), device=device, kernel=source, capture=capture,
-        strides=strides,
+        strides=strides, origin=alibi_origin or "row",
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 python -m attn_diag.testing.hunting.worker FOLDER KERNEL DEVICE
 
-Each line on stdin is a case's number; FOLDER holds NUMBER.json (options) and NUMBER.safetensors (q, k, v, do). Into it
-go NUMBER-forward.safetensors and NUMBER-backward.safetensors. On stdout go lines of JSON: {"stage": …} where a pass
-begins, and the outcome last. What the kernel prints goes to stderr.
+Each line on stdin is a case's number; FOLDER holds NUMBER.json (options) and NUMBER.safetensors (q, k, v, do, and
+ALiBi's slopes). Into it go NUMBER-forward.safetensors and NUMBER-backward.safetensors. On stdout go lines of JSON:
+{"stage": …} where a pass begins, and the outcome last. What the kernel prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(folder: Path, name: str, device: str) -> None:
             if options["window"] is not None:
                 options["window"] = tuple(options["window"])
             q, k, v, do = (tensors[n] for n in TENSORS)
-            case = CaseInputs(number, q, k, v, do, **options)
+            case = CaseInputs(number, q, k, v, do, alibi_slopes=tensors.get("alibi_slopes"), **options)
             target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
             for stage in ("forward", "backward"):
                 tell(stage=stage)

@@ -66,9 +66,11 @@ class _Worker:
     def _write(self, case: CaseInputs, layout: str) -> str:
         self.count += 1
         number = str(self.count)
-        given = {"q": case.q, "k": case.k, "v": case.v, "do": case.do}
+        given = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, "alibi_slopes": case.alibi_slopes}
         save_file({n: x.contiguous() for n, x in given.items() if x is not None}, self.folder / f"{number}.safetensors")
-        options: dict[str, Any] = {n: getattr(case, n) for n in ("scale", "causal", "window", "softcap")}
+        options: dict[str, Any] = {
+            n: getattr(case, n) for n in ("scale", "causal", "window", "softcap", "alibi_origin")
+        }
         (self.folder / f"{number}.json").write_text(json.dumps(options | {"layout": layout}))
         return number
 

@@ -27,6 +27,7 @@ from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arran
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, compared, rounds_to
 from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.libraries import LIBRARIES
+from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.target import (
     DTYPES,
@@ -37,8 +38,6 @@ from attn_diag.testing.target import (
     NoGradientError,
     Target,
     causal_of,
-    choose_names,
-    imported,
 )
 from attn_diag.work import Progress
 

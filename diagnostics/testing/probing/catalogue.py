@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.errors import InputError
+from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs
 from attn_diag.testing.probing.inputs import Draw, cast_inputs
-from attn_diag.testing.target import choose_names
 
 # Keys and rows appended by ``length``: a whole tile of every kernel we know.
 _APPENDED = 128

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.loading import load
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import select_observations
@@ -21,6 +22,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.results.check import ARRANGED
+from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs as drawn
 from attn_diag.testing.target import (
     DTYPES,
@@ -29,7 +31,6 @@ from attn_diag.testing.target import (
     MisfitError,
     Target,
     causal_of,
-    choose_names,
     fingerprint,
 )
 
@@ -132,6 +133,10 @@ def case_of_capture(capture: Capture) -> CaseInputs:
     slopes = _slopes(capture)
     if slopes is not None and not bool(slopes.isfinite().all()):
         raise InputError(f"{capture.source}: an ALiBi slope is NaN or Inf; inspect judges what it holds")
+    if KEPT in tensors:
+        raise InputError(
+            f"{capture.source}: kernels are not handed the mask of a dropout; inspect judges what the capture holds"
+        )
     if capture.documents is not None:
         raise InputError(
             f"{capture.source}: kernels are run on one sequence, and this has {len(capture.documents)}, packed or in "
@@ -164,7 +169,7 @@ def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name in ("dq_pre", "dsinks", "dmask"):
+        if name in ("dq_pre", "dsinks", "dmask", "dkv"):
             continue
         if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
@@ -325,20 +330,14 @@ def capture_of_case(
         outputs, _notes = kernel.run(inputs, backward=backward)
     except (MisfitError, InputError):
         return None
-    return Capture.from_tensors(
-        {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do, **outputs},
-        causal=inputs.causal,
-        scale=inputs.scale,
-        kernel=kernel.name,
-        notes=f"case {case} of attn-diag check, seed {seed}",
-    )
+    return inputs.captured(outputs, kernel=kernel.name, notes=f"case {case} of attn-diag check, seed {seed}")
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:
-    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask."""
+    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask and ALiBi."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
-    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q", "sinks", "alibi_slopes")
+    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q", "sinks")
     given |= {n: capture.tensors.get(n) for n in names}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")

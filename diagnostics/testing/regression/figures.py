@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
-from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement
 from attn_diag.kernels import Recipe
-from attn_diag.reference import AttentionHead, FloatFormat, Masking, format_of, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, format_of, ulp
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import Assumptions
@@ -93,9 +92,7 @@ def measure_case(
     case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], recipe: Recipe, device: str
 ) -> Measured:
     """What ``inspect`` finds in the outputs, and in the published recipe's on the same inputs."""
-    tensors = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, **observed}
-    tensors |= {f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}
-    capture = Capture.from_tensors(tensors, scale=case.scale, causal=case.causal)
+    capture = case.captured({**observed, **{f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}})
     # "Made by" only spares recognising the recipe by its bits.
     known = {DEFAULT_OBSERVATION: recipe, _YARDSTICK: recipe}
     job = CaptureJob(capture, Selection(), Runs((), "emulation", known), pick_device(device), _LEVEL)
@@ -241,7 +238,7 @@ def _worst(case: CaseInputs, out: Tensor, device: str) -> tuple[int, int, int, f
     for b in range(case.q.shape[0]):
         for h in range(case.q.shape[1]):
             q, k, v = (x.to(where).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
-            truth = reference_of(AttentionHead(q, k, v, None, case.scale, Masking(causal=case.causal))).out
+            truth = reference_of(AttentionHead(q, k, v, None, case.scale, case.masking(b, h, where))).out
             errors = (out[b, h].to(where).double() - truth).abs().amax(1)
             errors = errors / ulp(truth.abs().amax(1), format_of(case.q.dtype))
             row = int(errors.argmax())

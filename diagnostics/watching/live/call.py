@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.metadata import AlibiOrigin, Causal, LseSink
 from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import PACKING
@@ -117,6 +118,10 @@ class AttentionCall:
     """[Hq], or [B, Hq] ([documents, Hq])."""
     alibi_origin: AlibiOrigin = "row"
     """What ALiBi's bias is counted from; see ``Metadata``."""
+    dropout_mask: Tensor | None = None
+    """bool [B, Hq, Tq, Tk], True where a probability was kept."""
+    dropout_p: float | None = None
+    """How many are dropped in the mean."""
     do: Tensor | None = None
     """This and dq, dk, dv: None before the backward pass, and without one."""
     dq: Tensor | None = None
@@ -181,7 +186,7 @@ class AttentionCall:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
         # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
         self.q, self.k, self.v, self.o = (cast(Tensor, _Gone.of(t)) for t in (self.q, self.k, self.v, self.o))
-        self.lse = self.mask = self.x = self.w_q = self.sinks = self.alibi_slopes = None
+        self.lse = self.mask = self.x = self.w_q = self.sinks = self.alibi_slopes = self.dropout_mask = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by their names in capture format 1.
@@ -189,7 +194,7 @@ class AttentionCall:
         Where other ranks have other rows, dK and dV are sums over those too: "own_dk" and "own_dv".
         """
         names = (
-            "q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", "dmask", SLOPES,
+            "q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "x", "w_q", "dq_pre", "mask", "dmask", SLOPES, KEPT,
             *PACKING, *OF_HEADS,
         )  # fmt: skip
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -208,13 +213,9 @@ class AttentionCall:
         if self.stage is not None:
             named = {"stage": f"{self.stage.number + 1} of {self.stage.count}", "stage_ranks": str(self.stage.ranks)}
             extra = {**extra, **named}
+        own = ("causal", "scale", "window", "softcap", "lse_sink", "alibi_origin", "dropout_p")
         return {
-            "causal": self.causal,
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            "lse_sink": self.lse_sink,
-            "alibi_origin": self.alibi_origin,
+            **{name: getattr(self, name) for name in own},
             "layer": self.place.layer,
             "step": self.place.step,
             "kernel": self.kernel,

@@ -258,11 +258,13 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         # Hops hold their keys: not of a ring that nobody wants.
         _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
     try:
-        if not site.tapped:
+        wanted = any(one.wanted for _, one in met)
+        drops = wanted and site.drops is not None and site.drops(bind(function, site, args, kwargs)) > 0
+        if not site.tapped and not drops:
             result = function(*args, **kwargs)
         else:
-            products = tap.products() if any(one.wanted for _, one in met) else nullcontext()
-            with products, inside(function, args, kwargs):
+            products = tap.products() if wanted else nullcontext()
+            with products, inside(function, args, kwargs) if site.tapped else nullcontext():
                 result = function(*args, **kwargs)
     finally:
         _thread.tap, _thread.site = outer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Masking, hides
-from attn_diag.watching.live.sites import AttentionSite, Fields, Function, dropout_refusal
+from attn_diag.watching.live.sites import AttentionSite, Fields, Function, with_dropout
 from attn_diag.watching.live.tap import Tap
 
 _CLASSES = {
@@ -76,7 +76,7 @@ def _read_mpt(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # 
 
     masked = _masked(bias.detach()[None, ..., -k.shape[2] :], mask, q, fill)
     if masked["causal"] == "none" and mask is not None and bool(mask.all(-1).any()):
-        found["refused"] = found["refused"] or (
+        found["refused"] = found.get("refused") or (
             "a row that sees no key (padding on the left): MPT gives it the mean of all V, and its scores no gradient; "
             "pad on the right"
         )
@@ -95,15 +95,15 @@ def _of_products(tap: Tap, batch: int, heads: int, kernel: str, dropout: float) 
     def turned(x: Tensor) -> Tensor:
         return spread(x.transpose(1, 2))
 
-    return {
+    found: Fields = {
         "kernel": kernel,
         "q": spread(q),
         "k": turned(k_t),
         "v": spread(v),
         "o": spread(o),
-        "refused": dropout_refusal(dropout),
         "graph": {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)},
     }
+    return with_dropout(found, dropout, tap)
 
 
 def _masked(bias: Tensor, mask: Tensor | None, q: Tensor, combined: Callable[[Tensor, Tensor], Tensor]) -> Fields:

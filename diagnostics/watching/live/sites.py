@@ -40,6 +40,8 @@ class AttentionSite:
     """Whether it may be made of matrix products, or of another attention function."""
     ring: bool = False
     """Whether fused operators inside are hops of one ring attention, of which only the whole is told."""
+    drops: Callable[[Mapping[str, Any]], float] | None = None
+    """Tells p of a call's dropout; the products of such a call are recorded, whose operand tells what was kept."""
     over_operator: bool = False
     """Whether it knows more than a fused operator that runs underneath; else that one is told of instead."""
 
@@ -108,6 +110,22 @@ def dropout_refusal(dropout: float | None) -> str | None:
     return _refusals(dropout)
 
 
+def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
+    """The call with which probabilities were kept, which those tell that were multiplied with v; else refused.
+
+    Args:
+        found: The call.
+        dropout: p.
+        tap: What ran underneath.
+    """
+    if not dropout:
+        return found
+    kept = None if found.get("within") is not None else tap.kept(found["q"], found["k"], found["o"])
+    if kept is None or dropout >= 1:
+        return found | {"refused": found.get("refused") or dropout_refusal(dropout)}
+    return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
+
+
 def _unexpanded(mask: Tensor) -> LayOut:
     """What makes the gradient of a mask one of what it was expanded from: that alone is kept."""
     axes = [axis for axis in range(mask.dim()) if mask.stride(axis) == 0 and mask.shape[axis] > 1]
@@ -149,9 +167,8 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
         "causal": causal,
         "scale": a["scale"],
-        "refused": _refusals(a["dropout_p"]),
     }
-    return found | _outer_projection()
+    return with_dropout(found, a["dropout_p"], tap) | _outer_projection()
 
 
 def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
@@ -169,7 +186,7 @@ def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         return spread(x.transpose(1, 2))
 
     mask, padding = a["attn_mask"], a["key_padding_mask"]
-    return {
+    found: Fields = {
         "kernel": "torch multi_head_attention_forward",
         "q": spread(q),
         "k": turned(k_t),
@@ -177,10 +194,10 @@ def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         "o": spread(o),
         "mask": _additive(mask, padding, batch, heads, q.dtype),
         "scale": 1.0,
-        "refused": _refusals(a["dropout_p"] if a["training"] else 0.0),
         "graph": {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)},
         "projection": _multi_head_projection(a, q.shape[-1] ** -0.5),
     }
+    return with_dropout(found, a["dropout_p"] if a["training"] else 0.0, tap)
 
 
 def _multi_head_projection(a: Mapping[str, Any], scale: float) -> tuple[Tensor, Tensor, bool] | None:
@@ -233,6 +250,9 @@ def _read_eager(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     if found is None:
         return None
     options = {**(a.get("kwargs") or {}), **a}
+    dropout = options.get("dropout")
+    found["refused"] = None if found["refused"] == dropout_refusal(dropout) else found["refused"]
+    found = with_dropout(found, dropout, tap)
     if options.get("position_bias") is not None and found["q"].dtype.itemsize == 2:
         # T5's softmax rounds to 16 bits what a fused kernel keeps in fp32: single rows look like mistakes.
         why = f"position_bias not supported in {found['q'].dtype} eager attention, sdpa is"
@@ -361,9 +381,15 @@ def _saved_lse(o: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     return fitting[0].detach() if len(fitting) == 1 else None
 
 
-SDPA = AttentionSite("scaled_dot_product_attention", _read_sdpa, over_operator=True)
+def _transformers_dropout(a: Mapping[str, Any]) -> float:
+    return {**(a.get("kwargs") or {}), **a}.get("dropout") or 0.0
+
+
+SDPA = AttentionSite(
+    "scaled_dot_product_attention", _read_sdpa, drops=lambda a: float(a["dropout_p"]), over_operator=True
+)
 MULTI_HEAD = AttentionSite("multi_head_attention_forward", _read_multi_head, tapped=True)
-EAGER = AttentionSite("transformers eager", _read_eager)
+EAGER = AttentionSite("transformers eager", _read_eager, drops=_transformers_dropout)
 TRANSFORMERS = AttentionSite("transformers", _read_transformers)
 FLEX = AttentionSite("flex_attention", _read_flex, over_operator=True)
 FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,23 @@ class Tap:
     def products(self) -> TorchDispatchMode:
         """A context that records products; it passes all operators on as they came."""
         return _Products(self.products_seen)
+
+    def kept(self, q: Tensor, k: Tensor, o: Tensor) -> Tensor | None:
+        """Which probabilities were multiplied with v: those that are not 0, after a dropout.
+
+        Args:
+            q: [B, Hq, Tq, D].
+            k: [B, Hk, Tk, D].
+            o: [B, Hq, Tq, Dv], the last product.
+
+        Returns:
+            bool [B, Hq, Tq, Tk]; None where the last product that was recorded is another.
+        """
+        if not self.products_seen:
+            return None
+        shape = torch.Size((*q.shape[:3], k.shape[2]))
+        probs, _, result = self.products_seen[-1]
+        return (probs != 0).reshape(shape) if (probs.numel(), result.numel()) == (shape.numel(), o.numel()) else None
 
     def fused(self, q: Tensor, v: Tensor) -> dict[str, Any]:
         """Inputs (cast by autocast) and results of the operator underneath, without its padding of q's and v's D.

@@ -20,6 +20,7 @@ from attn_diag.watching.live.linear_layers import is_run_compiled
 from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
+from attn_diag.watching.live.sites import dropout_refusal
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.figures import HeadMetrics, HeadSums
@@ -231,8 +232,8 @@ class Monitor:
     def forward(self, call: AttentionCall) -> None:
         """Copy the sample."""
         key = call.place.layer, call.place.module
-        if call.refused is not None:
-            self._warn(f"{call.place.module or 'attention'} is not monitored: {call.refused}")
+        if (refused := call.refused or dropout_refusal(call.dropout_p)) is not None:
+            self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
         sample = Sample.of(call, self._sequences, self._rows)

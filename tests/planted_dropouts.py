@@ -1,0 +1,117 @@
+"""Attention with dropout as a well-rounded kernel computes it, and with a mistake in its dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Dropout, Masking
+
+Change = Callable[[Dropout], Dropout | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of one call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    kept: Tensor
+    """bool [B, Hq, Tq, Tk]."""
+    p: float
+
+
+def drawn(
+    seed: int = 0,
+    *,
+    p: float = 0.1,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    rows: int = 64,
+    keys: int | None = None,
+    d: int = 32,
+) -> Call:
+    """Gaussian inputs in BF16."""
+    g = torch.Generator().manual_seed(seed)
+    keys = keys or rows
+    shapes = [(batch, heads, rows, d), *[(batch, kv_heads, keys, d)] * 2, (batch, heads, rows, d)]
+    q, k, v, do = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    return Call(q, k, v, do, torch.rand(batch, heads, rows, keys, generator=g) >= p, p)
+
+
+def computed(
+    call: Call,
+    masking: Masking,
+    forward: Change = lambda d: d,
+    backward: Change | None = None,
+    *,
+    off: int = 0,
+    recipe: str = "fa2",
+    parts: tuple[str, ...] = ("dq", "dk", "dv"),
+) -> dict[str, Tensor]:
+    """What a recipe returns with these dropouts.
+
+    Args:
+        call: The inputs.
+        masking: Which keys are seen.
+        forward: What the kernel makes of a head's dropout.
+        backward: Likewise in the backward, which is fed with the forward's O and LSE; None: as the forward.
+        off: Whose dropout each head has: that of so many heads before it.
+        recipe: Its name.
+        parts: The gradients that have ``backward``; others are the forward's.
+    """
+    batch, heads, _, d = call.q.shape
+    group = heads // call.k.shape[1]
+    o, dq = torch.empty_like(call.q), torch.empty_like(call.q)
+    lse = torch.empty(call.q.shape[:3])
+    dk, dv = torch.zeros(call.k.shape), torch.zeros(call.v.shape)
+    made = preset(recipe, "bf16", d)
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // group
+            dropout = Dropout(call.kept[b, h], call.p)
+            other = Dropout(call.kept[b, (h - off) % heads], call.p)
+            one = AttentionHead(
+                call.q[b, h].double(), call.k[b, kv].double(), call.v[b, kv].double(), call.do[b, h].double(),
+                d**-0.5, masking, dropout=forward(other if backward is None else dropout),
+            )  # fmt: skip
+            out = emulate_head(made, one)
+            back: dict[str, Any] = {n: getattr(out, n) for n in ("dq", "dk", "dv")}
+            if backward is not None:
+                assert out.delta is not None
+                again = _written_out(replace(one, dropout=backward(other)), out.delta.double(), out.lse.double())
+                back |= {n: again[n] for n in parts}
+            o[b, h], lse[b, h], dq[b, h] = out.o, out.lse, back["dq"]
+            dk[b, kv] += back["dk"].float()
+            dv[b, kv] += back["dv"].float()
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk.bfloat16(), "dv": dv.bfloat16()}
+
+
+def _written_out(head: AttentionHead, delta: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    assert head.do is not None
+    every = slice(0, len(head.q)), slice(0, len(head.k))
+    scores = head.q @ head.k.T * head.scale
+    head.apply_mask(scores, *every)
+    probs = (scores - lse[:, None]).exp()
+    dprobs = head.drop(head.do @ head.v.T, *every)
+    dscores = (probs * (dprobs - delta[:, None])).bfloat16().double()
+    return {
+        "dq": (dscores @ head.k * head.scale).bfloat16(),
+        "dk": (dscores.T @ head.q * head.scale).bfloat16(),
+        "dv": (head.drop(probs.bfloat16().double(), *every).T @ head.do).bfloat16(),
+    }
+
+
+def captured(call: Call, outputs: dict[str, Tensor], **metadata: Any) -> Capture:
+    """A capture of the call."""
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": call.do, "dropout_mask": call.kept, **outputs}
+    return Capture.from_tensors(tensors, dropout_p=call.p, **metadata)

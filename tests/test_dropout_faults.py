@@ -1,0 +1,141 @@
+"""Mistakes in dropout are wrong and named; healthy kernels are neither."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planted_dropouts import Call, Change, captured, computed, drawn
+from torch import Tensor
+
+import attn_diag
+from attn_diag.reference import Dropout, Masking
+from attn_diag.results.diagnosis import CaptureDiagnosis
+
+
+def kept(change: Any) -> Change:
+    return lambda d: replace(d, kept=change(d.kept))
+
+
+def same(d: Dropout) -> Dropout | None:
+    return d
+
+
+# What the forward and the backward make of the dropout, other arguments, and the words.
+FAULTS: dict[str, tuple[Change, Change | None, dict[str, Any], str]] = {
+    "forgotten": (lambda _: None, None, {}, "no dropout (the mask forgotten)"),
+    "of another head": (same, None, {"off": 1}, "the dropout mask"),
+    "without the factor": (lambda d: replace(d, p=0.0), None, {}, "dropout without the factor 1/(1-p)"),
+    "inverted": (kept(lambda t: ~t), None, {}, "the dropout mask inverted"),
+    "of the next row": (kept(lambda t: t.roll(-1, 0)), None, {}, "the dropout mask of the next row"),
+    "forgotten in the backward": (
+        same, lambda _: None, {}, "no dropout (the mask forgotten) in the backward alone",
+    ),
+    "of another head in the backward": (same, same, {"off": 1}, "in the backward alone"),
+    "without the factor in the backward": (
+        same, lambda d: replace(d, p=0.0), {}, "dropout without the factor 1/(1-p)",
+    ),
+    "forgotten in dP": (
+        same, lambda _: None, {"parts": ("dq", "dk")}, "no dropout (the mask forgotten) in the backward alone",
+    ),
+    "without the factor in dV": (
+        same, lambda d: replace(d, p=0.0), {"parts": ("dv",)}, "dropout without the factor 1/(1-p)",
+    ),
+}  # fmt: skip
+SEEDS = range(1, 3)
+
+
+def setting(seed: int) -> tuple[Call, Masking]:
+    """GQA and not, causal and not, square and not, with a window; p of 0.1, 0.25, 0.5."""
+    sizes = {"heads": 3, "kv_heads": 3} if seed % 2 else {}
+    call = drawn(seed, p=(0.1, 0.25, 0.5)[seed // 2 % 3], keys=(64, 80)[seed % 3 == 1], batch=1, **sizes)
+    masking = (Masking("bottom-right"), Masking(), Masking("bottom-right", window=(24, 0)))[seed % 3]
+    return call, masking
+
+
+def inspected(call: Call, outputs: dict[str, Tensor], masking: Masking) -> CaptureDiagnosis:
+    capture = captured(call, outputs, causal=masking.causal, window=masking.window)
+    return attn_diag.inspect_captures([capture], device="cpu").captures[0]
+
+
+def labels(found: CaptureDiagnosis) -> set[str]:
+    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
+
+
+def named(found: CaptureDiagnosis) -> str:
+    heads = found.observations[0].heads
+    return "; ".join(
+        p.words for h in heads for q in h.quantities for p in q.patterns if p.kind in ("dropout", "factor")
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_healthy_kernels_are_not_accused(seed: int) -> None:
+    call, masking = setting(seed)
+    found = inspected(call, computed(call, masking), masking)
+    assert labels(found) <= {"clean", "undecided"}
+    assert not named(found)
+    answers = {q.quantity: q.answer for q in found.observations[0].heads[0].quantities}
+    assert (answers["o"], answers["lse"]) == ("good", "good")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_wrong_by_name(fault: str, seed: int) -> None:
+    forward, backward, options, words = FAULTS[fault]
+    call, masking = setting(seed)
+    found = inspected(call, computed(call, masking, forward, backward, **options), masking)
+    assert "wrong" in labels(found)
+    assert words in named(found)
+
+
+def test_dropout_that_the_kernel_ignored_is_told_in_the_assumptions() -> None:
+    call = drawn(2, p=0.5)
+    found = inspected(call, computed(call, Masking(), lambda _: None), Masking())
+    assert "dropout forgotten: O fits attention without it" in found.assumptions.message
+    found = inspected(call, computed(call, Masking(), off=1), Masking())
+    assert "O fits the one of the head before" in found.assumptions.message
+    assert not found.assumptions.refused
+
+
+def test_a_row_of_which_nothing_is_kept_is_right() -> None:
+    call = drawn(3, p=0.9, rows=16)
+    call.kept[:, :, 5] = False
+    found = inspected(call, computed(call, Masking()), Masking())
+    assert labels(found) <= {"clean", "undecided"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_judged(dtype: torch.dtype) -> None:
+    """Plain torch, and the same without the factor of dV."""
+    call = drawn(4, p=0.25, heads=2)
+    leaves = [t.to(dtype).requires_grad_() for t in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    scores = (q.float() * 32**-0.5) @ k.float().transpose(-1, -2)
+    probs = scores.softmax(-1)
+    o = ((probs * call.kept / 0.75) @ v.float()).to(dtype)
+    dq, dk, dv = torch.autograd.grad(o, leaves, call.do.to(dtype))
+    given = replace(call, q=q.detach(), k=k.detach(), v=v.detach(), do=call.do.to(dtype))
+    outputs = {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+    assert not labels(inspected(given, outputs, Masking())) & {"wrong", "lossy"}
+    found = inspected(given, {**outputs, "dv": dv * 0.75}, Masking())
+    assert "wrong" in labels(found)
+    assert "without the factor" in named(found)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_plain_torch_in_bf16_is_lossy_by_its_casts(p: float) -> None:
+    """Its mask holds 1 / (1 - p) in BF16, which for p = 0.1 is 0.16 % too small; 2 it holds exactly."""
+    call = drawn(1, p=p, batch=1, heads=2, rows=128)
+    leaves = [t.clone().requires_grad_() for t in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    probs = ((q @ k.transpose(2, 3)) * 32**-0.5).softmax(-1, torch.float32).bfloat16()
+    factor = torch.ones((), dtype=torch.bfloat16) / (1 - p)
+    o = (probs * (call.kept * factor)) @ v
+    dq, dk, dv = torch.autograd.grad(o, leaves, call.do)
+    found = inspected(call, {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}, Masking())
+    assert "wrong" not in labels(found)
+    words = " ".join(q.words for q in found.observations[0].heads[0].quantities)
+    assert ("1 / (1 - p) of dropout are rounded" if p < 0.5 else "S and P are stored") in words
