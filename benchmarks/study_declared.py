@@ -67,16 +67,17 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def fp8(x: Tensor, plan: Plan, amax: float = 1.0, shift: Tensor | float = 1.0) -> Tensor:
     """x [1, H, T, D] in E4M3, its scales too small by ``amax`` (stale), and multiplied back with ``shift``."""
     largest = x.abs().amax((1, 2, 3), keepdim=True) if plan.scales == "call" else x.abs().amax((2, 3), keepdim=True)
-    scale = largest * amax * plan.margin / 448
+    scale = largest.clamp(min=1e-30) * amax * plan.margin / 448
     scale = torch.exp2(scale.log2().ceil()) if plan.scales == "power" else scale
     return to_fp8(x, scale) * shift
 
 
 def int8(x: Tensor, block: int, amax: float = 1.0, roll: int = 0) -> Tensor:
     """x in INT8 with a scale for ``block`` rows; multiplied back with the scale ``roll`` blocks further."""
-    parts = x.reshape(*x.shape[:2], -1, block, x.shape[3])
-    scale = parts.abs().amax((3, 4), keepdim=True) * amax / 127
-    return ((parts / scale).round().clamp(-127, 127) * scale.roll(roll, 2)).reshape_as(x)
+    rows = x.shape[2]
+    parts = torch.nn.functional.pad(x, (0, 0, 0, -rows % block)).reshape(*x.shape[:2], -1, block, x.shape[3])
+    scale = parts.abs().amax((3, 4), keepdim=True).clamp(min=1e-30) * amax / 127
+    return ((parts / scale).round().clamp(-127, 127) * scale.roll(roll, 2)).flatten(2, 3)[:, :, :rows]
 
 
 def blocks_of(x: Tensor, dim: int, size: int, grid: Callable[[Tensor], Tensor], top: float) -> Tensor:
@@ -109,7 +110,7 @@ def e4m3(x: Tensor) -> Tensor:
 
 def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Tensor]:
     """The kernel: o, lse, dq, dk, dv."""
-    fault, alpha = plan.fault, WIDTH**-0.5
+    fault, length, alpha = plan.fault, q.shape[2], q.shape[3] ** -0.5
     wide = [x.float() for x in (q, k, v, do)]
     one = torch.ones(1, HEADS, 1, 1)
     wrong = one.clone()
@@ -128,7 +129,7 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Te
         k8 = k8 * (wrong if fault == "one head's descale" else 1.0)
         v8 = wide[2]
         if plan.form == "int8":
-            scale = wide[2].abs().amax(2, keepdim=True) * plan.margin / 448
+            scale = wide[2].abs().amax(2, keepdim=True).clamp(min=1e-30) * plan.margin / 448
             v8 = to_fp8(wide[2], scale.roll(1, 3) if fault == "scale of another feature" else scale)
             v8 = (v8 / scale.roll(1, 3) * scale) if fault == "scale of another feature" else v8
     else:
@@ -141,13 +142,13 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Te
         if fault == "scale of another group":
             k8 = torch.cat([2 * k8[:, :, :64], k8[:, :, 64:]], 2)
     scores = (q8 @ k8.mT) * alpha
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(1 if fault == "mask off by one" else 0)
+    mask = torch.ones(length, length, dtype=torch.bool).tril(1 if fault == "mask off by one" else 0)
     if fault == "dropped key block":
         mask[128:, 64:96] = False
     scores = scores.masked_fill(~mask, -torch.inf)
     most, total = torch.full_like(scores[..., :1], -torch.inf), torch.zeros_like(scores[..., :1])
     sums = torch.zeros_like(v8)
-    for start in range(0, LENGTH, plan.tile):
+    for start in range(0, length, plan.tile):
         keys = slice(start, start + plan.tile)
         part = scores[..., keys]
         new = torch.maximum(most, part.amax(-1, keepdim=True))

@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.wording import DASH, SYMBOLS, chance, in_last_bits, percent, plural, times, together
+from attn_diag.results.wording import DASH, SYMBOLS, chance, in_last_bits, percent, plural, times, together, yardstick
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # So many failures; the rest are in the JSON.
@@ -27,7 +27,7 @@ _KINDS = {
     "wrong": "wrong in some cases",
     "determinism": "other in its bits from run to run",
     "bias": "biased",
-    "lossy": "coarser than a well-rounded kernel's",
+    "lossy": "coarser than {}'s",
     "growth": "less accurate than the baseline's",
     "bits": "other in its bits than the baseline's",
 }
@@ -60,7 +60,7 @@ def first_lines(found: CheckReport) -> Iterator[RenderableType]:
     """OK, or the gravest failure or its suspect; what to run next; what speaks for it and what else failed."""
     source = found.source
     if found.passed:
-        held = "as accepted before" if found.baseline_key else "as good as a well-rounded kernel"
+        held = "as accepted before" if found.baseline_key else f"as good as {yardstick(found.declared)}"
         if found.saved is not None:
             held = f"{found.saved} in {found.baseline}"
         cases = plural(len(found.cases), "case")
@@ -100,7 +100,7 @@ def _what(found: CheckReport, first: Failure) -> str:
         pattern = f", of which {verdicts[0].patterns[0].words}" if verdicts else ", which no rounding makes"
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
     kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
-    said = together([words for kind, words in _KINDS.items() if kind in kinds])
+    said = together([words.format(yardstick(found.declared)) for kind, words in _KINDS.items() if kind in kinds])
     failed = {f.quantity for f in found.failures} - {first.quantity, *beside}
     others = [_NAMES[n] for n in _MADE_FROM if n in failed]
     also = f", and so {together(others)}" if others else ""
@@ -140,7 +140,7 @@ def _evidence(found: CheckReport, first: Failure) -> list[str]:
             worst[failure.quantity] = max(worst.get(failure.quantity, 0.0), failure.factor)
     if worst:
         factors = [f"{_NAMES.get(name, name)} {times(factor)}" for name, factor in worst.items()]
-        told.append(f"Errors beside a well-rounded kernel's, at most: {', '.join(factors)} times.")
+        told.append(f"Errors beside {yardstick(found.declared)}'s, at most: {', '.join(factors)} times.")
     biased = [_bias_of(found, f) for f in found.failures if f.kind == "bias"]
     if said := next((words for words in biased if words), None):
         told.append(said)
@@ -179,7 +179,7 @@ def _passed(found: CheckReport) -> str:
     outputs = dict.fromkeys(name for case in found.cases for name in case.outputs)
     judged = together([SYMBOLS[name] for name in outputs]) if outputs else "outputs"
     missing = "" if any(name in outputs for name in ("dq", "dk", "dv")) else "; gradients were not checked"
-    held = "the baseline's" if found.baseline_key else "a well-rounded kernel's"
+    held = "the baseline's" if found.baseline_key else f"{yardstick(found.declared)}'s"
     arranged = len({p.arrangement for p in found.arrangements if p.status not in ("not-run", "refused")})
     same = f" Nothing but rounding differs between {arranged} arrangements of a call." if arranged else ""
     return (
@@ -213,7 +213,7 @@ def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
     if named := suspected(found.failures):
         return [f"looks like: {name}" for name in named]
-    if any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures):
+    if found.declared is None and any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []
 
@@ -272,6 +272,9 @@ def _legend(found: CheckReport) -> str:
         if found.baseline_key is not None
         else "means between 0 and a published recipe's, and 1/sqrt(12 T) ulp about that; every quantity at most 1.25 "
         "times a well-rounded kernel's error, or what is documented of a published kernel"
+        if found.declared is None
+        else f"means between 0 and those of {yardstick(found.declared)}, and its error/sqrt(T) about that; every "
+        "quantity at most 1.25 times its error"
     )
     return (
         "Error = output - float64 reference on the same inputs; bias = mean beyond one correct rounding, ± standard "

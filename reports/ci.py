@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from attn_diag.printing import inert, made_printable
 from attn_diag.reports.check import against, suspected, suspects, verdict
 from attn_diag.results.check import ARRANGED, KINDS, CheckedCase, CheckReport, Failure, Kind
-from attn_diag.results.wording import plural
+from attn_diag.results.wording import plural, yardstick
 
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "nonfinite", "wrong", "invariance", "determinism", "bias", "lossy", "growth", "bits")
@@ -92,7 +92,8 @@ def _told(number: int, group: Sequence[Failure], width: int) -> list[str]:
 
 def _compared(report: CheckReport) -> str:
     if report.baseline_key is None:
-        return "with published recipes on the same inputs (no baseline)"
+        by = "published recipes" if report.declared is None else yardstick(report.declared)
+        return f"with {by} on the same inputs (no baseline)"
     # A key of this machine says nothing new.
     entry = "" if report.baseline_key == report.key else f", entry {report.baseline_key}"
     return f"with {report.baseline}{entry}"

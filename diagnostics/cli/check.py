@@ -12,7 +12,7 @@ import typer
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
 from attn_diag.cli.hunting import Hunting
-from attn_diag.cli.options import Device, ObservationName, command, listed, open_captures
+from attn_diag.cli.options import Declared, Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def check(
     ] = None,
     observation: ObservationName = None,
     exact: Annotated[bool, typer.Option("--exact", help="Other bits than the baseline's fail.")] = False,
+    declared: Declared = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
     head_dim: Annotated[int, typer.Option(help="D of the suite's inputs.")] = 64,
@@ -74,20 +75,21 @@ def check(
     inputs = open_captures(capture)[0] if capture else []
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     if hunting.hunt:
-        from attn_diag.testing.hunting.hunt import drawn_capture
+        from attn_diag.testing.hunting.hunt import declaring, drawn_capture
 
         given = {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit}
         if beside := [name for name, value in given.items() if value is not None]:
             raise InputError(f"--hunt has no {', '.join(beside)}")
         drawn = drawn_capture(causal, scale, dtype=kind, head_dim=head_dim, seed=seed)
-        hunted = hunting.run(target, lambda: inputs or [drawn], device=device, delivery=delivery)
+        started = [declaring(capture, declared) for capture in inputs or [drawn]]
+        hunted = hunting.run(target, lambda: started, device=device, delivery=delivery)
         return 0 if hunted.passed else 1
     with progress_bar("cases") as progress:
         found = run(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
             observation=observation, exact=exact, dtype=kind,
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
-            progress=progress,
+            declared=declared, progress=progress,
         )  # fmt: skip
     delivery.deliver(found)
     if junit is not None:

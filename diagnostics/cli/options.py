@@ -26,6 +26,10 @@ Example = Annotated[bool, typer.Option("--example", help="Use the capture that s
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")]
 Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Declared = Annotated[
+    str | None,
+    typer.Option("--declared", metavar="RECIPE", help="The kernel below 16 bits that it is meant to be: fa3-fp8, …"),
+]
 _Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]  # read by main()
 
 
@@ -78,12 +82,7 @@ class Overrides:
         str | None, typer.Option("--window", metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")
     ] = None
     softcap: Annotated[float | None, typer.Option("--softcap", help="Softcap, instead of what the file says.")] = None
-    declared: Annotated[
-        str | None,
-        typer.Option(
-            "--declared", metavar="RECIPE", help="The kernel below 16 bits that it is meant to be: fa3-fp8, …"
-        ),
-    ] = None
+    declared: Declared = None
 
     def metadata(self) -> dict[str, Any]:
         """Keywords of Metadata.override. Raises InputError for a window that is none."""

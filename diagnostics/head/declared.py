@@ -54,17 +54,22 @@ def declared_recipe(capture: Capture) -> Recipe | None:
     name = capture.metadata.declared
     if name is None:
         return None
-    if name not in LOW_BIT:
-        raise InputError(
-            f"{capture.source}: declared must be a recipe below 16 bits ({', '.join(LOW_BIT)}), got {name!r}; a kernel "
-            "of 16 bits is held against the best of its format without that"
-        )
+    require_declarable(name, f"{capture.source}: declared")
     input_format = {torch.float16: "fp16"}.get(capture.tensors["q"].dtype, "bf16")
     recipe = preset(name, input_format, capture.head_dim)
     stored = {
         f"quantize_{name}": NO_QUANTIZER for name in ("q", "k", "v") if capture.tensors[name].dtype in _EIGHT_BITS
     }
     return replace(recipe, **stored)  # type: ignore[arg-type]
+
+
+def require_declarable(name: str | None, called: str = "declared") -> None:
+    """Raise InputError where ``name``, which messages call ``called``, is no recipe below 16 bits; None is fine."""
+    if name is not None and name not in LOW_BIT:
+        raise InputError(
+            f"{called} must be a recipe below 16 bits ({', '.join(LOW_BIT)}), got {name!r}; a kernel of 16 bits is "
+            "held against the best of its format without that"
+        )
 
 
 def undeclared_words(capture: Capture, found: Recognised | None) -> tuple[str, ...]:
@@ -297,10 +302,12 @@ def wrong_factors(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], limit:
     # The difference of two kernels has twice the variance of one.
     deviations = math.sqrt(2) * (fit @ noise.T).std(1)
     said = []
-    names = ("it is", "a descale factor of v"), ("its scores are", "a descale factor of q or k, or the softmax scale")
+    of_v = "a descale factor of v that is wrong, or casts of P_bar that all round one way"
+    of_qk = "a descale factor of q or k, or the softmax scale, that is wrong"
+    names = ("it is", of_v), ("its scores are", of_qk)
     for (subject, culprit), factor, deviation in zip(names, found.tolist(), deviations.tolist(), strict=True):
         if abs(factor) > limit and _apart(factor, deviation, len(noise)):
-            said.append(f"{subject} multiplied by {1 + factor:.3g} throughout, as by {culprit} that is wrong")
+            said.append(f"{subject} multiplied by {1 + factor:.3g} throughout, as by {culprit}")
     return "; ".join(said)
 
 

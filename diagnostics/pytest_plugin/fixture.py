@@ -39,6 +39,7 @@ class CheckOptions(TypedDict, total=False):
     exact: bool
     seed: int
     device: str
+    declared: str | None
     name: str | None
 
 

@@ -161,6 +161,9 @@ class CheckReport(Result):
     arrangements: tuple[PathFinding, ...] = ()
     """Every way to make one call of the case "arrangements"; empty where that was not run, and in documents of older
     versions."""
+    declared: str | None = None
+    """The recipe below 16 bits that the kernel is declared to be, and that its errors are held against, where other
+    documents are held against a published kernel of 16 bits; null: none is."""
     schema: Literal["attn-diag-check"] = "attn-diag-check"
     schema_version: Literal[1] = 1
 

@@ -17,6 +17,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.errors import InputError
+from attn_diag.head.declared import require_declarable
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.kernels import PRESETS
 from attn_diag.results.hunt import FAULTS, Fault, Hunt, HuntedKernel, HuntFinding, Variant
@@ -79,7 +80,8 @@ def hunt(
         seed: Of what is drawn.
         device: auto, cpu or cuda.
         progress: Called with (done, total) after each case; what is planned grows.
-        **call: What else the call had, as ``attn_diag.inspect`` takes it.
+        **call: What else the call had, as ``attn_diag.inspect`` takes it; ``declared`` is what the kernels are meant to
+            be, unless they are libraries or recipes of 16 bits.
 
     Returns:
         For each kernel and capture what is wrong, what the failing cases have in common, and the smallest of them.
@@ -88,7 +90,8 @@ def hunt(
         InputError: A kernel is not known, or a capture's shapes cannot be changed; and as ``captures_of``.
     """
     if source is None:
-        captures = [drawn_capture(causal_of(call.get("causal", "none")), call.get("scale"), seed=seed)]
+        drawn = drawn_capture(causal_of(call.get("causal", "none")), call.get("scale"), seed=seed)
+        captures = [declaring(drawn, call.get("declared"))]
     else:
         captures = captures_of(source, k, v, call, function="hunt")
     return hunt_captures(
@@ -106,6 +109,12 @@ def drawn_capture(
     q, k, v, do = (torch.randn(1, 2, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
     tensors = {"q": q, "k": k, "v": v, "do": do}
     return replace(Capture.from_tensors(tensors, causal=causal, scale=scale), source="normal numbers")
+
+
+def declaring(capture: Capture, declared: str | None) -> Capture:
+    """The capture with what its kernels are declared to be. Raises InputError where there is no such recipe."""
+    require_declarable(declared)
+    return replace(capture, metadata=replace(capture.metadata, declared=declared))
 
 
 def hunt_captures(
@@ -159,13 +168,11 @@ class _Job:
     def run(self) -> HuntedKernel:
         """Search, shrink, and tell."""
         started = time.monotonic()
-        fixed = ":" in self.name and self.name not in LIBRARIES
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = max(1, min(_MOST_WORKERS, cores // 2))
         with _one_thread(), workers(self.name, self.device.type, count, self.limit_s) as pool:
-            judge = CaseJudge(self.name, fixed, self.device)
-            runner = Runner(self.material, pool, judge, started + self.budget_s, self.budget_s, self.progress)
-            search = Search(runner, self.axes, self.device.type == "cuda", fixed, self.seed)
+            runner = Runner(self.material, pool, self._judge, started + self.budget_s, self.budget_s, self.progress)
+            search = Search(runner, self.axes, self.device.type == "cuda", self._judge.fixed, self.seed)
             search.run(self._wanted())
             findings = [self._finding(rule, runner, pool) for rule in search.rules]
         findings.sort(key=lambda f: (FAULTS.index(f.fault), len(f.conditions)))
@@ -214,13 +221,17 @@ class _Job:
 
     def __post_init__(self) -> None:
         self._outputs: dict[str, dict[str, torch.Tensor]] = {}
+        fixed = ":" in self.name and self.name not in LIBRARIES
+        self._judge = CaseJudge.for_capture(self.name, self.material.capture, self.device, fixed=fixed)
 
     def _saved(self, number: int, finding: HuntFinding) -> HuntFinding:
         """The finding with its capture and its script."""
         assert self.folder is not None
         case = self.material.build(finding.smallest)
         outputs = self._outputs[finding.words]
-        capture = case.captured(outputs, kernel=self.name, notes=f"attn-diag hunt: {finding.words}")
+        capture = case.captured(
+            outputs, kernel=self.name, notes=f"attn-diag hunt: {finding.words}", declared=self._judge.declared
+        )
         plain = re.sub(r"[^A-Za-z0-9]+", "_", self.name).strip("_")[:60]
         stem = f"{plain}_{number}_{'_'.join(finding.outputs)}_D{finding.smallest.head_dim}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -229,6 +240,7 @@ class _Job:
             self.name, version_of(self.name), finding, capture=saved.name, folder=Path.cwd(), scale=case.scale,
             device=self.device.type, window=case.window, softcap=case.softcap,
             alibi_origin=None if case.alibi_slopes is None else case.alibi_origin,
+            declared=self._judge.declared is not None,
         )  # fmt: skip
         target = self.folder / f"{stem}.py"
         write_atomically(target, lambda path: Path(path).write_text(text, encoding="utf-8"))

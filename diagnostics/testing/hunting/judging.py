@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
+from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import Selection
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import DEFAULT_RECIPE
 from attn_diag.head.quality import LOSSY
-from attn_diag.kernels import preset
+from attn_diag.kernels import PRESETS, preset
 from attn_diag.results.hunt import Fault
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
@@ -73,6 +74,15 @@ class CaseJudge:
     """Its mask is its own: where Tq and Tk differ it may be aligned either way."""
     device: torch.device
     """Where the kernel ran, for published kernels to run there too."""
+    declared: str | None = None
+    """The recipe below 16 bits that it is meant to be, and is held against; None: a well-rounded kernel of 16 bits."""
+
+    @classmethod
+    def for_capture(cls, name: str, capture: Capture, device: torch.device, *, fixed: bool) -> CaseJudge:
+        """Of a kernel that a hunt starts from this capture: what that declares holds for all but those of 16 bits."""
+        library = LIBRARIES.get(name)
+        of_16_bits = name in PRESETS or (library is not None and library.by_design is None)
+        return cls(name, fixed, device, None if of_16_bits else capture.metadata.declared)
 
     def of(self, case: CaseInputs, ran: Ran) -> CaseVerdict:
         """The verdict on how a case ended, and on what came back."""
@@ -93,18 +103,18 @@ class CaseJudge:
         return replace(found, passed=bool(ran.outputs) and not found.faults)
 
     def _outputs(self, case: CaseInputs, ran: Ran) -> CaseVerdict:
-        quantities = judge_quantities(case, ran.outputs)
+        quantities = judge_quantities(case, ran.outputs, self.declared)
         bad = [q for q in quantities if q.answer in ("nonfinite", "wrong") and judged(q)]
         coarse = [q for q in quantities if q.answer == "lossy" and judged(q)]
         known: dict[str, str] = {}
         library = LIBRARIES.get(self.name)
         if coarse:
-            if library is not None and library.by_design is not None:
+            if self.declared is None and library is not None and library.by_design is not None:
                 known = {q.quantity: f"by design: {library.by_design}" for q in coarse}
             else:
                 known = explained(coarse, case, dict(ran.outputs), self.device)
         if any(q.answer == "nonfinite" for q in bad):
-            broken = _overflowing(case)
+            broken = _overflowing(case, self.declared)
             bad = [q for q in bad if q.answer != "nonfinite" or q.quantity not in broken]
         bad += [q for q in coarse if q.quantity not in known and _beyond_chance(q)]
         return CaseVerdict(
@@ -116,13 +126,15 @@ class CaseJudge:
         )
 
 
-def judge_quantities(case: CaseInputs, outputs: Mapping[str, Tensor]) -> list[QuantityVerdict]:
+def judge_quantities(
+    case: CaseInputs, outputs: Mapping[str, Tensor], declared: str | None = None
+) -> list[QuantityVerdict]:
     """Each output as ``inspect`` judges it, over all heads and batch items the gravest."""
-    capture = case.captured(outputs)
+    capture = case.captured(outputs, declared=declared)
     # "Made by" only spares recognising the recipe by its bits.
     recipes = {}
     if case.q.dtype in RECIPE_DTYPES:
-        recipes = {DEFAULT_OBSERVATION: preset(DEFAULT_RECIPE, DTYPES[case.q.dtype], case.q.shape[3])}
+        recipes = {DEFAULT_OBSERVATION: preset(declared or DEFAULT_RECIPE, DTYPES[case.q.dtype], case.q.shape[3])}
     job = CaptureJob(capture, Selection(), Runs((), "emulation", recipes), CPU, _LEVEL)
     misfits = [c for c in job.opened.assumptions([DEFAULT_OBSERVATION]).checks if not c.ok]
     for _ in job.run():
@@ -155,11 +167,11 @@ def _beyond_chance(found: QuantityVerdict) -> bool:
     return False
 
 
-def _overflowing(case: CaseInputs) -> set[str]:
-    """Outputs in which the published recipe has NaN or Inf too: the format itself overflows."""
+def _overflowing(case: CaseInputs, declared: str | None = None) -> set[str]:
+    """Outputs in which the published or declared recipe has NaN or Inf too: the format itself overflows."""
     if case.q.dtype not in RECIPE_DTYPES:
         return set()
-    recipe = preset(DEFAULT_RECIPE, DTYPES[case.q.dtype], case.q.shape[3])
+    recipe = preset(declared or DEFAULT_RECIPE, DTYPES[case.q.dtype], case.q.shape[3])
     try:
         made = emulate(recipe, case, CPU)
     except InputError:

@@ -24,6 +24,9 @@ What is asked of a kernel, and why it neither flakes nor misses (measured by ``b
   published recipe's error on the same sequence), which hardly depends on the inputs; where they are not the baseline's
   (another seed), the growth must also be beyond chance (Welch over sequences: the errors of dK on inputs with outliers
   differ between seeds by a third).
+- **Declared** kernels (``declared``: below 16 bits) are held to their recipe on the same inputs in the place of a
+  published one of 16 bits, as ``inspect`` does. A mean has the interval about that recipe's widened by its own random
+  walk, its rms error / sqrt(T); culprits are not searched by bits, which no such recipe has.
 - **Arrangements**: what ``attn_diag.invariance`` finds of one call. More than rounding is a failure (``invariance``),
   and so is any bit that later tokens, other batch items or heads change; other bits for another batch size are none.
 - **Bits**: only where ``exact`` asks for them, and where device, versions and inputs are the baseline's.

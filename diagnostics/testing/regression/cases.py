@@ -52,6 +52,9 @@ BUILDERS: dict[str, drawn.Builder] = {
 # scores grow to 38 within these rows, and BF16 scores make 4 to 7 times a well-rounded kernel's error of it.
 REAL_HEAD = "real-head"
 NAMES = (*BUILDERS, REAL_HEAD)
+# What a kernel below 16 bits is asked by default: on the others all rows share one number's rounding, which a scale a
+# little larger moves by many times, and by arrangements its scales hold later tokens by design.
+OF_DECLARED = ("normal", "pairs", "tails", "outliers", REAL_HEAD)
 _REAL_HEAD_FILE = Path(str(files("attn_diag.data"))) / "failing_step500_L2H7_first_rows.safetensors"
 # Independent sequences, the clusters of the tests: t with 15 degrees of freedom.
 SEQUENCES = 16
@@ -243,6 +246,15 @@ def stored(captures: list[Capture], name: str | None, observation: str | None) -
     return Judged(source, "stored", source, _named(of_captures(captures)), outputs, stored=True)
 
 
+def declared_by(captures: list[Capture]) -> str | None:
+    """What captures declare their kernel to be. Raises InputError where they do not agree."""
+    names = {c.metadata.declared for c in captures}
+    if len(names) > 1:
+        listed = ", ".join(sorted(name or "nothing" for name in names))
+        raise InputError(f"the captures declare several kernels ({listed}): check each kernel's by themselves")
+    return names.pop()
+
+
 def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseInputs], backward: bool | None) -> Judged:
     """A kernel, run on cases of the suite and on captures' inputs.
 
@@ -304,6 +316,7 @@ def capture_of_case(
     backward: bool | None = None,
     seed: int = 0,
     device: str = "auto",
+    declared: str | None = None,
     name: str | None = None,
     **_: Any,
 ) -> Capture | None:
@@ -330,7 +343,8 @@ def capture_of_case(
         outputs, _notes = kernel.run(inputs, backward=backward)
     except (MisfitError, InputError):
         return None
-    return inputs.captured(outputs, kernel=kernel.name, notes=f"case {case} of attn-diag check, seed {seed}")
+    notes = f"case {case} of attn-diag check, seed {seed}"
+    return inputs.captured(outputs, kernel=kernel.name, declared=declared, notes=notes)
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import DEFAULT_RECIPE
+from attn_diag.head.declared import require_declarable
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
@@ -90,6 +91,7 @@ def check(
     exact: bool = False,
     seed: int = 0,
     device: str = "auto",
+    declared: str | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
@@ -109,7 +111,8 @@ def check(
             of a published recipe on the same inputs.
         save: Add this kernel's entry to the baseline, and compare with none.
         update: Replace it, and compare with none.
-        cases: Only these of the suite.
+        cases: Only these of the suite; None: all, of a declared kernel "normal", "pairs", "tails", "outliers" and
+            "real-head".
         captures: Inputs of these as well.
         observation: Which stored observation is judged, where ``target`` is captures.
         dtype: torch.bfloat16 or torch.float16.
@@ -121,13 +124,17 @@ def check(
         exact: Other bits than the baseline's fail.
         seed: Of the inputs.
         device: auto, cpu or cuda.
+        declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, in whose place errors
+            are then held to those of a published recipe of 16 bits; None: what captures as ``target`` say.
         name: What reports and the baseline call the kernel.
         progress: Called with (done, total) after every case.
 
     Raises:
-        InputError: Something cannot be run or compared at all. What the kernel does wrong is a failure in the report.
+        InputError: Something cannot be run or compared at all, or there is no such recipe to declare. What the kernel
+            does wrong is a failure in the report.
     """
     require_level(level)
+    require_declarable(declared)
     if (save or update) and baseline is None:
         raise InputError("save and update need the baseline file to write to")
     if save and update:
@@ -143,14 +150,15 @@ def check(
         if cases is not None or captures:
             raise InputError("stored observations are judged as they are: cases and captures need a kernel to run")
         subject = suite.stored(stored, name, observation)
+        declared = declared or suite.declared_by(stored)
     else:
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
         if head_dim < 8:
             raise InputError(f"head_dim must be at least 8, got {head_dim}")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(cases)
-        if cases is None and kernel.recipe is not None:
+        names = suite.choose(suite.OF_DECLARED if declared is not None and cases is None else cases)
+        if ARRANGED in names and cases is None and kernel.recipe is not None:
             # An emulation takes one head after the other, wherever it lies.
             names.remove(ARRANGED)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
@@ -158,6 +166,8 @@ def check(
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
     if (save or update) and not subject.inputs:
         raise InputError("a baseline holds numbers of cases: name at least one besides arrangements")
+    if declared is not None:
+        subject = replace(subject, key=f"{subject.key}, declared {declared}")
     key = " | ".join((subject.key, device_words(where), versions()))
     if save and path is not None:
         refuse_to_overwrite(path, key)
@@ -166,7 +176,7 @@ def check(
         entry = nearest(read(path), subject.key, device_words(where), versions())
     run = _Check(
         subject, asked, where, level, exact or (entry is not None and entry.exact), path, key, entry, arranging,
-        save="update" if update else "save" if save else None,
+        save="update" if update else "save" if save else None, declared=declared,
     )  # fmt: skip
     return run.run(progress)
 
@@ -185,6 +195,7 @@ class _Check:
     entry: BaselineEntry | None
     arranging: Arranging | None
     save: Literal["save", "update"] | None
+    declared: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def run(self, progress: Progress | None) -> CheckReport:
@@ -232,6 +243,7 @@ class _Check:
             notes=tuple(dict.fromkeys(self.notes)),
             tests=tests,
             saved=saved,
+            declared=self.declared,
         )
 
     def _runs(self, inputs: CaseInputs) -> list[_Ran]:
@@ -255,7 +267,7 @@ class _Check:
     def _one(self, inputs: CaseInputs, case: CheckedCase, outputs: dict[str, Tensor], started: float) -> _Ran:
         if (broken := suite.nonfinite(outputs)) is not None:
             return _misfit(inputs, case, broken[1], "nonfinite", broken[0])
-        recipe = preset(DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
+        recipe = preset(self.declared or DEFAULT_RECIPE, DTYPES[inputs.q.dtype], inputs.q.shape[3])
         gradients = any(n in outputs for n in ("dq", "dk", "dv"))
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
@@ -294,14 +306,16 @@ class _Check:
         kernel = self.subject.kernel
         if measured.misfit is not None:
             return fit_of(inputs, o, kernel, self.where)[1]
-        wrong = any(v.quantity == "o" and v.answer == "wrong" for v in measured.quantities)
+        # What a scale that is nearly right makes of a declared kernel, its verdict says.
+        wrong = self.declared is None and any(v.quantity == "o" and v.answer == "wrong" for v in measured.quantities)
         return other_scale(inputs, o, self.where) if wrong and inputs.name == _ORDINARY else None
 
     def _again(self, other: OtherFunction) -> str | None:
         """The command, or the call, that would be right."""
         if other.call is not None or self.subject.stored:
             return other.call
-        return self._asked_again().command("check", other.options)
+        declared = [] if self.declared is None else [f"--declared {self.declared}"]
+        return self._asked_again().command("check", [*other.options, *declared])
 
     def _asked_again(self) -> Again:
         asked, source = self.asked, self.subject.source
@@ -317,7 +331,7 @@ class _Check:
             if not r.failures or r.other:
                 continue
             found: dict[str, tuple[str, str]] = {}
-            if r.outputs is not None and (searched < _SEARCHED or known is not None):
+            if r.outputs is not None and self.declared is None and (searched < _SEARCHED or known is not None):
                 searched += 1
                 found = self._suspects(r, known)
                 known = next((name for name, _ in found.values()), known)
@@ -341,7 +355,11 @@ class _Check:
             found["o"] = factor.words, f"{factor.words}: {factor.evidence.removesuffix('.')}"
         return found
 
-    def _look_closer(self, inputs: CaseInputs) -> str:
+    def _look_closer(self, inputs: CaseInputs) -> str | None:
+        if self.declared is not None:
+            if not self.subject.stored or inputs.capture is None:
+                return None
+            return f"attn-diag inspect {inputs.capture.source} --declared {self.declared}"
         if inputs.capture is not None:
             return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {inputs.capture.source}"
         named = _PROBES.get(inputs.name, inputs.name)
@@ -360,7 +378,7 @@ class _Check:
         first = next((r for r in ran if r.inputs.name == "normal"), ran[0])
         assert first.outputs is not None
         recipe = agreement = None
-        if first.outputs["o"].dtype == first.inputs.q.dtype:
+        if self.declared is None and first.outputs["o"].dtype == first.inputs.q.dtype:
             options = suspects.published(first.inputs.q.dtype, first.inputs.q.shape[3])
             alike, agreement = suspects.closest(first.inputs, first.outputs["o"], options, self.where)
             recipe = alike.name

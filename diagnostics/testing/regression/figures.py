@@ -15,7 +15,7 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement
-from attn_diag.kernels import Recipe
+from attn_diag.kernels import LOW_BIT, Recipe
 from attn_diag.reference import AttentionHead, FloatFormat, format_of, ulp
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.baseline import SequenceMean
@@ -65,6 +65,8 @@ class Measured:
     """By quantity: the published kernel that makes the same error; see ``documented``."""
     misfit: str | None = None
     """Why there are no figures."""
+    declared: str | None = None
+    """The recipe below 16 bits that the kernel is declared to be, and that the sizes are beside."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,13 @@ class _Units:
 def measure_case(
     case: CaseInputs, observed: dict[str, Tensor], yardstick: dict[str, Tensor], recipe: Recipe, device: str
 ) -> Measured:
-    """What ``inspect`` finds in the outputs, and in the published recipe's on the same inputs."""
-    capture = case.captured({**observed, **{f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}})
+    """What ``inspect`` finds in the outputs, and in ``yardstick``, those of the recipe on the same inputs.
+
+    A recipe below 16 bits is what the kernel is declared to be.
+    """
+    outputs = {**observed, **{f"{_YARDSTICK}.{name}": tensor for name, tensor in yardstick.items()}}
+    declared = recipe.name if recipe.name in LOW_BIT else None
+    capture = case.captured(outputs, declared=declared)
     # "Made by" only spares recognising the recipe by its bits.
     known = {DEFAULT_OBSERVATION: recipe, _YARDSTICK: recipe}
     job = CaptureJob(capture, Selection(), Runs((), "emulation", known), pick_device(device), _LEVEL)
@@ -110,6 +117,7 @@ def measure_case(
         accepted=accepted,
         sizes=sizes,
         worst=_worst(case, observed["o"], device),
+        declared=declared,
         quantities=quantities,
         documented=explained(quantities, case, observed, pick_device(device)),
     )

@@ -74,12 +74,15 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
         rows: Tq.
         known: The baseline's case, of the same bits or not.
         same_key: The baseline is of this device and these versions, where any change is news; else one has to exceed
-            what adds up, over the rows, to correct rounding's own random walk.
+            what adds up, over the rows, to correct rounding's own random walk (or the declared recipe's).
     """
     found = {}
     for name, mean in measured.biases.items():
         # In noise floors of delta, or in ulp of O, of which one rounding has an rms of 1 / sqrt(12).
         expected, width = measured.accepted[name], 1 / math.sqrt(rows if name == "delta_excess" else 12 * rows)
+        size = measured.sizes.get(_QUANTITY[name])
+        if measured.declared is not None and size is not None:
+            width = max(width, size.yardstick / math.sqrt(rows))
         accepted = min(0.0, expected) - width, max(0.0, expected) + width
         before = None if known is None else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)

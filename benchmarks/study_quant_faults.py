@@ -1,0 +1,133 @@
+"""``quant`` on many weights: planted faults of quantisers and of attention's scales are named, sound ones not accused.
+
+Weights are fp32 matrices of 64 x 256 with rows of other sizes, of four families, a new seed a trial. A trial counts as
+named where the headline has the planted fault's own words, as misnamed where it names another quantiser. "future
+tokens" is an attention with INT8 blocks of keys, asked by ``invariance``.
+
+    python benchmarks/study_quant_faults.py --trials 200 --json benchmarks/results/quant_faults_cpu.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import made_by, options_of, save
+from torch import Tensor
+
+import attn_diag
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from test_quant import FAULTS, made, weight
+
+FAMILIES = ("gaussian", "heavy-tailed", "outlying columns", "sparse")
+SOUND = ("int4", "int8", "int4-asymmetric", "int8-asymmetric", "fp8", "fp8-row", "mxfp8", "mxfp4", "nvfp4")
+LEVEL = 0.05
+# A rate of 5 % takes more trials than a name.
+_DITHERED = 5
+
+
+def weights(family: str, seed: int) -> Tensor:
+    """[64, 256] fp32."""
+    w, g = weight(10_000 + seed), torch.Generator().manual_seed(seed)
+    if family == "heavy-tailed":
+        w = w * torch.randn(w.shape, generator=g).square()
+    if family == "outlying columns":
+        w[:, ::37] *= 8
+    if family == "sparse":
+        w = w * (torch.rand(w.shape, generator=g) < 0.5)
+    return w
+
+
+def named(declared: str, said: str, quantised: Callable[[Tensor], Tensor], w: Tensor) -> tuple[str, str]:
+    """named, misnamed (another quantiser is), unnamed (none is), acquitted; or unchanged, where nothing was done."""
+    values = quantised(w)
+    if torch.equal(values, attn_diag.quantize(w, declared).values):
+        return "unchanged", ""
+    found = attn_diag.quant(w, declared, observed=values)
+    if found.outcome != "fail":
+        return "acquitted", found.headline
+    if f"but with {said}" in found.headline:
+        return "named", ""
+    return ("misnamed" if "but with" in found.headline else "unnamed"), found.headline
+
+
+def future(leaks: bool, seed: int) -> bool:
+    """Whether ``invariance`` says that later tokens change earlier rows of an attention with INT8 keys."""
+    block = 64 if leaks else 1
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = torch.nn.functional.pad(k.float(), (0, 0, 0, -k.shape[2] % block))
+        parts = parts.reshape(*k.shape[:2], -1, block, k.shape[3])
+        scale = parts.abs().amax((3, 4), keepdim=True).clamp(min=1e-30) / 127
+        k8 = ((parts / scale).round() * scale).flatten(2, 3)[:, :, : k.shape[2]]
+        s = q.float() @ k8.mT * q.shape[3] ** -0.5
+        hidden = torch.ones(s.shape[2:], dtype=torch.bool).triu(1)
+        o: Tensor = (s.masked_fill(hidden, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
+        return o
+
+    found = attn_diag.invariance(
+        kernel, causal="top-left", only=["future-token"], shape=(1, 1, 150, 64), seed=seed, backward=False, device="cpu"
+    )
+    return not found.passed and "later tokens" in found.report()
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print({k: v for k, v in row.items() if k != "others"}, flush=True)
+        save(made_by() | {"families": FAMILIES, "rows": rows}, arguments.json)
+
+    for name, (declared, quantised, said) in FAULTS.items():
+        counts: Counter[str] = Counter()
+        others: list[object] = []
+        for seed in range(arguments.trials):
+            family = FAMILIES[seed % len(FAMILIES)]
+            answer, headline = named(declared, said, quantised, weights(family, seed))
+            counts[answer] += 1
+            if headline:
+                others.append({"family": family, "seed": seed, "headline": headline})
+        add({"kind": "fault", "name": name, "declared": declared, **counts, "others": others[:5]})
+    for name in SOUND:
+        accused = 0
+        for seed in range(arguments.trials):
+            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+            accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
+        add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
+    # A scale that is rounded down clips, which is a bias.
+    for name, changes in (
+        ("int4", {"elements": "int4:stochastic"}), ("mxfp4", {"elements": "e2m1:stochastic", "scale": "e8m0:up"}),
+    ):  # fmt: skip
+        by, accused, count = attn_diag.quantizer(name, **changes), 0, _DITHERED * arguments.trials
+        for seed in range(count):
+            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+            values = made(name, seed=20_000 + seed, **changes)(w)
+            accused += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
+        add(
+            {
+                "kind": "dithered",
+                "name": name,
+                "level": LEVEL,
+                "trials": count,
+                "accused": accused,
+            }
+        )
+    for leaks in (True, False):
+        hits = sum(future(leaks, seed) for seed in range(arguments.future))
+        kind = "fault" if leaks else "sound"
+        add({"kind": kind, "name": "future tokens in a block's scale", "trials": arguments.future, "named": hits})
+
+
+if __name__ == "__main__":
+    main()
