@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.reports.glossary import Word
+from attn_diag.reports.timeline import Timeline
 
 Value = float | None
 # Names of colours in the style sheet, told apart in light, dark and print.
@@ -69,6 +70,10 @@ class Map:
     """By row, then column; None is an empty cell."""
     diverging: bool = False
     """Whether they are coloured by sign around 0."""
+    log: bool = False
+    """Whether they are coloured by their logarithm."""
+    ends: tuple[float, float] | None = None
+    """Where the colours begin and end, so that maps side by side are read alike; None: at the extremes."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,16 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, paragraphs of plain text, a table (its first row the header), and charts."""
+    """A heading, paragraphs of plain text, tables of verdicts, a table (its first row the header), and charts."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
     charts: tuple[Chart, ...] = ()
+    verdicts: tuple[Timeline, ...] = ()
+    """Side by side; their cells lead to rows of a table."""
+    places: tuple[str, ...] = ()
+    """The addresses of the table's rows, those of the header left out."""
 
 
 @dataclass(frozen=True)

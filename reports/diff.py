@@ -75,7 +75,7 @@ def _verdict(found: Comparison) -> str:
 
 def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    changed = _changed(found)
+    changed = changed_entries(found)
     groups = changed_heads(found, changed)
     style = _STYLES.get(changed[0].outcomes[0], "bold") if changed and changed[0].outcomes else "bold green"
     yield layout.paragraph(headline(found, groups), style=style)
@@ -83,8 +83,8 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
         yield layout.Hanging("  ", Text(f"Next: {following}", style="bold"))
     if groups:
         yield layout.Hanging("  ", Text(found.summary))
-    yield layout.bullet("A", _side(found.a))
-    yield layout.bullet("B", _side(found.b))
+    yield layout.bullet("A", side_line(found.a))
+    yield layout.bullet("B", side_line(found.b))
     for unread in (*found.a.unreadable, *found.b.unreadable):
         yield layout.paragraph(f"warning: not read: {unread}", style="yellow")
     yield layout.bullet(" ", f"matched: {'; '.join(found.matched_by)}")
@@ -102,65 +102,66 @@ def diff_renderables(found: Comparison) -> Iterator[RenderableType]:
             yield layout.paragraph(f"and {len(shared) - _MAX_TRENDS} more in --json", style="dim")
     if alone := [e for e in found.entries if e.outcomes == ("relabelled",) and e not in changed]:
         yield from layout.title("Other labels, and no change beyond chance")
-        relabelled = [f"{_name(found, entry)}: {labels_words(entry)}" for entry in alone]
+        relabelled = [f"{entry_name(found, entry)}: {labels_words(entry)}" for entry in alone]
         yield from layout.bullets("-", relabelled, _MAX_ALONE, "and {} more in --json")
     if found.unmatched:
         yield from layout.title("Not compared")
         unmatched = [f"{item.side}: {item.what}: {item.reason}" for item in found.unmatched]
         yield from layout.bullets("-", unmatched, _MAX_UNMATCHED, "and {} more in --json")
     yield from layout.title("How it was compared")
-    for note in (*found.notes, _method(found), *_tools(found)):
+    for note in (*found.notes, method_line(found), *tool_lines(found)):
         yield layout.bullet("-", note)
 
 
 def diff_lines(found: Comparison) -> Iterator[str]:
     """The report for a log: one fact a line, its kind first."""
-    groups = changed_heads(found, _changed(found))
+    groups = changed_heads(found, changed_entries(found))
     yield layout.line("verdict", headline(found, groups))
     if (following := next_command(groups)) is not None:
         yield layout.line("next", following)
     yield layout.line("summary", found.summary)
-    yield layout.line("A", _side(found.a))
-    yield layout.line("B", _side(found.b))
+    yield layout.line("A", side_line(found.a))
+    yield layout.line("B", side_line(found.b))
     for unread in (*found.a.unreadable, *found.b.unreadable):
         yield layout.line("warning", f"not read: {unread}")
     yield layout.line("matched", "; ".join(found.matched_by))
     for entry in found.entries:
-        place = _name(found, entry).replace(" ", "_")
+        place = entry_name(found, entry).replace(" ", "_")
         outcomes = ",".join(entry.outcomes) or "unchanged"
         yield layout.line("head", place, outcomes, f"{','.join(entry.a_labels)} -> {','.join(entry.b_labels)}")
-    for entry in _changed(found):
-        place = _name(found, entry).replace(" ", "_")
+    for entry in changed_entries(found):
+        place = entry_name(found, entry).replace(" ", "_")
         for mean in entry.means:
-            yield layout.line("mean", place, mean.name, _mean_words(mean))
+            yield layout.line("mean", place, mean.name, mean_words(mean))
         for size in entry.sizes:
-            yield layout.line("size", place, size.name, _size_words(size))
+            yield layout.line("size", place, size.name, size_words(size))
         yield from (layout.line("note", place, note) for note in entry.notes)
     for shared in shared_trends(found):
         yield layout.line("trend", shared.place.replace(" ", "_"), shared.trend.name, shared.words())
     for item in found.unmatched:
         yield layout.line("unmatched", item.side, f"{item.what}: {item.reason}")
-    for note in (*found.notes, _method(found)):
+    for note in (*found.notes, method_line(found)):
         yield layout.line("note", note)
-    yield from (layout.line("tool", tool) for tool in _tools(found))
+    yield from (layout.line("tool", tool) for tool in tool_lines(found))
 
 
-def _changed(found: Comparison) -> list[HeadComparison]:
+def changed_entries(found: Comparison) -> list[HeadComparison]:
     """Entries with a significant change, or with something to say of one that is none; the worst first."""
     told = [entry for entry in found.entries if set(entry.outcomes) - {"relabelled"} or entry.notes]
-    return sorted(told, key=lambda e: (min((_ORDER.index(o) for o in e.outcomes), default=len(_ORDER)), _least(e)))
+    return sorted(told, key=lambda e: (min((_ORDER.index(o) for o in e.outcomes), default=len(_ORDER)), least_p(e)))
 
 
-def _least(entry: HeadComparison) -> float:
+def least_p(entry: HeadComparison) -> float:
     """The smallest adjusted p-value of an entry."""
     return min((m.p_adjusted for m in entry.means if m.p_adjusted is not None), default=1.0)
 
 
-def _side(side: Side) -> str:
+def side_line(side: Side) -> str:
+    """A side in a line: where it was read, and what was found there."""
     return f"{side.source}: {side.sentence}"
 
 
-def _name(found: Comparison, entry: HeadComparison) -> str:
+def entry_name(found: Comparison, entry: HeadComparison) -> str:
     """The head, with steps, observation and file where the comparison has several."""
     parts = [head_name(entry.layer, entry.head)]
     if len({(e.a_step, e.b_step) for e in found.entries}) > 1 and entry.b_step is not None:
@@ -198,19 +199,21 @@ def _changes(groups: list[ChangedHeads], options: ConsoleOptions) -> Iterator[Re
             Text(", ").join(styled) if styled else Text("none"),
             Text(group.labels),
             *(_arrow(sizes.get(q.key)) for q in shown),
-            number(_least(clearest), 2),
+            number(least_p(clearest), 2),
         )
     yield table
     yield layout.Hanging("", layout.note("Figures of the head of each row in which it is clearest, told below."))
 
 
-def _quantity(size: SizeChange) -> Quantity:
+def quantity_of(size: SizeChange) -> Quantity:
+    """What a size is called, and how it is shown."""
     # A document may have been edited: names are texts there.
     known = QUANTITIES.get(size.name)
     return known or Quantity(size.name, figure_title(size.name), size.name, digits=3)
 
 
-def _test(mean: MeanChange) -> PrimaryTest:
+def test_of(mean: MeanChange) -> PrimaryTest:
+    """What a mean is called, and its unit."""
     unit: Literal["floor", "ulp"] = "floor" if mean.name.startswith("delta") else "ulp"
     return TESTS.get(mean.name) or PrimaryTest(mean.name, mean.name, mean.name, unit)
 
@@ -219,7 +222,7 @@ def _arrow(size: SizeChange | None) -> str:
     """Before and after, one above the other: side by side they take too much of 80 columns."""
     if size is None:
         return DASH
-    shown = _quantity(size).shown
+    shown = quantity_of(size).shown
     if size.a == size.b:
         return shown(size.a)
     return f"{shown(size.a)}\n-> {shown(size.b)}"
@@ -230,22 +233,22 @@ def _detail(found: Comparison, entry: HeadComparison) -> Iterator[RenderableType
     changes = (
         Text(", ").join(Text(o, style=_STYLES[o]) for o in entry.outcomes) if entry.outcomes else Text("no change")
     )
-    yield layout.Hanging("", Text.assemble((f"{_name(found, entry)}: ", "bold"), changes))
+    yield layout.Hanging("", Text.assemble((f"{entry_name(found, entry)}: ", "bold"), changes))
     for mean in entry.means:
         if mean.outcome not in ("none", "untested"):
-            yield layout.bullet("-", f"mean error of {_test(mean).title} {mean.outcome}: {_mean_words(mean)}")
+            yield layout.bullet("-", f"mean error of {test_of(mean).title} {mean.outcome}: {mean_words(mean)}")
     for size in entry.sizes:
         if size.outcome not in ("none", "unknown"):
-            yield layout.bullet("-", f"{_quantity(size).title}: {_size_words(size)}")
+            yield layout.bullet("-", f"{quantity_of(size).title}: {size_words(size)}")
     for note in entry.notes:
         yield layout.bullet("!", note)
 
 
-def _mean_words(mean: MeanChange) -> str:
+def mean_words(mean: MeanChange) -> str:
     """A mean before and after, and the test of the difference."""
     values = f"{signed(mean.a)} -> {signed(mean.b)}"
     if mean.a_units is not None and mean.b_units is not None:
-        values += f" ({signed(mean.a_units)} -> {signed(mean.b_units)} {_test(mean).unit})"
+        values += f" ({signed(mean.a_units)} -> {signed(mean.b_units)} {test_of(mean).unit})"
     if mean.p_adjusted is None:
         return f"{values}; not tested"
     low, high = mean.ci95 or (None, None)
@@ -256,9 +259,9 @@ def _mean_words(mean: MeanChange) -> str:
     )
 
 
-def _size_words(size: SizeChange) -> str:
+def size_words(size: SizeChange) -> str:
     """A size before and after, and the bounds that chance keeps the ratio within."""
-    shown = _quantity(size).shown
+    shown = quantity_of(size).shown
     values = f"{shown(size.a)} -> {shown(size.b)}"
     if size.ratio is not None and size.a != size.b:
         values += f", {size.ratio:.3g} times"
@@ -267,7 +270,8 @@ def _size_words(size: SizeChange) -> str:
     return f"{values}: {size.outcome}"
 
 
-def _method(found: Comparison) -> str:
+def method_line(found: Comparison) -> str:
+    """How many differences were tested, and how."""
     return (
         f"{found.family_size} differences of means, Welch's test from each estimate's own standard error and degrees "
         f"of freedom, one Benjamini-Hochberg family at level {found.level}. A label that changes without a significant "
@@ -275,7 +279,7 @@ def _method(found: Comparison) -> str:
     )
 
 
-def _tools(found: Comparison) -> Iterator[str]:
+def tool_lines(found: Comparison) -> Iterator[str]:
     """What made the two diagnoses."""
     tools = [words.tool_line(side.tool) for side in (found.a, found.b)]
     if tools[0] == tools[1]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from attn_diag.reports.finding_words import NAMES
 from attn_diag.reports.places import places_words
 from attn_diag.reports.quantities import TESTS
-from attn_diag.results.comparison import Comparison, HeadComparison, Outcome
+from attn_diag.results.comparison import Comparison, HeadComparison, Outcome, SizeChange
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import KINDS, FindingPlace, Kind
 from attn_diag.results.wording import SYMBOLS, ranges, signed, times, together
@@ -77,15 +77,19 @@ class ChangedHeads:
             unit = "" if test is None else f" {'noise floors' if test.unit == 'floor' else 'ulp'}"
             name = mean.name if test is None else test.title
             return f"mean error of {name} {signed(mean.b_units)}{unit}, was {signed(mean.a_units)}"
-        factors = [
-            s for s in clearest.sizes if s.name.removesuffix("_factor") in SYMBOLS and s.name.endswith("_factor")
+        changed = [
+            (abs(s.ratio - 1), s) for s in factors(clearest) if s.outcome in ("grew", "shrank") and s.ratio is not None
         ]
-        changed = [(abs(s.ratio - 1), s) for s in factors if s.outcome in ("grew", "shrank") and s.ratio is not None]
         if not changed:
             return ""
         _, most = max(changed, key=lambda item: item[0])
         name = SYMBOLS[most.name.removesuffix("_factor")]
         return f"{name} {times(most.b)} times a well-rounded kernel's error, was {times(most.a)}"
+
+
+def factors(entry: HeadComparison) -> list[SizeChange]:
+    """Its quantities' errors over a well-rounded kernel's."""
+    return [s for s in entry.sizes if s.name.removesuffix("_factor") in SYMBOLS and s.name.endswith("_factor")]
 
 
 def labels_words(entry: HeadComparison) -> str:

@@ -62,7 +62,7 @@ _REPORT_SCRIPTS = (
     *_SCRIPTS, "vocabulary", "glossary", "entries", "rows", "figures", "when", "map", "microscope", "head", "report",
 )  # fmt: skip
 _GALLERY_SCRIPTS = (*_SCRIPTS, "gallery")
-_EXPLAINED_SCRIPTS = (*_SCRIPTS, "glossary", "gallery")
+_EXPLAINED_SCRIPTS = (*_SCRIPTS, "glossary", "when", "gallery")
 _STYLES = ("base", "report", "print")
 _REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
@@ -158,7 +158,8 @@ def gallery_document(gallery: Gallery) -> str:
     data = _json_element(_GALLERY, charts)
     scripts: tuple[str, ...] = _EXPLAINED_SCRIPTS if gallery.glossary else _GALLERY_SCRIPTS
     styles: tuple[str, ...] = _REPORT_STYLES if gallery.glossary else _STYLES
-    return _page("gallery.html.j2", scripts, styles, gallery=gallery, data=data, text_columns=_text_columns)
+    helpers = {"text_columns": _text_columns, "legend": timeline.legend}
+    return _page("gallery.html.j2", scripts, styles, gallery=gallery, data=data, **helpers)
 
 
 def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:

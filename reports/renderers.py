@@ -50,7 +50,7 @@ _RENDERERS = {
     "attribution": Renderer("attribution:attribution_renderables"),
     "check": Renderer("check:check_renderables"),
     "closed-form": Renderer("microscope:whole_closed_form_renderables"),
-    "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines"),
+    "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines", page="diff_page:diff_document"),
     "diagnosis": Renderer(
         "terminal:terminal_renderables",
         plain="terminal:diagnosis_lines",
@@ -68,7 +68,9 @@ _RENDERERS = {
     "invariance": Renderer("invariance:invariance_renderables", page="invariance:invariance_document"),
     "linear": Renderer("linear:linear_renderables", page="linear:linear_document"),
     "linear-attribution": Renderer("linear_recipes:attribution_renderables"),
-    "linear-comparison": Renderer("linear_comparison:comparison_renderables"),
+    "linear-comparison": Renderer(
+        "linear_comparison:comparison_renderables", page="linear_comparison:comparison_document"
+    ),
     "linear-identification": Renderer("linear_recipes:identification_renderables"),
     "linear-what-if": Renderer("linear_recipes:what_if_renderables"),
     "microscope": Renderer("microscope:microscope_renderables"),

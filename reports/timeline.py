@@ -1,13 +1,13 @@
-"""Since when, and where: the verdicts of layers (of heads, where there is one layer) over steps."""
+"""Verdicts as a table of letters and colours: layers (heads, where there is one layer) over steps, or over heads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from attn_diag.reports.head_labels import CALM, LETTERS, NAMES, kinds, ranks, several_ranks, worst_kind
+from attn_diag.reports.head_labels import CALM, LETTERS, NAMES, kinds, ranks, several_ranks
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import Diagnosis, severity
 from attn_diag.results.findings import Kind
@@ -23,6 +23,29 @@ _NARROW, _LABELS, _FEW_LABELS = 14, 14, 6
 _RANKS = 2
 
 Key = int | str | None
+
+
+@dataclass(frozen=True)
+class HeadVerdict:
+    """What one head is found to be, and where it stands in a table."""
+
+    row: int | None
+    """The number of its row."""
+    column: Key
+    """What its column is called."""
+    kinds: tuple[Kind, ...]
+    """What it is found to be."""
+    place: str
+    """Its address."""
+    severity: tuple[float, ...]
+    """Sorts the worst first among heads of one label."""
+    ranks: tuple[str, ...] = ()
+    """Whose it is, where captures are of several ranks."""
+
+    @property
+    def worst(self) -> Kind | None:
+        """The gravest of what it is found to be; None where there is none."""
+        return next((kind for kind in LETTERS if kind in self.kinds), None)
 
 
 @dataclass(frozen=True)
@@ -53,14 +76,16 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The verdicts of one observation."""
+    """The verdicts of one observation, or of one side of a comparison."""
 
     title: str
     """What tells it from the others; empty where there is one."""
     columns: tuple[tuple[str, str], ...]
-    """The steps (of several together the first), and where there is room for the label: everywhere (""), on a screen
-    ("wide") or nowhere ("never")."""
+    """The steps or heads (of several together the first), and where there is room for the label: everywhere (""), on a
+    screen ("wide") or nowhere ("never")."""
     lines: tuple[TimelineRow, ...]
+    across: str = "step"
+    """What a column is."""
 
     @property
     def ranks(self) -> bool:
@@ -83,12 +108,18 @@ def timelines(diagnosis: Diagnosis, places: Mapping[int, str]) -> tuple[Timeline
     entries = [e for e in diagnosis.entries() if _step(e)]
     if len({_step(e) for e in entries}) < 2:
         return ()
-    row = _layer if len({_layer(e) for e in entries}) > 1 else _head
+    word, row = ("layer", _layer) if len({_layer(e) for e in entries}) > 1 else ("head", _head)
     names = list(dict.fromkeys(e[1].name for e in entries))
     ranked = several_ranks(diagnosis)
     most = _ROWS_OF_SEVERAL if len(diagnosis.findings) > 1 else _ROWS
+
+    def judged(entry: Entry) -> HeadVerdict:
+        capture, _, head = entry
+        whose = ranks(capture, head) if ranked else ()
+        return HeadVerdict(row(entry), _step(entry), kinds(capture, head), places[id(head)], severity(head), whose)
+
     return tuple(
-        _timeline([e for e in entries if e[1].name == n], n if len(names) > 1 else "", row, places, most, ranked=ranked)
+        verdict_table([judged(e) for e in entries if e[1].name == n], n if len(names) > 1 else "", word, most=most)
         for n in names
     )
 
@@ -100,41 +131,44 @@ def legend(found: Iterable[Timeline]) -> list[tuple[Kind, str, str]]:
     return [(n, letter, NAMES[n]) for n, letter in LETTERS.items() if n in drawn or letter in letters]
 
 
-def _timeline(
-    entries: list[Entry],
-    title: str,
-    row: Callable[[Entry], int | None],
-    places: Mapping[int, str],
-    most: int,
-    *,
-    ranked: bool,
+def verdict_table(
+    judged: Iterable[HeadVerdict], title: str, word: str, across: str = "step", *, most: int = _ROWS
 ) -> Timeline:
-    heads: dict[tuple[Key, Key], list[Entry]] = {}
-    for entry in entries:
-        heads.setdefault((row(entry), _step(entry)), []).append(entry)
-    columns = _binned(_ordered(c for _, c in heads))
-    rows: list[tuple[Key, ...]] = [(r,) for r in _ordered(r for r, _ in heads)]
+    """The table of these heads.
 
-    def at(rows: Sequence[Key], columns: Sequence[Key]) -> list[Entry]:
-        return [entry for r in rows for c in columns for entry in heads.get((r, c), ())]
+    Args:
+        judged: The heads; several of one row and column share a cell.
+        title: What tells the table from others beside it.
+        word: What a row is: layer or head.
+        across: What a column is: step or head.
+        most: Of more rows, neighbours in which nothing was found are joined.
+    """
+    heads: dict[tuple[Key, Key], list[HeadVerdict]] = {}
+    for one in judged:
+        heads.setdefault((one.row, one.column), []).append(one)
+    columns = _binned(ordered(c for _, c in heads))
+    rows: list[tuple[Key, ...]] = [(r,) for r in ordered(r for r, _ in heads)]
+
+    def at(rows: Sequence[Key], columns: Sequence[Key]) -> list[HeadVerdict]:
+        return [one for r in rows for c in columns for one in heads.get((r, c), ())]
 
     if len(rows) > most:
-        calm = {r: all(_worst(e) in CALM for c in columns for e in at(r, c)) for r in rows}
+        calm = {r: all(one.worst in CALM for c in columns for one in at(r, c)) for r in rows}
         runs = [(found, [r for (r,) in run]) for found, run in groupby(rows, key=lambda r: calm[r])]
         rows = [part for found, run in runs for part in ([tuple(run)] if found else [(r,) for r in run])]
-    word = "layer" if row is _layer else "head"
     lines = []
     for r in rows:
-        cells = (_cell(at(r, c), f"{word} {_range(r)}, step {_range(c)}", places, ranked=ranked) for c in columns)
-        lines.append(TimelineRow(f"{word[0].upper()}{_range(r)}", tuple(cells)))
-    return Timeline(title, _labels([str(c[0]) for c in columns]), tuple(lines))
+        # Where no layer is stated there is one row.
+        name, said = ("", "") if r == (None,) else (f"{word[0].upper()}{_range(r)}", f"{word} {_range(r)}, ")
+        lines.append(TimelineRow(name, tuple(_cell(at(r, c), f"{said}{across} {_range(c)}") for c in columns)))
+    return Timeline(title, _labels([str(c[0]) for c in columns]), tuple(lines), across)
 
 
-def _cell(there: list[Entry], where: str, places: Mapping[int, str], *, ranked: bool) -> Cell | None:
+def _cell(there: list[HeadVerdict], where: str) -> Cell | None:
     if not there:
         return None
     # Where something was found, what stayed open besides is not said.
-    counts = Counter(kind for e in there for kind in kinds(e[0], e[2]) if kind not in CALM or kind == _worst(e))
+    counts = Counter(kind for one in there for kind in one.kinds if kind not in CALM or kind == one.worst)
     label = next((kind for kind in LETTERS if counts[kind]), None)
     letters = "".join(LETTERS[kind] for kind in LETTERS if counts[kind] and kind not in CALM)
     if not letters and label is not None:
@@ -145,18 +179,13 @@ def _cell(there: list[Entry], where: str, places: Mapping[int, str], *, ranked: 
     else:
         said = ", ".join(NAMES[kind] for kind in found)
     said = said or "no verdict"
-    of_ranks = ranked and label not in CALM
-    named = list(dict.fromkeys(r for e in there if of_ranks and _worst(e) == label for r in ranks(e[0], e[2])))
+    named = list(dict.fromkeys(r for one in there if label not in CALM and one.worst == label for r in one.ranks))
     if named:
         said += f", rank{'s' if len(named) > 1 else ''} {', '.join(named)}"
     few = label is not None and label != "clean" and 2 * counts[label] < len(there)
-    _, _, worst = min(there, key=lambda e: (_worst(e) != label, severity(e[2])))
+    worst = min(there, key=lambda one: (one.worst != label, one.severity))
     short = "r" + ",".join(named) if 0 < len(named) <= _RANKS else ""
-    return Cell(label, letters, short, few, places[id(worst)], f"{where}: {said}")
-
-
-def _worst(entry: Entry) -> Kind | None:
-    return worst_kind(entry[0], entry[2])
+    return Cell(label, letters, short, few, worst.place, f"{where}: {said}")
 
 
 def _layer(entry: Entry) -> int | None:
@@ -171,8 +200,8 @@ def _step(entry: Entry) -> str:
     return entry[0].metadata.get("step", "")
 
 
-def _ordered(keys: Iterable[Key]) -> list[Key]:
-    """Each once: numbers by size, what is no number before them."""
+def ordered(keys: Iterable[Key]) -> list[Key]:
+    """Each key once: numbers by size, what is no number before them."""
     return sorted(set(keys), key=lambda key: (int(key) if str(key).isdecimal() else -1, str(key)))  # type: ignore[arg-type]
 
 

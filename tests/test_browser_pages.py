@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from browsers import Open
-from planted_folders import FOLDERS, write
+from planted_folders import FOLDERS, capture, healthy, write
 from synthetic_reports import planted_run
 from test_browser_verdicts import OUTSIDE, contrast
 
+from attn_diag.analyses.comparison.diff import compare
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.paper.figures import paper_figures
 from attn_diag.captures.loading import load
@@ -63,6 +64,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
         if kind == "paper":
             found("two_findings")
             return page_of(paper_figures([load(f) for f in sorted((folder / "two_findings").glob("*.safetensors"))]))
+        if kind == "comparison":
+            before = [capture(healthy, layer=layer, step=step) for layer in (1, 3) for step in (100, 200, 300)]
+            return page_of(compare(inspect_captures(before, device="cpu"), found("one_finding")))
         if kind == "notebook":
             diagnosis = found("two_findings")
             body = html_fragment(diagnosis)
@@ -86,7 +90,7 @@ def opened(open_page: Open, file: Path, **options: Any) -> Any:
     return page
 
 
-@pytest.mark.parametrize("kind", [*FOLDERS, "paper", "gallery", "notebook"])
+@pytest.mark.parametrize("kind", [*FOLDERS, "paper", "gallery", "notebook", "comparison"])
 def test_nothing_is_cut_off_or_pale(kind: str, pages: Pages, open_page: Open) -> None:
     for width, scheme in itertools.product((1280, 400), ("light", "dark")):
         page = opened(open_page, pages(kind), width=width, color_scheme=scheme)
@@ -94,7 +98,7 @@ def test_nothing_is_cut_off_or_pale(kind: str, pages: Pages, open_page: Open) ->
         assert not page.evaluate(OUTSIDE), (width, scheme)
         assert "[object" not in page.locator("main").inner_text()
         labelled = page.evaluate(LABELLED, list(LETTERS))
-        assert bool(labelled) == (kind in FOLDERS)
+        assert bool(labelled) == (kind in FOLDERS or kind == "comparison")
         assert all(contrast([text, ground]) >= 4.5 for _, text, ground in labelled), (width, scheme, labelled)
 
 
@@ -205,3 +209,27 @@ def test_ranks_and_open_heads_are_in_the_cells(pages: Pages, open_page: Open) ->
     few = page.locator("table.when td.few.undecided")
     assert [text.split()[0] for text in few.all_inner_texts()] == ["?", "?"]
     assert "undecided" in page.locator("#when .legend").inner_text()
+
+
+def test_a_comparison_shows_both_in_one_map(pages: Pages, open_page: Open) -> None:
+    page = opened(open_page, pages("comparison"))
+    tables = page.locator("table.when")
+    letters = [tables.nth(i).locator("tbody td [aria-hidden]").all_inner_texts() for i in (0, 1)]
+    assert [[at for at, letter in enumerate(side) if letter == "L"] for side in letters] == [[], [4, 5]]
+    assert page.locator(".beside h3").all_inner_texts() == ["A", "B"]
+    boxes = [tables.nth(i).bounding_box() for i in (0, 1)]
+    assert boxes[0]["y"] == boxes[1]["y"] < HEIGHT / 2
+    # A cell is told in words, and leads to its row.
+    tables.nth(1).locator("td.lossy a").first.hover()
+    assert page.locator(".when-words").inner_text() == "layer 3, step 200: 4 of 4 heads lossy."
+    tables.nth(1).locator("td.lossy a").first.click()
+    assert page.locator("tr:target td").first.inner_text().startswith("L3H")
+    # The same colours: both legends have the same ends.
+    shown = {c.get_attribute("data-chart"): c for c in page.locator("figure").all()}
+    assert {name[:-2] for name in shown} == {name[:-2] for name in shown if name.endswith("-b")}
+    for figure in shown.values():
+        figure.scroll_into_view_if_needed()
+        figure.locator("svg").wait_for()
+    for name in {name[:-2] for name in shown}:
+        ends = [shown[f"{name}-{side}"].locator("svg text").all_text_contents()[-2:] for side in "ab"]
+        assert ends[0] == ends[1], name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
 from attn_diag.reports.diff_groups import changed_heads
+from attn_diag.reports.renderers import page
 from attn_diag.results import wording
 from attn_diag.results.comparison import Comparison, HeadComparison
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis, Verdict
@@ -478,6 +480,43 @@ def test_report(width: int) -> None:
     assert rows[0].endswith(f"{min(p for p in single if p is not None):.2g}")
 
 
+def cells_and_rows(text: str) -> tuple[list[str], list[str]]:
+    """Where the cells of the tables of verdicts lead to, and the addresses of the rows that there are."""
+    return re.findall(r'<td class="\w+(?: few)?"><a href="#([^"]+)"', text), re.findall(r'<tr id="([^"]+)">', text)
+
+
+def test_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compare(diagnosed("bf16", heads=8, rows=256), diagnosed("bf16:toward-zero", heads=8, rows=256))
+    text = page(found)
+    assert '<h1 dir="auto">FAIL: all 8 heads: now lossy and biased (mean error of' in text
+    assert [text.count(f'<td class="{label}">') for label in ("clean", "lossy")] == [8, 8]
+    cells, rows = cells_and_rows(text)
+    assert len(cells) == 16
+    assert len(rows) == 8
+    assert {*cells} == {*rows}
+    data = re.search(r'id="attn-diag-gallery">(.*?)</script>', text)
+    assert data is not None
+    maps = {chart["name"]: chart["map"] for section in json.loads(data[1]) for chart in section}
+    assert {*maps} >= {"factor-a", "factor-b", "noise_factor-a", "noise_factor-b"}
+    for name in {name[:-2] for name in maps}:
+        assert maps[f"{name}-a"]["ends"] == maps[f"{name}-b"]["ends"], "other colours in A and B"
+    for entry in found.entries:
+        worst = max((some(s.b) for s in entry.sizes if s.name == "o_factor"), default=0.0)
+        assert entry.head is None or maps["factor-b"]["values"][0][entry.head] == worst
+    # Of more heads than are listed, cells lead to the last row.
+    monkeypatch.setattr("attn_diag.reports.diff_page._LISTED", 3)
+    cells, rows = cells_and_rows(page(found))
+    assert len(rows) == 3
+    assert {*cells} == {*rows}
+
+
+def test_page_of_many_steps_of_one_layer() -> None:
+    text = page(compare(run_of(HEALTHY), run_of(HEALTHY | dict.fromkeys(range(300, 800, 100), "e8m4"))))
+    assert '<thead><tr><th scope="col">step</th>' in text
+    assert "Over the steps" in text
+    assert page(compare(diagnosed("bf16", heads=1), diagnosed("bf16", heads=1))).count("<tr id=") == 1
+
+
 def test_heads_that_changed_alike_are_one_group() -> None:
     """Over layers and steps, with their onset; those of all heads together are told only where they alone changed."""
     coarse = HEALTHY | dict.fromkeys(range(300, 800, 100), "e8m4")
@@ -519,11 +558,15 @@ def test_command(tmp_path: Path, run: Run) -> None:
     assert "nothing.json: no such file" in missing.err
 
 
-def test_two_kernels_of_one_capture(captures: Path, run: Run) -> None:
+def test_two_kernels_of_one_capture(captures: Path, tmp_path: Path, run: Run) -> None:
     path = captures / "kernels_pair_T512.safetensors"
     chosen = ("--a-observation", "flash", "--b-observation", "stable")
-    done = run("diff", path, path, *chosen, "--fail-on", "became-biased")
+    file = tmp_path / "page.html"
+    done = run("diff", path, path, *chosen, "--fail-on", "became-biased", "--html", file)
     assert done.code == 1, done.err
+    text = file.read_text()
+    assert "<h3><bdi>A: kernels_pair_T512.safetensors, flash</bdi></h3>" in text
+    assert "<h3><bdi>B: kernels_pair_T512.safetensors, stable</bdi></h3>" in text
     assert "1 became biased, 2 errors grew" in done.out
     flat = " ".join(done.out.split())
     assert "observation flash, 2 heads judged: 2 ill_conditioned." in flat

@@ -122,9 +122,10 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
     assert identified.out.startswith("OK Chunks of 64")
     assert run("what-if", file, "--recipe", "chunk=64").out.startswith("FOUND")
     assert run("attribute", file, "--recipe", "chunk=64").code == 0
-    compared = run("diff", file, other, "--fail-on", "semantics")
+    compared = run("diff", file, other, "--fail-on", "semantics", "--html", tmp_path / "page.html")
     assert compared.code == 0
     assert compared.out.startswith("OK")
+    assert "x two well-rounded" in (tmp_path / "page.html").read_text()
     for refused in (
         ("identify", file, "--rows", 3),
         ("what-if", file, "--beta", 2),

@@ -130,7 +130,9 @@ def test_what_is_too_far_off_for_so_coarse_a_kernel_too_is_wrong(
     )
     outputs[name][(0, 0, *place)] *= factor
     found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=True, device="cpu", **outputs)
-    answers = {q.quantity: q for h in found.captures[0].observations[0].heads if h.head == 0 for q in h.quantities}
+    answers: dict[str, QuantityVerdict] = {
+        q.quantity: q for h in found.captures[0].observations[0].heads if h.head == 0 for q in h.quantities
+    }
     assert {n for n, q in answers.items() if q.answer == "wrong"} == {name}
     assert words in answers[name].words, answers[name].words
 

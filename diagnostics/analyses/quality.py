@@ -85,7 +85,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
     return QuantitySample(
         **arrays,
         bad_features=np.stack([s.bad_features for s in samples]).max(0),
-        misplaced_features=np.stack([s.misplaced_features for s in samples]).any(0),
+        misplaced_features=np.logical_or.reduce([s.misplaced_features for s in samples]),
         bad_elements=np.concatenate([s.bad_elements for s in samples]),
         in_outlying_element=np.concatenate([s.in_outlying_element for s in samples]),
         largest=max((s.largest for s in samples), key=lambda found: found[3]),

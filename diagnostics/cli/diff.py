@@ -9,7 +9,7 @@ import typer
 
 from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Level, command, labels, listed
+from attn_diag.cli.options import Device, Html, Level, command, labels, listed
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def diff(
         typer.Option(metavar="KEYS", help="Match heads by these alone, such as layer,head across steps."),
     ] = None,
     delivery: Delivery,
+    html: Html = None,
     fail_on: Annotated[
         str | None,
         typer.Option(metavar="CHANGES", help="Exit with 1 if a head has one of these: became-biased,grew,…"),
@@ -51,20 +52,20 @@ def diff(
     if _both_linear(a, b):
         if match is not None:
             raise InputError("captures of linear attention take no --match: leave it out")
-        delivery.require_apart([a, b], what="one of the two")
-        return _linear(a, b, (a_observation, b_observation), delivery, fail_on, level, device)
+        delivery.require_apart([a, b], [html], what="one of the two")
+        return _linear(a, b, (a_observation, b_observation), delivery, html, fail_on, level, device)
     wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     by = listed(match) or []
     if unknown := [name for name in by if name not in KEYS] or (["nothing"] if match is not None and not by else []):
         raise InputError(f"--match takes some of {', '.join(KEYS)}, got {unknown[0]}")
-    delivery.require_apart([a, b], what="one of the two")
+    delivery.require_apart([a, b], [html], what="one of the two")
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
             side = as_diagnosis(str(path), level=level, device=device, progress=progress, skip=complain)
         sides.append(side if observation is None else only(side, observation, str(path)))
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)), by=by)
-    delivery.deliver(found)
+    delivery.deliver(found, html)
     if found.a.unreadable or found.b.unreadable:
         return 2
     happened = {*found.outcomes, *([_UNMATCHED] if found.unmatched else [])}
@@ -86,13 +87,13 @@ def _both_linear(a: Path, b: Path) -> bool:
 
 
 def _linear(
-    a: Path, b: Path, observations: tuple[str | None, str | None], delivery: Delivery, fail_on: str | None,
-    level: float, device: str,
+    a: Path, b: Path, observations: tuple[str | None, str | None], delivery: Delivery, html: Path | None,
+    fail_on: str | None, level: float, device: str,
 ) -> int:  # fmt: skip
     from attn_diag.analyses.linear_comparison import diff_linear
     from attn_diag.results.linear_comparison import DifferenceAnswer
 
     wanted = labels(fail_on, get_args(DifferenceAnswer))
     found = diff_linear(a, b, a_observation=observations[0], b_observation=observations[1], level=level, device=device)
-    delivery.deliver(found)
+    delivery.deliver(found, html)
     return 1 if wanted & found.answers else 0

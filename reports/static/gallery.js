@@ -9,5 +9,6 @@
   });
   // Of pages that explain their words.
   attnDiag.glossary?.start();
+  attnDiag.when?.start();
   document.documentElement.dataset.ready = "yes";
 })();

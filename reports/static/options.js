@@ -216,12 +216,15 @@ attnDiag.options = (() => {
   const everyRow = (count) => Math.ceil((count * 15) / 215) - 1;
 
   const map = (chart) => {
-    const cells = chart.map.values.flatMap((row, i) => row.map((value, j) => [j, i, value])).filter((c) => Number.isFinite(c[2]));
-    const values = cells.map((c) => c[2]);
+    // Where a value stands on the colour scale, behind the value itself.
+    const at = (value) => (chart.map.log ? Math.log10(value) : value);
+    const back = (x) => (chart.map.log ? 10 ** x : x);
+    const cells = chart.map.values.flatMap((row, i) => row.map((value, j) => [j, i, value, at(value)])).filter((c) => Number.isFinite(c[3]));
+    const values = cells.map((c) => c[3]);
     // Not spread: there may be more cells than a call takes arguments.
     const [low, high] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
     const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;
-    const range = chart.map.diverging ? [-reach, reach] : [low, high];
+    const range = chart.map.ends?.map(at) ?? (chart.map.diverging ? [-reach, reach] : [low, high]);
     const indices = (count) => Array.from({ length: count }, (_, i) => String(i));
     const columns = { ...chart.x, names: chart.x.names.length ? chart.x.names : indices(chart.map.values[0]?.length ?? 0) };
     const rows = { ...chart.y, names: chart.y.names.length ? chart.y.names : indices(chart.map.values.length) };
@@ -235,8 +238,8 @@ attnDiag.options = (() => {
       // The name stands above the axis, as in other charts: beside it labels of any width would need room.
       yAxis: axis(rows, { inverse: true, nameLocation: "start", nameGap: 10, nameTextStyle: { ...textStyle(), align: "left" }, axisLabel: { ...textStyle(), interval: everyRow(rows.names.length) } }),
       visualMap: {
-        min: values.length ? range[0] : 0, max: values.length ? range[1] : 1, dimension: 2, calculable: false, orient: "horizontal", left: "center", bottom: 0,
-        itemHeight: 140, itemWidth: 10, text: [number(range[1]), `${chart.map.label}   ${number(range[0])}`],
+        min: values.length ? range[0] : 0, max: values.length ? range[1] : 1, dimension: 3, calculable: false, orient: "horizontal", left: "center", bottom: 0,
+        itemHeight: 140, itemWidth: 10, text: [number(back(range[1])), `${chart.map.label}   ${number(back(range[0]))}`],
         textStyle: textStyle(), inRange: { color: chart.map.diverging ? theme.signs() : theme.magnitude },
       },
       series: [{ type: "heatmap", data: cells, itemStyle: { borderWidth: 0 } }],
