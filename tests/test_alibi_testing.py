@@ -67,7 +67,7 @@ def test_a_fault_of_slopes_is_hunted_down_and_its_script_shows_it(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.chdir(Path(__file__).parent)
-    found = hunted("wrong_where_lengths_differ", folder=tmp_path, only=["length"])
+    found = hunted("wrong_where_lengths_differ", folder=tmp_path, only=["length"], budget_s=15.0)
     first = found.findings[0]
     assert (first.fault, set(first.outputs)) == ("wrong", {"o"})
     (condition,) = first.conditions

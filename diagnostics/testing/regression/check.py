@@ -111,8 +111,7 @@ def check(
             of a published recipe on the same inputs.
         save: Add this kernel's entry to the baseline, and compare with none.
         update: Replace it, and compare with none.
-        cases: Only these of the suite; None: all, of a declared kernel "normal", "pairs", "tails", "outliers" and
-            "real-head".
+        cases: Only these of the suite; None: all, of a declared kernel five of them.
         captures: Inputs of these as well.
         observation: Which stored observation is judged, where ``target`` is captures.
         dtype: torch.bfloat16 or torch.float16.
@@ -124,8 +123,8 @@ def check(
         exact: Other bits than the baseline's fail.
         seed: Of the inputs.
         device: auto, cpu or cuda.
-        declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, in whose place errors
-            are then held to those of a published recipe of 16 bits; None: what captures as ``target`` say.
+        declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, to whose errors
+            its own are held; None: what captures as ``target`` say.
         name: What reports and the baseline call the kernel.
         progress: Called with (done, total) after every case.
 
@@ -397,6 +396,5 @@ def _misfit(inputs: CaseInputs, case: CheckedCase, words: str, kind: Kind = "fit
 
 def _accepted(r: _Ran) -> BaselineCase:
     assert r.measured is not None
-    sizes = {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in r.measured.sizes.items()}
-    c = r.case
+    c, sizes = r.case, {n: BaselineSize(s.error, s.yardstick, s.log_ratio) for n, s in r.measured.sizes.items()}
     return BaselineCase(c.inputs_fingerprint, c.fingerprint, c.outputs, c.deterministic, r.measured.biases, sizes)
