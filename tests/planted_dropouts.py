@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from planted_calls import Inputs, gaussian
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
@@ -17,35 +18,19 @@ Change = Callable[[Dropout], Dropout | None]
 
 
 @dataclass(frozen=True)
-class Call:
-    """The inputs of one call."""
+class Call(Inputs):
+    """With what is planted."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
     kept: Tensor
     """bool [B, Hq, Tq, Tk]."""
     p: float
 
 
-def drawn(
-    seed: int = 0,
-    *,
-    p: float = 0.1,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    rows: int = 64,
-    keys: int | None = None,
-    d: int = 32,
-) -> Call:
-    """Gaussian inputs in BF16."""
+def drawn(seed: int = 0, *, p: float = 0.1, **sizes: int) -> Call:
+    """Gaussian inputs in BF16; ``sizes`` as of ``gaussian``."""
     g = torch.Generator().manual_seed(seed)
-    keys = keys or rows
-    shapes = [(batch, heads, rows, d), *[(batch, kv_heads, keys, d)] * 2, (batch, heads, rows, d)]
-    q, k, v, do = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
-    return Call(q, k, v, do, torch.rand(batch, heads, rows, keys, generator=g) >= p, p)
+    q, k, v, do = gaussian(g, **sizes)
+    return Call(q, k, v, do, torch.rand(*q.shape[:3], k.shape[2], generator=g) >= p, p)
 
 
 def computed(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from planted_calls import Inputs, gaussian
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
@@ -18,31 +19,18 @@ Heads = Callable[[Tensor], Sinks]
 
 
 @dataclass(frozen=True)
-class Call:
-    """The inputs of one call."""
+class Call(Inputs):
+    """With what is planted."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
     sinks: Tensor
+    """[Hq]."""
 
 
-def drawn(
-    seed: int = 0,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    rows: int = 64,
-    d: int = 32,
-    spread: float = 1.0,
-) -> Call:
-    """Gaussian inputs in BF16 and logits between -1 and 4."""
+def drawn(seed: int = 0, *, spread: float = 1.0, **sizes: int) -> Call:
+    """Gaussian inputs in BF16 and logits between -1 and 4; ``sizes`` as of ``gaussian``."""
     g = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, rows, d), *[(batch, kv_heads, rows, d)] * 2, (batch, heads, rows, d)]
-    q, k, v, do = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
-    return Call(spread * q, k, v, do, 5 * torch.rand(heads, generator=g) - 1)
+    q, k, v, do = gaussian(g, **sizes)
+    return Call(spread * q, k, v, do, 5 * torch.rand(q.shape[1], generator=g) - 1)
 
 
 def computed(call: Call, forward: Sinks, backward: Sinks, masking: Masking, **options: Any) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from planted_calls import Inputs, gaussian
 from planted_sinks import _written_out
 from torch import Tensor
 
@@ -20,32 +21,18 @@ Change = Callable[[Tensor], Slopes]
 
 
 @dataclass(frozen=True)
-class Call:
-    """The inputs of one call."""
+class Call(Inputs):
+    """With what is planted."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
     slopes: Tensor
     """[B, Hq]."""
 
 
-def drawn(
-    seed: int = 0,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    rows: int = 64,
-    keys: int | None = None,
-    d: int = 32,
-) -> Call:
-    """Gaussian inputs in BF16, and the usual slopes of as many heads."""
+def drawn(seed: int = 0, **sizes: int) -> Call:
+    """Gaussian inputs in BF16, and the usual slopes of as many heads; ``sizes`` as of ``gaussian``."""
     g = torch.Generator().manual_seed(seed)
-    keys = keys or rows
-    shapes = [(batch, heads, rows, d), *[(batch, kv_heads, keys, d)] * 2, (batch, heads, rows, d)]
-    q, k, v, do = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    q, k, v, do = gaussian(g, **sizes)
+    batch, heads = q.shape[:2]
     return Call(q, k, v, do, (2.0 ** (-8 * (torch.arange(heads) + 1) / heads)).expand(batch, -1))
 
 

@@ -10,7 +10,7 @@ the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -226,7 +226,8 @@ def sample(
     worst = int(deviations.argmax()) if deviations.numel() else 0
     row, feature = divmod(worst, max(truth.shape[1], 1))
     silent = (truth.square().sum(1) <= _ZERO**2 * expected.sum(1)) & (others.sum(1) <= _ZERO * expected.sum(1))
-    yardstick = torch.stack([t.sum(1) for t in (others, expected, allowed)]).amax(0)
+    sane = others, floor, expected, allowed
+    yardstick = _largest(sane, 1)
     sizes = truth.square().sum(1)
     something = sizes > _NEXT_TO_NOTHING**2 * sizes.amax(0) if len(sizes) else sizes > 0
     zeroed = (observed[rows] == 0).all(1) & (squares.sum(1) > _LOST**2 * yardstick) & something
@@ -266,7 +267,7 @@ def sample(
         misplaced_features=_misplaced(
             squares.sum(0),
             truth.square().sum(0),
-            torch.stack([t.sum(0) for t in (others, expected, allowed)]).amax(0),
+            _largest(sane, 0),
             _OF_FEATURE,
         ),
         largest=largest,
@@ -278,6 +279,11 @@ def sample(
 def _beyond(error: Tensor, lost: float) -> Tensor:
     """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
     return error.sign() * (error.abs() - lost).clamp_(min=0.0)
+
+
+def _largest(squares: Sequence[Tensor], dim: int) -> Tensor:
+    """Of several errors the largest in each group (sums over ``dim``): what any sane kernel may leave there."""
+    return torch.stack([t.sum(dim) for t in squares]).amax(0)
 
 
 def _misplaced(squares: Tensor, sizes: Tensor, yardstick: Tensor, part: float) -> npt.NDArray[np.bool_]:
@@ -295,7 +301,7 @@ def _outlying(
     directions: Directions | None, rows: Tensor, draws: int | None = None,
 ) -> Array:  # fmt: skip
     """How many times its limit each group's error is (sums over ``dim``), where that is above 1; else 0."""
-    yardstick = torch.stack([t.sum(dim) for t in (others, floor, expected, allowed)]).amax(0)
+    yardstick = _largest((others, floor, expected, allowed), dim)
     ratio = (squares.sum(dim) / yardstick.clamp(min=1e-300)).sqrt()
     found = (ratio > GROUP_LIMIT).nonzero()[:, 0]
     result = np.zeros(len(ratio))
