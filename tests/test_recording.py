@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from attn_diag.watching.live import claim as claims
 from attn_diag.watching.live import recorder as recording
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.claim import claim
+from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.live.writer import Taken
 
 # One run in one folder.
@@ -261,24 +263,56 @@ def test_a_ring_whose_one_capture_cannot_be_written_keeps_the_others(
     assert (len(recorder.written), recorder.dropped) == (5, {"out of memory": 1})
 
 
-def test_calls_of_several_threads_are_all_accounted_for(tmp_path: Path) -> None:
-    x, before = torch.randn(1, 2, 8, 8), sys.getswitchinterval()
-
-    def attend() -> None:
-        for _ in range(200):
-            functional.scaled_dot_product_attention(x, x, x)
-
-    sys.setswitchinterval(1e-5)
+def in_threads(folder: Path, *work: Callable[[], None]) -> int:
+    """How many calls of all that runs at a time are accounted for: written, each to a file of its own, or dropped."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     try:
-        with attn_diag.capture(None, tmp_path, calls=None) as recorder:
-            threads = [threading.Thread(target=attend) for _ in range(4)]
+        with attn_diag.capture(None, folder, calls=None) as recorder:
+            threads = [threading.Thread(target=one) for one in work]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert len(list(tmp_path.iterdir())) + sum(recorder.dropped.values()) == 800
+    assert len(recorder.written) == len(list(folder.iterdir()))
+    return len(recorder.written) + sum(recorder.dropped.values())
+
+
+def test_calls_of_several_threads_are_all_accounted_for(tmp_path: Path) -> None:
+    x = torch.randn(1, 2, 8, 8)
+
+    def attend() -> None:
+        for _ in range(200):
+            functional.scaled_dot_product_attention(x, x, x)
+
+    assert in_threads(tmp_path, *[attend] * 4) == 800
+
+
+def test_so_are_those_of_models_that_train_in_two_threads(tmp_path: Path) -> None:
+    assert in_threads(tmp_path, *[partial(steps, nano_gpt(), 6) for _ in range(2)]) == 24
+
+
+def test_a_call_that_comes_while_another_thread_ends_the_step_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each layer one call is open when the other model's optimizer steps, and another one comes meanwhile."""
+    one, other = nano_gpt(), nano_gpt()
+    with attn_diag.capture(None, tmp_path, calls=None) as recorder:
+        steps(one)
+        look, losses = Watch._look, [one.loss(one.model)]
+
+        def interrupted(watch: Watch) -> None:
+            monkeypatch.setattr(Watch, "_look", look)
+            losses.append(one.loss(one.model))
+            look(watch)
+
+        monkeypatch.setattr(Watch, "_look", interrupted)
+        steps(other)
+    assert len(losses) == 2
+    assert len(recorder.written) == len(list(tmp_path.iterdir())) == 8
+    assert not recorder.dropped
 
 
 def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
@@ -385,7 +419,7 @@ def test_kills_interrupts_and_all_that(tmp_path: Path, programs: Programs) -> No
     done = programs.run(BENCHMARK, benchmarks, tmp_path / "result.json")
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["wrong in all"] == 0, done.out
+    assert result["wrong in all"] == 0, done.out + done.err
     assert (result["killed"]["runs"], result["interrupted"]["runs"]) == (12, 6)
     assert min(result[name]["announced"] for name in ("killed", "interrupted", "disk full", "fork")) > 0
     assert result["disk full"]["dropped"] > 0

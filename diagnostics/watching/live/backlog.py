@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -240,6 +241,12 @@ class Backlog:
 
     def learn(self, frame: FrameType, met: Sequence[tuple[Observer, Any]], operator: OperatorCall | None) -> None:
         """Record calls at this place from now on, if one that was met and told of shows that this is all there is."""
+        try:
+            self._learn(frame, met, operator)
+        except Exception as error:  # never an exception in somebody's training
+            self._failed(error)
+
+    def _learn(self, frame: FrameType, met: Sequence[tuple[Observer, Any]], operator: OperatorCall | None) -> None:
         if not self.open or operator is None or not operator.name.startswith(_FAMILY) or not met:
             return
         if (found := running(frame)) is None:
@@ -270,17 +277,19 @@ class Backlog:
     def begin(self) -> None:
         """A step begins, or others look."""
         self.tell()
-        while self._waiting:
-            _release(self._waiting.popitem()[1][0])
+        with suppress(KeyError):  # it is empty; another thread's backward may take one meanwhile
+            while True:
+                _release(self._waiting.popitem()[1][0])
         self.open = bool(self._looking) and all(observer.may_be_late for observer in self._observers)
-        for place in self._places.values():
+        for place in list(self._places.values()):  # another thread may learn of one meanwhile
             place.open = self.open
         if self.open:
             wanted = [observer.sequences for observer in self._looking]
             self._sequences = None if None in wanted else max((n for n in wanted if n is not None), default=None)
-            for place in self._places.values():
+            places = list(self._places.values())
+            for place in places:
                 place.calls, place.first = 0, None
-            if any(not place.ready and place.asks() for place in self._places.values()):
+            if any(not place.ready and place.asks() for place in places):
                 self._unknown()
 
     def _unknown(self) -> None:
@@ -312,17 +321,23 @@ class Backlog:
             try:
                 while self._records:
                     record = self._records.popleft()
-                    with record.stream_of_copies():
-                        if isinstance(record, Record):
-                            self._tell(record)
-                        elif isinstance(record, GradientToCome):
-                            record.tell()
-                        else:
-                            self._backward(record.back())
+                    try:
+                        self._tell(record)
+                    except Exception as error:  # never an exception in somebody's training
+                        self._failed(error)
             finally:
                 self._thread.calls, self.telling = told, False
 
-    def _tell(self, record: Record) -> None:
+    def _tell(self, record: Record | RecordedBackward | GradientToCome) -> None:
+        with record.stream_of_copies():
+            if isinstance(record, Record):
+                self._tell_forward(record)
+            elif isinstance(record, GradientToCome):
+                record.tell()
+            else:
+                self._backward(record.back())
+
+    def _tell_forward(self, record: Record) -> None:
         place = record.place
         met = self._forward(place.made_by, record.fields if record.wanted else _lost)
         lost = any(one.wanted for _, one in met) and not record.wanted
@@ -333,7 +348,7 @@ class Backlog:
             self._forget()
 
     def _forget(self) -> None:
-        for place in self._places.values():
+        for place in list(self._places.values()):
             place.open = False
         self._places.clear()
 

@@ -82,7 +82,7 @@ class Recorder:
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring = Part(heads, batch), ring
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
-        self._taken: dict[tuple[int, int], Taken] = {}
+        self._taken: dict[CallPlace, Taken] = {}
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
         self._writer = self._new_writer()
         self._run, self._chosen = "", False
@@ -257,12 +257,12 @@ class Recorder:
             self._losses.add(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
             return
         self._bytes += size
-        self._taken[call.place.layer, call.place.call] = Taken(tensors, metadata, call.place.step, self._name(call))
+        self._taken[call.place] = Taken(tensors, metadata, call.place.step, self._name(call))
         call.let_go()
 
     def backward(self, call: AttentionCall) -> None:
         """Clone what is chosen of the gradients, and hand the call over."""
-        taken = self._taken.pop((call.place.layer, call.place.call), None)
+        taken = self._taken.pop(call.place, None)
         if taken is not None:
             late = {name: t for name, t in call.tensors().items() if name in _LATE}
             taken.tensors |= self._part.clones(call, late)
@@ -296,9 +296,9 @@ class Recorder:
 
     def _submit_open(self) -> None:
         intercept.backlog.tell()
-        taken, self._taken = self._taken, {}
-        for one in taken.values():
-            self._submit(one)
+        for call in list(self._taken):
+            if (taken := self._taken.pop(call, None)) is not None:  # another thread's backward may have come
+                self._submit(taken)
 
     def _submit(self, taken: Taken) -> None:
         try:

@@ -72,7 +72,7 @@ class Watch:
         self._warned: set[str] = set()
         self.gone = self._looked = False
         self._unseen = Unseen(model, self._places, self.warn_once)
-        self._told: set[tuple[int, int, bool]] = set()
+        self._told: set[tuple[int, int, int, bool]] = set()
 
     def start(self) -> Self:
         """Install the interception and the hooks; all of them, or none and an exception."""
@@ -123,7 +123,8 @@ class Watch:
         self._looked = self.looked
         self.projections.step_ended()
         self._with_gradients.clear()
-        self._told.clear()
+        with self._lock:  # what another thread met in this step may still be told of
+            self._told = {key for key in self._told if key[0] >= ended}
         self._places.step_ended()
         self._calls_this_step = self._forwards_this_step = 0
         self._look()
@@ -349,7 +350,7 @@ class Watch:
     def _numbered(self, place: CallPlace) -> CallPlace:
         """The place, with a call number of its own where another thread's call has come to the same meanwhile."""
         with self._lock:
-            while (key := (place.layer, place.call, place.gradients)) in self._told:
+            while (key := (place.step, place.layer, place.call, place.gradients)) in self._told:
                 place = replace(place, call=place.call + 1)
             self._told.add(key)
         return place
