@@ -14,7 +14,7 @@ from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
-__all__ = ["NAMES", "Line", "about", "brief", "grows", "matters", "style_of", "sure", "what", "when", "where"]
+__all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
 NAMES: dict[Kind, str] = {
     "nonfinite": "NaN or Inf", "wrong": "wrong", "unjudged": "mask or scale not as stated", "lossy": "lossy",
     "biased": "biased", "ill_conditioned": "ill-conditioned", "undecided": "undecided",
@@ -26,6 +26,8 @@ _LITTLE, _LARGE = 0.01, 0.1
 # their error makes.
 _LOSSY = 1.25
 _BY_EFFECT = ("lse", "delta")
+# One sound run in a hundred has a bias by chance at level 0.01; an adjusted p below this is not explained by that.
+_HARDLY_CHANCE = 1e-4
 _ANOTHER = "much: O is wrong, so the model computes another function than meant"
 
 
@@ -134,10 +136,10 @@ def _surely(finding: SharedFinding) -> str:
         return "Sure: certain that metadata or kernel are wrong"
     if finding.label == "biased" and finding.p_adjusted is not None:
         often = chance(finding.p_adjusted).partition(" (")[0].removeprefix("by chance ")
-        return f"Sure: chance makes it {often}; {_fault(finding)}"
+        return f"Sure: chance makes it {often}; {fault(finding)}"
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
-        return f"Sure: {times(low)} to {times(high)} times at 95 %; {_fault(finding)}"
+        return f"Sure: {times(low)} to {times(high)} times at 95 %; {fault(finding)}"
     if finding.label == "ill_conditioned":
         return "Sure: compared on the same inputs; no fault of the kernel"
     return "Sure: seen, not tested"
@@ -310,8 +312,14 @@ def _wrong_o(finding: SharedFinding) -> bool:
     return finding.label == "wrong" and "o" in finding.quantities
 
 
-def _fault(finding: SharedFinding) -> str:
-    return "the kernel's fault" if finding.captured else "the fault of these roundings"
+def fault(finding: SharedFinding) -> str:
+    """Whose fault it is; a bias that chance makes now and then may be that."""
+    whose = "the kernel's fault" if finding.captured else "the fault of these roundings"
+    return f"{whose}, or chance" if _may_be_chance(finding) else whose
+
+
+def _may_be_chance(finding: SharedFinding) -> bool:
+    return finding.label == "biased" and (finding.p_adjusted or 0.0) > _HARDLY_CHANCE
 
 
 def _interval(finding: SharedFinding) -> tuple[float, float] | None:
@@ -336,7 +344,8 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."
     if finding.label == "biased" and finding.p_adjusted is not None:
-        return f"an unbiased kernel shows that {chance(finding.p_adjusted)}: {_fault(finding)}, not the inputs'."
+        said = f"an unbiased kernel shows that {chance(finding.p_adjusted)}: {fault(finding)}, not the inputs'."
+        return f"{said} Another batch tells which." if _may_be_chance(finding) else said
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
         alike = ", with all rows weighted alike" if _by_all_rows(finding) else ""
@@ -345,7 +354,7 @@ def sure(finding: SharedFinding) -> str:
             "FlashAttention-2's (the well-rounded kernel's)" if finding.declared is None else "the declared recipe's"
         )
         beside = f"{times(low)} to {times(high)} times {whose} error{alike}"
-        return f"{beside} (95 % interval; {rule}): {_fault(finding)}, not the inputs'."
+        return f"{beside} (95 % interval; {rule}): {fault(finding)}, not the inputs'."
     if finding.label == "ill_conditioned":
         return f"{yardstick(finding.declared)} was run on the same inputs: this one is not at fault."
     return "seen, not tested."

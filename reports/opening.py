@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attn_diag.reports import words
-from attn_diag.reports.finding_words import NAMES, Line, about, brief, style_of, where
+from attn_diag.reports.finding_words import NAMES, Line, about, brief, fault, style_of, where
 from attn_diag.reports.following import command, fitting, next_of
 from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
@@ -123,7 +123,7 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> st
     would fit, and which of several kernels it is of."""
     # Documents before version 3 call lossy what was compared with nothing.
     shown = bool(finding.factors) if finding.label == "lossy" else finding.label == "biased"
-    parts = ["the kernel's fault"] if alone and shown else []
+    parts = [fault(finding)] if alone and shown else []
     if finding.site:
         parts = [": ".join([*parts, finding.site])]
     parts += [f"{NAMES[label]} from step {step} on" for label, step in finding.earlier.items()]

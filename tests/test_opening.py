@@ -415,6 +415,21 @@ def test_the_rule_that_is_stated_is_the_one_that_decided(found: Callable[[str], 
     assert "the fault of these roundings, not the inputs'" in sure(replace(finding, captured=False))
 
 
+def test_a_bias_that_chance_makes_now_and_then_is_not_put_down_to_the_kernel_alone(
+    found: Callable[[str], Path], run: Run, tmp_path: Path
+) -> None:
+    diagnosis = read(found("two_findings"))
+    finding = next(f for f in diagnosis.findings if f.label == "biased")
+    assert sure(finding).endswith("the kernel's fault, not the inputs'.")
+    weak = replace(finding, p_adjusted=0.008)
+    assert sure(weak).endswith(
+        "(adjusted p = 0.008): the kernel's fault, or chance, not the inputs'. Another batch tells which."
+    )
+    (saved := tmp_path / "weak.json").write_text(replace(diagnosis, findings=(weak,)).to_json())
+    first = flat("\n".join(run("report", saved, COLUMNS="80").out.splitlines()[:LINES]))
+    assert "(the kernel's fault, or chance)" in first
+
+
 def test_in_memory_no_step_is_known() -> None:
     capture = planted_folders.capture(planted_folders.coarse_scores, layer=1)
     (finding,) = attn_diag.inspect_captures([capture], device="cpu").findings
