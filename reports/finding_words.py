@@ -12,6 +12,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
+from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -151,6 +152,8 @@ def _effect(finding: SharedFinding) -> str:
         return "Matters if the kernel is not what was meant"
     if finding.label == "nonfinite":
         return "Matters: training stops, NaN spreads to all weights"
+    if (worse := _worse_gradient(finding)) is not None:
+        return f"Matters {_degree(finding)}: {SYMBOLS[worse]} {percent(_error(finding, worse))} off"
     if finding.gradients is None and finding.dw_q_error is None:
         return "Matters much: O is another function" if _wrong_o(finding) else "Matters: not known without dO"
     other = finding.dq_error_well_rounded
@@ -280,6 +283,11 @@ def matters(finding: SharedFinding) -> str:
         return "much if the kernel is not what was meant; not at all if the metadata alone are wrong."
     if finding.label == "nonfinite":
         return "NaN spreads to every weight within a step that is not skipped: the run stops learning."
+    worse = _worse_gradient(finding)
+    if worse is not None and not _wrong_o(finding):
+        beside = "" if finding.dq_error is None else f", dQ {percent(finding.dq_error)}"
+        off = f"the gradient {SYMBOLS[worse]} is up to {percent(_error(finding, worse))} off"
+        return f"{_degree(finding)}: {off}{beside}."
     if finding.gradients is None and finding.dw_q_error is None:
         return f"{_ANOTHER}." if _wrong_o(finding) else "not known; without dO (and dQ) no gradient can be judged."
     other = finding.dq_error_well_rounded
@@ -302,10 +310,22 @@ def matters(finding: SharedFinding) -> str:
 
 def _degree(finding: SharedFinding) -> str:
     """How much it matters, in a word."""
-    size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0)
+    size = max(finding.dq_error or 0.0, finding.dw_q_error or 0.0, _error(finding, _worse_gradient(finding)))
     if size >= _LARGE or _wrong_o(finding):
         return "much"
     return "little" if size < _LITTLE else "some"
+
+
+def _worse_gradient(finding: SharedFinding) -> Quantity | None:
+    """The captured gradient that is twice as far off as dQ and more, and by more than little; None: there is none."""
+    others = [name for name in finding.errors or {} if name not in ("o", "lse", "delta", "dq", "dw_q")]
+    worst = max(others, key=lambda name: _error(finding, name), default=None)
+    above = max(2 * (finding.dq_error or 0.0), finding.dw_q_error or 0.0, _LITTLE)
+    return worst if _error(finding, worst) > above else None
+
+
+def _error(finding: SharedFinding, quantity: Quantity | None) -> float:
+    return 0.0 if quantity is None else (finding.errors or {}).get(quantity, 0.0)
 
 
 def _wrong_o(finding: SharedFinding) -> bool:

@@ -22,7 +22,7 @@ from snapshots import require_unchanged
 
 import attn_diag
 from attn_diag import Capture
-from attn_diag.reports.finding_words import sure, what, when, where
+from attn_diag.reports.finding_words import matters, sure, what, when, where
 from attn_diag.reports.opening import command, headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis
@@ -428,6 +428,15 @@ def test_a_bias_that_chance_makes_now_and_then_is_not_put_down_to_the_kernel_alo
     (saved := tmp_path / "weak.json").write_text(replace(diagnosis, findings=(weak,)).to_json())
     first = flat("\n".join(run("report", saved, COLUMNS="80").out.splitlines()[:LINES]))
     assert "(the kernel's fault, or chance)" in first
+
+
+def test_what_is_far_off_beside_a_good_dq_matters_much(found: Callable[[str], Path]) -> None:
+    (finding,) = read(found("one_finding")).findings
+    assert set(finding.errors or ()) == set(finding.quantities)
+    dv = replace(finding, label="wrong", quantities=("dv",), errors={"dv": 0.3}, dq_error=0.002, dw_q_error=None)
+    assert matters(dv) == "much: the gradient dV is up to 30 % off, dQ 0.2 %."
+    assert matters(replace(dv, dq_error=None, gradients=None)) == "much: the gradient dV is up to 30 % off."
+    assert matters(replace(dv, errors=None)).startswith("little: the gradient dQ is up to 0.2 % off")
 
 
 def test_in_memory_no_step_is_known() -> None:

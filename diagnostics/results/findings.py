@@ -144,6 +144,9 @@ class SharedFinding:
     """Of fragile heads, the part of dQ's error that carries most of it in the worst head: delta, lse, ds_cast or
     dq_cast; null: unknown, or the finding is another."""
 
+    errors: dict[Quantity, Number] | None = None
+    """Of ``quantities``, the largest relative error of each among the heads; null: not known, in older documents."""
+
     @property
     def layers(self) -> tuple[int, ...]:
         """All its layers."""

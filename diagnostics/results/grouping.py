@@ -226,6 +226,11 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         typical_factor_ci95=own[0].typical_factor_ci95 if own else None,
         other_ranks=_other_ranks(ranks, group, looked),
         carrier=_carrier(head) if label == "ill_conditioned" else None,
+        errors={
+            name: error
+            for name in order
+            if (error := _largest(q.relative_error for q in off if q.quantity == name)) is not None
+        },
     )
 
 

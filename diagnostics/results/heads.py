@@ -151,6 +151,11 @@ class ObservationDiagnosis:
     """What the recipe rounds that published kernels keep in fp32, in words; null: nothing, or no recipe is known."""
 
     @property
+    def judged(self) -> bool:
+        """Whether a head of it has a verdict."""
+        return any(head.verdict is not None for head in self.heads)
+
+    @property
     def pooled(self) -> HeadDiagnosis:
         """The entry over all heads."""
         found = next((head for head in self.heads if head.head is None), None)
@@ -247,5 +252,4 @@ class CaptureDiagnosis:
     @property
     def unjudged(self) -> bool:
         """Whether no verdict is given, because what was assumed of the capture does not hold."""
-        heads = (head for observation in self.observations for head in observation.heads)
-        return self.assumptions.ok is False and all(head.verdict is None for head in heads)
+        return self.assumptions.ok is False and not any(observation.judged for observation in self.observations)

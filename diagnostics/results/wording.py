@@ -26,14 +26,16 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> str:
-    """A fraction as percent, with a blank before the sign: "1.23 %".
+    """A fraction as percent, with a blank before the sign: "1.23 %"; from a thousand on "1.85e+14 times its size".
 
     Args:
         value: The fraction.
         form: How 100 times the fraction is formatted.
         unknown: What is shown of None.
     """
-    return unknown if value is None else f"{100 * value:{form}} %"
+    if value is None:
+        return unknown
+    return f"{value:.3g} times its size" if 1000 <= abs(value) < math.inf else f"{100 * value:{form}} %"
 
 
 def yardstick(declared: str | None) -> str:
