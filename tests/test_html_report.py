@@ -237,6 +237,16 @@ def test_a_capture_that_contradicts_its_metadata_shows_no_numbers() -> None:
     assert [key for key in re.findall(r'<td data-key="([^"]*)">', judged) if key and key[0].isdigit()]
 
 
+def test_a_capture_that_no_metadata_fit_is_judged_and_shown() -> None:
+    diagnosis = synthetic(1, 2)
+    capture = diagnosis.captures[0]
+    wrong = replace(capture.assumptions, ok=False, message="O does not fit; nothing else tried does")
+    seen = replace(diagnosis, captures=(replace(capture, assumptions=wrong),))
+    assert "No verdict" not in html_document(seen).partition('<section id="head"')[0]
+    assert "No verdict" not in (shown := html_fragment(seen))
+    assert "<table>" in shown
+
+
 def test_gallery_refuses_what_is_not_finite() -> None:
     broken = gallery()
     chart = broken.sections[0].charts[0]
