@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from measuring import made_by, options_of, save
+from scipy.stats import binom
 from torch import Tensor
 
 import attn_diag
@@ -27,8 +28,15 @@ from test_quant import FAULTS, made, weight
 FAMILIES = ("gaussian", "heavy-tailed", "outlying columns", "sparse")
 SOUND = ("int4", "int8", "int4-asymmetric", "int8-asymmetric", "fp8", "fp8-row", "mxfp8", "mxfp4", "nvfp4")
 LEVEL = 0.05
-# A rate of 5 % takes more trials than a name.
-_DITHERED = 5
+# A scale that is rounded down clips, which is a bias; these do not. Clusters: 512 and 64 blocks, 8 rows, 512 blocks, 64
+# rows.
+DITHERED: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
+    ("int4", {"elements": "int4:stochastic"}, (64, 256)),
+    ("int4", {"elements": "int4:stochastic"}, (16, 128)),
+    ("int8", {"elements": "int8:stochastic"}, (8, 512)),
+    ("mxfp4", {"elements": "e2m1:stochastic", "scale": "e8m0:up"}, (64, 256)),
+    ("fp8", {"elements": "e4m3:stochastic"}, (64, 256)),
+)
 
 
 def weights(family: str, seed: int) -> Tensor:
@@ -79,6 +87,7 @@ def future(leaks: bool, seed: int) -> bool:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--dithered", type=int, default=3000, help="trials of unbiased dithering; a rate takes many")
     parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,24 +114,17 @@ def main() -> None:
             w = weights(FAMILIES[seed % len(FAMILIES)], seed)
             accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
         add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
-    # A scale that is rounded down clips, which is a bias.
-    for name, changes in (
-        ("int4", {"elements": "int4:stochastic"}), ("mxfp4", {"elements": "e2m1:stochastic", "scale": "e8m0:up"}),
-    ):  # fmt: skip
-        by, accused, count = attn_diag.quantizer(name, **changes), 0, _DITHERED * arguments.trials
-        for seed in range(count):
-            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+    for name, changes, shape in DITHERED:
+        by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
+        for seed in range(arguments.dithered):
+            family = FAMILIES[seed % len(FAMILIES)]
+            w = weights(family, seed).flatten()[: shape[0] * shape[1]].reshape(shape)
             values = made(name, seed=20_000 + seed, **changes)(w)
-            accused += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
-        add(
-            {
-                "kind": "dithered",
-                "name": name,
-                "level": LEVEL,
-                "trials": count,
-                "accused": accused,
-            }
-        )
+            families[family] += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
+        accused = families.total()
+        chance = float(binom.sf(accused - 1, arguments.dithered, LEVEL))
+        add({"kind": "dithered", "name": by.name, "shape": shape, "level": LEVEL, "trials": arguments.dithered,
+             "accused": accused, "by family": dict(families), "chance of so many": round(chance, 4)})  # fmt: skip
     for leaks in (True, False):
         hits = sum(future(leaks, seed) for seed in range(arguments.future))
         kind = "fault" if leaks else "sound"
