@@ -9,6 +9,7 @@ tokens" is an attention with INT8 blocks of keys, asked by ``invariance``.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from test_quant import FAULTS, made, weight
 FAMILIES = ("gaussian", "heavy-tailed", "outlying columns", "sparse")
 SOUND = ("int4", "int8", "int4-asymmetric", "int8-asymmetric", "fp8", "fp8-row", "mxfp8", "mxfp4", "nvfp4")
 LEVEL = 0.05
+KINDS = ("fault", "sound", "dithered", "future")
 # A scale that is rounded down clips, which is a bias; these do not. Clusters: 512 and 64 blocks, 8 rows, 512 blocks, 64
 # rows.
 DITHERED: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
@@ -88,17 +90,20 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--dithered", type=int, default=3000, help="trials of unbiased dithering; a rate takes many")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="of what; other rows of the file stay")
     parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.exists():
+        rows = [r for r in json.loads(arguments.json.read_text())["rows"] if r["kind"] not in arguments.kinds]
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
         print({k: v for k, v in row.items() if k != "others"}, flush=True)
         save(made_by() | {"families": FAMILIES, "rows": rows}, arguments.json)
 
-    for name, (declared, quantised, said) in FAULTS.items():
+    for name, (declared, quantised, said) in FAULTS.items() if "fault" in arguments.kinds else ():
         counts: Counter[str] = Counter()
         others: list[object] = []
         for seed in range(arguments.trials):
@@ -108,13 +113,13 @@ def main() -> None:
             if headline:
                 others.append({"family": family, "seed": seed, "headline": headline})
         add({"kind": "fault", "name": name, "declared": declared, **counts, "others": others[:5]})
-    for name in SOUND:
+    for name in SOUND if "sound" in arguments.kinds else ():
         accused = 0
         for seed in range(arguments.trials):
             w = weights(FAMILIES[seed % len(FAMILIES)], seed)
             accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
         add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
-    for name, changes, shape in DITHERED:
+    for name, changes, shape in DITHERED if "dithered" in arguments.kinds else ():
         by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
         for seed in range(arguments.dithered):
             family = FAMILIES[seed % len(FAMILIES)]
@@ -125,10 +130,10 @@ def main() -> None:
         chance = float(binom.sf(accused - 1, arguments.dithered, LEVEL))
         add({"kind": "dithered", "name": by.name, "shape": shape, "level": LEVEL, "trials": arguments.dithered,
              "accused": accused, "by family": dict(families), "chance of so many": round(chance, 4)})  # fmt: skip
-    for leaks in (True, False):
+    for leaks in (True, False) if "future" in arguments.kinds else ():
         hits = sum(future(leaks, seed) for seed in range(arguments.future))
-        kind = "fault" if leaks else "sound"
-        add({"kind": kind, "name": "future tokens in a block's scale", "trials": arguments.future, "named": hits})
+        name = f"{'' if leaks else 'no '}future tokens in a block's scale"
+        add({"kind": "future", "name": name, "trials": arguments.future, "named": hits})
 
 
 if __name__ == "__main__":

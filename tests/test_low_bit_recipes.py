@@ -107,7 +107,7 @@ def test_every_recipe_computes_attention(name: str) -> None:
     """Within what the operands' relative steps leave: of INT4 and FP4 they are up to 1/4."""
     head = make_head(130, offset=1.0)
     got, truth = emulate_head(preset(name), head), reference_head(head)
-    limit = 0.35 if "4-" in name or name.endswith("int4") else 0.12
+    limit = 0.35 if "4-" in name or name in ("sage2-int4", "sage3") else 0.12
     for output in ("o", "dq", "dk", "dv"):
         found, true = getattr(got, output).double(), getattr(truth, TRUE.get(output, output))
         assert float((found - true).norm() / true.norm()) < limit, output
