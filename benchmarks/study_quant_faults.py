@@ -29,7 +29,7 @@ from test_quant import FAULTS, made, weight
 FAMILIES = ("gaussian", "heavy-tailed", "outlying columns", "sparse")
 SOUND = ("int4", "int8", "int4-asymmetric", "int8-asymmetric", "fp8", "fp8-row", "mxfp8", "mxfp4", "nvfp4")
 LEVEL = 0.05
-KINDS = ("fault", "sound", "dithered", "future")
+KINDS = ("fault", "sound", "engine", "dithered", "future")
 # A scale that is rounded down clips, which is a bias; these do not. Clusters: 512 and 64 blocks, 8 rows, 512 blocks, 64
 # rows.
 DITHERED: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
@@ -119,6 +119,15 @@ def main() -> None:
             w = weights(FAMILIES[seed % len(FAMILIES)], seed)
             accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
         add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
+    for blocks in ("32", "128") if "engine" in arguments.kinds else ():
+        answers = Counter[str]()
+        for seed in range(arguments.trials):
+            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+            trained, runs = (made("int4", block=block)(w) for block in ("128", blocks))
+            found = attn_diag.quant(w, attn_diag.quantizer("int4", block="128"), observed=trained, engine=runs)
+            named_so = found.outcome == "fail" and "the engine runs other weights: blocks of 32" in found.headline
+            answers["named" if named_so else "accused" if found.outcome == "fail" else "passed"] += 1
+        add({"kind": "engine", "name": f"int4 blocks of {blocks} beside a trainer's 128", **answers})
     for name, changes, shape in DITHERED if "dithered" in arguments.kinds else ():
         by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
         for seed in range(arguments.dithered):
