@@ -1,7 +1,7 @@
 """Models with attention below 16 bits trained under ``Monitor(declared=…)``: sound in peace, faults alarmed and named.
 
 The kernels are those of ``study_declared``, plain torch that shares no code with the recipes, in both layers of a small
-language model (2 heads of 32, 192 tokens). A fault begins in the second layer in the middle of a run.
+language model (2 heads of 32, 192 tokens). A fault begins in the second layer at step 20.
 
     python benchmarks/study_declared_monitor.py --json benchmarks/results/declared_monitor_cpu.json
 """
@@ -24,16 +24,16 @@ from declared_models import DeclaredModel, train
 
 from attn_diag import Monitor
 
-FAULTY_STEPS, EVERY = 40, 10
+FAULTY_STEPS, BEGINS, EVERY = 60, 20, 10
 
 
 def monitored(sound: Plan, fault: Plan | None, seed: int, steps: int) -> Mapping[str, Any]:
-    """One run; the fault begins in the second layer in its middle."""
+    """One run, with a fault or none."""
     torch.manual_seed(seed)
     model = DeclaredModel(sound)
 
     def at(step: int) -> None:
-        if fault is not None and step == steps // 2:
+        if fault is not None and step == BEGINS:
             model.layers[1].plan = fault
 
     begun = time.perf_counter()

@@ -91,12 +91,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--dithered", type=int, default=3000, help="trials of unbiased dithering; a rate takes many")
     parser.add_argument("--kinds", nargs="*", default=KINDS, help="of what; other rows of the file stay")
+    parser.add_argument("--only", default="", help="of dithering: names that hold this; other rows of the file stay")
     parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
-        rows = [r for r in json.loads(arguments.json.read_text())["rows"] if r["kind"] not in arguments.kinds]
+        kept = json.loads(arguments.json.read_text())["rows"]
+        rows = [r for r in kept if r["kind"] not in arguments.kinds or arguments.only not in r["name"]]
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -130,6 +132,8 @@ def main() -> None:
         add({"kind": "engine", "name": f"int4 blocks of {blocks} beside a trainer's 128", **answers})
     for name, changes, shape in DITHERED if "dithered" in arguments.kinds else ():
         by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
+        if arguments.only not in by.name:
+            continue
         for seed in range(arguments.dithered):
             family = FAMILIES[seed % len(FAMILIES)]
             w = weights(family, seed).flatten()[: shape[0] * shape[1]].reshape(shape)

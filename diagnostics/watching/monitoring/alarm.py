@@ -36,7 +36,7 @@ Attention that is not fused (plain torch) has the same rule, with dQ's measured 
 what the casts of dS and dQ add in the expectation: x has a mean of 1 at most there too.
 
 Linear attention has no delta, and attention that is declared to run below 16 bits another yardstick: each check judges
-a head as ``inspect`` does. It alarms where two looks in a row find the same: "wrong" (no rounding makes the error),
+a head as ``inspect`` does. It alarms where two looks in a row find the same: "wrong" (no rounding makes the error) or
 "rounding" (lossy: 1.25 times the error of a well-rounded kernel, or of the declared recipe; of linear attention by a
 site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always was so alarms too.
 No rate is proven for it: ``benchmarks/study_linear_training.py`` and ``study_declared_monitor.py`` count.
@@ -264,7 +264,9 @@ class JudgedState:
             for label, flag in JUDGED_FLAGS.items()
             for head in np.flatnonzero(layer.values[flag] > 0)
         }
-        again = now & self._before - self._raised
+        # An error at the edge of what rounding makes is "wrong" in one look and "lossy" in the next.
+        again = {one for one in now if {(kind, one[1]) for kind in _SEEN_WITH.get(one[0], (one[0],))} & self._before}
+        again -= self._raised
         # Of heads that were not looked at, what the last look found still stands.
         unseen = np.isnan(layer.values["lossy"])
         self._before = now | {(kind, head) for kind, head in self._before if unseen[head]}
@@ -283,6 +285,7 @@ class JudgedState:
         return found
 
 
+_SEEN_WITH: dict[Kind, tuple[Kind, ...]] = {"wrong": ("wrong", "rounding"), "rounding": ("wrong", "rounding")}
 _KIND_OF: dict[str, Kind] = {"nonfinite": "nonfinite", "wrong": "wrong", "lossy": "rounding", "biased": "biased"}
 
 

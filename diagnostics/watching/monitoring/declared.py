@@ -119,7 +119,8 @@ def _verdict(head: HeadDiagnosis, found: CaptureDiagnosis) -> tuple[set[str], st
             return {"wrong"}, f"{SYMBOLS[check.output]} is {off}: mask, scale or descale factors are not those stated"
     if head.verdict is None:
         return set(), ""
-    return {*head.verdict.labels}, head.verdict.reasons[0]
+    named = (q.words for q in head.quantities if any(pattern.kind == "scale" for pattern in q.patterns))
+    return {*head.verdict.labels}, next(named, head.verdict.reasons[0])
 
 
 def _names(quantity: str) -> tuple[str, str]:
