@@ -252,6 +252,7 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         q.quantity: (q.answer, round(q.factor or 0.0, 3), round(q.relative_error_16_bit or 0.0, 5))
         for head in found.heads for q in head.quantities if q.factor is not None
     }  # fmt: skip
+    words = " ".join([found.captures[0].assumptions.message, *(q.words for h in found.heads for q in h.quantities)])
     said = [reason for head in found.heads if head.verdict for reason in head.verdict.reasons[:2]]
     return {
         "labels": labels or ["not as stated"],
@@ -260,11 +261,19 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "quantities": factors,
         "said": said,
+        "culprits": sorted({name for name, texts in CULPRITS.items() if any(text in words for text in texts)}),
     }
 
 
+# What a report says where it names a scale as the culprit; other faults are told by where they are.
+CULPRITS = {
+    "wrong descale": ("its scores are multiplied by", "; yet scale"),
+    "wrong descale of v": (": it is multiplied by", "; it is multiplied by"),
+    "stale amax": ("a stale amax",),
+}
 ACCUSED = {"nonfinite", "wrong", "lossy", "biased", "not as stated"}
 NAMED = {"nonfinite", "wrong", "lossy", "not as stated"}
+ALIKE = {"P truncated": ("wrong descale of v",)}
 # What a fault must do to be one: 1.25 times a sound kernel's error, or 3 times a row's.
 BROKEN, BROKEN_ROW = 1.25, 3.0
 
@@ -296,6 +305,10 @@ def main() -> None:
                 counts["acting"] += acts
                 hit = bool((ACCUSED if kind == "sound" else NAMED) & set(found["labels"]))
                 counts["accused"] += acts and hit
+                fault = "wrong descale" if plan.fault == "one head's descale" else plan.fault
+                counts["named"] += acts and fault in found["culprits"]
+                # A clipped or truncated v, and P, are smaller on average: that is said beside "casts of P_bar".
+                counts["misnamed"] += bool(set(found["culprits"]) - {fault, *ALIKE.get(fault, ())})
                 labels.update(found["labels"])
                 if acts and hit == (kind == "sound"):
                     worst.append({"family": family, "seed": seed, **found})

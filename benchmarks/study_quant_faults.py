@@ -9,6 +9,7 @@ tokens" is an attention with INT8 blocks of keys, asked by ``invariance``.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from measuring import made_by, options_of, save
+from scipy.stats import binom
 from torch import Tensor
 
 import attn_diag
@@ -27,8 +29,16 @@ from test_quant import FAULTS, made, weight
 FAMILIES = ("gaussian", "heavy-tailed", "outlying columns", "sparse")
 SOUND = ("int4", "int8", "int4-asymmetric", "int8-asymmetric", "fp8", "fp8-row", "mxfp8", "mxfp4", "nvfp4")
 LEVEL = 0.05
-# A rate of 5 % takes more trials than a name.
-_DITHERED = 5
+KINDS = ("fault", "sound", "engine", "dithered", "future")
+# A scale that is rounded down clips, which is a bias; these do not. Clusters: 512 and 64 blocks, 8 rows, 512 blocks, 64
+# rows.
+DITHERED: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
+    ("int4", {"elements": "int4:stochastic"}, (64, 256)),
+    ("int4", {"elements": "int4:stochastic"}, (16, 128)),
+    ("int8", {"elements": "int8:stochastic"}, (8, 512)),
+    ("mxfp4", {"elements": "e2m1:stochastic", "scale": "e8m0:up"}, (64, 256)),
+    ("fp8", {"elements": "e4m3:stochastic"}, (64, 256)),
+)
 
 
 def weights(family: str, seed: int) -> Tensor:
@@ -79,17 +89,23 @@ def future(leaks: bool, seed: int) -> bool:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--dithered", type=int, default=3000, help="trials of unbiased dithering; a rate takes many")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="of what; other rows of the file stay")
+    parser.add_argument("--only", default="", help="of dithering: names that hold this; other rows of the file stay")
     parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.exists():
+        kept = json.loads(arguments.json.read_text())["rows"]
+        rows = [r for r in kept if r["kind"] not in arguments.kinds or arguments.only not in r["name"]]
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
         print({k: v for k, v in row.items() if k != "others"}, flush=True)
         save(made_by() | {"families": FAMILIES, "rows": rows}, arguments.json)
 
-    for name, (declared, quantised, said) in FAULTS.items():
+    for name, (declared, quantised, said) in FAULTS.items() if "fault" in arguments.kinds else ():
         counts: Counter[str] = Counter()
         others: list[object] = []
         for seed in range(arguments.trials):
@@ -99,34 +115,38 @@ def main() -> None:
             if headline:
                 others.append({"family": family, "seed": seed, "headline": headline})
         add({"kind": "fault", "name": name, "declared": declared, **counts, "others": others[:5]})
-    for name in SOUND:
+    for name in SOUND if "sound" in arguments.kinds else ():
         accused = 0
         for seed in range(arguments.trials):
             w = weights(FAMILIES[seed % len(FAMILIES)], seed)
             accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
         add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
-    # A scale that is rounded down clips, which is a bias.
-    for name, changes in (
-        ("int4", {"elements": "int4:stochastic"}), ("mxfp4", {"elements": "e2m1:stochastic", "scale": "e8m0:up"}),
-    ):  # fmt: skip
-        by, accused, count = attn_diag.quantizer(name, **changes), 0, _DITHERED * arguments.trials
-        for seed in range(count):
+    for blocks in ("32", "128") if "engine" in arguments.kinds else ():
+        answers = Counter[str]()
+        for seed in range(arguments.trials):
             w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+            trained, runs = (made("int4", block=block)(w) for block in ("128", blocks))
+            found = attn_diag.quant(w, attn_diag.quantizer("int4", block="128"), observed=trained, engine=runs)
+            named_so = found.outcome == "fail" and "the engine runs other weights: blocks of 32" in found.headline
+            answers["named" if named_so else "accused" if found.outcome == "fail" else "passed"] += 1
+        add({"kind": "engine", "name": f"int4 blocks of {blocks} beside a trainer's 128", **answers})
+    for name, changes, shape in DITHERED if "dithered" in arguments.kinds else ():
+        by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
+        if arguments.only not in by.name:
+            continue
+        for seed in range(arguments.dithered):
+            family = FAMILIES[seed % len(FAMILIES)]
+            w = weights(family, seed).flatten()[: shape[0] * shape[1]].reshape(shape)
             values = made(name, seed=20_000 + seed, **changes)(w)
-            accused += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
-        add(
-            {
-                "kind": "dithered",
-                "name": name,
-                "level": LEVEL,
-                "trials": count,
-                "accused": accused,
-            }
-        )
-    for leaks in (True, False):
+            families[family] += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
+        accused = families.total()
+        chance = float(binom.sf(accused - 1, arguments.dithered, LEVEL))
+        add({"kind": "dithered", "name": by.name, "shape": shape, "level": LEVEL, "trials": arguments.dithered,
+             "accused": accused, "by family": dict(families), "chance of so many": round(chance, 4)})  # fmt: skip
+    for leaks in (True, False) if "future" in arguments.kinds else ():
         hits = sum(future(leaks, seed) for seed in range(arguments.future))
-        kind = "fault" if leaks else "sound"
-        add({"kind": kind, "name": "future tokens in a block's scale", "trials": arguments.future, "named": hits})
+        name = f"{'' if leaks else 'no '}future tokens in a block's scale"
+        add({"kind": "future", "name": name, "trials": arguments.future, "named": hits})
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def check_supported(recipe: Recipe, head: HeadLike | None = None) -> None:
     wrong = recipe.softmax.missing()
     if head is not None and head.sink is not None and recipe.smooth_k != "none":
         wrong.append("smooth_k, which moves the scores, beside a sink")
+    if head is not None and recipe.smooth_v != "none" and (head.sink is not None or head.dropout is not None):
+        wrong.append("smooth_v, which needs probabilities that add up to 1, beside a sink or dropout")
     if head is not None and recipe.rotation == "hadamard" and head.q.shape[1] & (head.q.shape[1] - 1):
         wrong.append(f"rotation=hadamard of a head dimension of {head.q.shape[1]}, which is no power of two")
     if recipe.exp == "polynomial" and recipe.exp_degree is None:

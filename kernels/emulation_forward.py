@@ -192,6 +192,8 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
         like = block.operands.get("q", working_dtype(recipe))
         out = like.new_zeros(len(block.rows), block.head.v.shape[1])
         lse = like.new_full((len(block.rows),), -torch.inf if block.head.sink is None else block.head.sink)
+    if recipe.smooth_v != "none":
+        out = torch.where(lse[:, None] == -torch.inf, 0.0, out + block.operands.prepared(recipe).mean_value())
     if recipe.smooth_k != "none":
         lse = lse + block.operands.prepared(recipe).shift(recipe, block.rows)
     return ForwardRows(out, rounder("out", out), lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.kernels.accumulation import HOPPER_FP16_SUMS, TensorCore, matmul
 from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to
-from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
@@ -22,7 +22,7 @@ OF_SCORES = (
     "seed",
 )  # fmt: skip
 # Of v as it is multiplied with P_bar, besides the arithmetic.
-OF_VALUES = ("quantize_v", "seed")
+OF_VALUES = ("quantize_v", "smooth_v", "seed")
 _FIELDS = {"q": "quantize_q", "k": "quantize_k", "v": "quantize_v", "do": "quantize_do"}
 _FP8 = ("e4m3", "e5m2")
 
@@ -103,7 +103,7 @@ class PreparedOperands:
 
     def get(self, recipe: Recipe, name: str) -> Factor:
         """``name`` (q, k, v, do) as the recipe multiplies it, after smoothing, rotation, scale and quantisation."""
-        fields = (*OF_SCORES, "quantize_v", "quantize_do", "schedule")
+        fields = (*OF_SCORES, "quantize_v", "smooth_v", "quantize_do", "schedule")
         key = name, *(getattr(recipe, field) for field in fields)
         if key not in self._found:
             by = parse_quantizer(getattr(recipe, _FIELDS[name]))
@@ -122,15 +122,19 @@ class PreparedOperands:
         """q k^T, [R, K]; with alpha "in-q" times alpha log2(e)."""
         q, k = self.get(recipe, "q").rows(rows), self.get(recipe, "k").rows(keys)
         found = multiply(recipe, q, Factor(k.values.T, None if k.scale is None else k.scale.T, k.elements))
-        if recipe.smooth_q == "block-mean":
-            means = self._once(recipe, "means")[rows // recipe.schedule.query_block]
-            found = found + matmul(means, self._once(recipe, "k")[keys].T, "exact")
+        if recipe.smooth_q != "none":
+            means = _stored(recipe, self._once(recipe, "means"))[rows // recipe.schedule.query_block]
+            found = found + _stored(recipe, matmul(means, self._once(recipe, "k")[keys].T, "exact"))
         return found
 
     def shift(self, recipe: Recipe, rows: Tensor) -> Tensor:
         """What smoothing k took off every scaled score of a row, and so off L: alpha q . mean(k), [R]."""
         k = self._given["k"]
         return (self._given["q"][rows] @ (k - _smoothed(recipe, k)).mean(0)) * self._scale
+
+    def mean_value(self) -> Tensor:
+        """What smoothing v takes off every value, and so off O: [Dv]."""
+        return self._given["v"].mean(0)
 
     def _once(self, recipe: Recipe, name: str) -> Tensor:
         """k before it is quantised, or the "means" of q's blocks: every step of a recipe asks for them."""
@@ -149,8 +153,11 @@ class PreparedOperands:
             x = x * torch.tensor(self._scale * LOG2_E, dtype=x.dtype, device=x.device)
         if name in ("q", "k") and recipe.rotation == "hadamard":
             x = _rotated(x)
-        if name == "q" and recipe.smooth_q == "block-mean":
-            x = x - self._once(recipe, "means")[torch.arange(len(x), device=x.device) // recipe.schedule.query_block]
+        if name == "v" and recipe.smooth_v != "none":
+            x = x - self.mean_value()
+        if name == "q" and recipe.smooth_q != "none":
+            blocks = torch.arange(len(x), device=x.device) // recipe.schedule.query_block
+            x = _stored(recipe, x - self._once(recipe, "means")[blocks])
         return x
 
     def _block_means(self, recipe: Recipe) -> Tensor:
@@ -160,7 +167,11 @@ class PreparedOperands:
             q = q * torch.tensor(self._scale * LOG2_E, dtype=q.dtype, device=q.device)
         if recipe.rotation == "hadamard":
             q = _rotated(q)
-        return torch.stack([block.mean(0) for block in torch.split(q, recipe.schedule.query_block)])
+        size = recipe.schedule.query_block
+        if recipe.smooth_q == "rounded-block-mean":
+            # The last block is filled up with zeros.
+            return torch.stack([block.sum(0) / size for block in torch.split(q, size)])
+        return torch.stack([block.mean(0) for block in torch.split(q, size)])
 
 
 class Operands:
@@ -242,16 +253,20 @@ def _quantized(x: Tensor, by: Quantizer, seed: int, *, columns: bool) -> Factor:
     if not constant or found.zero_point is not None or found.tensor_scale is not None:
         return Factor(found.values.to(x.dtype))
     elements = by.parsed_elements
-    if columns:
-        scale = found.scale[:1].repeat_interleave(width, 1)[:, : x.shape[1]]
-    else:
-        scale = found.scale[:, :1].repeat_interleave(rows, 0)[: len(x)]
+    every = spread(found.scale, (len(x), x.shape[1]), by)
+    scale = every[:1] if columns else every[:, :1]
     name = "int" if isinstance(elements, Integers) else _name(elements)
     return Factor(found.codes.to(x.dtype), scale.to(x.dtype), name)
 
 
 def _name(elements: Rounding) -> str:
     return next((name for name in _FP8 if parse(name) == Rounding(elements.format)), "")
+
+
+def _stored(recipe: Recipe, x: Tensor) -> Tensor:
+    """What smoothing q makes on its way to the kernel, as it is kept."""
+    rounded = recipe.smooth_q == "rounded-block-mean" and recipe.arithmetic != "fp64"
+    return round_to(x, parse(recipe.input)) if rounded else x
 
 
 def _smoothed(recipe: Recipe, k: Tensor) -> Tensor:

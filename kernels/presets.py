@@ -129,6 +129,22 @@ _SAGE2 = Recipe(
     accumulation="nvidia-tensor-core",
     schedule=Schedule(key_tile=64),
 )
+# As its kernels for Hopper have it (quant_per_thread.py, qk_int_sv_f8_cuda_sm90.cu): a scale for the 2 rows of q and 32
+# of k that a thread of the tensor core's fragments holds. P_bar's offset is 8.807 in the exponent, not log2(448).
+_THREADS_INT8 = "int8 block={} arithmetic=fp32-triton ties=away scale_offset=1e-7"
+_SAGE2_HOPPER = replace(
+    _SAGE2,
+    name="sage2-hopper",
+    summary="SageAttention 2.2 on Hopper: INT8 q and smoothed k by threads, FP8 P_bar V, FP22 sums of 128 keys",
+    quantize_q=_THREADS_INT8.format("16rows/8"),
+    quantize_k=_THREADS_INT8.format("128rows/4"),
+    smooth_k="rounded-mean",
+    alpha="in-exponent",
+    exp="exp2-fma",
+    probs_scale=2.0**8.807,
+    quantize_v="fp8 block=column arithmetic=fp32-reciprocal",
+    schedule=Schedule(64, 128),
+)
 _SAGE_BWD = replace(
     _SAGE1,
     name="sage-bwd",
@@ -149,6 +165,8 @@ _SAGE_BWD = replace(
     backward_probs="fp32",
     dscores="fp32",
 )
+# Codes are of x times the reciprocal of the stored scale (fp4_quantization_4d.cu).
+_SAGE3 = "nvfp4 tensor_scale=false arithmetic=fp32-reciprocal"
 _MX = Recipe(
     "mxfp8-attention",
     "MXFP8 (E4M3, blocks of 32) for q, k, P_bar and v, fp32 sums",
@@ -179,6 +197,15 @@ LOW_BIT = {
         ),
         _SAGE1,
         _SAGE2,
+        _SAGE2_HOPPER,
+        replace(
+            _SAGE2_HOPPER,
+            name="sage2-ada",
+            summary="SageAttention 2.2 on Ada, fp32+fp32 sums: as sage2-hopper in other groups, FP22 sums of 64 keys",
+            quantize_q=_THREADS_INT8.format("32rows/8"),
+            quantize_k=_THREADS_INT8.format("64rows/4"),
+            schedule=Schedule(128, 64),
+        ),
         replace(
             _SAGE2,
             name="sage2-int4",
@@ -201,7 +228,7 @@ LOW_BIT = {
         replace(
             _MX,
             name="nvfp4-attention",
-            summary="NVFP4 (E2M1, E4M3 scales of 16) for q, smoothed k, P_bar times 2688, v (SageAttention 3)",
+            summary="NVFP4 (E2M1, E4M3 scales of 16) for q, smoothed k, P_bar times 2688 and v",
             quantize_q="nvfp4",
             quantize_k="nvfp4",
             smooth_k="mean",
@@ -210,6 +237,21 @@ LOW_BIT = {
             probs_scale=2688.0,
             quantize_probs="nvfp4 tensor_scale=false",
             quantize_v="nvfp4 block=16x1",
+        ),
+        replace(
+            _MX,
+            name="sage3",
+            summary="SageAttention 3 (arXiv 2505.11594): NVFP4 without a tensor's scale, q and k smoothed",
+            quantize_q=_SAGE3,
+            quantize_k=_SAGE3,
+            smooth_q="rounded-block-mean",
+            smooth_k="rounded-mean",
+            exp="exp2-fma",
+            probs_scale=2688.0,
+            # Its codes are of P_bar over the scale that has not been rounded (softmax_fused.h).
+            quantize_probs="nvfp4 tensor_scale=false divisor=unrounded arithmetic=fp32",
+            quantize_v=f"{_SAGE3} block=16x1",
+            schedule=Schedule(128, 128),
         ),
         replace(
             _FA2, name="kv-fp8", summary="as fa2, on k and v from an FP8 cache with a scale a head",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
-from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
+from attn_diag.kernels.quantizers import FRAGMENT_ROWS, Integers, Quantizer, scale_rounding
 from attn_diag.kernels.reciprocals import hopper_quotient
 
 _POWERS = (2.0**-127, 2.0**127)  # what E8M0 reaches
@@ -19,7 +19,10 @@ _POWERS = (2.0**-127, 2.0**127)  # what E8M0 reaches
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor [..., R, C] in a quantiser's numbers; of a vector R is 1. Scales have one entry a block."""
+    """A tensor [..., R, C] in a quantiser's numbers; of a vector R is 1.
+
+    Scales have one entry a block, or of a block of ``row_groups`` so many rows of them.
+    """
 
     values: Tensor
     """y, of x's shape, in x's dtype (fp32 where x is a 16-bit float) and on its device."""
@@ -75,6 +78,19 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
     )
 
 
+def spread(per_block: Tensor, shape: tuple[int, int], by: Quantizer) -> Tensor:
+    """A figure of every block of a matrix, such as a scale, for each of its elements: [R, C]."""
+    rows, columns = shape
+    across = torch.arange(columns, device=per_block.device) // by.block_shape(shape)[1]
+    return per_block[_block_of_rows(rows, by, shape, per_block.device)][:, across]
+
+
+def _block_of_rows(rows: int, by: Quantizer, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """The number of the block of each row, int64 [rows], of a matrix of ``shape``."""
+    at, threads = torch.arange(rows, device=device), FRAGMENT_ROWS // by.row_groups
+    return at // by.block_shape(shape)[0] * by.row_groups + at % FRAGMENT_ROWS // threads * (by.row_groups > 1)
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """x cut into blocks: [..., R / r, r, C / c, c], filled up with zeros."""
@@ -82,6 +98,8 @@ class _Blocks:
     x: Tensor
     shape: torch.Size
     scales: tuple[int, ...]
+    order: Tensor | None
+    """Which row each is, where those of one block are not neighbours."""
 
     @classmethod
     def of(cls, x: Tensor, by: Quantizer) -> _Blocks:
@@ -91,13 +109,20 @@ class _Blocks:
         rows, columns = matrix.shape[-2:]
         r, c = (max(n, 1) for n in by.block_shape((rows, columns)))
         filled = torch.nn.functional.pad(matrix, (0, -columns % c, 0, -rows % r))
-        down, across = filled.shape[-2] // r, filled.shape[-1] // c
-        return cls(filled.reshape(*filled.shape[:-2], down, r, across, c), x.shape, (*filled.shape[:-2], down, across))
+        order = None
+        if by.row_groups > 1:
+            blocks = _block_of_rows(filled.shape[-2], by, (rows, columns), x.device)
+            order, r = blocks.argsort(stable=True), r // by.row_groups
+            filled = filled.index_select(-2, order)
+        scales = (*filled.shape[:-2], filled.shape[-2] // r, filled.shape[-1] // c)
+        return cls(filled.reshape(*scales[:-1], r, scales[-1], c), x.shape, scales, order)
 
     def joined(self, values: Tensor) -> Tensor:
         """Values of x's blocks in x's shape."""
         *outer, down, r, across, c = values.shape
         matrix = values.reshape(*outer, down * r, across * c)
+        if self.order is not None:
+            matrix = matrix.index_select(-2, self.order.argsort())
         if len(self.shape) < 2 or matrix.numel() == self.shape.numel():
             return matrix.reshape(-1)[: self.shape.numel()].reshape(self.shape)
         return matrix[..., : self.shape[-2], : self.shape[-1]]
@@ -152,8 +177,9 @@ def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
 def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     target = by.largest if by.target is None else by.target
     if not by.tensor_scale:
-        scale = _rounded_scale(_by_number(amax, target, by), by, seed)
-        codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed)
+        wanted = _by_number(amax, target, by)
+        scale = _rounded_scale(wanted, by, seed)
+        codes, clipped = _coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
     assert isinstance(rounding, Rounding)
@@ -222,6 +248,7 @@ def _exponent(value: float) -> int:
 
 def _rounded_scale(wanted: Tensor, by: Quantizer, seed: int) -> Tensor:
     """The blocks' scales as they are stored."""
+    wanted = wanted + by.scale_offset if by.scale_offset else wanted
     rounding = scale_rounding(by.scale)
     if rounding is None:
         scale = wanted.float().to(wanted.dtype)

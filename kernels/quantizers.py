@@ -47,7 +47,9 @@ Arithmetic = Literal["exact", "fp32", "fp32-reciprocal", "fp32-triton"]
 _ARITHMETICS = ("exact", "fp32", "fp32-reciprocal", "fp32-triton")
 _INTEGER = re.compile(r"int([2-8])")
 _BLOCK = re.compile(r"(?:(\d+)x)?(\d+)")
-_ROWS = re.compile(r"([1-9]\d*)rows")
+_ROWS = re.compile(r"([1-9]\d*)rows(?:/([248]))?")
+# Rows of a matrix that a warp's threads hold side by side (PTX's mma fragments).
+FRAGMENT_ROWS = 8
 
 
 def scale_rounding(text: str) -> Rounding | Mode | None:
@@ -98,7 +100,8 @@ class Quantizer:
     optional :rounding."""
     block: str
     """What shares a scale: "tensor", "row" (an output channel of a weight, a token of activations), "column", "32" (so
-    many elements of a row), "128x128" (rows by columns) or "128rows" (so many whole rows)."""
+    many elements of a row), "128x128" (rows by columns), "128rows" (so many whole rows) or "64rows/4" (of so many whole
+    rows those that one thread of a tensor core's fragments holds: row r is in group (r mod 8) // (8 / 4) of 4)."""
     scale: str = "fp32"
     """The scale's format, with an optional :rounding: fp32, bf16, fp16, e4m3, e5m2, e8m0 (a power of two)."""
     target: float | None = None
@@ -111,6 +114,10 @@ class Quantizer:
     """A second scale, fp32, of the whole tensor."""
     least_scale: float = 0.0
     """The blocks' scales are at least this."""
+    scale_offset: float = 0.0
+    """What is added to every scale before it is rounded."""
+    divisor: Literal["stored", "unrounded"] = "stored"
+    """What x is divided by: its block's scale as it is stored, or before that was rounded (SageAttention 3's P_bar)."""
     search: tuple[float, ...] = ()
     """Factors of amax that are tried in this order; the one with the least squared error of its block is taken."""
     arithmetic: Arithmetic = "exact"
@@ -128,6 +135,12 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: target is for symmetric ones; the others use their whole range")
         if self.target is not None and not 0 < self.target < float("inf"):
             raise ValueError(f"quantizer {self.name}: target must be a finite number above 0, got {self.target}")
+        if self.divisor not in ("stored", "unrounded") or (self.divisor == "unrounded" and not self._one_level):
+            raise ValueError(
+                f"quantizer {self.name}: divisor is stored or, of one level without a zero point, unrounded"
+            )
+        if not 0 <= self.scale_offset < float("inf"):
+            raise ValueError(f"quantizer {self.name}: scale_offset must be 0 or more, got {self.scale_offset}")
         if self.arithmetic not in _ARITHMETICS:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
         if not all(0 < factor <= 1 for factor in self.search):
@@ -140,6 +153,10 @@ class Quantizer:
             raise ValueError(
                 f"quantizer {self.name}: beside a tensor's scale blocks have one of e4m3, e5m2, bf16 or fp16"
             )
+
+    @property
+    def _one_level(self) -> bool:
+        return self.symmetric and not self.tensor_scale
 
     @property
     def _nearest_integers(self) -> bool:
@@ -168,19 +185,27 @@ class Quantizer:
         elements = self.parsed_elements
         return float(elements.highest if isinstance(elements, Integers) else elements.format.largest)
 
+    @property
+    def row_groups(self) -> int:
+        """Into how many groups of rows, each with a scale, ``block_shape`` is divided."""
+        found = _ROWS.fullmatch(self.block)
+        return int(found[2]) if found and found[2] else 1
+
     def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a block in a matrix of ``shape``. Raises ValueError."""
+        """Rows and columns of a block, of all its ``row_groups``, in a matrix of ``shape``. Raises ValueError."""
         rows, columns = shape
         whole = {"tensor": (rows, columns), "row": (1, columns), "column": (rows, 1)}
         if self.block in whole:
             return whole[self.block]
         if found := _ROWS.fullmatch(self.block):
+            if found[2] and int(found[1]) % FRAGMENT_ROWS:
+                raise ValueError(f"quantizer {self.name}: threads share a multiple of 8 rows, got {self.block!r}")
             return int(found[1]), columns
         found = _BLOCK.fullmatch(self.block)
         if found is None or not int(found[2]) or found[1] == "0":
             raise ValueError(
                 f"quantizer {self.name}: block is tensor, row, column, a number of columns such as 32, whole rows "
-                f"such as 128rows, or rows x columns such as 128x128, got {self.block!r}"
+                f"such as 128rows or 64rows/4, or rows x columns such as 128x128, got {self.block!r}"
             )
         return int(found[1] or 1), int(found[2])
 
@@ -256,5 +281,5 @@ def parse_quantizer(text: str) -> Quantizer | None:
                 raise ValueError(f"{field} is true or false, got {value!r}")
             changes[field] = value == "true"
         else:
-            changes[field] = float(value) if field in ("target", "least_scale") else value
+            changes[field] = float(value) if field in ("target", "least_scale", "scale_offset") else value
     return quantizer(name, **changes)

@@ -85,8 +85,8 @@ QUANTIZERS = (
     "quantize_q", "quantize_k", "quantize_v", "quantize_probs", "quantize_do", "quantize_backward_probs",
     "quantize_dscores",
 )  # fmt: skip
-# What is done to q and k before; each is undone by "none".
-SMOOTHING = ("smooth_q", "smooth_k", "rotation")
+# What is done to q, k and v before; each is undone by "none".
+SMOOTHING = ("smooth_q", "smooth_k", "smooth_v", "rotation")
 # The fields that the forward does not depend on.
 BACKWARD = (
     "delta_from", "delta_products", "delta", "backward_scores", "backward_probs", "dprobs", "dscores_from",
@@ -115,9 +115,10 @@ class Recipe:
     """q for S, such as "int8 block=128rows"; blocks of rows begin at the head's first row."""
     quantize_k: str = NO_QUANTIZER
     """k for S."""
-    smooth_q: Literal["none", "block-mean"] = "none"
+    smooth_q: Literal["none", "block-mean", "rounded-block-mean"] = "none"
     """ "block-mean": of every query block q's mean is taken off before it is quantised; its product with the smoothed
-    k joins S in fp32 (SageAttention 2, arXiv 2411.10958)."""
+    k joins S in fp32 (SageAttention 2, arXiv 2411.10958); "rounded-block-mean": what is left of q, the mean and that
+    product are rounded to ``input``, and the last block is filled up with zeros (SageAttention 3)."""
     smooth_k: Literal["none", "mean", "rounded-mean"] = "none"
     """k's mean over the keys is taken off before it is quantised, which softmax does not see; "rounded-mean": the mean
     and what is left of k are rounded to ``input`` (SageAttention 1)."""
@@ -143,6 +144,8 @@ class Recipe:
     """P_bar in blocks along a row's keys, after ``probs`` and ``probs_scale``; blocks begin at a key range's first."""
     quantize_v: str = NO_QUANTIZER
     """v for P_bar V."""
+    smooth_v: Literal["none", "mean"] = "none"
+    """v's mean over the keys is taken off before it is quantised, and added to O (SageAttention 2, ``smooth_v``)."""
     row_sum_of: Literal["fp32-probs", "cast-probs"] = "fp32-probs"
     """Whether l adds the fp32 P_bar or the cast one."""
     row_sum: Format = "fp32"

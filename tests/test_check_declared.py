@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from command_line import Run
+from declared_models import kernel
 from study_declared import Plan
 from study_declared import run as attend
-from torch import Tensor
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -23,25 +22,6 @@ from attn_diag.testing.replaying.processes import Ran
 
 pytestmark = pytest.mark.xdist_group("check_declared")
 FA3 = "fa3-fp8"
-
-
-def kernel(plan: Plan) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A plain torch kernel with a backward of its own; it shares no code with the recipes."""
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            ctx.save_for_backward(q, k, v)
-            found = attend(plan, q, k, v, torch.zeros_like(v))
-            return found["o"], found["lse"]
-
-        @staticmethod
-        def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = ctx.saved_tensors
-            found = attend(plan, q, k, v, do)
-            return found["dq"], found["dk"], found["dv"]
-
-    return lambda q, k, v: Attention.apply(q, k, v)  # type: ignore[no-untyped-call]
 
 
 def checked(plan: Plan, declared: str | None = FA3, **options: Any) -> CheckReport:

@@ -95,6 +95,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         site=next((s.site for s in samples if s.site is not None), None),
         declared=first.declared,
         factors=next((s.factors for s in samples if s.factors), ""),
+        scales=next((s.scales for s in samples if s.scales), ""),
         beyond_backward=max(s.beyond_backward for s in samples),
         in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
@@ -130,6 +131,9 @@ def judge_quantity(
     other = f"{yardstick(whole.declared or None)}'s error"
 
     def verdict(answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
+        if whole.scales and answer in ("wrong", "lossy"):
+            words = f"{words.removesuffix('.')}, {whole.scales}."
+            patterns = (Pattern("scale", whole.scales), *patterns)
         return QuantityVerdict(
             quantity=quantity,
             answer=answer,

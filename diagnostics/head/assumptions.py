@@ -42,6 +42,8 @@ USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
 # nothing.
 _EXPLAINS = 0.25
+# A scale that is fitted is so near to the one with a name that it is that.
+_SAME_SCALE = 0.01
 
 
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
@@ -188,8 +190,13 @@ def better_reading(capture: Capture, observation: str, device: torch.device, sta
         if other is not None and fits and (best is None or other.error < 0.9 * best.error):
             best = OtherMetadata(reading.metadata, words, other.error)
             found = reading
-    below = 0.9 * best.error if best else _EXPLAINS * stated.error
-    return scaled_reading(found, observation, device, below) or best
+    near = scaled_reading(found, observation, device, best.error if best else _EXPLAINS * stated.error)
+    if best is None or near is None:
+        return near or best
+    was, named, fitted = (m.scale or capture.scale for m in (capture.metadata, best.metadata, near.metadata))
+    # In a coarse format a scale with a name may fit about as well as the one that it is.
+    by_chance = named != was and abs(fitted / named - 1) > _SAME_SCALE
+    return near if by_chance or near.error < 0.9 * best.error else best
 
 
 def scaled_reading(capture: Capture, observation: str, device: torch.device, below: float) -> OtherMetadata | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
+from attn_diag.head.declared_scales import ScaleSearch, stale_words
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample, sample
 from attn_diag.kernels import LOW_BIT, Recipe, RecipeNotSupportedError, check_supported, preset
 from attn_diag.kernels.formats import Mode, base, parse
@@ -123,6 +125,19 @@ class DeclaredKernel:
         self.hardware = recipe.accumulation == "nvidia-tensor-core" and self.in_16_bits.scores <= _TENSOR_CORE_SCORES
         """Whether it has a tensor core's own sums, and these take seconds at most."""
         self._found: dict[tuple[str, int | bool], dict[str, Tensor]] = {}
+
+    def nearest(self, out: Tensor) -> DeclaredKernel:
+        """This kernel, or with scales of powers of two where O [Tq, Dv] has those."""
+        recipe = self.scales_of(out).powers_of_two() if self.recipe.quantized else None
+        if recipe is None:
+            return self
+        found = copy(self)
+        found.recipe, found._found = recipe, {}
+        return found
+
+    def scales_of(self, out: Tensor) -> ScaleSearch:
+        """What tells which scales made O [Tq, Dv]."""
+        return ScaleSearch(self.recipe, self._head, out, drawn_noise([self.draw(n)["o"] for n in range(DRAWS)]))
 
     def outputs(self, *, tensor_core: bool = False) -> dict[str, Tensor]:
         """As of ``run_counterfactual``."""
@@ -249,8 +264,11 @@ def beside_declared(
             noise_of_lse = drawn_noise([declared[0].draw(n)["lse"] for n in range(DRAWS)])[:, rows]
             apart = lse_apart(declared[0].outputs(tensor_core=hardware))[rows]
             parts.append((apart, torch.zeros_like(apart), of_lse[rows], noise_of_lse))
-        words = wrong_factors(parts, limit)
-        chosen = replace(chosen, factors=words)
+        lossy = found is not None and found.low > LOSSY
+        stale = declared[0].scales_of(observed).stale() if lossy or chosen.outlying.any() else {}
+        # What is clipped is smaller on average, which looks like a factor.
+        factors = "" if stale else wrong_factors(parts, limit)
+        chosen = replace(chosen, factors=factors, scales=stale_words(stale) if stale else "")
     plain = (total([d.in_16_bits.outputs() for d in declared]) - reference)[rows].square().sum()
     beyond = 0.0
     if from_lse is not None and not set(declared[0].recipe.quantized) & set(BACKWARD):

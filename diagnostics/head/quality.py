@@ -125,6 +125,8 @@ class QuantitySample:
     factors: str = ""
     """Where one is declared, what O or its scores are multiplied by that they should not be, in words; empty: nothing.
     """
+    scales: str = ""
+    """Where one is declared, which other scales of q, k and v make O as it is, in words; empty: not known."""
     beyond_backward: float = 0.0
     """Where one is declared whose backward works in 16 bits, and dV is further than that off what the captured LSE
     gives: how many times; 0: it is not, or it is not known."""

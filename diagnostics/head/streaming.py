@@ -100,6 +100,7 @@ class StreamedHead:
         others = Counterfactuals if self.compared else TruncatedInputs
         self.counterfactuals = others(inputs.head, fmt, stored, key_gradients=want_keys)
         self._variances: dict[str, dict[str, Tensor]] = {}
+        self._nearest: dict[str, DeclaredKernel] = {}
         self._declared = (
             None if known is None else DeclaredKernel(known, inputs.head, fmt, stored, key_gradients=want_keys)
         )
@@ -129,7 +130,12 @@ class StreamedHead:
 
     def declared(self, seen: ObservedHead) -> DeclaredKernel | None:
         """What an observation is declared to be; None: nothing."""
-        return self._declared if seen.declared is not None else None
+        if self._declared is None or seen.declared is None:
+            return None
+        if seen.name not in self._nearest:
+            known = seen.outputs.get("o")
+            self._nearest[seen.name] = self._declared if known is None else self._declared.nearest(known)
+        return self._nearest[seen.name]
 
     def variance(self, seen: ObservedHead) -> dict[str, Tensor]:
         """The expected squared errors of what an observation is held against, see ``NoiseCollector``."""

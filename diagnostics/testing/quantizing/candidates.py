@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, Rounding
-from attn_diag.kernels.quantize import Quantized, quantize
+from attn_diag.kernels.quantize import Quantized, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Integers, Quantizer
 from attn_diag.results.quant import QuantizerMatch
 
@@ -52,14 +52,8 @@ class PossibleQuantizer:
         found = quantize(w, self.by)
         if not self.zero_shift:
             return found
-        scale = spread(found.scale, w, self.by)
+        scale = spread(found.scale, (w.shape[0], w.shape[1]), self.by)
         return replace(found, values=found.values - self.zero_shift * scale)
-
-
-def spread(per_block: Tensor, w: Tensor, by: Quantizer) -> Tensor:
-    """A figure of every block, for each of its elements: [R, C]."""
-    r, c = by.block_shape((w.shape[0], w.shape[1]))
-    return per_block.repeat_interleave(r, 0)[: w.shape[0]].repeat_interleave(c, 1)[:, : w.shape[1]]
 
 
 def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> float:
@@ -107,13 +101,15 @@ def identify(
         return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:count]]
 
     if attempt(starts) < 1:
-        bases = best(_PAIRS_OF if declared is None else 1)
+        bases, meant = best(_PAIRS_OF if declared is None else 1), list[PossibleQuantizer]()
         if declared is not None:
             # Of as many bits, as somebody may have meant it.
             bits = declared.elements.partition(":")[0]
-            attempt([c for c in _presets() if c.by.elements.partition(":")[0] == bits])
+            meant = [c for c in _presets() if c.by.elements.partition(":")[0] == bits]
+            attempt(meant)
         if attempt([c for base in bases for c in _changes(base, w, observed)]) < SAME:
-            attempt([c for base in best(_PAIRS_OF) for c in _changes(base, w, observed)])
+            again = {c.words: c for c in (*best(_PAIRS_OF), *meant)}
+            attempt([c for base in again.values() for c in _changes(base, w, observed)])
     order = sorted(tried.values(), key=lambda found: -found[0])
     share, winner = order[0]
     shown = order[:_KEPT]
@@ -236,7 +232,7 @@ def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]
         steps = 2**fmt.mantissa_bits
         upper = [p * (1 + m / steps) for p in (2 * power, power) for m in range(steps - 1, -1, -1)]
         upper = [unit for unit in upper if unit <= fmt.largest]
-    expected = spread(quantize(w, by).scale, w, by).double()
+    expected = spread(quantize(w, by).scale, (w.shape[0], w.shape[1]), by).double()
     size = observed.double().abs()
     if not bool((size > 0).any()):
         return

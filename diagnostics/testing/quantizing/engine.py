@@ -29,7 +29,10 @@ def beside_engine(
         _, found = identify(w, engine.detach().to(w.device), trainer)
         if found is not None:
             made, words = found.by.name, found.words
-            words = "as the trainer" if words.startswith(DECLARED) else words
+            if words.startswith(DECLARED):
+                words = "as the trainer"
+            elif trainer is not None and not found.zero_shift and found.amax_factor is None:
+                words = _differing(trainer, found.by)
         else:
             words = "by no quantizer that is known here"
     else:
@@ -56,8 +59,9 @@ def beside_engine(
 
 def _differing(trainer: Quantizer, engine: Quantizer) -> str:
     """Field by field."""
-    if trainer.block != engine.block and trainer.elements == engine.elements:
-        return f"blocks of {engine.block}, the trainer's are {trainer.block}"
-    names = ("elements", "block", "scale", "target", "symmetric", "narrow", "tensor_scale")
+    names = ("elements", "scale", "target", "symmetric", "narrow", "tensor_scale")
     pairs = [(n, getattr(engine, n), getattr(trainer, n)) for n in names]
-    return ", ".join(f"{n} {a}, the trainer's {b}" for n, a, b in pairs if a != b) or "as the trainer"
+    said = [f"{n} {a}, the trainer's {b}" for n, a, b in pairs if a != b]
+    if trainer.block != engine.block:
+        said.insert(0, f"blocks of {engine.block}, the trainer's are {trainer.block}")
+    return "; ".join(said) or "as the trainer"

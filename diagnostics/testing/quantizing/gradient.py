@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.formats import Rounding
-from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import StraightThrough
-from attn_diag.testing.quantizing.candidates import spread
 
 Values = Callable[[Tensor], Tensor]
 DRAWS = 64
@@ -36,7 +35,7 @@ _SAME = 0.02
 def spacing_of(w: Tensor, by: Quantizer) -> Tensor:
     """The distance of the quantiser's neighbouring numbers at each element of ``w``, [R, C] float64."""
     found = quantize(w, by)
-    scale = spread(found.scale, w, by).double()
+    scale = spread(found.scale, (w.shape[0], w.shape[1]), by).double()
     if found.tensor_scale is not None:
         scale = scale * found.tensor_scale.double()
     elements = by.parsed_elements

@@ -42,6 +42,7 @@ class MonitorOptions(TypedDict, total=False):
     log: str | os.PathLike[str] | None
     process_group: ProcessGroup | None
     functions: Mapping[str, Callable[..., Any]] | None
+    declared: str | None
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ they were larger in the healthy run than in the failing one at its alarm.
 Attention that is not fused (plain torch) has the same rule, with dQ's measured error in place of the predicted one, and
 what the casts of dS and dQ add in the expectation: x has a mean of 1 at most there too.
 
-Linear attention has no delta, and a yardstick of its own: each check judges a head as ``inspect`` does. It alarms where
-two checks in a row find the same: "wrong" (no rounding makes the error), "rounding" (lossy: 1.25 times a well-rounded
-kernel's error by a site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always
-was so alarms too. No rate is proven for it: ``benchmarks/study_linear_training.py`` counts.
+Linear attention has no delta, and attention that is declared to run below 16 bits another yardstick: each check judges
+a head as ``inspect`` does. It alarms where two looks in a row find the same: "wrong" (no rounding makes the error) or
+"rounding" (lossy: 1.25 times the error of a well-rounded kernel, or of the declared recipe; of linear attention by a
+site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always was so alarms too.
+No rate is proven for it: ``benchmarks/study_linear_training.py`` and ``study_declared_monitor.py`` count.
 
 A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
 single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
@@ -57,7 +58,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_diag.printing import printable
-from attn_diag.watching.monitoring.record import LINEAR_FLAGS, LayerCheck, MonitorCheck, Values
+from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck, MonitorCheck, Values
 
 Kind = Literal["rounding", "overwhelmed", "nonfinite", "wrong", "biased"]
 
@@ -114,15 +115,15 @@ class AlarmState:
     def __init__(self, rule: AlarmRule | None = None) -> None:
         self.rule = rule or AlarmRule()
         self._layers: dict[tuple[int, str | None], LayerState] = {}
-        self._linear: dict[tuple[int, str | None], LinearState] = {}
+        self._judged: dict[tuple[int, str | None], JudgedState] = {}
 
     def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
         """Take the next check, and return the alarms that it raises."""
         found: list[Alarm] = []
         for layer in check.layers:
             key = layer.layer, layer.module
-            if layer.is_linear:
-                found += self._linear.setdefault(key, LinearState()).update(check.step, layer)
+            if layer.is_judged:
+                found += self._judged.setdefault(key, JudgedState()).update(check.step, layer)
                 continue
             state = self._layers.get(key)
             if state is None or state.heads != layer.heads:
@@ -249,8 +250,8 @@ class LayerState:
         return "; ".join(parts)
 
 
-class LinearState:
-    """What the rule remembers of one layer of linear attention."""
+class JudgedState:
+    """What the rule remembers of one layer whose heads have verdicts."""
 
     def __init__(self) -> None:
         self._before: set[tuple[Kind, int]] = set()
@@ -260,20 +261,31 @@ class LinearState:
         """Take one check of the layer, and return the alarms that it raises."""
         now: set[tuple[Kind, int]] = {
             (_KIND_OF[label], int(head))
-            for label, flag in LINEAR_FLAGS.items()
+            for label, flag in JUDGED_FLAGS.items()
             for head in np.flatnonzero(layer.values[flag] > 0)
         }
-        again, self._before = now & self._before - self._raised, now
+        # An error at the edge of what rounding makes is "wrong" in one look and "lossy" in the next.
+        again = {one for one in now if {(kind, one[1]) for kind in _SEEN_WITH.get(one[0], (one[0],))} & self._before}
+        again -= self._raised
+        # Of heads that were not looked at, what the last look found still stands.
+        unseen = np.isnan(layer.values["lossy"])
+        self._before = now | {(kind, head) for kind, head in self._before if unseen[head]}
         self._raised |= again
+        what, advice = "linear attention", "Capture it (attn_diag.capture_linear) and run attn-diag inspect"
+        if layer.declared is not None:
+            what = f"attention declared {layer.declared}"
+            advice = (
+                f"Capture this layer (attn_diag.capture) and run attn-diag inspect --declared {layer.declared} on it"
+            )
         found = []
         for kind, head in sorted(again, key=lambda one: (one[1], one[0])):
             values = {name: float(v[head]) for name, v in layer.values.items() if math.isfinite(v[head])}
-            reason = (layer.words[head] if head < len(layer.words) else None) or f"linear attention is {kind}"
-            advice = "Capture it (attn_diag.capture_linear) and run attn-diag inspect"
+            reason = (layer.words[head] if head < len(layer.words) else None) or f"{what} is {kind}"
             found.append(Alarm(kind, step, layer.layer, head, layer.module, reason.rstrip("."), advice, values))
         return found
 
 
+_SEEN_WITH: dict[Kind, tuple[Kind, ...]] = {"wrong": ("wrong", "rounding"), "rounding": ("wrong", "rounding")}
 _KIND_OF: dict[str, Kind] = {"nonfinite": "nonfinite", "wrong": "wrong", "lossy": "rounding", "biased": "biased"}
 
 

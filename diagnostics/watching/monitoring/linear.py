@@ -16,7 +16,7 @@ from attn_diag.reference.linear import OF_HEADS
 from attn_diag.results.linear import LinearHead
 from attn_diag.watching.live.call import CallPlace
 from attn_diag.watching.live.linear_calls import LinearRecorder, replace_functions
-from attn_diag.watching.monitoring.record import LINEAR_FLAGS, LayerCheck
+from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck
 
 # Steps of all heads together that are looked at in a layer: 16 heads of a sequence of 1,024.
 _MOST = 2**14
@@ -101,8 +101,8 @@ def _checked(layer: int, module: str | None, heads: tuple[LinearHead, ...]) -> L
             numbers = (quantity.relative_error, quantity.factor)
             for name, value in zip(_names(quantity.quantity), numbers, strict=True):
                 values[name][number] = np.nan if value is None else value
-    values |= {flag: np.array([float(label in head.labels) for head in heads]) for label, flag in LINEAR_FLAGS.items()}
-    words = tuple(head.reasons[0] if head.labels[0] in LINEAR_FLAGS else None for head in heads)
+    values |= {flag: np.array([float(label in head.labels) for head in heads]) for label, flag in JUDGED_FLAGS.items()}
+    words = tuple(head.reasons[0] if head.labels[0] in JUDGED_FLAGS else None for head in heads)
     return LayerCheck(layer, module, values, words)
 
 

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_diag.errors import InputError
+from attn_diag.head.declared import require_declarable
 from attn_diag.results.wording import plural
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.choices import require_container, require_model
@@ -23,11 +24,13 @@ from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.sites import dropout_refusal
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
+from attn_diag.watching.monitoring.declared import DeclaredLayers, DeclaredSample
+from attn_diag.watching.monitoring.directions import PastDirections
 from attn_diag.watching.monitoring.figures import HeadMetrics, HeadSums
 from attn_diag.watching.monitoring.linear import LinearLayers
 from attn_diag.watching.monitoring.metrics import head_sums
-from attn_diag.watching.monitoring.record import LogFile, MonitorCheck, flat_metrics, table
-from attn_diag.watching.monitoring.reduction import LayerKey, Reduction
+from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table
+from attn_diag.watching.monitoring.reduction import LayerKey, Reduction, device_of
 from attn_diag.watching.monitoring.sample import Sample
 from attn_diag.watching.monitoring.sent import Sent
 from attn_diag.watching.monitoring.stacks import Key, alike, kind, stacks
@@ -36,10 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("attn_diag")
-# Weight of the newest check in the average of the predicted errors' directions: about the last ten count.
-_NEWEST = 0.1
 _HISTORY = 1000
-# Of so many calls of a layer samples are kept, at most, until one has its backward.
+# So many samples of a layer are kept, at most, until one has its backward.
 _MOST_WAITING = 4
 
 
@@ -62,7 +63,8 @@ class Monitor:
     math) dQ's error is measured instead, and held against what a well-rounded kernel's casts leave.
 
     flash-linear-attention's functions are met by name, and one call of each layer is judged as ``inspect_linear`` does,
-    on each rank for itself; the step waits for that. Inside a compiled model they are not seen.
+    on each rank for itself; the step waits for that. Inside a compiled model they are not seen. Attention that is
+    ``declared`` to be below 16 bits is judged so too, as ``inspect`` does: 0.6 s of a CPU's core a head of 256 rows.
 
     Behind RoPE or QK-norm dQ's share of error is known, not dW_Q's nor its coherence; ``attn_diag.capture`` and
     ``inspect`` know them there too.
@@ -85,6 +87,8 @@ class Monitor:
             ``monitoring.alarm.replay``); on rank 0.
         process_group: ranks to add up over; None: all.
         functions: other functions of linear attention, by the operator whose arguments they have.
+        declared: a recipe below 16 bits (fa3-fp8, sage1, …) that all watched layers are meant to be. Some heads of
+            each, whole sequences, are judged a check, the next ones after two.
         first_step: the number of the first step.
         history: checks of the run until then, where it is resumed: ``attn_diag.read_log(log)``. The alarm goes on as if
             nothing had happened; what it raised before is not raised again. Those from ``first_step`` on are left out.
@@ -92,7 +96,7 @@ class Monitor:
 
     Raises:
         InputError: the model is none, a number is below 1, a rate not above 0, a log cannot be written, an
-            operator is not known, or a history lacks a first step.
+            operator or a recipe is not known, or a history lacks a first step.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Monitor:
         log: str | os.PathLike[str] | None = None,
         process_group: ProcessGroup | None = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
+        declared: str | None = None,
         first_step: int = 0,
         history: Iterable[MonitorCheck] = (),
     ) -> None:
@@ -117,6 +122,7 @@ class Monitor:
             if not isinstance(number, int) or number < 1:
                 raise InputError(f"{name} must be a whole number, 1 or more, got {number!r}")
         require_container("layers", layers)
+        require_declarable(declared)
         if not false_alarm_rate > 0:
             raise InputError(f"false_alarm_rate must be above 0, got {false_alarm_rate}; 0.01 in 1,000 checks is usual")
         self.every, self.alarms = every, list[Alarm]()
@@ -131,16 +137,17 @@ class Monitor:
                 self._alarm_state.update(check)
         self._raised_at_newest, self._ended_at = 0, first_step
         self._taken: set[Key] = set()
-        self._open: dict[Key, dict[int, Sample]] = {}
+        self._open: dict[Key, dict[int, Sample | DeclaredSample]] = {}
         self._in_vain: set[Key] = set()
-        self._complete: dict[Key, Sample] = {}
-        self._past: dict[Key, Tensor] = {}
+        self._complete: dict[Key, Sample | DeclaredSample] = {}
+        self._past = PastDirections()
         self._sent: deque[Sent] = deque()
         self._trains = self._refused = False
         self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_file = LogFile(None if rank() else log)
         level = self._alarm_state.rule.false_alarm_rate / 1000
         self._linear = LinearLayers(self._linear_begins, functions, sequences, level)
+        self._declared = None if declared is None else DeclaredLayers(declared, sequences, level)
         self._watch: Watch | None = Watch(model, self, first_step)
         self._watch.start()
         self._whole = model is not None and is_run_compiled(model)
@@ -236,7 +243,8 @@ class Monitor:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
-        sample = Sample.of(call, self._sequences, self._rows)
+        by = self._declared
+        sample = Sample.of(call, self._sequences, self._rows) if by is None else by.sample(call)
         call.let_go()
         self._take(call.place)
         if call.awaits_backward:
@@ -300,7 +308,8 @@ class Monitor:
         self._log_file.take_back(step)
 
     def _finish(self, step: int) -> None:
-        samples, self._complete = self._complete, {}
+        complete, self._complete = self._complete, {}
+        samples = {key: sample for key, sample in complete.items() if isinstance(sample, Sample)}
         self._taken.clear()
         self._in_vain.update(self._open)
         self._open.clear()
@@ -312,10 +321,8 @@ class Monitor:
                 done |= watch.guarded(self._measured)(keys, those, temporaries) or {}
         if self._reduction is not None:
             done = self._reduce(self._reduction, done)
-        linear, unknown = ([], []) if watch is None else watch.guarded(self._linear.finish)() or ([], [])
-        for reason in unknown:
-            self._warn(f"linear attention is not monitored: {reason}")
-        if not done and not linear:
+        judged = self._judged({k: s for k, s in complete.items() if isinstance(s, DeclaredSample)})
+        if not done and not judged:
             if watch is not None and watch.calls_seen and not self._refused:
                 self._warn(UNFINISHED)
             return
@@ -324,43 +331,35 @@ class Monitor:
             done, lambda key: (kind(done[key].sums), kind(done[key].sketches), kind(self._past.get(key)))
         ):
             sums = HeadSums.joined([done[key] for key in keys])
-            found.append((keys, sums.metrics(self._past_of(keys))))
+            found.append((keys, sums.metrics(self._past.of(keys))))
             if sums.sketches is not None:
-                self._remember(keys, sums.sketches[0])
-        self._sent.append(Sent(step, found, linear))
+                self._past.remember(keys, sums.sketches[0])
+        self._sent.append(Sent(step, found, judged))
+
+    def _judged(self, declared: Mapping[Key, DeclaredSample]) -> list[LayerCheck]:
+        """The layers that are judged as ``inspect`` judges: of linear attention, and declared ones."""
+        if (watch := self._watch) is None:
+            return []
+        found, unknown = watch.guarded(self._linear.finish)() or ([], [])
+        reasons = [f"linear attention is not monitored: {reason}" for reason in unknown]
+        if self._declared is not None:
+            more, unknown = watch.guarded(self._declared.judge)(declared) or ([], [])
+            found, reasons = found + more, reasons + [f"declared attention is not monitored: {r}" for r in unknown]
+        for reason in reasons:
+            watch.warn_once(reason)
+        return found
 
     def _measured(self, keys: list[Key], those: list[Sample], temporaries: int) -> dict[Key, HeadSums]:
         alone = self._reduction is None
-        sums = head_sums(Sample.stacked(those), self._past_of(keys), alone=alone, temporaries=temporaries)
+        sums = head_sums(Sample.stacked(those), self._past.of(keys), alone=alone, temporaries=temporaries)
         return dict(zip(keys, sums.split(len(keys)), strict=True))
-
-    def _past_of(self, keys: Iterable[Key]) -> Tensor | None:
-        """The average of earlier checks' errors, of layers that all have one or have none."""
-        past = [self._past[key] for key in keys if key in self._past]
-        return torch.cat(past) if past else None
 
     def _reduce(self, reduction: Reduction, done: dict[Key, HeadSums]) -> dict[Key, HeadSums]:
         names = {LayerKey.of(*key, sums): key for key, sums in done.items()}
-        found = reduction.reduce({name: done[key] for name, key in names.items()}, self._device(done))
+        found = reduction.reduce({name: done[key] for name, key in names.items()}, device_of(done))
         if reduction.unknown:
             self._warn(f"layers that no rank had at the first check are left out: {sorted(reduction.unknown)}")
         return {names.get(name, (name.layer, name.module or None)): sums for name, sums in found.items()}
-
-    def _device(self, done: Mapping[Key, HeadSums]) -> torch.device:
-        for sums in done.values():
-            return sums.sums.device
-        if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
-    def _remember(self, keys: list[Key], error: Tensor) -> None:
-        """Average the directions of the predicted errors of dW_Q, [L * Hq, D, c]."""
-        length = torch.linalg.vector_norm(error, dim=(1, 2), keepdim=True)
-        direction = torch.where((length > 0) & (length < torch.inf), error / length, 0.0)
-        past = self._past_of(keys)
-        if past is not None and past.shape == direction.shape:
-            direction = past.lerp_(direction, _NEWEST)
-        self._past |= zip(keys, direction.chunk(len(keys)), strict=True)
 
     def _read(self, *, wait: bool) -> None:
         while self._sent and (wait or self._sent[0].ready()):

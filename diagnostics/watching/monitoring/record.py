@@ -26,8 +26,8 @@ _COLUMNS = (
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
 _ALARMS = 3
-# Of linear attention's verdict, by label: the metric that is 1 where a head has it.
-LINEAR_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
+# Of the verdict on linear and declared attention, by label: the metric that is 1 where a head has it.
+JUDGED_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,17 @@ class LayerCheck:
     module: str | None
     """Its dotted name; None outside a model."""
     values: Mapping[str, Values]
-    """Metric name -> one value a head, [Hq]; NaN where unknown. Of linear attention "o_error" (relative), "o_factor"
-    (over a well-rounded kernel's) and so on of each gradient, and 1 or 0 for "wrong", "lossy", "biased"."""
+    """Metric name -> one value a head, [Hq]; NaN where unknown. Of linear attention, and of a recipe that is declared,
+    "o_error" (relative), "o_factor" (over a well-rounded kernel's, or the recipe's) and so on of each gradient, and 1
+    or 0 for "wrong", "lossy", "biased"."""
     words: tuple[str | None, ...] = ()
-    """Of linear attention, one a head: why it is wrong, lossy or biased; None where it is not."""
+    """Of these, one a head: why it is wrong, lossy or biased; None where it is not."""
+    declared: str | None = None
+    """The recipe below 16 bits that it is held against."""
 
     @property
-    def is_linear(self) -> bool:
-        """Whether it is linear attention."""
+    def is_judged(self) -> bool:
+        """Whether each head has a verdict: it is linear attention, or declared."""
         return "lossy" in self.values
 
     @property
@@ -69,11 +72,12 @@ class MonitorCheck:
     def to_json(self) -> str:
         """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}.
 
-        Layers of linear attention have "words" too, a sentence a head or null.
+        Layers of linear attention and declared ones have "words" too, a sentence a head or null, these "declared".
         """
         layers = [
             {"layer": c.layer, "module": c.module, "metrics": {n: [_plain(x) for x in v] for n, v in c.values.items()}}
             | ({"words": c.words} if c.words else {})
+            | ({"declared": c.declared} if c.declared else {})
             for c in self.layers
         ]
         return json.dumps({"step": self.step, "layers": layers}, separators=(",", ":"))
@@ -85,7 +89,8 @@ class MonitorCheck:
         for c in found["layers"]:
             # numpy reads null as NaN, and "Infinity".
             metrics = {name: np.array(values, dtype=np.float64) for name, values in c["metrics"].items()}
-            layers.append(LayerCheck(c["layer"], c["module"], metrics, tuple(c.get("words", ()))))
+            words = tuple(c.get("words", ()))
+            layers.append(LayerCheck(c["layer"], c["module"], metrics, words, c.get("declared")))
         return cls(found["step"], tuple(layers))
 
 
@@ -155,7 +160,7 @@ def with_growth(check: MonitorCheck, before: MonitorCheck | None) -> MonitorChec
     known = {(c.layer, c.module, c.heads): c.values for c in before.layers} if before is not None and steps > 0 else {}
     layers = []
     for layer in check.layers:
-        if layer.is_linear:
+        if layer.is_judged:
             layers.append(layer)
             continue
         old, unknown = known.get((layer.layer, layer.module, layer.heads), {}), np.full(layer.heads, math.nan)
@@ -191,7 +196,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
     if check is None:
         return "no check yet"
-    softmax = [layer for layer in check.layers if not layer.is_linear]
+    softmax = [layer for layer in check.layers if not layer.is_judged]
     shown = [c for c in _COLUMNS if any(np.isfinite(layer.values[c[0]]).any() for layer in softmax)]
     rows = [["layer", "head", *(title for _, title, _ in shown)]] if softmax else []
     for layer in softmax:
@@ -200,7 +205,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
         cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
     lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows)]
-    lines += _aligned(_of_linear([layer for layer in check.layers if layer.is_linear]))
+    lines += _aligned(_of_judged([layer for layer in check.layers if layer.is_judged]))
     for alarm in alarms[:_ALARMS]:
         lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
     if len(alarms) > _ALARMS:
@@ -213,9 +218,11 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _of_linear(layers: Sequence[LayerCheck]) -> list[list[str]]:
-    """Each layer's quantity with the largest error beside a well-rounded kernel's, or the largest where none is."""
-    rows = [["layer", "head", "linear", "error", "x well-rounded", "found"]] if layers else []
+def _of_judged(layers: Sequence[LayerCheck]) -> list[list[str]]:
+    """Each layer's quantity with the largest error beside its yardstick's, or the largest where none is."""
+    declared = next((layer.declared for layer in layers if layer.declared), None)
+    heads = ["linear", "error", "x well-rounded"] if declared is None else ["declared", "error", f"x {declared}"]
+    rows = [["layer", "head", *heads, "found"]] if layers else []
     for layer in layers:
         errors = [name for name in layer.values if name.endswith("_error")]
         ranked = []
@@ -228,7 +235,7 @@ def _of_linear(layers: Sequence[LayerCheck]) -> list[list[str]]:
         if ranked:
             _, _, number, head, factor = max(ranked)
             name = errors[-number]
-            found = [label for label, flag in LINEAR_FLAGS.items() if layer.values[flag][head]]
+            found = [label for label, flag in JUDGED_FLAGS.items() if layer.values[flag][head]]
             error = format(layer.values[name][head], ".2%").replace("%", " %")
             beside = format(factor, ".2f") if math.isfinite(factor) else "-"
             rows.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,15 @@ class LayerKey:
         """Name a layer by its number, its module and the shapes of its sums."""
         dim, columns = (0, 0) if sums.sketches is None else sums.sketches.shape[2:]
         return cls(layer, "" if module is None else module, len(sums.sums), dim, columns)
+
+
+def device_of(sums: Mapping[Any, HeadSums]) -> torch.device:
+    """Where a rank's sums are; where it has none, where collectives want them."""
+    for one in sums.values():
+        return one.sums.device
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class Reduction:
