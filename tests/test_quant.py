@@ -385,3 +385,12 @@ def test_a_declared_object_is_a_name_too() -> None:
     own = Quantizer("mine", "e2m1", "32", "e8m0:down", 4.0)
     w = weight(12)
     assert attn_diag.quant(w, own, observed=made("mxfp4")(w)).headline == "the values are mine's"
+
+
+def test_how_far_it_is_is_told() -> None:
+    w, told = torch.randn(16, 64), list[tuple[int, int]]()
+    values = attn_diag.quantize(w, "int8").values
+    attn_diag.quant(w, "int4", observed=values, x=w, dy=torch.randn(16, 16), progress=lambda *at: told.append(at))
+    assert told == sorted(told)
+    assert {at[1] for at in told} == {300}
+    assert [any(low <= done < low + 100 for done, _ in told) for low in (0, 100, 200)] == [True] * 3

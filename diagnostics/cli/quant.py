@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attn_diag.cli.delivery import Delivery
+from attn_diag.cli.delivery import Delivery, progress_bar
 from attn_diag.cli.options import Device, Html, Level, command
 
 
@@ -53,9 +53,10 @@ def quant(
 
     delivery.require_apart([file], [html], what="the file to be read")
     layer = read_layer(file, weight, quantizer, changes or [], device)
-    found = run(
-        layer.w, layer.by, observed=layer.observed, x=layer.x, dy=layer.dy, engine=layer.engine, level=level,
-        source=str(file),
-    )  # fmt: skip
+    with progress_bar("steps") as progress:
+        found = run(
+            layer.w, layer.by, observed=layer.observed, x=layer.x, dy=layer.dy, engine=layer.engine, level=level,
+            source=str(file), progress=progress,
+        )  # fmt: skip
     delivery.deliver(found, html)
     return 0 if found.passed else 1

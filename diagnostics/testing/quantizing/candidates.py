@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import Quantized, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Integers, Quantizer
 from attn_diag.results.quant import QuantizerMatch
+from attn_diag.work import Progress, part_of, silent
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
@@ -29,6 +31,8 @@ _ARITHMETICS: dict[Arithmetic, str] = {
 _ROWS = 128
 _PAIRS_OF = 4
 _KEPT = 4
+# Of so many sets of candidates at most, one after the other.
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> flo
 
 
 def identify(
-    w: Tensor, observed: Tensor, declared: Quantizer | None
+    w: Tensor, observed: Tensor, declared: Quantizer | None, progress: Progress = silent
 ) -> tuple[list[QuantizerMatch], PossibleQuantizer | None]:
     """The declared quantiser and those that come nearest, best first, and the one that made the values, if one did.
 
@@ -80,12 +84,16 @@ def identify(
         w: The weight, [R, C].
         observed: What became of it, of its shape.
         declared: The quantiser that should have done it; None: any preset may have.
+        progress: Called with (done, total) after each candidate.
     """
     starts = _presets() if declared is None else _as_declared(declared)
     tried: dict[str, tuple[float, PossibleQuantizer]] = {}
+    attempts = count()
 
     def attempt(candidates: Sequence[PossibleQuantizer]) -> float:
-        for candidate in candidates:
+        listen = part_of(progress, next(attempts), _ATTEMPTS) or silent
+        for number, candidate in enumerate(candidates):
+            listen(number, len(candidates))
             if candidate.words not in tried:
                 rows = slice(None) if _looks_beyond_rows(candidate.by) else slice(_ROWS)
                 share = equal_part(candidate, w[rows], observed[rows])
@@ -97,8 +105,8 @@ def identify(
                 tried[candidate.words] = share, candidate
         return max((share for share, _ in tried.values()), default=0.0)
 
-    def best(count: int) -> list[PossibleQuantizer]:
-        return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:count]]
+    def best(most: int) -> list[PossibleQuantizer]:
+        return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:most]]
 
     if attempt(starts) < 1:
         bases, meant = best(_PAIRS_OF if declared is None else 1), list[PossibleQuantizer]()

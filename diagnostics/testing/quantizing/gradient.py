@@ -23,6 +23,7 @@ from attn_diag.kernels.formats import Rounding
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import StraightThrough
+from attn_diag.work import Progress, silent
 
 Values = Callable[[Tensor], Tensor]
 DRAWS = 64
@@ -48,8 +49,9 @@ def spacing_of(w: Tensor, by: Quantizer) -> Tensor:
 
 
 def straight_through(
-    w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, draws: int = DRAWS, seed: int = 0
-) -> StraightThrough:
+    w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, draws: int = DRAWS, seed: int = 0,
+    progress: Progress = silent,
+) -> StraightThrough:  # fmt: skip
     """Compare them.
 
     Args:
@@ -60,6 +62,7 @@ def straight_through(
         values: The fake quantiser as a function, differentiable by its own rule; None: ``by`` and dy xᵀ as it is.
         draws: Of the dither.
         seed: Starts them.
+        progress: Called with (done, total) after each draw.
     """
     gradient = dy.T @ x
     given = gradient
@@ -77,7 +80,8 @@ def straight_through(
     moved = torch.zeros_like(w)
     gains = []
     whole = float(said.sum())
-    for _ in range(draws):
+    for draw in range(draws):
+        progress(draw, draws)
         u = (torch.rand(w.shape, generator=generator, device=w.device, dtype=torch.float64) - 0.5) * spacing
         with torch.no_grad():
             difference = (values(w + u + step).double() - values(w + u - step).double()) / 2

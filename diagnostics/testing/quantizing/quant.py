@@ -20,6 +20,7 @@ from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, straight_through
+from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
 
@@ -34,6 +35,7 @@ def quant(
     engine: Tensor | str | Quantizer | None = None,
     level: float = 0.01,
     source: str = "tensors",
+    progress: Progress | None = None,
 ) -> Quant:
     """What a fake quantiser does to a weight: its signed error, what that consists of, and what others would leave.
 
@@ -56,6 +58,7 @@ def quant(
             trainer): its values, or its quantiser.
         level: Significance level of the tests.
         source: Where the tensors come from, for the report.
+        progress: Called with (done, total) as the work goes on.
 
     Returns:
         A ``Quant``.
@@ -64,6 +67,7 @@ def quant(
         InputError: Shapes, dtypes or values that cannot be, or neither a quantiser nor observed values.
     """
     require_level(level)
+    searched, drawn, compared = (part_of(progress, number, 3) or silent for number in range(3))
     declared = quantizer(by) if by is not None else None
     w = w.detach()
     function = None if observed is None or isinstance(observed, Tensor) else observed
@@ -78,7 +82,7 @@ def quant(
         values = None
     else:
         values = observed.detach().to(w.device)
-        matches, made = identify(w, values, declared)
+        matches, made = identify(w, values, declared, searched)
     shown = made.by if made is not None else declared
     exact = w.double()
     errors = _errors(exact, values, made)
@@ -90,7 +94,7 @@ def quant(
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = function if function is not None else None if made is None else _values_of(made)
-        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own)
+        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn)
     other = None
     if engine is not None:
         other = beside_engine(w, exact + errors.error, shown, engine, rows)
@@ -116,7 +120,7 @@ def quant(
         level=level,
         parts=tuple(errors.parts()),
         output=None if rows is None else errors.output(rows),
-        alternatives=tuple(_alternatives(exact, rows, shown)) if shown is not None else (),
+        alternatives=tuple(_alternatives(exact, rows, shown, compared)) if shown is not None else (),
         next=following,
         gradient=gradient,
         engine=other,
@@ -256,7 +260,7 @@ def _notes(means: Means, level: float, made: PossibleQuantizer | None) -> Iterat
             )
 
 
-def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer) -> Iterator[Alternative]:
+def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer, progress: Progress) -> Iterator[Alternative]:
     """What others leave: the next blocks, the other symmetry and rule of scale, dithering, a search."""
     changes: list[tuple[str, dict[str, object]]] = [("as it is", {})]
     if by.block.isdigit():
@@ -274,7 +278,8 @@ def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer) -> Iterator[Altern
         changes.append(
             ("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})
         )
-    for words, change in changes:
+    for number, (words, change) in enumerate(changes):
+        progress(number, len(changes))
         name = " ".join([by.name, *(f"{k}={v}" for k, v in change.items() if k != "search")])
         other = replace(by, **{"name": name, **change})  # type: ignore[arg-type]
         if change and replace(other, name=by.name) == by:
