@@ -13,9 +13,10 @@ from torch import Tensor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.reference.linear import LINEAR_OPERATORS
+from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 from attn_diag.testing.names import choose_names
-from attn_diag.testing.target import fingerprint
+from attn_diag.testing.target import MisfitError, fingerprint
 
 # Two sequences, off every chunk, so that the last of each is not full.
 SHAPE = (2, 200, 2, 32)
@@ -86,11 +87,10 @@ def draw(name: str, operator: str, seed: int, *, dtype: torch.dtype, shape: Sequ
     b = 1 if case.packed else b
     own = zlib.crc32(f"{name} {seed}".encode())
     make = torch.Generator().manual_seed(own)
-    h, few = (4, 2) if case.shared else (h, None)
-    drawn = linear_inputs(operator, (b, t, h, d, d), own, kind=case.kind, key_heads=few)
-    if few is not None:
-        # Their own a and b follow k.
-        drawn |= {x: drawn[x].repeat_interleave(h // drawn[x].shape[2], 2) for x in ("a", "b") if x in drawn}
+    h = 4 if case.shared else h
+    drawn = linear_inputs(operator, (b, t, h, d, d), own, kind=case.kind)
+    if case.shared:
+        drawn |= {x: drawn[x][:, :, ::2] for x in ("q", "k")}
     tensors: dict[str, Tensor] = rounded(drawn, dtype)
     tensors["do"] = torch.randn(b, t, h, d, generator=make).to(dtype)
     if case.state:
@@ -100,6 +100,29 @@ def draw(name: str, operator: str, seed: int, *, dtype: torch.dtype, shape: Sequ
     if case.packed:
         tensors["cu_seqlens"] = torch.tensor([0, *_PACKED]).cumsum(0).to(torch.int32)
     return LinearCapture(operator, tensors, source=name)
+
+
+def usable_length(
+    function: LinearFunction, operator: str, dtype: torch.dtype, head_dim: int, seed: int
+) -> tuple[int, list[str]]:
+    """T of the suite, and a note: whole chunks where the function raises on others and not on these.
+
+    Args:
+        function: What is asked.
+        operator, dtype, seed: As for ``draw``.
+        head_dim: D.
+    """
+    said = []
+    for length in (SHAPE[1], WHOLE_CHUNKS):
+        try:
+            shape = (1, length, SHAPE[2], head_dim)
+            function.run(draw("normal", operator, seed, dtype=dtype, shape=shape), gradients=False)
+        except MisfitError as error:
+            said.append(str(error))
+            continue
+        note = f"T is {length} in place of {SHAPE[1]}, which the function does not take: {said[0]}" if said else ""
+        return length, [note] if note else []
+    return SHAPE[1], []
 
 
 def of_captures(captures: Sequence[LinearCapture], operator: str) -> list[LinearCapture]:

@@ -25,12 +25,12 @@ from attn_diag.testing.linear.cases import (
     CASES,
     MAY_REFUSE,
     SHAPE,
-    WHOLE_CHUNKS,
     choose,
     draw,
     fingerprint_of,
     inputs_alone,
     of_captures,
+    usable_length,
     with_outputs,
 )
 from attn_diag.testing.linear.function import LinearFunction, LinearFunctionGiven
@@ -131,7 +131,7 @@ def check_linear(
         if head_dim < 8:
             raise InputError(f"head_dim must be at least 8, got {head_dim}")
         function = LinearFunction.of(target, operator, name, device=where)  # type: ignore[arg-type]
-        length, notes = _length(function, operator, dtype, head_dim, seed)
+        length, notes = usable_length(function, operator, dtype, head_dim, seed)
         shape = (SHAPE[0], length, SHAPE[2], head_dim)
         inputs = [draw(n, operator, seed, dtype=dtype, shape=shape) for n in choose(cases, operator)]
         inputs += of_captures(captures, operator)
@@ -169,23 +169,6 @@ def check_linear(
         cases=tuple(r.case for r in ran), failures=tuple(failures), notes=tuple(dict.fromkeys(run.notes)),
         tests=run.tests, saved=saved, operator=operator or inputs[0].operator,
     )  # fmt: skip
-
-
-def _length(
-    function: LinearFunction, operator: str, dtype: torch.dtype, head_dim: int, seed: int
-) -> tuple[int, list[str]]:
-    """T of the suite, and a note: whole chunks where the function raises on others and not on these."""
-    said = []
-    for length in (SHAPE[1], WHOLE_CHUNKS):
-        try:
-            shape = (1, length, SHAPE[2], head_dim)
-            function.run(draw("normal", operator, seed, dtype=dtype, shape=shape), gradients=False)
-        except MisfitError as error:
-            said.append(str(error))
-            continue
-        note = f"T is {length} in place of {SHAPE[1]}, which the function does not take: {said[0]}" if said else ""
-        return length, [note] if note else []
-    return SHAPE[1], []
 
 
 def _are_captures(target: object) -> bool:
@@ -376,7 +359,7 @@ def capture_of_linear_case(
         function = LinearFunction.of(target, operator, name, device=pick_device(device))  # type: ignore[arg-type]
         case = case.removesuffix(SECOND)
         if case in CASES:
-            shape = (SHAPE[0], _length(function, operator, dtype, head_dim, seed)[0], SHAPE[2], head_dim)
+            shape = (SHAPE[0], usable_length(function, operator, dtype, head_dim, seed)[0], SHAPE[2], head_dim)
             inputs = draw(case, operator, seed, dtype=dtype, shape=shape)
         else:
             (inputs,) = (c for c in of_captures(captures, operator) if c.source == case)

@@ -103,6 +103,11 @@ class LinearFunction:
         """The name of its argument that is the chunk's size; None: it has none."""
         return next((name for name in _CHUNKS if name in self.parameters), None)
 
+    @property
+    def takes_packed(self) -> bool:
+        """Whether it can be given packed sequences."""
+        return self.fn is None or "cu_seqlens" in self.parameters
+
     def takes(self, name: str) -> bool:
         """Whether it can be given a tensor of the operator's (of an emulated kernel: all)."""
         return self.fn is None or self._parameter(name) is not None
