@@ -79,6 +79,12 @@ def of_fault(operator: str, fault: Fault, seeds: range) -> dict[str, Any]:
     return {**counts, "causes": dict(named), "must": list(fault.cause)}
 
 
+def kept(file: Path | None, table: dict[str, Any]) -> None:
+    """What is measured so far."""
+    if file is not None:
+        file.write_text(json.dumps(table, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=10)
@@ -98,6 +104,7 @@ def main() -> None:
                 failures += [f"seed {seed} {dtype}: {f.message}" for f in report.failures]
                 runs += 1
         table["healthy"][name] = {"runs": runs, "accusations": failures}
+        kept(options.json, table)
         print(f"{name}: {len(failures)} accusations in {runs} runs, {time.perf_counter() - begun:.0f} s", flush=True)
         print("".join(f"    {f}\n" for f in failures[:4]), end="", flush=True)
     for operator, faults in (("gated_delta_rule", DELTA_RULE), ("mamba2", MAMBA)):
@@ -108,9 +115,8 @@ def main() -> None:
                 continue
             found = of_fault(operator, fault, seeds)
             table["planted"][f"{operator}: {fault.name}"] = found
+            kept(options.json, table)
             print(f"{operator}: {fault.name}: {found}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(table, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from attn_diag.analyses.linear_causes import CAUSES
 from attn_diag.results.check import CheckReport
 
 DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]
+BROKEN_MAMBA = ("no inter-chunk term", "no gradient of the decay")
 TRIED = ("no inter-chunk term", "last step of a chunk not written", "initial state transposed", "scale twice")
 NAMED = [fault for fault in DELTA_RULE if fault.name in TRIED]
 

@@ -37,13 +37,10 @@ ALIASES = {
         "query": "q", "key": "k", "value": "v",
     },
     "rwkv7": {"r": "q", "w": "g", "dr": "dq", "dw": "dg"},
-    "mamba2": {
-        "C": "q", "B": "k", "x": "v", "dC": "dq", "dB": "dk", "dx": "dv", "hidden_states": "v",
-        "initial_states": "initial_state",
-    },
+    "mamba2": {"C": "q", "B": "k", "x": "v", "dC": "dq", "dB": "dk", "dx": "dv", "hidden_states": "v"},
 }  # fmt: skip
-# Arguments of functions whose states are [V, K], as mamba_ssm's and Hugging Face's Mamba-2.
-VALUES_FIRST = ("initial_states",)
+# What mamba_ssm's and Hugging Face's Mamba-2 call an initial state: theirs are [V, K], the last one too.
+VALUES_FIRST = "initial_states"
 _GIVEN = ("do", "dfinal_state", "initial_state", "cu_seqlens")
 _OPTIONS = ("scale", "l2norm", "normalize", "operator", "kind")
 

@@ -124,6 +124,8 @@ class LinearFunction:
         """What it calls a tensor of the operator's; None: it does not take it."""
         known = ALIASES[""] | ALIASES[self.operator] if self.operator in ALIASES else ALIASES[""]
         parameters = self.parameters
+        if name == "initial_state" and self._values_first:
+            return VALUES_FIRST
         names = [theirs for theirs, ours in known.items() if ours == name and theirs in parameters]
         if name in parameters or names:
             return name if name in parameters else names[0]
@@ -157,7 +159,8 @@ class LinearFunction:
         with reported("", _shapes(capture)), torch.set_grad_enabled(gradients):
             args, given = self._in_order(self._arguments(leaves, capture))
             found = self.fn(*args, **given)
-        o, state, *_ = *(found if isinstance(found, tuple | list) and found else [found]), None
+        several: list[Any] = list(found) if isinstance(found, tuple | list) and found else [found]
+        o, state = several[0], several[1] if len(several) > 1 else None
         outputs = {"o": _like(o, "o", capture.tensors["v"].shape)}
         if isinstance(state, Tensor):
             state = state.mT if self._values_first else state
@@ -173,7 +176,7 @@ class LinearFunction:
 
     @property
     def _values_first(self) -> bool:
-        return any(name in self.parameters for name in VALUES_FIRST)
+        return VALUES_FIRST in self.parameters
 
     def _arguments(self, leaves: Mapping[str, Tensor], capture: LinearCapture) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -183,7 +186,7 @@ class LinearFunction:
                 raise MisfitError(
                     f"it takes no {name}, which these inputs have (arguments: {_listed(self.parameters)})"
                 )
-            given[theirs] = leaf.mT if theirs in VALUES_FIRST else leaf
+            given[theirs] = leaf.mT if theirs == VALUES_FIRST else leaf
         parameters = self.parameters
         if "cu_seqlens" in capture.tensors:
             if "cu_seqlens" not in parameters:
@@ -195,9 +198,9 @@ class LinearFunction:
         elif capture.call.used_scale != own:
             raise MisfitError(f"it takes no scale, and that of these inputs is {capture.call.used_scale:g}")
         for switch, names in _SWITCHES.items():
-            name = next((n for n in names if n in parameters), None)
-            if name is not None:
-                given[name] = getattr(capture, switch)
+            own_name = next((n for n in names if n in parameters), None)
+            if own_name is not None:
+                given[own_name] = getattr(capture, switch)
             elif getattr(capture, switch):
                 raise MisfitError(f"it takes no {names[0]}, which these inputs ask for")
         given |= {name: True for name in _WANTED if name in parameters}
