@@ -218,7 +218,7 @@ def _shared(s: LinearSetting) -> list[LinearPath] | str:
 
     def select(name: str, x: Tensor) -> Tensor:
         # Heads that share a key head add their gradients.
-        return x.double().unflatten(2, (-1, 2)).sum(3) if name in ("dq", "dk") else x
+        return x.double().view(*x.shape[:2], -1, 2, x.shape[3]).sum(3) if name in ("dq", "dk") else x
 
     one, other = replace(s.base, tensors=few), replace(s.base, tensors=many)
     return [LinearPath(f"{heads // 2} key heads for {heads}", one, _whole, select, other)]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def check_linear(
         known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
         raise InputError(f"dtype must be one of {known}, got {dtype}: errors are held to kernels known for these")
     where = pick_device(device)
-    stored = [target] if isinstance(target, LinearCapture) else target if _are_captures(target) else None
+    stored = _captures(target)
     function, source, backend, notes = None, name or "stored outputs", "stored", list[str]()
     if stored is not None:
         if cases is not None or captures:
@@ -154,7 +154,8 @@ def check_linear(
     if path is not None and not save and not update:
         run.notes += which_words(path, subject, key, entry)
     ran = run.every(inputs, progress)
-    failures, saved = [f for r in ran for f in r.failures], None
+    failures = [f for r in ran for f in r.failures]
+    saved: Literal["saved", "updated"] | None = None
     if (save or update) and path is not None:
         if any(f.kind in BROKEN for f in failures):
             run.notes.append(f"nothing was written to {path}: what is broken cannot be a baseline")
@@ -171,9 +172,14 @@ def check_linear(
     )  # fmt: skip
 
 
-def _are_captures(target: object) -> bool:
-    listed = isinstance(target, Sequence) and not isinstance(target, str)
-    return listed and bool(target) and all(isinstance(c, LinearCapture) for c in target)  # type: ignore[attr-defined]
+def _captures(target: object) -> list[LinearCapture] | None:
+    """The captures whose stored outputs are to be judged; None where ``target`` is something that is run."""
+    if isinstance(target, LinearCapture):
+        return [target]
+    if isinstance(target, str) or not isinstance(target, Sequence):
+        return None
+    found = [c for c in target if isinstance(c, LinearCapture)]
+    return found if found and len(found) == len(target) else None
 
 
 def _observed(capture: LinearCapture, observation: str | None) -> LinearCapture:
@@ -353,7 +359,7 @@ def capture_of_linear_case(
     Returns:
         None where there is nothing to inspect: the function raises, or ``target`` is captures.
     """
-    if operator is None or isinstance(target, LinearCapture) or _are_captures(target):
+    if operator is None or _captures(target) is not None:
         return None
     try:
         function = LinearFunction.of(target, operator, name, device=pick_device(device))  # type: ignore[arg-type]
