@@ -17,8 +17,8 @@ from attn_diag.analyses.linear_causes import CAUSES
 from attn_diag.results.check import CheckReport
 
 DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]
-BROKEN_MAMBA = ("no inter-chunk term", "no gradient of the decay")
-TRIED = ("no inter-chunk term", "last step of a chunk not written", "initial state transposed", "scale twice")
+BROKEN_MAMBA = ("no inter-chunk term",)
+TRIED = ("no inter-chunk term", "initial state transposed")
 NAMED = [fault for fault in DELTA_RULE if fault.name in TRIED]
 
 
@@ -34,6 +34,11 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, 
     return torch.stack(outs, 1).bfloat16()
 
 
+def fine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+    """The same with a state in fp32."""
+    return gla(q, k, v, g, scale, coarse=False)
+
+
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     del k, v
     return q
@@ -47,7 +52,7 @@ def causes(report: CheckReport) -> set[str]:
 
 @pytest.mark.parametrize("operator", [DELTA, "mamba2"])
 def test_what_others_wrote_passes(operator: str) -> None:
-    found = attn_diag.check_linear(foreign(operator), operator, cases=[*QUICK, "shared-heads", "short"])
+    found = attn_diag.check_linear(foreign(operator), operator, cases=[*QUICK, "shared-heads"], head_dim=16)
     assert found.passed, found.report()
     assert {"o", "final_state", "dq", "dinitial_state"} <= set(found.cases[1].outputs)
     assert all(case.deterministic for case in found.cases)
@@ -55,7 +60,7 @@ def test_what_others_wrote_passes(operator: str) -> None:
 
 @pytest.mark.parametrize("fault", NAMED, ids=lambda fault: fault.name)
 def test_one_broken_line_is_named_and_nothing_else(fault: Any) -> None:
-    found = attn_diag.check_linear(planted(DELTA, fault), DELTA, cases=["initial-state"])
+    found = attn_diag.check_linear(planted(DELTA, fault), DELTA, cases=["initial-state"], head_dim=16)
     assert not found.passed
     assert causes(found) & {*fault.cause}, found.report()
     assert not causes(found) - {*fault.cause, "zero", "factor"}, found.report()
@@ -67,21 +72,23 @@ def test_one_broken_line_is_named_and_nothing_else(fault: Any) -> None:
     ids=lambda fault: fault.name,
 )
 def test_one_broken_line_of_mamba_is_found(fault: Any) -> None:
-    found = attn_diag.check_linear(planted("mamba2", fault), "mamba2", cases=["initial-state"])
+    found = attn_diag.check_linear(planted("mamba2", fault), "mamba2", cases=["initial-state"], head_dim=16)
     assert not found.passed
     assert not fault.cause or causes(found) & {*fault.cause}, found.report()
 
 
 def test_a_state_in_bf16_is_rounding_and_named_in_every_gradient() -> None:
     # Autograd rounds the state's gradient as well: dK and dV were said to be beyond any rounding.
-    found = attn_diag.check_linear(gla, "gla", cases=["long"])
+    found = attn_diag.check_linear(gla, "gla", cases=["long"], head_dim=16)
     assert {f.kind for f in found.failures} == {"lossy"}, found.report()
     assert causes(found) == {"state_step"}
     assert {f.quantity for f in found.failures} >= {"o", "dq", "dk", "dv"}
 
 
 def test_what_a_function_does_not_take_is_said() -> None:
-    found = attn_diag.check_linear(lambda q, k, v, g, scale: gla(q, k, v, g, scale, coarse=False), "gla", level=0.01)
+    found = attn_diag.check_linear(
+        lambda q, k, v, g, scale: gla(q, k, v, g, scale, coarse=False), "gla", cases=None, head_dim=8
+    )
     assert found.passed, found.report()
     assert {case.name for case in found.cases} >= {"normal", "long", "peaked"}
     assert "initial-state was not run: it takes no initial state" in found.notes
@@ -100,16 +107,13 @@ def test_what_a_function_does_not_take_is_said() -> None:
 
 
 def test_growth_since_a_baseline(tmp_path: Path) -> None:
-    file, options = tmp_path / "gla.json", {"cases": ["long"], "name": "gla"}
+    file, options = tmp_path / "gla.json", {"cases": ["long"], "name": "gla", "head_dim": 16}
     assert attn_diag.check_linear(gla, "gla", baseline=file, save=True, **options).saved == "saved"  # type: ignore[arg-type]
     # As lossy as it was accepted.
     again = attn_diag.check_linear(gla, "gla", baseline=file, **options)  # type: ignore[arg-type]
     assert again.passed, again.report()
     assert again.cases[0].same_bits
     finer = tmp_path / "finer.json"
-
-    def fine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
-        return gla(q, k, v, g, scale, coarse=False)
 
     attn_diag.check_linear(fine, "gla", baseline=finer, save=True, **options)  # type: ignore[arg-type]
     grown = attn_diag.check_linear(gla, "gla", baseline=finer, **options)  # type: ignore[arg-type]
@@ -136,7 +140,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run)
 
 def test_arrangements_of_what_others_wrote() -> None:
     only = ["other-items", "future-token", "chunk-size", "prefill", "batch-size"]
-    found = attn_diag.invariance_linear(foreign(DELTA), DELTA, only=only)
+    found = attn_diag.invariance_linear(foreign(DELTA), DELTA, only=only, shape=(2, 2, 70, 16))
     assert found.passed, found.headline
     assert {p.status for p in found.paths if p.arrangement == "chunk-size"} <= {"rounding", "same"}
 
@@ -146,12 +150,13 @@ def test_arrangements_of_what_others_wrote() -> None:
     [
         ("initial state of another", "other-items"),
         ("last state is that before the last chunk", "prefill"),
-        ("last step of a chunk not written", "chunk-size"),
     ],
 )
 def test_arrangements_name_what_matters(name: str, arrangement: str) -> None:
     (fault,) = (f for f in DELTA_RULE if f.name == name)
-    found = attn_diag.invariance_linear(planted(DELTA, fault), DELTA, only=["run-to-run", arrangement])
+    found = attn_diag.invariance_linear(
+        planted(DELTA, fault), DELTA, only=["run-to-run", arrangement], shape=(2, 2, 70, 16)
+    )
     assert found.failed == (arrangement,), found.report()
 
 
@@ -162,9 +167,9 @@ def test_another_function_and_later_tokens() -> None:
     def other(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
         return gla(q, k, v, g * 1.05, scale, coarse=False)
 
-    def fine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
-        return gla(q, k, v, g, scale, coarse=False)
-
-    assert attn_diag.invariance_linear(acausal, "gla", only=["future-token"]).failed == ("future-token",)
-    assert attn_diag.invariance_linear(fine, "gla", recurrent=other, only=["recurrent"]).failed == ("recurrent",)
-    assert attn_diag.invariance_linear(fine, "gla", recurrent="recipe:16", only=["recurrent"]).passed
+    shape = (1, 2, 64, 16)
+    found = attn_diag.invariance_linear(acausal, "gla", only=["future-token"], shape=shape)
+    assert found.failed == ("future-token",)
+    found = attn_diag.invariance_linear(fine, "gla", recurrent=other, only=["recurrent"], shape=shape)
+    assert found.failed == ("recurrent",)
+    assert attn_diag.invariance_linear(fine, "gla", recurrent="recipe:16", only=["recurrent"], shape=shape).passed
