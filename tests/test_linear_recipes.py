@@ -141,7 +141,7 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
         done = run(name, file)
         assert done.code == 2, name
         assert "a capture of linear attention" in done.err
-        assert "`attn-diag inspect`, identify, attribute, what-if, check and diff read it" in done.err
+        assert "`attn-diag inspect`, identify, attribute, what-if and diff read it" in done.err
     with pytest.raises(attn_diag.InputError, match="identify_linear"):
         attn_diag.identify(attn_diag.load_linear(file))  # type: ignore[call-overload]
 

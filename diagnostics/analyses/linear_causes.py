@@ -40,6 +40,8 @@ CAUSES: dict[str, str] = {
 }
 """Every cause that can be named, in words."""
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
+# Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
+_OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
 
@@ -91,7 +93,7 @@ class Causes:
         if (simple := _simple(observed, reference)) is not None:
             return simple
         faults = [one for one in self._faults() if only is None or one[0] in only]
-        faults = [one for one in faults if not self._contradicted(one, beside)]
+        faults = [one for one in faults if one[0] in _OF_BOUNDARY or not self._contradicted(one, beside)]
         fault = self._best(faults, name, observed, place, FAULT_EXPLAINS)
         if fault is not None and fault.explained > _SURE:
             return fault
