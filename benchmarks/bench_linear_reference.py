@@ -1,6 +1,6 @@
 """The float64 reference of linear attention against mpmath, and against fla's own naive functions where there are any.
 
-    python benchmarks/bench_linear_reference.py [--steps 10000] [--fla FOLDER]
+    python benchmarks/bench_linear_reference.py [--steps 10000] [--fla FOLDER] [--json FILE]
 
 First: random and adversarial sequences of 100 steps a setting; per setting the largest error over its proven bound (of
 o, the last state and every gradient), and the least part of the elements that has a bound. FOLDER is one into which
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import time
 from pathlib import Path
@@ -21,24 +22,36 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from linear_inputs import KINDS, linear_inputs
 from test_linear_reference import largest_ratio
 
 from attn_diag.reference.linear import LINEAR_OPERATORS, LinearCall, linear_reference
+from attn_diag.testing.linear.inputs import KINDS, linear_inputs
 
 LENGTH = 100
 
 
-def against_mpmath(steps: int) -> None:
-    for operator in LINEAR_OPERATORS:
+SETTINGS: tuple[tuple[str, dict[str, bool]], ...] = (
+    *((operator, {}) for operator in LINEAR_OPERATORS),
+    ("kda", {"l2norm": True}), ("gated_delta_rule", {"l2norm": True}), ("linear_attn", {"normalize": True}),
+)  # fmt: skip
+"""Every operator, and those that have a normalisation with it."""
+
+
+def against_mpmath(steps: int) -> dict[str, dict[str, float]]:
+    table = {}
+    for operator, options in SETTINGS:
+        named = " ".join([operator, *options])
         begun, worst, known = time.perf_counter(), 0.0, 1.0
         for seed in range(-(-steps // LENGTH)):
             tensors = linear_inputs(operator, (1, LENGTH, 1, 3, 2), seed, kind=KINDS[seed % len(KINDS)])
             tensors["initial_state"] = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(seed))
-            ratio, part = largest_ratio(operator, tensors, seed=seed)
+            ratio, part = largest_ratio(operator, tensors, seed=seed, **options)
             worst, known = max(worst, ratio), min(known, part)
         seconds = time.perf_counter() - begun
-        print(f"{operator}: {worst:.3f} of the bound, {known:.1%} of the elements bounded, {seconds:.0f} s", flush=True)
+        print(f"{named}: {worst:.3f} of the bound, {known:.1%} of the elements bounded, {seconds:.0f} s", flush=True)
+        steps_made = -(-steps // LENGTH) * LENGTH
+        table[named] = {"steps": steps_made, "largest_of_bound": worst, "least_part_bounded": known}
+    return table
 
 
 def naive(folder: Path, name: str) -> Any:
@@ -53,7 +66,7 @@ def naive(folder: Path, name: str) -> Any:
     return module
 
 
-def against_fla(folder: Path) -> None:
+def against_fla(folder: Path) -> dict[str, dict[str, float]]:
     sys.path.insert(0, str(folder))
     modules = {
         n: naive(folder, n) for n in ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "linear_attn")
@@ -80,6 +93,7 @@ def against_fla(folder: Path) -> None:
         "dplr": heads_first(m["dplr"].dplr_recurrence, "q", "k", "v", "a", "b", "g"),
         "retention": heads_first(m["retention"].naive_retention, "q", "k", "v"),
     }
+    table = {}
     for operator, function in functions.items():
         leaves = {n: t.requires_grad_() for n, t in linear_inputs(operator, (2, 100, 3, 16, 8), 0).items()}
         make = torch.Generator().manual_seed(0)
@@ -93,13 +107,17 @@ def against_fla(folder: Path) -> None:
         observed = {"o": o, **{f"d{n}": g for n, g in gradients.items()}}
         apart = {n: float((x.detach() - true[n]).norm() / true[n].norm()) for n, x in observed.items()}
         print(f"{operator} beside fla: {', '.join(f'{n} {a:.1e}' for n, a in apart.items())}")
+        table[operator] = apart
+    return table
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--fla", type=Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.fla is not None:
-        against_fla(options.fla)
-    against_mpmath(options.steps)
+    found = {} if options.fla is None else {"beside_fla": against_fla(options.fla)}
+    found["against_mpmath"] = against_mpmath(options.steps)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from linear_inputs import KINDS, LONG, linear_inputs, rounded
 from linear_kernels import DEFECTS, observed
 
 from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.linear import LinearRun
 from attn_diag.results.linear import LinearDiagnosis
+from attn_diag.testing.linear.inputs import KINDS, LONG, linear_inputs, rounded
 
 OPERATORS = ("rwkv7", "gated_delta_rule", "kda", "gla", "simple_gla")
 RIGHT = {

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from linear_inputs import LONG, linear_inputs, rounded
 from measuring import made_by, save
 
 from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 # Operator -> module and function of fla, and what it calls our arguments.
 KERNELS: dict[str, tuple[str, str, dict[str, str]]] = {

@@ -59,6 +59,8 @@ from .results.what_if import WhatIf as WhatIf
 from .testing.hunting.hunt import hunt as hunt
 from .testing.hunting.hunt import hunt_captures as hunt_captures
 from .testing.invariance.invariance import invariance as invariance
+from .testing.linear.check import check_linear as check_linear
+from .testing.linear.invariance import invariance_linear as invariance_linear
 from .testing.probing.probe import probe as probe
 from .testing.quantizing.functions import fake_quantize as fake_quantize
 from .testing.quantizing.functions import quantize as quantize

@@ -215,8 +215,10 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The chunks one after the other."""
         outs, states, scale = [], [], self.x.scale
+        # Kernels that go step by step read o from the state that they have just written.
+        stepwise = self.recipe.chunk == 1 and self.fault is None
         for c in range(q.shape[1]):
-            state = self.stored(state, self.recipe.state)
+            state = state if stepwise else self.stored(state, self.recipe.state)
             states.append(state)
             last = log[:, c, -2 if self.fault == "boundary_decay" else -1, None]
             through = log[:, c].detach() if self.fault == "no_decay_gradient_of_states" else log[:, c]
@@ -241,9 +243,12 @@ class _Kernel:
                     after = after + self.inter(self.scaled(keys[:, c] * rest).mT, values)
                 else:
                     after = after + self.inter(keys[:, c].mT, values * rest)
+            if stepwise:
+                after = self.stored(after, self.recipe.state)
+                out = self.inter(q[:, c], after)
             outs.append(out * scale)
             state = after
-        state = self.stored(state, self.recipe.state)
+        state = state if stepwise else self.stored(state, self.recipe.state)
         out = torch.cat(outs, 1)[:, : self.x.q.shape[1]]
         if self.x.normalize:
             out = out / self._sums()

@@ -12,7 +12,18 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.wording import DASH, SYMBOLS, chance, in_last_bits, percent, plural, times, together, yardstick
+from attn_diag.results.wording import (
+    DASH,
+    EVERY_SYMBOL,
+    SYMBOLS,
+    chance,
+    in_last_bits,
+    percent,
+    plural,
+    times,
+    together,
+    yardstick,
+)
 
 _SIZES = {"o": "O\nulp", "delta": NOISE_FACTOR.heading} | {name: SYMBOLS[name] for name in ("dq", "dk", "dv")}
 # So many failures; the rest are in the JSON.
@@ -20,7 +31,7 @@ _SHOWN = 12
 # The gravest first: what is not this attention at all needs no words on its bias.
 _ORDER = ("fit", "nonfinite", "wrong", "invariance", "determinism", "bias", "lossy", "growth", "bits")
 # The first is what the others are made from.
-_MADE_FROM = ("o", "lse", "delta", "dv", "dq", "dk")
+_MADE_FROM = ("o", "final_state", "lse", "delta", "dv", "dq", "dk")
 # No chance makes these.
 _CERTAIN = ("fit", "nonfinite", "wrong", "determinism", "invariance", "bits")
 _KINDS = {
@@ -31,7 +42,10 @@ _KINDS = {
     "growth": "less accurate than the baseline's",
     "bits": "other in its bits than the baseline's",
 }
-_NAMES = {**SYMBOLS, "lse": "L (lse)"}
+_NAMES = {**EVERY_SYMBOL, "lse": "L (lse)"}
+# Of linear attention the columns that are told; --json has all.
+_OF_LINEAR = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta")
+_SHORT = {"final_state": "state", "dg": "dg", "dbeta": "dbeta"}
 _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 
 
@@ -130,7 +144,7 @@ def _evidence(found: CheckReport, first: Failure) -> list[str]:
     if first.suspect is not None and " (recipe " in first.suspect:
         shares = first.suspect.partition(" (recipe ")[2].removesuffix(")")
         told.append(f"Its bits say so: recipe {shares}.")
-    elif first.kind == "nonfinite":
+    elif first.kind == "nonfinite" or (first.suspect is not None and found.operator is not None):
         told.append(f"Case {first.message}.")
     elif first.suspect is not None:
         told.append(f"{first.suspect.partition(': ')[2]}.")
@@ -177,11 +191,13 @@ def _like(found: CheckReport) -> str:
 
 def _passed(found: CheckReport) -> str:
     outputs = dict.fromkeys(name for case in found.cases for name in case.outputs)
-    judged = together([SYMBOLS[name] for name in outputs]) if outputs else "outputs"
+    judged = together([EVERY_SYMBOL[name] for name in outputs]) if outputs else "outputs"
     missing = "" if any(name in outputs for name in ("dq", "dk", "dv")) else "; gradients were not checked"
     held = "the baseline's" if found.baseline_key else f"{yardstick(found.declared)}'s"
     arranged = len({p.arrangement for p in found.arrangements if p.status not in ("not-run", "refused")})
     same = f" Nothing but rounding differs between {arranged} arrangements of a call." if arranged else ""
+    if found.operator is not None:
+        return f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}."
     return (
         f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}.{same} A "
         f"healthy kernel fails by chance in at most {percent(found.level, 'g')} of runs."
@@ -213,7 +229,11 @@ def suspects(found: CheckReport) -> list[str]:
     """What was found to have changed, or that nothing was."""
     if named := suspected(found.failures):
         return [f"looks like: {name}" for name in named]
-    if found.declared is None and any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures):
+    if (
+        found.declared is None
+        and found.operator is None
+        and any(f.kind in ("bias", "lossy", "growth", "bits") for f in found.failures)
+    ):
         return ["no single change of a published recipe that is known here makes these bits"]
     return []
 
@@ -227,10 +247,12 @@ def suspected(failures: Iterable[Failure]) -> list[str]:
 
 
 def _table(found: CheckReport) -> Table:
-    sizes = {n: heading for n, heading in _SIZES.items() if any(n in c.sizes for c in found.cases)}
+    linear = found.operator is not None
+    headings = {n: _SHORT.get(n, EVERY_SYMBOL[n]) for n in _OF_LINEAR} if linear else _SIZES
+    sizes = {n: heading for n, heading in headings.items() if any(n in c.sizes for c in found.cases)}
     table = layout.table(
         Column("case", no_wrap=True, overflow="ellipsis", max_width=24),
-        Column("bias of |O|\nulp", no_wrap=True),
+        *([] if linear else [Column("bias of |O|\nulp", no_wrap=True)]),
         *layout.figures(list(sizes.values())),
         Column("bits", no_wrap=True),
         Column("", no_wrap=True),
@@ -240,8 +262,8 @@ def _table(found: CheckReport) -> Table:
         kinds = list(dict.fromkeys(f.kind for f in found.failures if f.case == case.name))
         table.add_row(
             case.name,
-            _bias(case.biases.get("o_away_excess")),
-            *(_size(n, case.sizes.get(n)) for n in sizes),
+            *([] if linear else [_bias(case.biases.get("o_away_excess"))]),
+            *(_size("" if linear else n, case.sizes.get(n)) for n in sizes),
             _bits(case),
             Text(", ".join(kinds) or "ok", style="bold red" if kinds else "green"),
         )
@@ -267,6 +289,16 @@ def _bits(case: CheckedCase) -> str:
 
 
 def _legend(found: CheckReport) -> str:
+    if found.operator is not None:
+        held = (
+            "sizes at most sqrt(5/4) of the baseline's"
+            if found.baseline_key is not None
+            else "every quantity at most 1.25 times a well-rounded kernel's error (2 times where no site makes it)"
+        )
+        return (
+            "Error = ||output - float64 reference|| / ||reference|| on the same inputs, of the worst head. Held to: "
+            f"{held}; no mean of O beyond one correct rounding."
+        )
     held = (
         "means against the baseline's (Welch), sizes at most sqrt(5/4) of the baseline's on the same input"
         if found.baseline_key is not None

@@ -13,7 +13,7 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.invariance import Invariance, PathFinding
-from attn_diag.results.wording import SYMBOLS, percent, times
+from attn_diag.results.wording import EVERY_SYMBOL, percent, times
 
 # The gravest first; of an arrangement with several paths the table's line has the gravest.
 _WORDS = {
@@ -90,15 +90,13 @@ def _rows(paths: Sequence[PathFinding]) -> Iterator[tuple[str, ...]]:
 
 def _about(found: Invariance) -> str:
     b, h, t, d = found.shape
-    return (
-        f"B={b} H={h} T={t} D={d} {found.dtype}, causal {found.causal}, scale {found.scale:g}; {found.backend}; seed "
-        f"{found.seed}"
-    )
+    kind = f"causal {found.causal}" if found.operator is None else found.operator
+    return f"B={b} H={h} T={t} D={d} {found.dtype}, {kind}, scale {found.scale:g}; {found.backend}; seed {found.seed}"
 
 
 def _itself(found: Invariance) -> str:
     """The call that all others are compared with."""
-    errors = ", ".join(f"{SYMBOLS[e.quantity]} {times(e.of_noise)}" for e in found.errors)
+    errors = ", ".join(f"{EVERY_SYMBOL[e.quantity]} {times(e.of_noise)}" for e in found.errors)
     made = f" Its schedule: {found.schedule}." if found.schedule is not None else ""
     return f"The call itself, in units of a well-rounded kernel's error: {errors}.{made}"
 
@@ -111,7 +109,7 @@ def _figures(path: PathFinding) -> Iterator[str]:
         if (d.of_noise or 0.0) < _SMALL:
             size = f"< {_SMALL:g}"
         cell = f"NaN in {d.nonfinite}" if d.nonfinite else f"{share}, {times(d.max_ulp)} ulp, {size}×"
-        figures.append(f"{SYMBOLS[d.quantity]} {cell}")
+        figures.append(f"{EVERY_SYMBOL[d.quantity]} {cell}")
     if figures:
         yield "; ".join(figures)
     if path.schedule is not None:

@@ -13,14 +13,13 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import OK, lead
 from attn_diag.results.linear import (
-    LINEAR_SYMBOLS,
     LinearDiagnosedCapture,
     LinearDiagnosis,
     LinearFinding,
     LinearHead,
     LinearQuantity,
 )
-from attn_diag.results.wording import DASH, number, percent, plural, ranges, together
+from attn_diag.results.wording import DASH, LINEAR_SYMBOLS, number, percent, plural, ranges, together
 
 _COLUMNS = ("quantity", "answer", "off", "well-rounded", "factor", "cause")
 _LEGEND = (

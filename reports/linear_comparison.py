@@ -11,9 +11,8 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import OK, lead
-from attn_diag.results.linear import LINEAR_SYMBOLS
 from attn_diag.results.linear_comparison import LinearComparison, LinearDifference
-from attn_diag.results.wording import DASH, number, percent, plural
+from attn_diag.results.wording import DASH, LINEAR_SYMBOLS, number, percent, plural
 
 _MOST = 8
 

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.lead import OK, lead, on_head
-from attn_diag.results.linear import LINEAR_SYMBOLS
 from attn_diag.results.linear_recipes import LinearAttribution, LinearCandidate, LinearIdentification, LinearWhatIf
-from attn_diag.results.wording import DASH, number, percent, plural
+from attn_diag.results.wording import DASH, LINEAR_SYMBOLS, number, percent, plural
 
 _MOST = 8
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from linear_inputs import LONG, linear_inputs, rounded
 from linear_kernels import recurrent
 from torch import Tensor
 
 import attn_diag
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 from attn_diag.watching.live.linear_calls import capture_linear
 
 

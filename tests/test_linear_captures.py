@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run
-from linear_inputs import LONG, linear_inputs, rounded
 from linear_kernels import DEFECTS, observed
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
 from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.results.linear import LinearDiagnosis
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 NAMED = {
     "state_bf16": ("lossy", "state_step"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run
-from linear_inputs import LONG, linear_inputs, rounded
 from linear_kernels import observed
 from test_linear_captures import captured, emulated
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
     mixed = run("diff", file, "tests/captures/pair_T256.safetensors")
     assert mixed.code == 2
     assert "the other side is not" in mixed.err
-    for name in ("microscope", "figures", "replay", "check"):
+    for name in ("microscope", "figures", "replay"):
         done = run(name, file)
         assert done.code == 2, name
         assert "a capture of linear attention" in done.err

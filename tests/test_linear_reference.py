@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from linear_inputs import KINDS, linear_inputs
 from mpmath import mpf
 from torch import Tensor
 
 from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, LinearCall, linear_reference
 from attn_diag.reference.linear_oracle import linear_oracle
 from attn_diag.reference.recurrence import run_recurrence, spectral_norm
+from attn_diag.testing.linear.inputs import KINDS, linear_inputs
 
 NAMES = tuple(LINEAR_OPERATORS)
 

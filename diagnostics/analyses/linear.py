@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Cause, Causes
-from attn_diag.analyses.linear_findings import adjusted, findings_of, sentence_of
+from attn_diag.analyses.linear_causes import Beside, Cause, Causes
+from attn_diag.analyses.linear_findings import adjusted, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import cancelled, mean_away, near
-from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
 from attn_diag.head.linear import STATES, LinearRun, Place
@@ -31,7 +31,6 @@ from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
 from attn_diag.reference.linear import OF_HEADS
 from attn_diag.results.diagnosis import Label
 from attn_diag.results.linear import (
-    LINEAR_SYMBOLS,
     ChunkError,
     LinearDiagnosedCapture,
     LinearDiagnosis,
@@ -39,7 +38,7 @@ from attn_diag.results.linear import (
     LinearObservation,
     LinearQuantity,
 )
-from attn_diag.results.wording import number, percent, plural, ranges, times
+from attn_diag.results.wording import LINEAR_SYMBOLS, number, percent, plural, ranges, times
 from attn_diag.statistics.means import FLAT_BAND_99, require_level
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
@@ -168,6 +167,8 @@ class _Job:
         self.compared = self.run.format is not None
         self.others: list[dict[str, Tensor]] = []
         self.coarse: dict[str, Tensor] = {}
+        self.beside: Beside = {}
+        self.only: frozenset[str] | None = None
         if self.compared:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
@@ -175,11 +176,18 @@ class _Job:
             self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt))
 
     def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
-        quantities = []
-        for name, tensor in outputs.items():
+        quantities: list[LinearQuantity] = []
+        forward = [name for name in LINEAR_OUTPUTS if name in outputs]
+        for name in [*forward, *(n for n in outputs if n not in forward)]:
             place = self.run.place(name, head)
             if name in self.reference.values and place is not None:
-                quantities.append(self._quantity(name, tensor, place))
+                wrong = [q.cause for q in quantities if q.quantity in forward and q.answer == "wrong"]
+                # A backward of its own may be wrong where the forward is right.
+                self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
+                others = [n for n in forward if n != name] if name in forward else []
+                places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
+                self.beside = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in places}
+                quantities.append(self._quantity(name, outputs[name], place))
         broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
         labels: list[Label] = []
         reasons: list[str] = []
@@ -252,16 +260,16 @@ class _Job:
         return x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x.reshape(-1, 1)
 
     def _quantity(self, name: str, tensor: Tensor, place: Place) -> LinearQuantity:
-        symbol = _capital(LINEAR_SYMBOLS.get(name, name))
+        symbol = capital(LINEAR_SYMBOLS.get(name, name))
         head = tensor.to(self.device)[place]
         observed, true = head.double(), self.reference.values[name][place]
         known = self.reference.bounds[name][place].isfinite()
         broken = int((~observed.isfinite() & known).sum())
         if broken:
             words = f"{symbol} holds NaN or Inf in {plural(broken, 'element')} where the reference is finite."
-            return _stated(name, "nonfinite", words)
+            return stated(name, "nonfinite", words)
         if not known.all():
-            return _stated(name, "undecided", f"{symbol}: float64 does not know the truth, the state grows too large.")
+            return stated(name, "undecided", f"{symbol}: float64 does not know the truth, the state grows too large.")
         size = float(true.norm())
         error = float((observed - true).norm())
         relative = error / size if size else None
@@ -269,7 +277,7 @@ class _Job:
         if not self.compared or name[1:] in OF_HEADS:
             why = "inputs of this format have no published way to round" if not self.compared else "one number a head"
             return replace(
-                _stated(name, "stated", f"{symbol} is {percent(relative)} off ({why})."), relative_error=relative
+                stated(name, "stated", f"{symbol} is {percent(relative)} off ({why})."), relative_error=relative
             )
         squares = self._rows((observed - true).square()).sum(1)
         noise = [self._rows((o[name][place] - true).square()) for o in self.others]
@@ -302,7 +310,7 @@ class _Job:
         for other in self.others:
             excess = (other["o"][place] - exact) * sign
             size = float((observed - exact).square().mean().sqrt())
-            if mean is not None and size and float(excess.mean()) / size / mean > _SHARED:
+            if mean and size and float(excess.mean()) / size / mean > _SHARED:
                 return mean, None if p is None else 1.0
         return mean, p
 
@@ -322,12 +330,15 @@ class _Job:
         beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
-            cause = self.causes.of_wrong(name, observed, place)
+            cause = self.causes.of_wrong(name, observed, place, self.beside, self.only)
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(
                     replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}."), cause
                 )
+            if cause is None and not localised and self.causes.as_stepwise(name, float(squares.sum()), place):
+                said = f"{symbol} is {percent(relative)} off, as far as with the state in 16 bits after every step"
+                return replace(found, answer="lossy", words=f"{said}; no single site explains it.")
             said = f"{symbol} is {percent(relative)} off, which no rounding makes"
             if cause is not None:
                 said += f": {cause.words}, which explains {percent(cause.explained)} of the squared error"
@@ -379,14 +390,6 @@ class _Job:
             reference_bound=bound / size if size else 0.0,
             observations=tuple(observations),
         )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] if text.startswith("the ") else text
-
-
-def _stated(name: str, answer: Any, words: str) -> LinearQuantity:
-    return LinearQuantity(name, answer, words, None, None, None, None, None, None, None, None)
 
 
 def _named(found: LinearQuantity, cause: Cause | None) -> LinearQuantity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
+from attn_diag.head.quality import BEYOND
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
@@ -19,6 +20,11 @@ FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
 _SURE = 0.97
 # The coefficient of a site that is there.
 _ONE = (0.6, 1.5)
+# An output tells faults apart where it is off, or a fault changes it, by so many times a well-rounded kernel's error;
+# then so much of that, squared, must not be left.
+_PLAIN, _OTHER = 4.0, 0.5
+# Of a head: outputs of the forward, and where the head is in them.
+Beside = Mapping[str, tuple[Tensor, Place]]
 _STEPWISE = {
     "decay_step": "each step's decay in the inputs' format",
     "log_decay_step": "each step's log decay in the inputs' format",
@@ -34,6 +40,8 @@ CAUSES: dict[str, str] = {
 }
 """Every cause that can be named, in words."""
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
+# Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
+_OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
 
@@ -69,12 +77,24 @@ class Causes:
         self._made: dict[tuple[str, int, bool], dict[str, Tensor]] = {}
         self._found: list[tuple[str, int]] = []
 
-    def of_wrong(self, name: str, observed: Tensor, place: Place) -> Cause | None:
-        """The fault that explains what no rounding makes; ``place`` indexes the head in the quantity's tensor."""
+    def of_wrong(
+        self, name: str, observed: Tensor, place: Place, beside: Beside, only: frozenset[str] | None
+    ) -> Cause | None:
+        """The fault that explains what no rounding makes.
+
+        Args:
+            name: The quantity.
+            observed: The head's.
+            place: Where the head is in the quantity's tensor.
+            beside: The other outputs of the forward, which a fault must have changed as it would.
+            only: Of gradients behind a forward that is wrong the faults that this has; None: any.
+        """
         reference = self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
-        fault = self._best(self._faults(), name, observed, place, FAULT_EXPLAINS)
+        faults = [one for one in self._faults() if only is None or one[0] in only]
+        faults = [one for one in faults if one[0] in _OF_BOUNDARY or not self._contradicted(one, beside)]
+        fault = self._best(faults, name, observed, place, FAULT_EXPLAINS)
         if fault is not None and fault.explained > _SURE:
             return fault
         # Decays that are rounded coarsely look like a boundary that is off by one.
@@ -84,6 +104,34 @@ class Causes:
     def of_lossy(self, name: str, observed: Tensor, place: Place) -> Cause | None:
         """The rounding site that explains too large an error."""
         return self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+
+    def as_stepwise(self, name: str, squared: float, place: Place) -> bool:
+        """Whether a state that is rounded after every step leaves as much, as no kernel in chunks does.
+
+        Args:
+            name: The quantity.
+            squared: The head's squared error.
+            place: Where the head is in the quantity's tensor.
+        """
+        if ("state_step", 1) not in self._sites():
+            return False
+        made = self._outputs("state_step", 1, forward=name in LINEAR_OUTPUTS)
+        if name not in made:
+            return False
+        other = made[name][place] - self._run.reference.values[name][place]
+        return squared <= BEYOND**2 * float(other.square().sum())
+
+    def _contradicted(self, one: tuple[str, int], beside: Beside) -> bool:
+        """Whether another output is plainly not what the fault would make of it."""
+        made, sound = (self._outputs(cause, one[1], forward=True) for cause in (one[0], ""))
+        for name, (observed, place) in beside.items():
+            reference = self._run.reference.values[name][place]
+            change, noise = made[name][place] - sound[name][place], sound[name][place] - reference
+            moved = max(float(x.square().sum()) for x in (change, observed - reference))
+            apart = float((observed - made[name][place]).square().sum())
+            if moved > _PLAIN**2 * float(noise.square().sum()) and not apart < _OTHER * moved:
+                return True
+        return False
 
     def _best(
         self, tried: Iterable[tuple[str, int]], name: str, observed: Tensor, place: Place, enough: float
@@ -132,7 +180,9 @@ class Causes:
             elif fault == "no_decay_gradient":
                 continue  # it is zero
             elif fault not in _OF_DECAY or "g" in capture.tensors or "dt" in capture.tensors:
-                yield from ((fault, chunk) for chunk in CHUNKS if chunk < q.shape[1])
+                # An initial state is a state before the only chunk.
+                short = fault == "no_inter_chunk" and "initial_state" in capture.tensors and q.shape[1] <= CHUNKS[0]
+                yield from ((fault, chunk) for chunk in CHUNKS if chunk < q.shape[1] or (short and chunk == CHUNKS[0]))
 
     def _sites(self) -> Iterator[tuple[str, int]]:
         capture = self._run.capture

@@ -16,7 +16,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.linear import STATES, LinearRun
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reference.linear import OF_HEADS
-from attn_diag.results.linear import LINEAR_SYMBOLS, LinearQuantity
+from attn_diag.results.linear import LinearQuantity
 from attn_diag.results.linear_comparison import (
     DifferenceAnswer,
     LinearComparison,
@@ -24,7 +24,7 @@ from attn_diag.results.linear_comparison import (
     LinearHeadDifference,
 )
 from attn_diag.results.quality import Answer
-from attn_diag.results.wording import number, percent, plural, together
+from attn_diag.results.wording import LINEAR_SYMBOLS, number, percent, plural, together
 
 # The gravest first: what a difference is called where a side has this answer.
 _ANSWERS: tuple[tuple[Answer, DifferenceAnswer], ...] = (

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from attn_diag.results.diagnosis import LABELS, Label
 from attn_diag.results.linear import (
-    LINEAR_SYMBOLS,
     LinearDiagnosedCapture,
     LinearFinding,
     LinearHead,
     LinearObservation,
     LinearQuantity,
 )
-from attn_diag.results.wording import chance, percent, plural, ranges, together
+from attn_diag.results.quality import Answer
+from attn_diag.results.wording import LINEAR_SYMBOLS, chance, percent, plural, ranges, together
 from attn_diag.statistics.means import adjust
 
 _Key = tuple[str, str, Label, str | None]
@@ -119,3 +119,13 @@ def sentence_of(findings: Sequence[LinearFinding], found: Sequence[LinearDiagnos
     names = together([LINEAR_SYMBOLS.get(q, q) for q in first.quantities]) if first.quantities else "the inputs"
     heads = f"head{'s' if len(first.heads) > 1 else ''} {ranges(first.heads)}"
     return f"{first.label}: {names} of {heads} ({plural(count, 'head')} looked at). {first.words}"
+
+
+def capital(text: str) -> str:
+    """A quantity's name at the start of a sentence."""
+    return text[:1].upper() + text[1:] if text.startswith("the ") else text
+
+
+def stated(name: str, answer: Answer, words: str) -> LinearQuantity:
+    """An answer without figures."""
+    return LinearQuantity(name, answer, words, None, None, None, None, None, None, None, None)

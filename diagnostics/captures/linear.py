@@ -32,10 +32,15 @@ VERSION = "1.1"
 LINEAR_OUTPUTS = ("o", "final_state")
 # Other names of the same arguments, by the operator ("": all).
 ALIASES = {
-    "": {"gk": "g", "dht": "dfinal_state", "dh0": "dinitial_state", "ht": "final_state", "h0": "initial_state"},
+    "": {
+        "gk": "g", "dht": "dfinal_state", "dh0": "dinitial_state", "ht": "final_state", "h0": "initial_state",
+        "query": "q", "key": "k", "value": "v",
+    },
     "rwkv7": {"r": "q", "w": "g", "dr": "dq", "dw": "dg"},
-    "mamba2": {"C": "q", "B": "k", "x": "v", "dC": "dq", "dB": "dk", "dx": "dv"},
-}
+    "mamba2": {"C": "q", "B": "k", "x": "v", "dC": "dq", "dB": "dk", "dx": "dv", "hidden_states": "v"},
+}  # fmt: skip
+# What mamba_ssm's and Hugging Face's Mamba-2 call an initial state: theirs are [V, K], the last one too.
+VALUES_FIRST = "initial_states"
 _GIVEN = ("do", "dfinal_state", "initial_state", "cu_seqlens")
 _OPTIONS = ("scale", "l2norm", "normalize", "operator", "kind")
 

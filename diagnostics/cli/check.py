@@ -12,6 +12,7 @@ import typer
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
 from attn_diag.cli.hunting import Hunting
+from attn_diag.cli.linear import Operator, linear_asked, linear_captures, refuse_softmax
 from attn_diag.cli.options import Declared, Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
@@ -28,10 +29,11 @@ def check(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="MODULE:FUNCTION of fn(q, k, v) -> o, sdpa, sdpa:flash (efficient, cudnn, math), a recipe, or a "
-            "capture or folder of stored observations.",
+            help="MODULE:FUNCTION of fn(q, k, v) -> o (with --operator of fla's arguments), sdpa, sdpa:flash "
+            "(efficient, cudnn, math), a recipe, or a capture or folder of stored observations.",
         ),
     ],
+    operator: Operator = None,
     baseline: Annotated[Path | None, typer.Option(metavar="FILE", help="What was accepted before (JSON).")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add this kernel's entry to the baseline.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Replace it.")] = False,
@@ -44,7 +46,9 @@ def check(
     declared: Declared = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
-    head_dim: Annotated[int, typer.Option(help="D of the suite's inputs.")] = 64,
+    head_dim: Annotated[
+        int | None, typer.Option(help="D of the suite's inputs (default 64, of linear attention 32).")
+    ] = None,
     scale: Annotated[float | None, typer.Option(help="What the kernel uses (default 1/sqrt(D)).")] = None,
     backward: Annotated[
         bool | None,
@@ -72,8 +76,22 @@ def check(
     if dtype not in _DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     delivery.require_apart(capture or [], [junit, baseline if save or update else None])
-    inputs = open_captures(capture)[0] if capture else []
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
+    if linear_asked(operator, [target]):
+        from attn_diag.testing.linear.cases import SHAPE
+        from attn_diag.testing.linear.check import check_linear
+
+        refuse_softmax({"--causal": causal != "none", "--scale": scale, "--declared": declared, "--hunt": hunting.hunt})
+        with progress_bar("cases") as progress:
+            found = check_linear(
+                linear_captures([target]) or target, operator, baseline=baseline, save=save, update=update,
+                cases=listed(cases), captures=linear_captures(capture or []), observation=observation, exact=exact,
+                dtype=kind, head_dim=head_dim or SHAPE[3], backward=backward, seed=seed, level=level, device=device,
+                progress=progress,
+            )  # fmt: skip
+        return _told(found, delivery, junit, github=github)
+    head_dim = head_dim or 64
+    inputs = open_captures(capture)[0] if capture else []
     if hunting.hunt:
         from attn_diag.testing.hunting.hunt import declaring, drawn_capture
 
@@ -91,6 +109,11 @@ def check(
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
             declared=declared, progress=progress,
         )  # fmt: skip
+    return _told(found, delivery, junit, github=github)
+
+
+def _told(found: CheckReport, delivery: Delivery, junit: Path | None, *, github: bool | None) -> int:
+    """Deliver the report everywhere; the exit code."""
     delivery.deliver(found)
     if junit is not None:
         from attn_diag.reports.ci import junit_document

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.linear import Operator, refuse_softmax
 from attn_diag.cli.options import Device, Html, command, listed, shape_of
 from attn_diag.errors import InputError
 
@@ -18,12 +19,20 @@ def invariance(
         str,
         typer.Argument(
             metavar="KERNEL",
-            help="MODULE:FUNCTION of fn(q, k, v) -> o, sdpa:flash (efficient, cudnn, math), flex_attention, "
+            help="MODULE:FUNCTION of fn(q, k, v) -> o (with --operator of fla's arguments), "
+            "sdpa:flash (efficient, cudnn, math), flex_attention, "
             "flash_attn_4, …, or a recipe.",
         ),
     ],
+    operator: Operator = None,
+    recurrent: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Of linear attention the function that decodes.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    shape: Annotated[str | None, typer.Option(metavar="B,H,T,D", help="Of the call (default 3,4,333,64).")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="B,H,T,D", help="Of the call (default 3,4,333,64; of linear attention 3,2,100,32)."),
+    ] = None,
     causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
     scale: Annotated[float | None, typer.Option(help="What it uses (default 1/sqrt(D)).")] = None,
     backward: Annotated[
@@ -58,9 +67,24 @@ def invariance(
     if dtype not in ("bf16", "fp16"):
         raise InputError(f"--dtype must be one of bf16, fp16, got {dtype!r}")
     delivery.require_apart([], [html])
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float16
+    if operator is not None:
+        from attn_diag.testing.linear.invariance import invariance_linear
+
+        refuse_softmax({"--causal": causal != "none", "--scale": scale})
+        with progress_bar("arrangements") as progress:
+            found = invariance_linear(
+                kernel, operator, recurrent=recurrent, name=kernel, dtype=kind,
+                shape=None if shape is None else shape_of(shape), backward=backward, only=listed(only),
+                allow=listed(allow) or (), seed=seed, device=device, progress=progress,
+            )  # fmt: skip
+        delivery.deliver(found, html)
+        return 0 if found.passed else 1
+    if recurrent is not None:
+        raise InputError("--recurrent is of linear attention: name its operator (--operator kda)")
     with progress_bar("arrangements") as progress:
         found = run(
-            kernel, name=kernel, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
+            kernel, name=kernel, dtype=kind,
             shape=DEFAULT_SHAPE if shape is None else shape_of(shape), causal=causal, scale=scale, backward=backward,
             only=listed(only), allow=listed(allow) or (), schedules=schedules, seed=seed, device=device,
             progress=progress,

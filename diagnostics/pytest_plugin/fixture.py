@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import pytest
 
@@ -16,8 +16,9 @@ from attn_diag_pytest.baselines import baseline_path, full_name, numbered, safe
 if TYPE_CHECKING:
     import torch
 
-    from attn_diag import Capture, Recipe
+    from attn_diag import Capture, LinearCapture, Recipe
     from attn_diag.results.check import CheckReport
+    from attn_diag.testing.linear.function import LinearFunctionGiven
     from attn_diag.testing.target import Attention
     from attn_diag.testing.unbiased import Clusters, TensorBias
 
@@ -40,6 +41,22 @@ class CheckOptions(TypedDict, total=False):
     seed: int
     device: str
     declared: str | None
+    name: str | None
+
+
+class LinearOptions(TypedDict, total=False):
+    """Options of ``attn_diag.check_linear``, likewise."""
+
+    cases: Iterable[str] | None
+    captures: Sequence[LinearCapture]
+    observation: str | None
+    dtype: torch.dtype
+    head_dim: int
+    backward: bool | None
+    level: float
+    exact: bool
+    seed: int
+    device: str
     name: str | None
 
 
@@ -66,6 +83,43 @@ class AttnDiag:
         """
         __tracebackhide__ = True
         import attn_diag
+        from attn_diag.testing.regression.cases import capture_of_case
+
+        return self._checked(
+            lambda path, update: attn_diag.check(target, baseline=path, update=update, **options),
+            lambda case: capture_of_case(target, case, **options),
+        )
+
+    def check_linear(
+        self,
+        target: LinearFunctionGiven | str | LinearCapture | Sequence[LinearCapture],
+        operator: str | None = None,
+        **options: Unpack[LinearOptions],
+    ) -> CheckReport:
+        """Fail the test unless ``attn_diag.check_linear(target, operator, ...)`` passes; as ``check_attention``.
+
+        Args:
+            target: A function with flash-linear-attention's arguments, or what else ``check_linear`` takes.
+            operator: Whose arguments it has: "gated_delta_rule", "kda", "mamba2", …
+            options: Those of ``attn_diag.check_linear``.
+        """
+        __tracebackhide__ = True
+        import attn_diag
+        from attn_diag.testing.linear.check import capture_of_linear_case
+
+        return self._checked(
+            lambda path, update: attn_diag.check_linear(target, operator, baseline=path, update=update, **options),
+            lambda case: capture_of_linear_case(target, operator, case, **options),
+        )
+
+    def _checked(
+        self,
+        check: Callable[[Path | None, bool], CheckReport],
+        failed: Callable[[str], Capture | LinearCapture | None],
+    ) -> CheckReport:
+        """Check against the test's baseline; ``failed`` runs a failing case once more, for a closer look."""
+        __tracebackhide__ = True
+        import attn_diag
 
         self._calls += 1
         base = baseline_path(self._item)
@@ -75,7 +129,7 @@ class AttnDiag:
         if path is not None and before is None and not update:
             raise self._without_baseline("this test has no baseline yet", path)
         try:
-            report = attn_diag.check(target, baseline=path, update=update, **options)
+            report = check(path, update)
         except attn_diag.InputError as error:
             raise _failed(f"attn-diag: {error}") from None
         if path is not None and report.baseline_key is None and not update:
@@ -83,7 +137,7 @@ class AttnDiag:
         if path is not None and report.passed and update:
             self._tell_of_update(path, before)
         if not report.passed:
-            raise _failed(*self._failure(report, path, target, options))
+            raise _failed(*self._failure(report, path, failed))
         return report
 
     def assert_unbiased(
@@ -119,13 +173,14 @@ class AttnDiag:
             "and commit the file: later runs are compared with it.",
         )
 
-    def _failure(self, report: CheckReport, path: Path | None, target: Any, options: CheckOptions) -> list[str]:
+    def _failure(
+        self, report: CheckReport, path: Path | None, failed: Callable[[str], Capture | LinearCapture | None]
+    ) -> list[str]:
         from attn_diag.reports.ci import failure_lines, gravest
         from attn_diag.results.check import BROKEN
-        from attn_diag.testing.regression.cases import capture_of_case
 
         closer = None
-        if (capture := capture_of_case(target, gravest(report).case, **options)) is not None:
+        if (capture := failed(gravest(report).case)) is not None:
             file = self._request.getfixturevalue("tmp_path") / f"{safe(gravest(report).case)}.{self._calls}.safetensors"
             capture.save(file)
             closer = f"attn-diag inspect {shlex.quote(str(file))}"

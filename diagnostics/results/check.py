@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.invariance import PathFinding
+from attn_diag.results.linear import LinearQuantity
 from attn_diag.results.quality import QuantityVerdict
 
 # "fit": what came back is not this attention (or the kernel raised); "determinism": two runs on the same inputs differ
@@ -90,13 +91,15 @@ class CheckedCase:
     biases: dict[str, CheckedBias] = field(default_factory=dict)
     """By test: o_excess, o_away_excess, delta_excess; what is unknown is absent."""
     sizes: dict[str, Size] = field(default_factory=dict)
-    """By quantity: o, lse, delta, dq, dk, dv; what is unknown is absent."""
+    """By quantity: o, lse, delta, dq, dk, dv; what is unknown is absent. Of linear attention all are relative."""
     quantities: tuple[QuantityVerdict, ...] = ()
     """Each returned quantity over all sequences, beside a well-rounded kernel's, as ``inspect`` judges it; of several
     heads the gravest. Empty where nothing could be measured, and in documents of older versions."""
     documented: dict[str, str] = field(default_factory=dict)
     """By quantity: the published kernel that makes the same errors on these inputs, and why it does, so that they are
     no failure."""
+    linear: tuple[LinearQuantity, ...] = ()
+    """Of linear attention each returned quantity, as ``inspect`` judges it; of several heads the gravest."""
     worst: tuple[int, int, int, Number] | None = None
     """Batch item, head and row of O's largest error, and that error in ulp of the row's largest element."""
     seconds: float = 0.0
@@ -114,7 +117,7 @@ class Failure:
     case: str
     """The case's name."""
     quantity: str
-    """o, lse, delta, dq, dk or dv."""
+    """o, lse, delta, dq, dk or dv; of linear attention also final_state and the gradients of its other arguments."""
     message: str
     """A sentence with where (case, head, row) and how much."""
     suspect: str | None = None
@@ -164,6 +167,8 @@ class CheckReport(Result):
     declared: str | None = None
     """The recipe below 16 bits that the kernel is declared to be, and that its errors are held against, where other
     documents are held against a published kernel of 16 bits; null: none is."""
+    operator: str | None = None
+    """Of linear attention the operator whose arguments the function has; null: softmax attention."""
     schema: Literal["attn-diag-check"] = "attn-diag-check"
     schema_version: Literal[1] = 1
 

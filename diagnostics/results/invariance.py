@@ -15,8 +15,8 @@ Status = Literal["same", "rounding", "allowed", "bits", "unsteady", "fault", "re
 class PathDifference:
     """One quantity of a path beside that of the call that it must agree with."""
 
-    quantity: Literal["o", "lse", "dq", "dk", "dv"]
-    """Which output."""
+    quantity: str
+    """Which output: o, lse, dq, dk, dv; of linear attention also final_state and the gradients of other arguments."""
     elements: int
     """How many were compared."""
     differing: int
@@ -91,7 +91,7 @@ class Invariance(Result):
     shape: tuple[int, int, int, int]
     """[B, H, T, D] of the call."""
     causal: str
-    """The mask: none, top-left or bottom-right."""
+    """The mask: none, top-left or bottom-right; of linear attention none is stated."""
     scale: Number
     """The softmax scale."""
     seed: int
@@ -111,6 +111,8 @@ class Invariance(Result):
     """Every path, by arrangement."""
     next: str | None = None
     """What to run next."""
+    operator: str | None = None
+    """Of linear attention the operator; null: softmax attention."""
     schema: Literal["attn-diag-invariance"] = "attn-diag-invariance"
     schema_version: Literal[1] = 1
 

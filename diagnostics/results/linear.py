@@ -9,13 +9,6 @@ from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import Label
 from attn_diag.results.quality import Answer
 
-LINEAR_SYMBOLS = {
-    "o": "O", "final_state": "the last state", "dq": "dQ", "dk": "dK", "dv": "dV", "da": "da", "db": "db",
-    "dg": "the log decay's gradient", "dbeta": "beta's gradient", "ddt": "dt's gradient", "dA": "A's gradient",
-    "dinitial_state": "the initial state's gradient", "dg_gamma": "the decay's gradient",
-}  # fmt: skip
-"""The outputs of an operator and of its backward, by their keys in captures and results."""
-
 
 @dataclass(frozen=True)
 class LinearQuantity:

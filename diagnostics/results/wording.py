@@ -12,6 +12,14 @@ DASH = "–"
 SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV", "dkv": "dKV",
            "dsinks": "dSink", "dmask": "dMask", "dw_q": "dW_Q"}  # fmt: skip
 """The outputs of attention and of its backward pass, by their keys in captures and results."""
+LINEAR_SYMBOLS = {
+    "o": "O", "final_state": "the last state", "dq": "dQ", "dk": "dK", "dv": "dV", "da": "da", "db": "db",
+    "dg": "the log decay's gradient", "dbeta": "beta's gradient", "ddt": "dt's gradient", "dA": "A's gradient",
+    "dinitial_state": "the initial state's gradient", "dg_gamma": "the decay's gradient",
+}  # fmt: skip
+"""The same of an operator of linear attention."""
+EVERY_SYMBOL = SYMBOLS | LINEAR_SYMBOLS
+"""Both."""
 
 # Two float64 references on one input agree far better than this; two inputs do not agree as well by accident.
 _SAME = 1e-6

@@ -212,7 +212,7 @@ class Target:
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
         copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
         copies = [x.requires_grad_(gradients) for x in copies]
-        with _reported("", inputs), torch.set_grad_enabled(gradients):
+        with reported("", _shapes(inputs)), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
         o, *rest = found if isinstance(found, tuple | list) and found else [found]
         outputs = {"o": _required(o, inputs)}
@@ -222,13 +222,13 @@ class Target:
             try:
                 outputs |= self._gradients(o, copies, inputs, place)
             except _ReentrantError:
-                with _reported("", inputs):
+                with reported("", _shapes(inputs)):
                     found = self.fn(copies[0], copies[1], copies[2], inputs)
                 o = found[0] if isinstance(found, tuple | list) else found
                 outputs |= self._gradients(o, copies, inputs, place, reentrant=True)
         overwritten = [
             n for (n, x), y in zip(originals.items(), copies, strict=True)
-            if not torch.equal(_bits(x), _bits(y.detach().cpu()))
+            if not torch.equal(bits_of(x), bits_of(y.detach().cpu()))
         ]  # fmt: skip
         return Returned(outputs, tuple(overwritten))
 
@@ -238,7 +238,7 @@ class Target:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
-        with _reported(" in its backward", inputs):
+        with reported(" in its backward", _shapes(inputs)):
             do = place("do", inputs.do.to(self.device, o.dtype))
             if reentrant:
                 torch.autograd.backward(o, do)
@@ -334,7 +334,7 @@ def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
     digest = hashlib.sha256(also.encode())
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(_bits(tensor.detach().cpu()).numpy().tobytes())
+        digest.update(bits_of(tensor.detach().cpu()).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -370,8 +370,8 @@ def _required(o: Any, inputs: CaseInputs) -> Tensor:
 
 
 @contextmanager
-def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
-    """Turns an exception inside into a MisfitError with its type and first line."""
+def reported(where: str, shapes: str) -> Iterator[None]:
+    """Turns an exception inside into a MisfitError with its type, what it was called with, and its first line."""
     try:
         yield
     except (InputError, MisfitError):
@@ -380,12 +380,16 @@ def _reported(where: str, inputs: CaseInputs) -> Iterator[None]:
         if "use_reentrant=True" in str(error):
             raise _ReentrantError from None
         first = (str(error).strip().splitlines() or ["no message"])[0]
-        shapes = f"{list(inputs.q.shape)} {inputs.q.dtype}"
         # Inputs that need gradients are refused by some (FlexAttention on a CPU): these have their forward alone.
         refused = isinstance(error, NotImplementedError) and torch.is_grad_enabled()
         kind = NoGradientError if refused else MisfitError
-        raise kind(f"it raised {type(error).__name__}{where} on q, k, v {shapes}: {first}") from error
+        raise kind(f"it raised {type(error).__name__}{where} on {shapes}: {first}") from error
 
 
-def _bits(x: Tensor) -> Tensor:
+def _shapes(inputs: CaseInputs) -> str:
+    return f"q, k, v {list(inputs.q.shape)} {inputs.q.dtype}"
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Its bytes."""
     return x.contiguous().reshape(-1).view(torch.uint8)

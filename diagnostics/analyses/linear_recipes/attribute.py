@@ -22,9 +22,8 @@ from attn_diag.analyses.linear_recipes.recipes import (
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.quality import LOSSY
-from attn_diag.results.linear import LINEAR_SYMBOLS
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect
-from attn_diag.results.wording import percent, together
+from attn_diag.results.wording import LINEAR_SYMBOLS, percent, together
 
 _GUILTY = 0.5
 # Where a site takes away more than this, errors of sites cancel, and no one of them makes the error.

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.results.invariance import Promise
 from attn_diag.testing.invariance import layouts
+from attn_diag.testing.invariance.ruling import Change
 from attn_diag.testing.target import CaseInputs, Place, Target
 
 # What must not matter is made so much larger than what matters; no power of two, which a scale may absorb.
-_LOUD = 37.0
+LOUD = 37.0
 # Padded lengths are multiples of a tile of every kernel we know.
-_TILE = 128
+TILE = 128
 # The score of a key that must not count: exp(-300) is 0 in fp32.
 _HIDDEN_SCORE = -300.0
 
@@ -84,20 +84,13 @@ class Setting:
     def loud(self, like: Tensor) -> Tensor:
         """Other numbers, larger ones."""
         drawn = torch.randn(like.shape, generator=self.generator)
-        return (_LOUD * drawn).to(like.dtype)
+        return (LOUD * drawn).to(like.dtype)
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """One thing that should not matter."""
+class Arrangement(Change):
+    """One thing that should not matter, and how a call shows it."""
 
-    name: str
-    shows: str
-    """What is changed, in the report's words."""
-    fault: str
-    """What it means where more than rounding differs, in words that follow the kernel's name."""
-    promise: Promise
-    """See ``PathFinding``."""
     paths: Callable[[Setting], list[Path] | str]
     """The ways to make the call; or why there are none."""
 
@@ -114,11 +107,11 @@ def _every(change: Callable[[Tensor], Tensor]) -> Part:
 def _uninitialised(s: Setting) -> list[Path] | str:
     if s.target.recipe is not None:
         return "an emulation writes all of its memory"
-    return [Path("new memory holds NaN", s.base, around=_filled_memory)]
+    return [Path("new memory holds NaN", s.base, around=filled_memory)]
 
 
 @contextmanager
-def _filled_memory() -> Iterator[None]:
+def filled_memory() -> Iterator[None]:
     """Every tensor that torch makes without writing to it holds NaN."""
     mode, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -139,7 +132,7 @@ def _again(s: Setting) -> list[Path]:
 
 def _other_calls(s: Setting) -> list[Path]:
     other = s.changed(s.loud)
-    more = _TILE - s.base.q.shape[2] % _TILE
+    more = TILE - s.base.q.shape[2] % TILE
     longer = s.changed(lambda x: s.loud(torch.nn.functional.pad(x, [0, 0, 0, more])))
     return [
         Path("after one of large numbers", s.base, before=other),
@@ -210,7 +203,7 @@ def _memory(s: Setting) -> list[Path] | str:
 
 def _padding(s: Setting) -> list[Path]:
     length, base = s.base.q.shape[2], s.base
-    more = _TILE - length % _TILE
+    more = TILE - length % TILE
     if base.causal == "none":
         # Rows are such that they do not see keys with one large number.
         q, k = base.q.clone(), base.k.clone()

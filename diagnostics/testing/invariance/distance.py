@@ -143,7 +143,7 @@ def difference(
     finite = bool(counted.any()) or not bool(broken.any())
     spacing = ulp(torch.where(a.isfinite(), a, 0.0).abs().amax(3, keepdim=True), fmt)
     return PathDifference(
-        quantity=name,  # type: ignore[arg-type]
+        quantity=name,
         elements=a.numel(),
         differing=int((~same).sum()),
         nonfinite=int(broken.sum()),

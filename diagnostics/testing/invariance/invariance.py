@@ -20,12 +20,13 @@ from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
-from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
+from attn_diag.results.invariance import Invariance, OwnError, PathFinding
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.again import Again
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, compared, rounds_to
 from attn_diag.testing.invariance.distance import Expected, own_error
+from attn_diag.testing.invariance.ruling import Rulings, words_of
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.other_function import OtherFunction, fit_of
@@ -47,10 +48,6 @@ DEFAULT_SHAPE = (3, 4, 333, 64)
 _LARGE = 2.5
 # Fewer rows do not tell schedules apart.
 _FEWEST_ROWS = 16
-# Arrangements in which nothing but time passes; two calls of a kernel that changes by itself are so many times as far
-# apart as others of it, at most.
-_STEADINESS = ("run-to-run", "other-calls")
-_LIKE_ITSELF = 4.0
 # A recipe that shares fewer of the bits is not near.
 _NEAR = 0.75
 
@@ -152,11 +149,9 @@ class _Run:
     notes: list[str] = field(default_factory=list)
     lost: str = ""
     """The arrangement that ended the GPU's context; empty: none."""
-    _unsteady: dict[str, float] = field(default_factory=dict)
-    """By quantity that the same call changes: the largest of its differences' ``of_limit``."""
 
     def __post_init__(self) -> None:
-        self.calls = Calls(self.target)
+        self.calls, self.rulings = Calls(self.target), Rulings(self.allowed)
 
     def run(self, chosen: Sequence[Arrangement], seed: int, progress: Progress | None) -> Invariance:
         """Every path of every arrangement, and the report."""
@@ -223,10 +218,7 @@ class _Run:
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
         found = [self._path(item, path) for path in paths if not self.lost]
-        if item.name in _STEADINESS:
-            for d in (d for f in found for d in f.differences if d.differing):
-                reach = math.inf if d.nonfinite or d.of_limit is None else d.of_limit
-                self._unsteady[d.quantity] = max(self._unsteady.get(d.quantity, 0.0), reach)
+        self.rulings.note(item, found)
         return found
 
     def _path(self, item: Arrangement, path: Path) -> PathFinding:
@@ -240,38 +232,12 @@ class _Run:
             words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
             return PathFinding(item.name, item.shows, path.name, item.promise, "refused", words)
         differences = compared(path, first, second, expected)
-        status = self._status(item, differences)
+        status = self.rulings.status(item, differences)
         schedule, moved = None, next((d for d in differences if d.quantity == "o" and d.differing), None)
         if moved is not None and moved.first is not None and status in ("rounding", "allowed", "bits"):
             schedule = self._schedule(path.inputs, second, moved.first)
-        words = _words(item, status, differences)
+        words = words_of(item, status, differences)
         return PathFinding(item.name, item.shows, path.name, item.promise, status, words, tuple(differences), schedule)
-
-    def _status(self, item: Arrangement, differences: Sequence[PathDifference]) -> Status:
-        moved = [d for d in differences if d.differing]
-        if not moved:
-            return "same"
-        own = item.name == "run-to-run"
-        if any(self._beyond(item, d) for d in moved):
-            return "fault"
-        # What the same call changes shows in every other comparison too.
-        if not own and not any(self._steady(d.quantity) for d in moved):
-            return "unsteady"
-        if item.promise == "rounding":
-            return "rounding"
-        return "allowed" if item.name in self.allowed else "bits"
-
-    def _beyond(self, item: Arrangement, found: PathDifference) -> bool:
-        """Whether it is more than rounding, and more than the same call changes."""
-        same = 0.0 if item.name == "run-to-run" else _LIKE_ITSELF * self._unsteady.get(found.quantity, 0.0)
-        if found.nonfinite and (item.name == "uninitialised" or not math.isinf(same)):
-            return True
-        return (found.of_limit or 0.0) > max(1.0, same)
-
-    def _steady(self, quantity: str) -> bool:
-        """Whether the same call gives the same bits; of gradients, all of them, as few calls show few changes."""
-        of_forward = bool(self._unsteady.keys() & {"o", "lse"})
-        return not (of_forward if quantity in ("o", "lse") else self._unsteady)
 
     def _schedule(self, inputs: CaseInputs, outputs: Outputs, at: tuple[int, int, int]) -> str | None:
         """The recipe and order of keys of one head, in words; None where the bits do not name them."""
@@ -351,13 +317,7 @@ class _Run:
                 f"The call itself is further off than a well-rounded kernel ({named} times its error), and its noise "
                 "is held to be so much larger; attn-diag check judges that."
             )
-        if self._unsteady:
-            names = [n for n in SYMBOLS if n in self._unsteady]
-            said.append(
-                f"{together([SYMBOLS[n] for n in names])} {'changes' if len(names) == 1 else 'change'} from call to "
-                "call: no other arrangement is blamed for as much."
-            )
-        return said
+        return [*said, *self.rulings.notes()]
 
 
 def _wrong(outputs: Outputs, expected: Expected) -> list[str]:
@@ -377,22 +337,3 @@ def _wrong(outputs: Outputs, expected: Expected) -> list[str]:
         are = "is" if len(far) == 1 else "are"
         found.append(f"{together(list(far))} {are} {times(max(far.values()))} times as far off as rounding makes it")
     return found
-
-
-def _words(item: Arrangement, status: Status, differences: Sequence[PathDifference]) -> str:
-    moved = [d for d in differences if d.differing]
-    if not moved:
-        return "same bits" if differences else "nothing to compare"
-    if status == "unsteady":
-        return "no more than the same call again changes"
-    worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
-    (b, h, row), name = worst.first or (0, 0, 0), SYMBOLS[worst.quantity]
-    place = f"item {b}, head {h}, {'key' if worst.quantity in ('dk', 'dv') else 'row'} {row}"
-    if status == "fault" and worst.nonfinite:
-        bad = f"NaN or Inf in {worst.nonfinite} of {worst.elements} elements of {name}"
-        return f"it {item.fault}: {bad}, the first in {place}"
-    if status == "fault":
-        return f"it {item.fault}: {name} moves {times(worst.of_limit)} times as far as rounding can, most in {place}"
-    share = percent(max(d.differing / d.elements for d in moved))
-    words = f"other bits in {together([SYMBOLS[d.quantity] for d in moved])} ({share} of the elements), by"
-    return f"{words} {times(worst.of_noise)} of a well-rounded kernel's error: rounding alone"

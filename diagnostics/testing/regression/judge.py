@@ -11,7 +11,7 @@ from typing import Any
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
-from attn_diag.results.wording import chance, in_last_bits, percent
+from attn_diag.results.wording import EVERY_SYMBOL, chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.cases import SECOND
@@ -21,7 +21,7 @@ from attn_diag.testing.regression.figures import Measured
 # How many times the baseline's an error may be: one more rounding, with errors half as large, adds so much in squares.
 GROWTH = math.sqrt(5 / 4)
 _QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
-_WORDS = {"o": "O", "lse": "L (lse)", "delta": "delta", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_WORDS = EVERY_SYMBOL | {"lse": "L (lse)"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
 _DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
 
@@ -59,7 +59,7 @@ def compared(
     if not same:
         words = f"{case.name}: outputs differ in their bits from the baseline's on the same inputs"
         if exact:
-            words = f"{words}, device and versions; {worst_words(case)}"
+            words = f"{words}, device and versions{'' if case.linear else f'; {worst_words(case)}'}"
             failures.append(Failure("bits", case.name, "o", words))
         else:
             notes.append(f"{words} (no failure without exact)")
@@ -203,14 +203,15 @@ def _plainly(quantity: str, bias: CheckedBias) -> str:
 
 def _size_words(case: CheckedCase, name: str, size: Size) -> str:
     def shown(value: float) -> str:
-        return f"{value:.3g}{_UNIT[name]}" if name in _UNIT else percent(value)
+        return f"{value:.3g}{_UNIT[name]}" if name in _UNIT and not case.linear else percent(value)
 
     assert size.baseline is not None
     assert size.limit is not None
     floors = "; 1 noise floor: what one correct rounding of O makes of delta" if name == "delta" else ""
+    where = "" if case.linear else f"; {worst_words(case)}"
     return (
         f"{case.name}: the error of {_WORDS[name]} has grown to {shown(size.error)} (in the baseline "
-        f"{shown(size.baseline)}, limit {shown(size.limit)}{floors}); {worst_words(case)}"
+        f"{shown(size.baseline)}, limit {shown(size.limit)}{floors}){where}"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.captures.linear import ALIASES, LinearCapture
+from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.printing import say
 from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS
@@ -36,7 +36,9 @@ _SWITCHES = ("use_qk_l2norm_in_kernel", "normalize")
 _REFUSED = {
     "gv": "a decay of v", "reverse": "a reversed sequence", "use_gate_in_kernel": "a gate made in the kernel",
     "use_beta_sigmoid_in_kernel": "a sigmoid of beta made in the kernel", "state_v_first": "states in [V, K] order",
-    "cp_context": "a sequence that several ranks share", "head_first": "heads before steps",
+    VALUES_FIRST: "states in [V, K] order", "cp_context": "a sequence that several ranks share",
+    "head_first": "heads before steps", "D": "D x, added in the kernel", "z": "a gate in the kernel",
+    "dt_bias": "a bias of dt in the kernel", "dt_softplus": "a softplus of dt in the kernel",
 }  # fmt: skip
 
 
@@ -258,10 +260,12 @@ class LinearRecorder:
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
         tensors["o"] = _kept("o", o, first)
         if isinstance(state, Tensor):
-            tensors["final_state"] = _kept("final_state", state, first)
+            turned = VALUES_FIRST in inspect.signature(function).parameters
+            tensors["final_state"] = _kept("final_state", state.mT if turned else state, first)
             if state.requires_grad:
+                keep = functools.partial(_keep, slots, "dfinal_state", first)
                 state.register_hook(  # type: ignore[no-untyped-call]
-                    functools.partial(_keep, slots, "dfinal_state", first)
+                    lambda gradient: keep(gradient.mT if turned else gradient)
                 )
         if o.requires_grad:
             o.register_hook(functools.partial(_keep, slots, "do", first))

@@ -1,0 +1,113 @@
+"""What a path's differences mean: which may be, which the same call changes too, which are a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from attn_diag.results.invariance import PathDifference, PathFinding, Promise, Status
+from attn_diag.results.wording import EVERY_SYMBOL, percent, times, together
+
+# Arrangements in which nothing but time passes; two calls of a kernel that changes by itself are so many times as far
+# apart as others of it, at most.
+_STEADINESS = ("run-to-run", "other-calls")
+_LIKE_ITSELF = 4.0
+_FORWARD = ("o", "lse", "final_state")
+# What is counted along the third dimension.
+_ROWS = {"dk": "key", "dv": "key"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that should not matter."""
+
+    name: str
+    shows: str
+    """What is changed, in the report's words."""
+    fault: str
+    """What it means where more than rounding differs, in words that follow the kernel's name."""
+    promise: Promise
+    """See ``PathFinding``."""
+
+
+@dataclass
+class Rulings:
+    """Judges paths one after the other, those of the steadiness first."""
+
+    allowed: frozenset[str]
+    """Arrangements that may change bits within the noise."""
+    unsteady: dict[str, float] = field(default_factory=dict)
+    """By quantity that the same call changes: the largest of its differences' ``of_limit``."""
+
+    def note(self, item: Change, found: Iterable[PathFinding]) -> None:
+        """Remember what the same call changes."""
+        if item.name not in _STEADINESS:
+            return
+        for d in (d for f in found for d in f.differences if d.differing):
+            reach = math.inf if d.nonfinite or d.of_limit is None else d.of_limit
+            self.unsteady[d.quantity] = max(self.unsteady.get(d.quantity, 0.0), reach)
+
+    def status(self, item: Change, differences: Sequence[PathDifference]) -> Status:
+        """What differences of an arrangement are."""
+        moved = [d for d in differences if d.differing]
+        if not moved:
+            return "same"
+        own = item.name == "run-to-run"
+        if any(self._beyond(item, d) for d in moved):
+            return "fault"
+        # What the same call changes shows in every other comparison too.
+        if not own and not any(self._steady(d.quantity) for d in moved):
+            return "unsteady"
+        if item.promise == "rounding":
+            return "rounding"
+        return "allowed" if item.name in self.allowed else "bits"
+
+    def notes(self) -> list[str]:
+        """What is said of a kernel that changes by itself."""
+        if not self.unsteady:
+            return []
+        names = [n for n in EVERY_SYMBOL if n in self.unsteady]
+        changes = "changes" if len(names) == 1 else "change"
+        return [
+            f"{together([EVERY_SYMBOL[n] for n in names])} {changes} from call to call: no other arrangement is blamed "
+            "for as much."
+        ]
+
+    def _beyond(self, item: Change, found: PathDifference) -> bool:
+        """Whether it is more than rounding, and more than the same call changes."""
+        same = 0.0 if item.name == "run-to-run" else _LIKE_ITSELF * self.unsteady.get(found.quantity, 0.0)
+        if found.nonfinite and (item.name == "uninitialised" or not math.isinf(same)):
+            return True
+        return (found.of_limit or 0.0) > max(1.0, same)
+
+    def _steady(self, quantity: str) -> bool:
+        """Whether the same call gives the same bits; of gradients, all of them, as few calls show few changes."""
+        of_forward = bool(self.unsteady.keys() & {*_FORWARD})
+        return not (of_forward if quantity in _FORWARD else self.unsteady)
+
+
+def words_of(item: Change, status: Status, differences: Sequence[PathDifference]) -> str:
+    """What a path shows, in words.
+
+    Args:
+        item: The arrangement.
+        status: As ``Rulings.status`` has it.
+        differences: The path's.
+    """
+    moved = [d for d in differences if d.differing]
+    if not moved:
+        return "same bits" if differences else "nothing to compare"
+    if status == "unsteady":
+        return "no more than the same call again changes"
+    worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
+    (b, h, row), name = worst.first or (0, 0, 0), EVERY_SYMBOL[worst.quantity]
+    place = f"item {b}, head {h}, {_ROWS.get(worst.quantity, 'row')} {row}"
+    if status == "fault" and worst.nonfinite:
+        bad = f"NaN or Inf in {worst.nonfinite} of {worst.elements} elements of {name}"
+        return f"it {item.fault}: {bad}, the first in {place}"
+    if status == "fault":
+        return f"it {item.fault}: {name} moves {times(worst.of_limit)} times as far as rounding can, most in {place}"
+    share = percent(max(d.differing / d.elements for d in moved))
+    words = f"other bits in {together([EVERY_SYMBOL[d.quantity] for d in moved])} ({share} of the elements), by"
+    return f"{words} {times(worst.of_noise)} of a well-rounded kernel's error: rounding alone"

@@ -1,0 +1,1 @@
+"""Functions of linear attention in, result out: ``check_linear``, ``invariance_linear``, ``replay_linear``."""

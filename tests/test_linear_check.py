@@ -1,0 +1,175 @@
+"""``check_linear`` and ``invariance_linear``: functions that others wrote pass; broken in one line they are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Run
+from planted_linear import DELTA_RULE, MAMBA, foreign, planted
+from torch import Tensor
+
+import attn_diag
+from attn_diag.analyses.linear_causes import CAUSES
+from attn_diag.results.check import CheckReport
+
+DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]
+BROKEN_MAMBA = ("no inter-chunk term",)
+TRIED = ("no inter-chunk term", "initial state transposed")
+NAMED = [fault for fault in DELTA_RULE if fault.name in TRIED]
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, *, coarse: bool = True) -> Tensor:
+    """GLA step by step, its state kept in BF16; without initial states."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, g = (x.transpose(1, 2).float() for x in (q, k, v, g))
+    state, outs = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3]), []
+    for t in range(q.shape[2]):
+        state = state * g[:, :, t].exp()[..., None] + k[:, :, t, :, None] * v[:, :, t, None]
+        state = state.bfloat16().float() if coarse else state
+        outs.append((q[:, :, t, :, None] * state).sum(2) * factor)
+    return torch.stack(outs, 1).bfloat16()
+
+
+def fine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+    """The same with a state in fp32."""
+    return gla(q, k, v, g, scale, coarse=False)
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    del k, v
+    return q
+
+
+def causes(report: CheckReport) -> set[str]:
+    said = {f.suspect for f in report.failures} - {None}
+    wrong = {q.cause for c in report.cases for q in c.linear if q.answer == "wrong" and q.cause}
+    return {name for name, words in CAUSES.items() if words in said} | wrong
+
+
+@pytest.mark.parametrize("operator", [DELTA, "mamba2"])
+def test_what_others_wrote_passes(operator: str) -> None:
+    found = attn_diag.check_linear(foreign(operator), operator, cases=[*QUICK, "shared-heads"], head_dim=16)
+    assert found.passed, found.report()
+    assert {"o", "final_state", "dq", "dinitial_state"} <= set(found.cases[1].outputs)
+    assert all(case.deterministic for case in found.cases)
+
+
+@pytest.mark.parametrize("fault", NAMED, ids=lambda fault: fault.name)
+def test_one_broken_line_is_named_and_nothing_else(fault: Any) -> None:
+    found = attn_diag.check_linear(planted(DELTA, fault), DELTA, cases=["initial-state"], head_dim=16)
+    assert not found.passed
+    assert causes(found) & {*fault.cause}, found.report()
+    assert not causes(found) - {*fault.cause, "zero", "factor"}, found.report()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [f for f in MAMBA if f.name in ("no inter-chunk term", "no gradient of the decay")],
+    ids=lambda fault: fault.name,
+)
+def test_one_broken_line_of_mamba_is_found(fault: Any) -> None:
+    found = attn_diag.check_linear(planted("mamba2", fault), "mamba2", cases=["initial-state"], head_dim=16)
+    assert not found.passed
+    assert not fault.cause or causes(found) & {*fault.cause}, found.report()
+
+
+def test_a_state_in_bf16_is_rounding_and_named_in_every_gradient() -> None:
+    # Autograd rounds the state's gradient as well: dK and dV were said to be beyond any rounding.
+    found = attn_diag.check_linear(gla, "gla", cases=["long"], head_dim=16)
+    assert {f.kind for f in found.failures} == {"lossy"}, found.report()
+    assert causes(found) == {"state_step"}
+    assert {f.quantity for f in found.failures} >= {"o", "dq", "dk", "dv"}
+
+
+def test_what_a_function_does_not_take_is_said() -> None:
+    found = attn_diag.check_linear(
+        lambda q, k, v, g, scale: gla(q, k, v, g, scale, coarse=False), "gla", cases=None, head_dim=8
+    )
+    assert found.passed, found.report()
+    assert {case.name for case in found.cases} >= {"normal", "long", "peaked"}
+    assert "initial-state was not run: it takes no initial state" in found.notes
+    wrong = attn_diag.check_linear(lambda q, **_: q @ 1, "linear_attn", cases=["normal"])
+    assert [f.kind for f in wrong.failures] == ["fit"]
+    missing = attn_diag.check_linear(nothing, "kda", cases=["normal"])
+    assert "takes no g" in missing.failures[0].message
+    for given, words in (
+        ({"target": gla}, "name the operator"),
+        ({"target": gla, "operator": "softmax"}, "operator must be one of"),
+        ({"target": "sdpa", "operator": "gla"}, "MODULE:FUNCTION"),
+        ({"target": gla, "operator": "gla", "dtype": torch.float32}, "dtype must be one of"),
+    ):
+        with pytest.raises(attn_diag.InputError, match=words):
+            attn_diag.check_linear(**given)  # type: ignore[arg-type]
+
+
+def test_growth_since_a_baseline(tmp_path: Path) -> None:
+    file, options = tmp_path / "gla.json", {"cases": ["long"], "name": "gla", "head_dim": 16}
+    assert attn_diag.check_linear(gla, "gla", baseline=file, save=True, **options).saved == "saved"  # type: ignore[arg-type]
+    # As lossy as it was accepted.
+    again = attn_diag.check_linear(gla, "gla", baseline=file, **options)  # type: ignore[arg-type]
+    assert again.passed, again.report()
+    assert again.cases[0].same_bits
+    finer = tmp_path / "finer.json"
+
+    attn_diag.check_linear(fine, "gla", baseline=finer, save=True, **options)  # type: ignore[arg-type]
+    grown = attn_diag.check_linear(gla, "gla", baseline=finer, **options)  # type: ignore[arg-type]
+    assert {f.kind for f in grown.failures} == {"growth"}
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "def attention(q, k, v, scale=1.0):\n"
+        "    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))\n"
+        "    return (scale * (q @ k.mT).tril() @ v).transpose(1, 2).bfloat16()\n"
+    )
+    done = run("check", "mine:attention", "--operator", "linear_attn", "--cases", "normal", "--json", "found.json")
+    assert done.code == 0, done.err + done.out
+    assert json.loads(Path("found.json").read_text())["operator"] == "linear_attn"
+    assert attn_diag.CheckReport.from_json(Path("found.json").read_text()).passed
+    done = run("invariance", "mine:attention", "--operator", "linear_attn", "--only", "run-to-run,future-token")
+    assert done.code == 0, done.err + done.out
+    for refused in (("--causal", "top-left"), ("--scale", 2.0), ("--hunt",)):
+        assert run("check", "mine:attention", "--operator", "linear_attn", *refused).code == 2
+    assert run("invariance", "sdpa:math", "--recurrent", "mine:attention").code == 2
+
+
+def test_arrangements_of_what_others_wrote() -> None:
+    only = ["other-items", "future-token", "chunk-size", "prefill", "batch-size"]
+    found = attn_diag.invariance_linear(foreign(DELTA), DELTA, only=only, shape=(2, 2, 70, 16))
+    assert found.passed, found.headline
+    assert {p.status for p in found.paths if p.arrangement == "chunk-size"} <= {"rounding", "same"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arrangement"),
+    [
+        ("initial state of another", "other-items"),
+        ("last state is that before the last chunk", "prefill"),
+    ],
+)
+def test_arrangements_name_what_matters(name: str, arrangement: str) -> None:
+    (fault,) = (f for f in DELTA_RULE if f.name == name)
+    found = attn_diag.invariance_linear(
+        planted(DELTA, fault), DELTA, only=["run-to-run", arrangement], shape=(2, 2, 70, 16)
+    )
+    assert found.failed == (arrangement,), found.report()
+
+
+def test_another_function_and_later_tokens() -> None:
+    def acausal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+        return gla(q, k - 1e-2 * k.mean(1, keepdim=True), v, g, scale, coarse=False)
+
+    def other(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+        return gla(q, k, v, g * 1.05, scale, coarse=False)
+
+    shape = (1, 2, 64, 16)
+    found = attn_diag.invariance_linear(acausal, "gla", only=["future-token"], shape=shape)
+    assert found.failed == ("future-token",)
+    found = attn_diag.invariance_linear(fine, "gla", recurrent=other, only=["recurrent"], shape=shape)
+    assert found.failed == ("recurrent",)
+    assert attn_diag.invariance_linear(fine, "gla", recurrent="recipe:16", only=["recurrent"], shape=shape).passed
