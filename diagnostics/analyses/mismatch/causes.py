@@ -38,8 +38,10 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words))
+    if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
+        causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True))
     if (
-        not any(c.kind in ("position", "weights") for c in causes)
+        not any(c.kind in ("position", "weights", "norm") for c in causes)
         and (jump := _jump(found, result, before)) is not None
     ):
         causes.append(_cause(found.layer, "unnamed-input", "both", jump[1]))
@@ -82,11 +84,11 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
     off = f"{side}'s O is {times(fit.factor)} times as far from float64 as a well-rounded kernel's"
     kind: CauseKind = "coarse"
     if fit.nearest:
-        kind, told = "unnamed-o", f"{fit.nearest} would explain it, but {fit.runner_up}"
+        kind, told = "unnamed-o", fit.nearest
     elif fit.relative > TOLERANCE:
         kind, told = "unnamed-o", "no rounding makes that, and no other semantics that was tried explains it"
     else:
-        told = "no other semantics that was tried explains that: it rounds more"
+        told = "no other semantics that was tried explains that: it rounds more, or computes what was not tried"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
 
@@ -193,6 +195,6 @@ def place_of(cause: MismatchCause) -> Place:
     """Where in its layer a cause is."""
     if cause.kind in ("weights", "position"):
         return "projection"
-    if cause.kind == "unnamed-input":
+    if cause.kind in ("unnamed-input", "norm"):
         return "stream" if "input x" in cause.words else "projection"
     return "attention"

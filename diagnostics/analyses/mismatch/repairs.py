@@ -21,18 +21,19 @@ DOES = {
     "sink": "the sink restored in both",
     "softcap": "the same softcap",
     "position": "the same RoPE positions",
+    "norm": "the same epsilon and weight of the norm",
     "merge": "LSE kept in fp32 where splits are merged",
     "lse-base": "one base of the LSE",
     "weights": "the same quantisation of the weights",
 }
 """By a cause's kind, what removes it."""
-PART_OF = {"merge": "rounding", "weights": "inputs"}
+PART_OF = {"merge": "rounding", "weights": "inputs", "norm": "inputs"}
 """By kind, the part of O's difference that it makes; the semantics' of others."""
 
 
 def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[MismatchRepair]:
     """The list, for the differences that arise in the layers: without what came in from below."""
-    arising = {c.layer for c in causes if c.kind in ("weights", "unnamed-input")}
+    arising = {c.layer for c in causes if c.kind in ("weights", "norm", "unnamed-input")}
     total = sum(_own(layer, arising, {}) for layer in layers)
     if not total > 0:
         return []
