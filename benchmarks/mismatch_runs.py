@@ -129,6 +129,8 @@ class Engine:
 
     model: Any
     kernels: list[Kernel]
+    hidden: Tensor | None = None
+    """What entered the LM head in its run, [B, T, C]."""
 
 
 def attend(
@@ -294,20 +296,18 @@ def tokens_of(seed: int) -> Tensor:
 
 
 def train_forward(engine: Engine, ids: Tensor) -> Tensor:
-    """Logits of one forward, [B, T, vocabulary]."""
+    """What enters the LM head in one forward, [B, T, C]."""
     with torch.no_grad():
-        return _logits(engine.model, ids, use_cache=False)
+        return _hidden(engine.model, ids, use_cache=False)
 
 
-def _logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
-    """Logits in fp32, as trainers and engines that care about them have the last product."""
-    hidden = model.model(input_ids=ids, **inputs).last_hidden_state
-    result: Tensor = hidden.float() @ model.lm_head.weight.float().T
-    return result
+def _hidden(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    found: Tensor = model.model(input_ids=ids, **inputs).last_hidden_state
+    return found
 
 
 def rollout(engine: Engine, ids: Tensor, layout: str) -> Tensor:
-    """The same tokens by prefill and decoding; logits as of ``train_forward``."""
+    """The same tokens by prefill and decoding; as ``train_forward``."""
     from transformers import DynamicCache, StaticCache
 
     if layout == "alone":
@@ -326,8 +326,7 @@ def rollout(engine: Engine, ids: Tensor, layout: str) -> Tensor:
     with torch.no_grad():
         for end in ends:
             at = torch.arange(begin, end)[None]
-            some = ids[:, begin:end]
-            found.append(_logits(model, some, position_ids=at, past_key_values=cache, use_cache=True))
+            found.append(_hidden(model, ids[:, begin:end], position_ids=at, past_key_values=cache, use_cache=True))
             begin = end
     return torch.cat(found, 1)
 
@@ -356,13 +355,16 @@ def both_runs(
     train, other = engines(seed, fault, layer, dtype=dtype, layers=layers)
     ids = tokens_of(seed)
     with captured(train, folder / "train") as a:
-        one = train_forward(train, ids)
+        train.hidden = train_forward(train, ids)
     with captured(other, folder / "rollout") as b:
-        two = rollout(other, ids, layout)
-    return a, b, (logprobs(one, ids), logprobs(two, ids)), (train, other)
+        other.hidden = rollout(other, ids, layout)
+    return a, b, (logprobs(train, ids), logprobs(other, ids)), (train, other)
 
 
-def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+def logprobs(engine: Engine, ids: Tensor) -> Tensor:
     """Log-probabilities of the tokens after the first, float64 [B, T - 1]."""
+    # Logits in fp32, as trainers and engines that care about them have the last product.
+    assert engine.hidden is not None
+    logits = engine.hidden.float() @ engine.model.lm_head.weight.detach().float().T
     every = logits[:, :-1].double().log_softmax(-1)
     return every.gather(2, ids[:, 1:, None])[..., 0]

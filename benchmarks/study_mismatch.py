@@ -55,8 +55,9 @@ def case(seed: int, fault: str | None, *, explained: bool) -> dict[str, Any]:
             mask = torch.zeros(logprobs[0].shape)
             mask[:, PROMPT - 1 :] = 1
             found = attn_diag.explain_logprobs(
-                engines[0].model, tokens_of(seed), train, rollout, logprobs=logprobs, mask=mask
-            )
+                engines[0].model, tokens_of(seed), train, rollout, logprobs=logprobs, mask=mask,
+                hidden=(engines[0].hidden, engines[1].hidden),
+            )  # fmt: skip
         else:
             found = attn_diag.mismatch(train, rollout)
     causes = [(cause.layer, cause.kind) for cause in found.causes]
@@ -64,8 +65,14 @@ def case(seed: int, fault: str | None, *, explained: bool) -> dict[str, Any]:
         "seed": seed, "fault": fault, "layer": layer, "layout": layout, "causes": causes, "said": said(fault, layer, causes),
     }  # fmt: skip
     if found.logprobs is not None:
-        layers = [share.share for share in found.logprobs.shares if share.layer is not None]
-        result |= {"sum_of_shares": sum(layers), "rms": found.logprobs.noise, "predicted": found.logprobs.predicted}
+        shares = {(share.layer, share.place): share.share for share in found.logprobs.shares}
+        rest = shares.pop((None, "rest"))
+        inside = sum(share for (layer, _), share in shares.items() if layer is not None)
+        result |= {
+            "sum_of_shares": sum(shares.values()), "of_layers": inside, "rest": rest, "rms": found.logprobs.noise,
+            "predicted": found.logprobs.predicted,
+            "outside": [(o.layer, o.place, o.factor, o.low, o.high) for o in found.logprobs.outside],
+        }  # fmt: skip
     return result
 
 

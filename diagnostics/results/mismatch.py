@@ -81,6 +81,8 @@ class MismatchCause:
     """The part of the squared error (of position: of the difference of q or k) that it takes away; null: stated."""
     alternative: str
     """What comes nearest of another kind, and what it leaves; empty: nothing else was tried."""
+    place: Place = "attention"
+    """Where in the layer it arises: in what enters it, in q, k and v, or in attention."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ class LogprobSplit:
     """The tokens with the largest differences."""
     missing: str
     """Why there are no shares, and what they need; empty where there are."""
+    outside: tuple[OutsideError, ...] = ()
+    """By place how far either run is from train's model outside attention; empty where no model was given."""
 
 
 @dataclass(frozen=True)

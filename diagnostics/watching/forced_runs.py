@@ -60,12 +60,13 @@ class ForcedModel:
     Args:
         model: A Hugging Face transformers model for causal language modelling.
         input_ids: Its tokens, [B, T].
-        dtype: What the copy computes in.
+        dtype: What the copy computes in; None: as the model does.
         inputs: More of its inputs.
     """
 
-    def __init__(self, model: nn.Module, input_ids: Tensor, dtype: torch.dtype, inputs: Mapping[str, Any]) -> None:
-        self._model: Any = copy.deepcopy(model).to(dtype).eval()
+    def __init__(self, model: nn.Module, input_ids: Tensor, dtype: torch.dtype | None, inputs: Mapping[str, Any]) -> None:
+        made = copy.deepcopy(model).eval()
+        self._model: Any = made if dtype is None else made.to(dtype)
         self._ids, self._inputs = input_ids, dict(inputs)
         self._layers: dict[int, int] = {}
 

@@ -37,14 +37,15 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             causes += _of_fit(found.layer, side, fit)
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
-        causes.append(_cause(found.layer, "weights", "both", words))
+        causes.append(_cause(found.layer, "weights", "both", words, place="projection"))
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
-        causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True))
+        place: Place = "stream" if found.norm.which == "x" else "projection"
+        causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
     if (
         not any(c.kind in ("position", "weights", "norm") for c in causes)
         and (jump := _jump(found, result, before)) is not None
     ):
-        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1]))
+        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
     return causes
 
 
@@ -65,12 +66,12 @@ def alike(found: ComparedLayer) -> bool:
 
 def _cause(
     layer: int, kind: CauseKind, side: RunName | str, words: str, *, fitted: bool = False,
-    explained: float | None = None, alternative: str = "",
+    explained: float | None = None, alternative: str = "", place: Place = "attention",
 ) -> MismatchCause:  # fmt: skip
     labels = {"merge": "rounding", "coarse": "rounding", "unnamed-o": "unnamed", "unnamed-input": "unnamed"}
     return MismatchCause(
         layer, kind, labels.get(kind, "semantics"), side, words, "fitted" if fitted else "stated", explained,  # type: ignore[arg-type]
-        alternative,
+        alternative, place,
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
             f"{plural(abs(positions), 'position')}"
         )
         explained = min(r.explained for r in found.rotations if r.positions == positions)
-        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained)
+        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
 def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
@@ -189,12 +190,3 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
             "another; not told which"
         )
     return None
-
-
-def place_of(cause: MismatchCause) -> Place:
-    """Where in its layer a cause is."""
-    if cause.kind in ("weights", "position"):
-        return "projection"
-    if cause.kind in ("unnamed-input", "norm"):
-        return "stream" if "input x" in cause.words else "projection"
-    return "attention"
