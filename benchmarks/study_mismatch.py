@@ -22,7 +22,6 @@ from mismatch_runs import FAULTS, LAYERS, LAYOUTS, PROMPT, UNSEEN, both_runs, to
 
 import attn_diag
 
-
 KINDS = {
     "qk-norm": {"norm"}, "rope-base": {"position", "unnamed-input"}, "late-keys": {"unnamed-o"},
     "late-cache": {"unnamed-o", "mask"}, "other-cache": {"unnamed-o"}, "other-heads": {"unnamed-o"},
@@ -62,7 +61,8 @@ def case(seed: int, fault: str | None, *, explained: bool) -> dict[str, Any]:
             found = attn_diag.mismatch(train, rollout)
     causes = [(cause.layer, cause.kind) for cause in found.causes]
     result: dict[str, Any] = {
-        "seed": seed, "fault": fault, "layer": layer, "layout": layout, "causes": causes, "said": said(fault, layer, causes),
+        "seed": seed, "fault": fault, "layer": layer, "layout": layout, "causes": causes,
+        "said": said(fault, layer, causes),
     }  # fmt: skip
     if found.logprobs is not None:
         shares = {(share.layer, share.place): share.share for share in found.logprobs.shares}
@@ -80,29 +80,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--faults", nargs="*", default=["none", *FAULTS])
-    parser.add_argument("--explained", type=int, default=0, help="so many seeds of each with shares of log-probabilities")
+    parser.add_argument("--explained", type=int, default=0, help="seeds of each with shares of log-probabilities")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    cases = []
     faults = [name for given in options.faults for name in (UNSEEN if given == "unseen" else [given])]
     for name in faults:
         mine = [
             case(seed, None if name == "none" else name, explained=seed < options.explained)
             for seed in range(options.seeds)
         ]
-        cases += mine
         others = Counter(str(c["causes"]) for c in mine if c["said"] != "named")
         counts = Counter(c["said"] for c in mine)
         sums = [c["sum_of_shares"] for c in mine if "sum_of_shares" in c]
-        shown = f"shares {min(sums):.2f} to {max(sums):.2f}" if sums else ""
+        shown = f"shares {min(sums):.3f} to {max(sums):.3f}" if sums else ""
         print(f"{name:11} {dict(counts)} of {len(mine)} {shown} {dict(others)}", flush=True)
-    if options.json is not None:
-        # Faults that another run of the study looked at stay.
-        before = json.loads(options.json.read_text())["cases"] if options.json.exists() else []
-        kept = [c for c in before if (c["fault"] or "none") not in faults]
-        save({**made_by(), "seconds": round(time.monotonic() - started), "cases": [*kept, *cases]}, options.json)
+        if options.json is not None:
+            # Faults that another run of the study looked at stay.
+            before = json.loads(options.json.read_text())["cases"] if options.json.exists() else []
+            kept = [c for c in before if (c["fault"] or "none") != name]
+            save({**made_by(), "seconds": round(time.monotonic() - started), "cases": [*kept, *mine]}, options.json)
 
 
 if __name__ == "__main__":

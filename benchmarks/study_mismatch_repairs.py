@@ -20,7 +20,20 @@ from typing import Any
 
 import torch
 from measuring import made_by, save
-from mismatch_runs import FAULTS, LAYERS, LAYOUTS, PROMPT, Engine, Kernel, both_runs, engines, logprobs, rollout, tokens_of, train_forward  # fmt: skip
+from mismatch_runs import (  # fmt: skip
+    FAULTS,
+    LAYERS,
+    LAYOUTS,
+    PROMPT,
+    Engine,
+    Kernel,
+    both_runs,
+    engines,
+    logprobs,
+    rollout,
+    tokens_of,
+    train_forward,
+)
 from torch import Tensor
 
 import attn_diag
@@ -111,7 +124,9 @@ def main() -> None:
         for what in dict.fromkeys(one["repair"] for one in mine):
             print(f"{fault:9} {what}: {_told([one for one in mine if one['repair'] == what])}", flush=True)
     if options.json is not None:
-        save({**made_by(), "seconds": round(time.monotonic() - started), "within": WITHIN, "cases": cases}, options.json)
+        save(
+            {**made_by(), "seconds": round(time.monotonic() - started), "within": WITHIN, "cases": cases}, options.json
+        )
 
 
 if __name__ == "__main__":

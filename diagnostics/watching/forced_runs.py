@@ -64,8 +64,14 @@ class ForcedModel:
         inputs: More of its inputs.
     """
 
-    def __init__(self, model: nn.Module, input_ids: Tensor, dtype: torch.dtype | None, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, input_ids: Tensor, dtype: torch.dtype | None, inputs: Mapping[str, Any]
+    ) -> None:
         made = copy.deepcopy(model).eval()
+        for module in made.modules():
+            # A wrapper that a framework put there (accelerate) holds the original, and would run that one's modules.
+            if hasattr(vars(module).get("forward"), "__wrapped__"):
+                del module.forward
         self._model: Any = made if dtype is None else made.to(dtype)
         self._ids, self._inputs = input_ids, dict(inputs)
         self._layers: dict[int, int] = {}

@@ -25,9 +25,7 @@ _Squares = tuple[Tensor, Tensor]
 """Squared error and squared size, by token [B T]; NaN where not compared."""
 
 
-def outside_errors(
-    own: Sequence[_Own], given: Logprobs, hidden: tuple[Tensor, Tensor] | None
-) -> list[OutsideError]:
+def outside_errors(own: Sequence[_Own], given: Logprobs, hidden: tuple[Tensor, Tensor] | None) -> list[OutsideError]:
     """By place, in the order of the model.
 
     Args:

@@ -128,7 +128,9 @@ def explain_logprobs(
     )
     found = compared.result
     causes = (*found.causes, *outside_causes(found, outside))
-    found = replace(found, causes=tuple(sorted(causes, key=lambda c: c.layer)), outcome="finding" if causes else found.outcome)
+    found = replace(
+        found, causes=tuple(sorted(causes, key=lambda c: c.layer)), outcome="finding" if causes else found.outcome
+    )
     first = found.causes[0] if causes else None
     found = replace(
         found, logprobs=_shares(given, parts, outside), begins=None if first is None else first.layer,
@@ -164,9 +166,7 @@ def _values(compared: ComparedRuns, batch: int, length: int, base: SeenRun) -> d
             f"the model makes no call of attention in layer {missing[0]} that transformers' interface shows; give the "
             "Hugging Face model whose layers were captured"
         )
-    return {
-        layer.layer: _of_layer(layer, places, batch, length, base.x.get(layer.layer)) for layer in compared.layers
-    }
+    return {layer.layer: _of_layer(layer, places, batch, length, base.x.get(layer.layer)) for layer in compared.layers}
 
 
 def _of_layer(

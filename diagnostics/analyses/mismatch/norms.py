@@ -45,7 +45,7 @@ class NormFactor:
         if self.which == "x":
             how = "the norm before attention has another epsilon, or its weight is multiplied by a constant"
             return f"the attention's input x of rollout is train's times {spread}: {how}"
-        how = "the norm of {0} has another epsilon or weight, or a scale is folded into {0}".format(self.which)
+        how = f"the norm of {self.which} has another epsilon or weight, or a scale is folded into {self.which}"
         return f"{self.which} of rollout is train's times {spread}, and what is projected is not: {how}"
 
 
