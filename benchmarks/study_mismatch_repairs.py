@@ -82,7 +82,8 @@ def case(seed: int, fault: str | None) -> list[dict[str, Any]]:
     layer, layout = seed % LAYERS, LAYOUTS[seed // LAYERS % len(LAYOUTS)]
     with tempfile.TemporaryDirectory() as folder:
         train, other, given, (a, b) = both_runs(seed, fault, layer, layout, Path(folder))
-        assert a.hidden is not None and b.hidden is not None
+        assert a.hidden is not None
+        assert b.hidden is not None
         mask = torch.zeros(given[0].shape)
         mask[:, PROMPT - 1 :] = 1
         found = attn_diag.explain_logprobs(

@@ -67,7 +67,8 @@ def test_grpo_logs_the_split_under_the_trainers_names(tmp_path: Path) -> None:
 
         logged: list[dict[str, float]] = []  # noqa: RUF012
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        def on_log(self, *_: Any, logs: Any = None, **given: Any) -> None:
+            del given
             self.logged.append(logs)
 
     trainer = GRPOTrainer(
@@ -91,7 +92,8 @@ def test_the_engines_own_log_probabilities_come_first() -> None:
 
     batches = [
         {
-            "old_per_token_logps": torch.full((2, width), -1.0), "sampling_per_token_logps": torch.full((2, width), -1.5),
+            "old_per_token_logps": torch.full((2, width), -1.0),
+            "sampling_per_token_logps": torch.full((2, width), -1.5),
             "completion_mask": torch.arange(width)[None] < torch.tensor([[width], [1]]),
         }
         for width in (3, 5)

@@ -157,7 +157,7 @@ class LayerShare:
 
 @dataclass(frozen=True)
 class OutsideError:
-    """How far the two runs are from train's model in float64 at a place outside attention, each from its own O below."""
+    """How far the two runs are from train's model in float64 at a place outside attention, from their own O below."""
 
     layer: int | None
     """The model's number of the layer; null: behind the last one."""

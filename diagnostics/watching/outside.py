@@ -1,4 +1,4 @@
-"""How far two runs are from their model outside attention: products, norms and MLPs, each from its run's own O below."""
+"""How far two runs are from their model outside attention: products, norms and MLPs, from the run's own O below."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def outside_errors(own: Sequence[_Own], given: Logprobs, hidden: tuple[Tensor, T
 
 
 def _stream(exact: Tensor | None, observed: Tensor | None) -> _Squares:
-    assert exact is not None and observed is not None
+    assert exact is not None
+    assert observed is not None
     there = exact.double().cpu()
     return (observed.double().cpu() - there).square().sum(-1).flatten(), there.square().sum(-1).flatten()
 

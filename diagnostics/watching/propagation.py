@@ -1,8 +1,8 @@
 """What each layer adds to the difference of two runs' log-probabilities: by running the model with that difference.
 
 A float64 copy of train's model runs again and again on the same tokens, each time with one place more at which it is
-moved by what rollout differs from train there. What a run adds to the log-probabilities is what arises at that place, in
-every order of the Taylor series; what came in from below was there before. Places: of each layer x (what is outside
+moved by what rollout differs from train there. What a run adds to the log-probabilities is what arises at that place,
+in every order of the Taylor series; what came in from below was there before. Places: of each layer x (what is outside
 attention below it), q, k and v (the projection), O by another semantics, O by rounding; and what enters the LM head.
 The head itself, and each run's error outside attention, are measured against float64 on the run's own values.
 """
@@ -244,7 +244,8 @@ def _moved(values: LayerValues, base: SeenRun, layer: int, place: SharePlace, so
 
     call = base.calls[layer]
     if place == "stream":
-        assert b.x is not None and a.x is not None
+        assert b.x is not None
+        assert a.x is not None
         return replace(so_far, x=base.x[layer].to(b.x) + (b.x - a.x))
     if place == "projection":
         return replace(so_far, **{name: moved(name, call[name]) for name in "qkv"})

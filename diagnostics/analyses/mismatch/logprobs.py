@@ -66,7 +66,7 @@ class Logprobs:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures of the difference by the names of verl and slime, for a trainer's logger; ours begin with attn_diag."""
+        """The difference by the names of verl and slime, for a trainer's logger; ours begin with attn_diag."""
         return metrics_of(self)
 
     @property

@@ -188,7 +188,7 @@ def headline(found: Mismatch) -> str:
     worst = max(found.layers, key=lambda layer: layer.difference)
     if found.outcome == "rounding":
         most = f"O by up to {percent(worst.difference)} (layer {worst.layer})"
-        return f"nothing but rounding and schedule differs: {most} in {where}"
+        return f"nothing but rounding and schedule differs in attention: {most} in {where}"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
     more = f"; also in {plural(len(others), 'later layer')}" if others else ""

@@ -62,8 +62,8 @@ def mismatch_callback(trainer: Any, every: int = 50, *, sequences: int = 2, toke
 
     Every so many steps some of the sampled sequences are run again with the weights of that step, as one forward and
     token by token from a cache, and the difference of their log-probabilities is split by layer and place
-    (``attn_diag/mismatch/layer_3/rounding``, of the squared difference). Where an engine sampled (``use_vllm``), what its
-    log-probabilities really differed by is logged under verl's and slime's names (``rollout_corr/kl``,
+    (``attn_diag/mismatch/layer_3/rounding``, of the squared difference). Where an engine sampled (``use_vllm``), what
+    its log-probabilities really differed by is logged under verl's and slime's names (``rollout_corr/kl``,
     ``train/train_rollout_logprob_abs_diff``); else those are of the two runs. The figures go to the trainer's loggers
     and ``state.log_history``. The process of rank 0 runs and logs: parameters that are spread over processes (FSDP,
     ZeRO-3) cannot be run so.
