@@ -81,36 +81,50 @@ def _error(
 
 def outside_causes(found: Mismatch, outside: Sequence[OutsideError]) -> Iterator[MismatchCause]:
     """The first place at which one run is further from train's model than the other, where nothing is named yet."""
-    below: int | None = None
     named = {c.layer: c.kind for c in found.causes if c.kind in ("position", "weights", "norm", "unnamed-input")}
-    last = max((layer.layer for layer in found.layers), default=0)
+    layers = [layer.layer for layer in found.layers]
+    # Errors of the stream stay in it: what is told at one place may have arisen since the last that shows nothing.
+    first: int | None = None
     for error in outside:
-        told = error.low is not None and error.high is not None and max(error.train, error.rollout) > _NO_ROUNDING
-        off = told and (error.low > LOSSY or error.high < 1 / LOSSY)  # type: ignore[operator]
+        at = len(layers) if error.layer is None else layers.index(error.layer)
+        if error.place == "stream":
+            first = at if not _apart(error, 1.0) else at if first is None else first
+        if not _apart(error, LOSSY):
+            continue
+        since = at if first is None or error.place != "stream" else min(first + 1, at)
         # Weights of another kind are the whole layer's, and all that comes out of it.
-        if off and error.layer not in named and named.get(-1 if below is None else below) != "weights":
-            yield _cause(error, below, last)
-            return
-        if off and error.place == "stream" and error.layer not in named:
-            return
-        below = error.layer
-    return
+        below = {layers[i - 1] for i in range(since, at + 1) if i > 0}
+        if error.layer not in named and "weights" not in {named.get(layer) for layer in below}:
+            yield _cause(error, layers, since, at)
+        return
 
 
-def _cause(error: OutsideError, below: int | None, last: int) -> MismatchCause:
+def _apart(error: OutsideError, by: float) -> bool:
+    """Whether the two runs' errors differ by more than this factor, beyond their uncertainty."""
+    if error.low is None or error.high is None or max(error.train, error.rollout) <= _NO_ROUNDING:
+        return False
+    return error.low > by or error.high < 1 / by
+
+
+def _cause(error: OutsideError, layers: Sequence[int], since: int, at: int) -> MismatchCause:
     assert error.factor is not None
     side: Literal["train", "rollout"] = "rollout" if error.factor > 1 else "train"
     factor = max(error.factor, 1 / error.factor)
-    places = {
-        "projection": "the projection to q, k and v",
-        "stream": "before attention" if below is None else f"behind attention of layer {below}",
-        "head": "the LM head and the log-probabilities",
-    }
+    if error.place == "projection":
+        where = "the projection to q, k and v"
+    elif error.place == "head":
+        where = "the LM head and the log-probabilities"
+    elif since == 0:
+        where = "before attention" if at == 0 else f"somewhere before attention of layer {layers[at - 1] + 1}"
+    elif since == at:
+        where = f"behind attention of layer {layers[at - 1]}"
+    else:
+        where = f"behind attention of layer {layers[since - 1]}, or of a later one up to {layers[at - 1]}"
     words = (
-        f"{places[error.place]}: {side} is {times(factor)} times as far from train's model in float64 as the other run "
+        f"{where}: {side} is {times(factor)} times as far from train's model in float64 as the other run "
         f"({number(100 * error.train, 2)} % and {number(100 * error.rollout, 2)} %): other weights, another norm, or "
         "coarser rounding outside attention"
     )
-    layer = last if error.layer is None else error.layer
     place: Place = "projection" if error.place == "projection" else "stream"
+    layer = layers[min(since, len(layers) - 1)]
     return MismatchCause(layer, "unnamed-input", "unnamed", side, words, "fitted", None, "", place)

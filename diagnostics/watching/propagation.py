@@ -104,7 +104,7 @@ def explain_logprobs(
     compared = compare_runs(train, rollout, device=device, progress=progress)
     exact = ForcedModel(model, input_ids, dtype, inputs)
     base = exact.run()
-    values = _values(compared, *input_ids.shape, base)
+    values = _values(compared, input_ids.shape[0], input_ids.shape[1], base)
     if hidden is not None:
         _require_hidden(hidden, base.head)
     steps = list(_steps(values))

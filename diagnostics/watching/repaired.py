@@ -109,7 +109,7 @@ def _same_kernel(made: Explained) -> npt.NDArray[np.float64]:
     if made.invariant and not other:
         return np.zeros_like(made.given.difference)
     first = min(other, default=math.inf)
-    leaves = {
+    leaves: dict[LogprobPlace, float] = {
         (layer, place): 0.0
         for layer, place in made.parts
         if place == "rounding" or (made.invariant and place != "semantics" and layer is not None and layer < first)

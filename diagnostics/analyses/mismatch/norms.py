@@ -65,7 +65,7 @@ def find_norm(
         return found
     for which in ("q", "k"):
         both = [(getattr(a, which), getattr(b, which)) for a, b in heads]
-        if (found := _factor(which, both, unit)) is not None:  # type: ignore[arg-type]
+        if (found := _factor(which, both, unit)) is not None:
             return found
     return None
 
