@@ -250,6 +250,15 @@ def test_other_tokens_or_layers_are_told() -> None:
         attn_diag.mismatch(one, replace(one, metadata=replace(one.metadata, layer=3)))
 
 
+def test_a_scale_that_is_in_q_is_none() -> None:
+    """An engine that multiplies q by the scale states 1, and computes the same."""
+    drawn = _drawn(40, 0)
+    one = Capture.from_tensors(drawn, causal="top-left", layer=0)
+    folded = drawn | {"q": drawn["q"] * 0.25}
+    found = attn_diag.mismatch(one, Capture.from_tensors(folded, causal="top-left", scale=1.0, layer=0))
+    assert (found.outcome, found.causes) == ("identical", ())
+
+
 def test_what_captures_state_differently_is_named() -> None:
     drawn = _drawn(40, 0)
     one = Capture.from_tensors(drawn, causal="top-left", layer=0)

@@ -15,7 +15,7 @@ from attn_diag.analyses.mismatch.hypotheses import window_of
 from attn_diag.analyses.mismatch.norms import NormFactor, find_norm
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
-from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows
+from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows, with_scale_of
 from attn_diag.analyses.mismatch.split import (
     PARTS,
     HeadSemantics,
@@ -89,6 +89,7 @@ def compare_layer(
         for head in range(min(run.q_heads for run in runs)):
             both = pair.rows(runs, layer, head, device)
             if both is not None:
+                both = both[0], with_scale_of(*both)
                 stated = HeadSemantics.stated(both[0]), HeadSemantics.stated(both[1])
                 heads.append(HeadOfBoth(number, head, both, stated))
     if not heads:

@@ -59,13 +59,19 @@ def find_norm(
         heads: The rows of every head in both.
         unit: The largest relative error of one rounding: a denominator that is rounded is off by no more.
     """
-    # v, which no norm of its own changes, tells of x where x was not captured.
-    of_x = streams or [(a.v, b.v) for a, b in heads]
-    if (found := _factor("x", of_x, unit)) is not None:
+    of_heads = {name: [(getattr(a, name), getattr(b, name)) for a, b in heads] for name in "qkv"}
+    if streams:
+        found = _factor("x", streams, unit)
+    else:
+        # What x does, q, k and v do alike.
+        every = [_factor("x", both, unit) for both in of_heads.values()]
+        found = every[-1]
+        if found is not None and any(o is None or abs(o.mean / found.mean - 1) > unit for o in every):
+            return None
+    if found is not None:
         return found
     for which in ("q", "k"):
-        both = [(getattr(a, which), getattr(b, which)) for a, b in heads]
-        if (found := _factor(which, both, unit)) is not None:
+        if (found := _factor(which, of_heads[which], unit)) is not None:
             return found
     return None
 
