@@ -31,7 +31,7 @@ from attn_diag.results.mismatch import (
 )
 from attn_diag.watching.forced_runs import ForcedModel, LayerTargets, SeenRun
 from attn_diag.watching.outside import outside_causes, outside_errors
-from attn_diag.watching.repaired import Explained, LogprobParts, LogprobPlace, repairs_of_logprobs
+from attn_diag.watching.repaired import LogprobParts, LogprobPlace, SplitDifference, repairs_of_logprobs
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -138,7 +138,7 @@ def explain_logprobs(
     )  # fmt: skip
     as_run = ForcedModel(model, input_ids, None, inputs)
     rounding = {layer: v.rounding for layer, v in values.items()}
-    repairs = repairs_of_logprobs(Explained(found, given, parts, outside, compared.layers, as_run, rounding))
+    repairs = repairs_of_logprobs(SplitDifference(found, given, parts, outside, compared.layers, as_run, rounding))
     return replace(found, headline=headline(found), repairs=tuple(repairs))
 
 

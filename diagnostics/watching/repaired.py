@@ -23,7 +23,7 @@ _ROUNDING = ("merge", "coarse")
 
 
 @dataclass(frozen=True)
-class Explained:
+class SplitDifference:
     """What the prediction is made from."""
 
     found: Mismatch
@@ -52,7 +52,7 @@ class Explained:
         return not (first.x == 0 and first.v > 0 and not weights)
 
 
-def repairs_of_logprobs(made: Explained) -> Iterator[MismatchRepair]:
+def repairs_of_logprobs(made: SplitDifference) -> Iterator[MismatchRepair]:
     """The list, what removes most first."""
     causes = made.found.causes
     if not float(np.square(made.given.difference).sum()):
@@ -78,7 +78,7 @@ def repairs_of_logprobs(made: Explained) -> Iterator[MismatchRepair]:
     yield from sorted(results, key=lambda repair: -repair.removes)
 
 
-def _repair(made: Explained, what: str, layers: set[int], left: npt.NDArray[np.float64]) -> MismatchRepair:
+def _repair(made: SplitDifference, what: str, layers: set[int], left: npt.NDArray[np.float64]) -> MismatchRepair:
     kept = made.given.counted
     total = float(np.square(made.given.difference).sum())
     squared = float(np.square(np.where(kept, left, 0.0)).sum())
@@ -87,13 +87,13 @@ def _repair(made: Explained, what: str, layers: set[int], left: npt.NDArray[np.f
     )
 
 
-def _without(made: Explained, leaves: Mapping[LogprobPlace, float]) -> npt.NDArray[np.float64]:
+def _without(made: SplitDifference, leaves: Mapping[LogprobPlace, float]) -> npt.NDArray[np.float64]:
     """The difference less what arises at these places, of which a part is left."""
     removed: Any = sum((1 - left) * made.parts[p] for p, left in leaves.items() if p in made.parts)
     return np.asarray(made.given.difference - removed)
 
 
-def _run_again(made: Explained, cured: set[int]) -> npt.NDArray[np.float64]:
+def _run_again(made: SplitDifference, cured: set[int]) -> npt.NDArray[np.float64]:
     """The difference that rounding of O alone makes in train's model in its own format, but in these layers.
 
     Where a cause moves everything behind it, all roundings there differ too, which is not so once it is gone: what is
@@ -103,7 +103,7 @@ def _run_again(made: Explained, cured: set[int]) -> npt.NDArray[np.float64]:
     return np.asarray((made.as_run.run(targets).logprobs - made.as_run.run().logprobs).numpy())
 
 
-def _same_kernel(made: Explained) -> npt.NDArray[np.float64]:
+def _same_kernel(made: SplitDifference) -> npt.NDArray[np.float64]:
     """What is left where O is rounded alike: outside attention all bits are then the same up to the first cause."""
     other = [cause.layer for cause in made.found.causes if cause.kind not in _ROUNDING]
     if made.invariant and not other:
@@ -117,7 +117,7 @@ def _same_kernel(made: Explained) -> npt.NDArray[np.float64]:
     return _without(made, leaves)
 
 
-def _places(made: Explained, causes: Sequence[MismatchCause]) -> set[LogprobPlace]:
+def _places(made: SplitDifference, causes: Sequence[MismatchCause]) -> set[LogprobPlace]:
     """Where in the model these causes make the log-probabilities differ."""
     places: set[LogprobPlace] = set()
     for cause in causes:
