@@ -24,11 +24,17 @@ from attn_diag.kernels.quantizers import quantizer
 
 LAYERS, HEADS, KV_HEADS, WIDTH, HEAD_DIM, VOCABULARY, WINDOW = 3, 4, 2, 256, 32, 97, 24
 BATCH, LENGTH, PROMPT = 2, 64, 44
-FAULTS = ("sink", "scale", "window", "position", "weights", "merge")
+FAULTS = ("sink", "scale", "window", "position", "weights", "merge", "norm", "softcap")
+UNSEEN = (
+    "qk-norm", "rope-base", "late-keys", "late-cache", "other-cache", "other-heads", "stale", "stale-mlp", "mlp-norm",
+    "late-window", "temperature",
+)  # fmt: skip
+"""Faults that the analysis was not made for: to be named rightly, or said to be unnamed."""
 LAYOUTS = ("dynamic", "static", "chunked", "alone")
 """A cache that lets old keys go, one of a fixed size, prefill in two chunks, and each sequence by itself."""
 _NAME = "attn-diag-planted"
 _SPLIT = 8
+_SOFTCAP = 20.0
 
 
 @dataclass
@@ -45,8 +51,41 @@ class Kernel:
     """Whether sinks are obeyed."""
     window: int = 0
     """What is added to the window that the mask states."""
+    softcap: bool = True
+    """Whether a softcap is obeyed."""
+    other_softcap: float | None = None
+    """The softcap where none is stated."""
+    late: str = ""
+    """Of what (k, kv) each place of the cache holds what belongs to the one before it."""
+    borrows: Kernel | None = None
+    """Whose keys and values are read instead of its own."""
+    swapped: bool = False
+    """Whether query heads find their key heads in turn (h mod Hk) instead of in groups."""
+    cold: float = 0.0
+    """How much the scale grows from each row's key to the next, by the row's place."""
+    seen: tuple[Tensor, Tensor] | None = None
+    """The keys and values of the last call."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    def called(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
+    ) -> Tensor:
+        """As the call itself, of k and v [B, Hk, Tk, D]."""
+        self.seen = k, v
+        if self.borrows is not None and self.borrows.seen is not None:
+            k, v = self.borrows.seen
+        if self.late:
+            k = torch.cat([k[:, :, :1], k[:, :, :-1]], 2)
+        if self.late == "kv":
+            v = torch.cat([v[:, :, :1], v[:, :, :-1]], 2)
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.repeat(1, group, 1, 1) if self.swapped else t.repeat_interleave(group, 1) for t in (k, v))
+        cap = self.other_softcap or (softcap if self.softcap else None)
+        return self(q, k, v, bias, scale, sinks, cap)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """O [B, Hq, Tq, D] of q [B, Hq, Tq, D], k and v [B, Hq, Tk, D], bias [B, 1, Tq, Tk]."""
         if self.window:
             seen = bias == 0
@@ -59,7 +98,12 @@ class Kernel:
                 (first == 0) & (last - first + 1 > WINDOW + self.window), last - WINDOW - self.window + 1, moved
             )
             bias = torch.where((place >= moved) & (place <= last), 0.0, -torch.inf)
-        scores = (q.float() @ k.float().transpose(2, 3)) * (scale * self.scale) + bias
+        scores = (q.float() @ k.float().transpose(2, 3)) * (scale * self.scale)
+        if self.cold:
+            scores = scores * (1 + self.cold * (bias == 0).sum(-1, keepdim=True))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + bias
         parts = []
         width = self.split or scores.shape[-1]
         for begin in range(0, scores.shape[-1], width):
@@ -85,6 +129,8 @@ class Engine:
 
     model: Any
     kernels: list[Kernel]
+    hidden: Tensor | None = None
+    """What entered the LM head in its run, [B, T, C]."""
 
 
 def attend(
@@ -94,15 +140,13 @@ def attend(
     """What transformers calls; the mask is additive or bool, [B or 1, 1, Tq, Tk]."""
     kernel: Kernel = module.planted  # type: ignore[assignment]
     sinks = kwargs.get("s_aux")
-    group = query.shape[1] // key.shape[1]
     rows, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         attention_mask = torch.ones(1, 1, rows, keys, dtype=torch.bool).tril(keys - rows)
     mask = attention_mask[..., :keys]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    k, v = (t.repeat_interleave(group, 1) for t in (key, value))
-    o = kernel(query, k, v, bias, scaling, sinks)
+    o = kernel.called(query, key, value, bias, scaling, sinks, kwargs.get("softcap"))
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -146,7 +190,7 @@ def engines(
 
     Args:
         seed: Of the weights.
-        fault: One of ``FAULTS``; None: none.
+        fault: One of ``FAULTS`` or ``UNSEEN``; None: none.
         layer: Where.
         dtype: Of the models.
         layers: How many there are.
@@ -159,21 +203,72 @@ def engines(
         other = tiny_llama(seed, dtype=dtype, layers=layers)
         _quantize(other.model.layers[layer], "32")
     kernels = [Kernel(split=_SPLIT) for _ in range(layers)]
+    capped = fault == "softcap" and seed % 2 == 1
     changes: dict[str, dict[str, Any]] = {
         "sink": {"sinks": False}, "scale": {"scale": 1.01}, "window": {"window": -1}, "merge": {"lse": torch.bfloat16},
+        "softcap": {"softcap": False} if capped else {"other_softcap": _SOFTCAP}, "late-keys": {"late": "k"},
+        "late-cache": {"late": "kv"}, "other-cache": {"borrows": kernels[layer - 1]}, "other-heads": {"swapped": True},
+        "late-window": {"window": 1}, "temperature": {"cold": 0.002},
     }  # fmt: skip
     for name, value in changes.get(fault or "", {}).items():
         setattr(kernels[layer], name, value)
     result = Engine(model, [Kernel() for _ in range(layers)]), Engine(other, kernels)
     for engine in result:
-        for block, kernel in zip(engine.model.model.layers, engine.kernels, strict=True):
+        for number, (block, kernel) in enumerate(zip(engine.model.model.layers, engine.kernels, strict=True)):
             block.self_attn.planted = kernel
-            forward = block.self_attn.forward
-            block.self_attn.forward = partial(forward, s_aux=block.self_attn.sinks)
-    if fault == "position":
-        attention = other.model.layers[layer].self_attn
-        attention.forward = partial(_late, attention.forward, other.model.rotary_emb)
+            cap = _SOFTCAP if capped and number == layer else None
+            block.self_attn.forward = partial(block.self_attn.forward, s_aux=block.self_attn.sinks, softcap=cap)
+    _change_model(other, fault, layer, seed)
     return result
+
+
+def _change_model(model: Any, fault: str | None, layer: int, seed: int) -> None:
+    """Plant a fault that is none of the kernel's."""
+    block = model.model.layers[layer]
+    attention = block.self_attn
+    if fault == "position":
+        attention.forward = partial(_late, attention.forward, model.model.rotary_emb)
+    elif fault == "rope-base":
+        attention.forward = partial(_other_base, attention.forward, copy.deepcopy(model.model.rotary_emb))
+    elif fault in ("norm", "mlp-norm"):
+        norm = block.input_layernorm if fault == "norm" else block.post_attention_layernorm
+        # What matters is epsilon beside the mean square of what enters the norm: 1e-5 where that is 4e-4, as it is
+        # behind a fresh embedding.
+        norm.variance_epsilon = 0.025 * _mean_square(model, norm, tokens_of(seed))
+    elif fault == "qk-norm":
+        attention.q_proj.register_forward_hook(_normed)
+    elif fault in ("stale", "stale-mlp"):
+        old = [attention.q_proj, attention.k_proj, attention.v_proj] if fault == "stale" else [block.mlp.up_proj]
+        generator = torch.Generator().manual_seed(seed + 2)
+        with torch.no_grad():
+            for projection in old:
+                w = projection.weight
+                w.add_((torch.randn(w.shape, generator=generator) * w.float().std() * 0.05).to(w.dtype))
+
+
+def _mean_square(model: Any, norm: nn.Module, ids: Tensor) -> float:
+    found: list[float] = []
+    hook = norm.register_forward_pre_hook(lambda _, args: found.append(float(args[0].float().square().mean())))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    hook.remove()
+    return found[0]
+
+
+def _normed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Another epsilon of the norm of each query: as QK-norm's, of a query whose norm has just been made 1."""
+    del module, args
+    heads = out.float().unflatten(-1, (HEADS, HEAD_DIM))
+    square = heads.square().mean(-1, keepdim=True)
+    return (heads * (square / (square + 0.03)).sqrt()).flatten(-2).to(out.dtype)
+
+
+def _other_base(forward: Callable[..., Any], rotary: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    """A forward with RoPE of base 12,000 where the model has 10,000."""
+    pairs = torch.arange(0, HEAD_DIM, 2, dtype=torch.float)
+    rotary.inv_freq = 12000.0 ** (-pairs / HEAD_DIM)
+    kwargs["position_embeddings"] = rotary(hidden_states, kwargs["position_ids"])
+    return forward(hidden_states, **kwargs)
 
 
 def _quantize(layer: Any, block: str) -> None:
@@ -201,20 +296,18 @@ def tokens_of(seed: int) -> Tensor:
 
 
 def train_forward(engine: Engine, ids: Tensor) -> Tensor:
-    """Logits of one forward, [B, T, vocabulary]."""
+    """What enters the LM head in one forward, [B, T, C]."""
     with torch.no_grad():
-        return _logits(engine.model, ids, use_cache=False)
+        return _hidden(engine.model, ids, use_cache=False)
 
 
-def _logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
-    """Logits in fp32, as trainers and engines that care about them have the last product."""
-    hidden = model.model(input_ids=ids, **inputs).last_hidden_state
-    result: Tensor = hidden.float() @ model.lm_head.weight.float().T
-    return result
+def _hidden(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    found: Tensor = model.model(input_ids=ids, **inputs).last_hidden_state
+    return found
 
 
 def rollout(engine: Engine, ids: Tensor, layout: str) -> Tensor:
-    """The same tokens by prefill and decoding; logits as of ``train_forward``."""
+    """The same tokens by prefill and decoding; as ``train_forward``."""
     from transformers import DynamicCache, StaticCache
 
     if layout == "alone":
@@ -233,8 +326,7 @@ def rollout(engine: Engine, ids: Tensor, layout: str) -> Tensor:
     with torch.no_grad():
         for end in ends:
             at = torch.arange(begin, end)[None]
-            some = ids[:, begin:end]
-            found.append(_logits(model, some, position_ids=at, past_key_values=cache, use_cache=True))
+            found.append(_hidden(model, ids[:, begin:end], position_ids=at, past_key_values=cache, use_cache=True))
             begin = end
     return torch.cat(found, 1)
 
@@ -263,13 +355,16 @@ def both_runs(
     train, other = engines(seed, fault, layer, dtype=dtype, layers=layers)
     ids = tokens_of(seed)
     with captured(train, folder / "train") as a:
-        one = train_forward(train, ids)
+        train.hidden = train_forward(train, ids)
     with captured(other, folder / "rollout") as b:
-        two = rollout(other, ids, layout)
-    return a, b, (logprobs(one, ids), logprobs(two, ids)), (train, other)
+        other.hidden = rollout(other, ids, layout)
+    return a, b, (logprobs(train, ids), logprobs(other, ids)), (train, other)
 
 
-def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+def logprobs(engine: Engine, ids: Tensor) -> Tensor:
     """Log-probabilities of the tokens after the first, float64 [B, T - 1]."""
+    # Logits in fp32, as trainers and engines that care about them have the last product.
+    assert engine.hidden is not None
+    logits = engine.hidden.float() @ engine.model.lm_head.weight.detach().float().T
     every = logits[:, :-1].double().log_softmax(-1)
     return every.gather(2, ids[:, 1:, None])[..., 0]

@@ -79,6 +79,7 @@ from .watching.drift.trace import check_qkv as check_qkv
 from .watching.drift.trace import trace_dtypes as trace_dtypes
 from .watching.frameworks.one_line import accelerate_monitor as accelerate_monitor
 from .watching.frameworks.one_line import lightning_monitor as lightning_monitor
+from .watching.frameworks.one_line import mismatch_callback as mismatch_callback
 from .watching.frameworks.one_line import trainer_monitor as trainer_monitor
 from .watching.live.linear_calls import capture_linear as capture_linear
 from .watching.live.observed import observe as observe
@@ -87,6 +88,7 @@ from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor
 from .watching.monitoring.quantizers import QuantMonitor as QuantMonitor
 from .watching.monitoring.record import read_log as read_log
+from .watching.own_decoding import explain_decoding as explain_decoding
 from .watching.propagation import explain_logprobs as explain_logprobs
 
 __version__: str

@@ -17,7 +17,10 @@ from attn_diag.results.wording import DASH, number, percent, plural, times
 _PARTS = {"inputs": "came in with q, k, v", "semantics": "another semantics", "rounding": "rounding and schedule"}
 _TONES: dict[str, Tone] = {"inputs": "second", "semantics": "third", "rounding": "accent"}
 _MOST = 6
-_PLACES = {"projection": "q, k, v", "semantics": "semantics", "rounding": "O's rounding", "rest": "elsewhere"}
+_PLACES = {
+    "stream": "x", "projection": "q, k, v", "semantics": "semantics", "rounding": "O's rounding", "head": "LM head",
+    "rest": "elsewhere",
+}  # fmt: skip
 _LEGEND = (
     "Sizes are norms over that of train's O in float64. Shares are parts of the squared difference: they add up to "
     "100 %, and one is below 0 where it works against the others. train×, rollout×: rms error over that of a "
@@ -183,7 +186,7 @@ def _charts(found: Mismatch) -> Iterator[Chart]:
                 tuple(100 * s.share for s in places if s.place == place),
                 kind="bars",
             )
-            for place in ("projection", "semantics", "rounding")
+            for place in ("stream", "projection", "semantics", "rounding")
             if any(s.place == place for s in places)
         )
         yield Chart(

@@ -27,22 +27,25 @@ pytest.importorskip("transformers")
 # A fault of each kind, the layer that it is planted in, and how rollout is laid out.
 CASES = {
     "sink": (1, "static"), "scale": (0, "dynamic"), "window": (1, "static"), "position": (0, "chunked"),
-    "weights": (1, "dynamic"), "merge": (0, "dynamic"),
+    "weights": (1, "dynamic"), "merge": (0, "dynamic"), "norm": (1, "alone"), "softcap": (0, "static"),
 }  # fmt: skip
 
 
+Planted = Mapping[str, tuple[Path, tuple[Tensor, Tensor], tuple[runs.Engine, runs.Engine]]]
+
+
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     found = {}
     for fault, (layer, layout) in {**CASES, "none": (0, "chunked")}.items():
         folder = tmp_path_factory.mktemp(fault)
         _, _, logprobs, engines = runs.both_runs(0, None if fault == "none" else fault, layer, layout, folder, layers=2)
-        found[fault] = folder, logprobs, engines[0]
+        found[fault] = folder, logprobs, engines
     return found
 
 
 @pytest.fixture(scope="module")
-def results(both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]) -> dict[str, Mismatch]:
+def results(both: Planted) -> dict[str, Mismatch]:
     return {name: attn_diag.mismatch(f / "train", f / "rollout") for name, (f, _, _) in both.items()}
 
 
@@ -63,9 +66,7 @@ def test_without_a_fault_nothing_but_rounding_is_named(results: dict[str, Mismat
     assert found.report().startswith("OK nothing but rounding")
 
 
-def test_shares_of_o_add_up_and_the_size_is_that_of_the_captures(
-    results: dict[str, Mismatch], both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]]
-) -> None:
+def test_shares_of_o_add_up_and_the_size_is_that_of_the_captures(results: dict[str, Mismatch], both: Planted) -> None:
     for found in results.values():
         for layer in found.layers:
             assert sum(part.share for part in layer.parts) == pytest.approx(1.0, abs=1e-9)
@@ -88,14 +89,11 @@ def test_the_nearer_run_is_the_one_without_the_fault(results: dict[str, Mismatch
 
 
 def test_layers_explain_the_difference_of_log_probabilities(
-    both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]],
+    both: Planted,
 ) -> None:
-    folder, logprobs, engine = both["window"]
-    mask = torch.zeros(logprobs[0].shape)
-    mask[:, runs.PROMPT - 1 :] = 1
-    found = attn_diag.explain_logprobs(
-        engine.model, runs.tokens_of(0), folder / "train", folder / "rollout", logprobs=logprobs, mask=mask
-    )
+    logprobs = both["window"][1]
+    mask = _sampled(logprobs)
+    found = _explained(both["window"])
     split = found.logprobs
     assert split is not None
     layers = [share for share in split.shares if share.layer is not None]
@@ -107,6 +105,63 @@ def test_layers_explain_the_difference_of_log_probabilities(
     observed = (logprobs[1] - logprobs[0])[mask > 0]
     assert split.bias == pytest.approx(float(observed.mean()))
     assert Mismatch.from_json(found.to_json()) == found
+
+
+def _sampled(logprobs: tuple[Tensor, Tensor]) -> Tensor:
+    mask = torch.zeros(logprobs[0].shape)
+    mask[:, runs.PROMPT - 1 :] = 1
+    return mask
+
+
+def _explained(planted: tuple[Path, tuple[Tensor, Tensor], tuple[runs.Engine, runs.Engine]]) -> Mismatch:
+    folder, logprobs, (train, rollout) = planted
+    assert train.hidden is not None
+    assert rollout.hidden is not None
+    return attn_diag.explain_logprobs(
+        train.model, runs.tokens_of(0), folder / "train", folder / "rollout", logprobs=logprobs,
+        mask=_sampled(logprobs), hidden=(train.hidden, rollout.hidden),
+    )  # fmt: skip
+
+
+def test_rounding_outside_attention_has_its_shares_and_they_add_up(both: Planted) -> None:
+    """Without a fault most of the difference arises outside attention."""
+    found = _explained(both["none"])
+    assert found.causes == ()
+    assert found.logprobs is not None
+    shares = {(share.layer, share.place): share.share for share in found.logprobs.shares}
+    assert abs(shares.pop((None, "rest"))) < 0.1
+    assert sum(shares.values()) == pytest.approx(1.0, abs=0.1)
+    assert shares[None, "stream"] + shares[1, "stream"] > 0.2
+    # The kernel alone makes it all: products that see the same bits give the same bits.
+    same = next(repair for repair in found.repairs if repair.what.startswith("the same attention kernel"))
+    assert same.left == 0
+
+
+def test_another_norm_behind_attention_is_found_with_the_model(tmp_path: Path) -> None:
+    """Its effect is of rounding's size: without the model nothing is said, with it the place."""
+    _, _, logprobs, engines = runs.both_runs(0, "mlp-norm", 0, "dynamic", tmp_path, layers=2)
+    found = _explained((tmp_path, logprobs, engines))
+    (cause,) = found.causes
+    assert (cause.layer, cause.kind, cause.place, cause.side) == (1, "unnamed-input", "stream", "rollout")
+    assert "behind attention of layer 0" in cause.words
+    assert found.headline.startswith("the runs part in layer 1")
+
+
+def test_a_scale_that_grows_with_the_context_is_not_called_a_scale(tmp_path: Path) -> None:
+    """A constant scale explains nine tenths of it, and leaves three times the rounding."""
+    runs.both_runs(1, "temperature", 0, "dynamic", tmp_path, layers=1)
+    (cause,) = attn_diag.mismatch(tmp_path / "train", tmp_path / "rollout").causes
+    assert cause.kind == "unnamed-o"
+    assert "is not all of it" in cause.words
+
+
+def test_hidden_states_of_another_shape_are_refused(both: Planted) -> None:
+    folder, logprobs, (train, _) = both["none"]
+    with pytest.raises(InputError, match="what enters the LM head"):
+        attn_diag.explain_logprobs(
+            train.model, runs.tokens_of(0), folder / "train", folder / "rollout", logprobs=logprobs,
+            hidden=(torch.zeros(1), torch.zeros(1)),
+        )  # fmt: skip
 
 
 def test_metrics_are_those_of_the_trainers() -> None:
@@ -195,6 +250,15 @@ def test_other_tokens_or_layers_are_told() -> None:
         attn_diag.mismatch(one, replace(one, metadata=replace(one.metadata, layer=3)))
 
 
+def test_a_scale_that_is_in_q_is_none() -> None:
+    """An engine that multiplies q by the scale states 1, and computes the same."""
+    drawn = _drawn(40, 0)
+    one = Capture.from_tensors(drawn, causal="top-left", layer=0)
+    folded = drawn | {"q": drawn["q"] * 0.25}
+    found = attn_diag.mismatch(one, Capture.from_tensors(folded, causal="top-left", scale=1.0, layer=0))
+    assert (found.outcome, found.causes) == ("identical", ())
+
+
 def test_what_captures_state_differently_is_named() -> None:
     drawn = _drawn(40, 0)
     one = Capture.from_tensors(drawn, causal="top-left", layer=0)
@@ -208,9 +272,7 @@ def test_what_captures_state_differently_is_named() -> None:
     assert cause.words == "no window in train, a window of 10 keys in rollout (60 of 80 rows)"
 
 
-def test_the_command_says_what_the_function_finds(
-    both: Mapping[str, tuple[Path, tuple[Tensor, Tensor], runs.Engine]], tmp_path: Path, run: Run
-) -> None:
+def test_the_command_says_what_the_function_finds(both: Planted, tmp_path: Path, run: Run) -> None:
     folder, logprobs, _ = both["weights"]
     np.savez(tmp_path / "logprobs.npz", train_logprobs=logprobs[0].numpy(), rollout_logprobs=logprobs[1].numpy())
     told = run(

@@ -9,12 +9,12 @@ from attn_diag.results.base import Number, Result, Tool
 
 RunName = Literal["train", "rollout"]
 CauseKind = Literal[
-    "scale", "window", "mask", "sink", "softcap", "position", "weights", "merge", "lse-base", "coarse", "unnamed-o",
-    "unnamed-input",
+    "scale", "window", "mask", "sink", "softcap", "position", "norm", "weights", "merge", "lse-base", "coarse",
+    "unnamed-o", "unnamed-input",
 ]  # fmt: skip
 MismatchLabel = Literal["semantics", "rounding", "unnamed"]
 Place = Literal["stream", "projection", "attention"]
-SharePlace = Literal["projection", "semantics", "rounding", "rest"]
+SharePlace = Literal["stream", "projection", "semantics", "rounding", "head", "rest"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class MismatchCause:
     layer: int
     """The model's number of the layer."""
     kind: CauseKind
-    """position: q or k at another position of RoPE; weights: another w_q; merge: splits merged through a narrow LSE;
+    """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
+    weights: another w_q; merge: splits merged through a narrow LSE;
     coarse: an error of O beyond a well-rounded kernel's that nothing tried explains; unnamed-o: the same, where several
     explanations are as good; unnamed-input: q, k, v or x differ by more than rounding, and nothing tried says why."""
     label: MismatchLabel
@@ -80,6 +81,8 @@ class MismatchCause:
     """The part of the squared error (of position: of the difference of q or k) that it takes away; null: stated."""
     alternative: str
     """What comes nearest of another kind, and what it leaves; empty: nothing else was tried."""
+    place: Place = "attention"
+    """Where in the layer it arises: in what enters it, in q, k and v, or in attention."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,13 @@ class LayerShare:
     """A part of the difference of log-probabilities: what one layer adds, by itself."""
 
     layer: int | None
-    """The model's number of the layer; null: what is added behind the last captured place, or is not linear."""
+    """The model's number of the layer; null: what is added behind the last captured call of attention."""
     place: SharePlace
-    """projection: q, k, v differ from what train's model makes of rollout's O below; semantics, rounding: O differs
-    from what train's attention makes of rollout's q, k, v, by these parts; rest: what is left of the observed
-    difference."""
+    """stream: what enters the layer (behind the last: the LM head) differs from what train's model makes of rollout's O
+    below, by what is outside attention: products, norms, MLPs; projection: q, k, v differ from what it makes of what
+    entered in rollout (where that was not captured: of O below); semantics, rounding: O differs from what train's
+    attention makes of rollout's q, k, v, by these parts; head: the log-probabilities differ from what float64 makes of
+    what entered the LM head, in either run; rest: what is left of the observed difference."""
     mean: Number
     """Its mean over the tokens, rollout - train."""
     mean_error: Number | None
@@ -148,6 +153,27 @@ class LayerShare:
     """Its root mean square."""
     share: Number
     """Its part in the squared observed difference; the shares add up to 1."""
+
+
+@dataclass(frozen=True)
+class OutsideError:
+    """How far the two runs are from train's model in float64 at a place outside attention, from their own O below."""
+
+    layer: int | None
+    """The model's number of the layer; null: behind the last one."""
+    place: Literal["stream", "projection", "head"]
+    """stream: what enters it, after all of O below; projection: q, k and v, from what entered; head: the
+    log-probabilities, from what entered the LM head."""
+    train: Number
+    """Norm of train's error over that of the exact value; of log-probabilities the rms error itself."""
+    rollout: Number
+    """The same of rollout."""
+    factor: Number | None
+    """Rollout's rms error over train's; null where it cannot be told."""
+    low: Number | None
+    """Lower end of the factor's 95 % interval, by a jackknife over tokens."""
+    high: Number | None
+    """Its upper end."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +216,8 @@ class LogprobSplit:
     """The tokens with the largest differences."""
     missing: str
     """Why there are no shares, and what they need; empty where there are."""
+    outside: tuple[OutsideError, ...] = ()
+    """By place how far either run is from train's model outside attention; empty where no model was given."""
 
 
 @dataclass(frozen=True)

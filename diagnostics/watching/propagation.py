@@ -1,41 +1,58 @@
 """What each layer adds to the difference of two runs' log-probabilities: by running the model with that difference.
 
-A float64 copy of train's model runs again and again on the same tokens, each time with one place more at which q, k and
-v, or O, are moved by what rollout's differ from train's there. What a run adds to the log-probabilities is what arises
-at that place, in every order of the Taylor series; what came in from below was there before. Places: of each layer
-q, k and v (the projection), O by another semantics, O by rounding.
+A float64 copy of train's model runs again and again on the same tokens, each time with one place more at which it is
+moved by what rollout differs from train there. What a run adds to the log-probabilities is what arises at that place,
+in every order of the Taylor series; what came in from below was there before. Places: of each layer x (what is outside
+attention below it), q, k and v (the projection), O by another semantics, O by rounding; and what enters the LM head.
+The head itself, and each run's error outside attention, are measured against float64 on the run's own values.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth
+from attn_diag.analyses.mismatch.layers import ComparedLayer
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
-from attn_diag.analyses.mismatch.mismatch import CapturedRun, ComparedRuns, compare_runs
-from attn_diag.analyses.mismatch.repairs import DOES
+from attn_diag.analyses.mismatch.mismatch import CapturedRun, ComparedRuns, compare_runs, headline
 from attn_diag.errors import InputError
-from attn_diag.results.mismatch import LayerShare, LogprobSplit, Mismatch, MismatchRepair, SharePlace
+from attn_diag.results.mismatch import (
+    LayerShare,
+    LogprobSplit,
+    Mismatch,
+    OutsideError,
+    SharePlace,
+)
+from attn_diag.watching.forced_runs import ForcedModel, LayerTargets, SeenRun
+from attn_diag.watching.outside import outside_causes, outside_errors
+from attn_diag.watching.repaired import LogprobParts, LogprobPlace, SplitDifference, repairs_of_logprobs
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from attn_diag.work import Progress
 
-_PLACES: tuple[SharePlace, ...] = ("projection", "semantics", "rounding")
-# At which place of its layer a cause arises; semantics for others.
-_ARISES: dict[str, SharePlace] = {"position": "projection", "weights": "projection", "unnamed-input": "projection",
-                                  "merge": "rounding", "coarse": "rounding"}  # fmt: skip
+_PLACES: tuple[SharePlace, ...] = ("stream", "projection", "semantics", "rounding")
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What both runs had in one layer, as rows of the model's input; NaN where not compared."""
+
+    train: LayerTargets
+    """x, q, k, v and o of train."""
+    rollout: LayerTargets
+    """The same of rollout."""
+    semantics: Tensor
+    """What another semantics adds to O, [B, Hq, T, Dv]."""
+    rounding: Tensor
+    """What rounding and schedule add."""
 
 
 def explain_logprobs(
@@ -46,6 +63,7 @@ def explain_logprobs(
     *,
     logprobs: Logprobs | tuple[ArrayLike, ArrayLike],
     mask: ArrayLike | None = None,
+    hidden: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
     device: str = "auto",
     progress: Progress | None = None,
@@ -53,7 +71,7 @@ def explain_logprobs(
 ) -> Mismatch:
     """As ``mismatch``, with each layer's share of the difference of log-probabilities, and what repairs leave of it.
 
-    A copy of the model in ``dtype`` runs three times a layer, forward only.
+    A copy of the model in ``dtype`` runs four times a layer, forward only.
 
     Args:
         model: Train's model: a Hugging Face transformers model for causal language modelling, whose calls ``train``
@@ -63,6 +81,8 @@ def explain_logprobs(
         rollout: As of ``mismatch``.
         logprobs: Of token t + 1 after the tokens up to t, in train and in rollout, [B, T - 1] each.
         mask: Which of them were sampled and count, [B, T - 1]; None: all, or what ``logprobs`` says.
+        hidden: What entered the LM head in train and in rollout, [B, T, C] each, NaN in rows that are not known. None:
+            what arises behind the last attention is not told apart from the rest.
         dtype: What the copy computes in.
         device: Where the captures are compared; the model stays where it is.
         progress: Called with (done, total) after every layer, and after every run of the model.
@@ -72,8 +92,8 @@ def explain_logprobs(
         The comparison; ``logprobs`` and ``repairs`` are of the log-probabilities.
 
     Raises:
-        InputError: As of ``mismatch``; or train is no single forward of these tokens, or the model is none of
-            transformers.
+        InputError: As of ``mismatch``; or train is no single forward of these tokens, the model is none of
+            transformers, or ``hidden`` does not fit it.
     """
     given = logprobs if isinstance(logprobs, Logprobs) else Logprobs(*logprobs, mask)  # type: ignore[arg-type]
     if list(given.train.shape) != [input_ids.shape[0], input_ids.shape[1] - 1]:
@@ -82,66 +102,57 @@ def explain_logprobs(
             f"{list(input_ids.shape)}, got {list(given.train.shape)}: entry t is that of token t + 1"
         )
     compared = compare_runs(train, rollout, device=device, progress=progress)
-    moves = _moves(compared, input_ids.shape[0], input_ids.shape[1])
-    exact = copy.deepcopy(model).to(dtype).eval()
-    steps = list(_steps(moves))
-
-    def run(forced: dict[int, _Forced]) -> tuple[Tensor, _Seen]:
-        seen = _Seen(forced, base)
-        with torch.no_grad(), _seeing(exact, seen):
-            logits = exact(input_ids=input_ids, use_cache=False, **inputs).logits
-        found = logits[:, :-1].double().log_softmax(-1).gather(2, input_ids[:, 1:, None].to(logits.device))
-        return found[..., 0].cpu(), seen
-
-    base: dict[int, dict[str, Tensor]] = {}
-    before, first = run({})
-    if missing := [layer for layer in moves if layer not in first.calls]:
-        raise InputError(
-            f"the model makes no call of attention in layer {missing[0]} that transformers' interface shows; give the "
-            "Hugging Face model whose layers were captured"
-        )
-    base = first.calls
-    forced: dict[int, _Forced] = {}
-    parts: list[tuple[int, SharePlace, np.ndarray[Any, Any]]] = []
+    exact = ForcedModel(model, input_ids, dtype, inputs)
+    base = exact.run()
+    values = _values(compared, input_ids.shape[0], input_ids.shape[1], base)
+    if hidden is not None:
+        _require_hidden(hidden, base.head)
+    steps = list(_steps(values))
+    parts: dict[LogprobPlace, np.ndarray[Any, Any]] = {}
+    targets: dict[int, LayerTargets] = {}
+    before = base.logprobs
     for done, (layer, place) in enumerate(steps):
-        forced[layer] = replace(forced.get(layer, _Forced(moves[layer])), until=place)
-        after, _ = run(forced)
-        parts.append((layer, place, (after - before).numpy()))
+        targets[layer] = _moved(values[layer], base, layer, place, targets.get(layer, LayerTargets()))
+        after = exact.run(targets).logprobs
+        parts[layer, place] = (after - before).numpy()
         before = after
         if progress is not None:
             progress(done + 1, len(steps))
-    split = _shares(given, parts)
-    found = replace(compared.result, logprobs=split)
-    return replace(found, repairs=tuple(_repairs(found, given, parts)))
+    own = [_own(exact, values, side, hidden) for side in (0, 1)]
+    if hidden is not None and base.head is not None:
+        after = exact.run(targets, base.head + (hidden[1] - hidden[0]).to(base.head)).logprobs
+        parts[None, "stream"] = (after - before).numpy()
+        parts[None, "head"] = given.difference - (own[1].logprobs - own[0].logprobs).numpy()
+    outside = outside_errors(
+        [(own[side], {n: (v.train, v.rollout)[side] for n, v in values.items()}) for side in (0, 1)], given, hidden
+    )
+    found = compared.result
+    causes = (*found.causes, *outside_causes(found, outside))
+    found = replace(
+        found, causes=tuple(sorted(causes, key=lambda c: c.layer)), outcome="finding" if causes else found.outcome
+    )
+    first = found.causes[0] if causes else None
+    found = replace(
+        found, logprobs=_shares(given, parts, outside), begins=None if first is None else first.layer,
+        place=None if first is None else first.place,
+    )  # fmt: skip
+    as_run = ForcedModel(model, input_ids, None, inputs)
+    rounding = {layer: v.rounding for layer, v in values.items()}
+    repairs = repairs_of_logprobs(SplitDifference(found, given, parts, outside, compared.layers, as_run, rounding))
+    return replace(found, headline=headline(found), repairs=tuple(repairs))
 
 
-@dataclass(frozen=True)
-class LayerMoves:
-    """By how much rollout differs from train in one layer, for every row of the model's input; 0 where not compared."""
-
-    q: Tensor
-    """[B, Hq, T, D]."""
-    k: Tensor
-    """[B, Hk, T, D]."""
-    v: Tensor
-    """[B, Hk, T, Dv]."""
-    semantics: Tensor
-    """What another semantics adds to O, [B, Hq, T, Dv]."""
-    o: Tensor
-    """All that O differs by, [B, Hq, T, Dv]."""
-    compared: Tensor
-    """Rows that were compared, bool [B, T]."""
+def _require_hidden(hidden: tuple[Tensor, Tensor], head: Tensor | None) -> None:
+    if head is None:
+        raise InputError("hidden was given, but the model has no get_output_embeddings(): leave hidden out")
+    if any(one.shape != head.shape for one in hidden):
+        raise InputError(
+            f"hidden must be what enters the LM head in train and in rollout, {list(head.shape)} each, got "
+            f"{[list(one.shape) for one in hidden]}"
+        )
 
 
-@dataclass(frozen=True)
-class _Forced:
-    """How far one layer is moved: its q, k and v; also by another semantics; or all of O."""
-
-    moves: LayerMoves
-    until: SharePlace = "projection"
-
-
-def _moves(compared: ComparedRuns, batch: int, length: int) -> dict[int, LayerMoves]:
+def _values(compared: ComparedRuns, batch: int, length: int, base: SeenRun) -> dict[int, LayerValues]:
     places = []
     for pair in compared.pairs:
         if len(pair.train.parts) > 1:
@@ -150,127 +161,116 @@ def _moves(compared: ComparedRuns, batch: int, length: int) -> dict[int, LayerMo
             )
         part = pair.train.parts[0]
         places.append((part.item, -part.offset - pair.shifts[0]))
-    found = {}
-    for layer in compared.layers:
-        found[layer.layer] = _of_layer(layer, places, batch, length)
-    return found
+    if missing := [layer.layer for layer in compared.layers if layer.layer not in base.calls]:
+        raise InputError(
+            f"the model makes no call of attention in layer {missing[0]} that transformers' interface shows; give the "
+            "Hugging Face model whose layers were captured"
+        )
+    return {layer.layer: _of_layer(layer, places, batch, length, base.x.get(layer.layer)) for layer in compared.layers}
 
 
-def _of_layer(layer: ComparedLayer, places: Sequence[tuple[int, int]], batch: int, length: int) -> LayerMoves:
+def _of_layer(
+    layer: ComparedLayer, places: Sequence[tuple[int, int]], batch: int, length: int, base: Tensor | None
+) -> LayerValues:
     heads = 1 + max(h.head for h in layer.heads)
-    a = layer.heads[0].rows[0]
-    d, dv = a.q.shape[1], a.o.shape[1]
-    q, semantics, o = (torch.zeros(batch, heads, length, width, dtype=torch.float64) for width in (d, dv, dv))
-    k, v = (torch.zeros(batch, heads, length, width, dtype=torch.float64) for width in (d, dv))
-    compared = torch.zeros(batch, length, dtype=torch.bool)
-    for h, split in zip(layer.heads, layer.splits, strict=True):
-        item, offset = places[h.sequence]
-        use = split.usable
-        at = (h.rows[0].tokens[use] + offset).cpu()
-        if item >= batch or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < length):
-            raise InputError(f"train has rows that input_ids [{batch}, {length}] lack; give the tokens of its forward")
-        for whole, part in ((q, _apart(h, "q")), (k, _apart(h, "k")), (v, _apart(h, "v")), (o, _apart(h, "o"))):
-            whole[item, h.head, at] = part[use].cpu()
-        # Of a row at another position the semantics' part is in q and k already.
-        own = torch.zeros_like(split.parts["semantics"]) if layer.rotations else split.parts["semantics"]
-        semantics[item, h.head, at] = own[use].cpu()
-        compared[item, at] = True
-    return LayerMoves(q, k, v, semantics, o, compared)
+    width = layer.heads[0].rows[0].o.shape[1]
+    semantics, rounding = (torch.full((batch, heads, length, width), torch.nan, dtype=torch.float64) for _ in range(2))
+    sides = []
+    for side in (0, 1):
+        held = {}
+        for name in ("q", "k", "v", "o"):
+            width = getattr(layer.heads[0].rows[0], name).shape[1]
+            held[name] = torch.full((batch, heads, length, width), torch.nan, dtype=torch.float64)
+        for h, split in zip(layer.heads, layer.splits, strict=True):
+            item, offset = places[h.sequence]
+            use = split.usable
+            at = (h.rows[0].tokens[use] + offset).cpu()
+            if item >= batch or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < length):
+                raise InputError(
+                    f"train has rows that input_ids [{batch}, {length}] lack; give the tokens of its forward"
+                )
+            for name, whole in held.items():
+                whole[item, h.head, at] = getattr(h.rows[side], name)[use].cpu()
+            # Of a row at another position the semantics' part is in q and k already.
+            own = torch.zeros_like(split.parts["semantics"]) if layer.rotations else split.parts["semantics"]
+            semantics[item, h.head, at] = own[use].cpu()
+            rounding[item, h.head, at] = split.parts["rounding"][use].cpu()
+        sides.append(LayerTargets(x=_x(layer, side, places, length, base), **held))
+    return LayerValues(sides[0], sides[1], semantics, rounding)
 
 
-def _apart(head: HeadOfBoth, name: str) -> Tensor:
-    a, b = head.rows
-    found: Tensor = getattr(b, name) - getattr(a, name)
-    return found
+def _x(
+    layer: ComparedLayer, side: int, places: Sequence[tuple[int, int]], length: int, base: Tensor | None
+) -> Tensor | None:
+    """x of one run as the model's input has its rows; None where it was not captured, or is no input of attention."""
+    known = [(place, both) for place, both in zip(places, layer.entering, strict=True) if both is not None]
+    if base is None or not known or known[0][1][0].shape[1] != base.shape[2]:
+        return None
+    whole = torch.full(base.shape, torch.nan, dtype=torch.float64)
+    apart = size = 0.0
+    for (item, offset), both in known:
+        tokens = both[0][:, 0].isfinite().nonzero()[:, 0].cpu()
+        tokens = tokens[(tokens + offset >= 0) & (tokens + offset < length)]
+        whole[item, tokens + offset] = both[side][tokens].cpu()
+        there = base[item, tokens + offset].cpu().double()
+        apart += float((both[0][tokens].cpu() - there).square().sum())
+        size += float(there.square().sum())
+    # What enters the projection is not what enters the module where a norm or a quantiser lies between.
+    return whole if apart <= _SAME_PLACE**2 * size else None
 
 
-def _steps(moves: dict[int, LayerMoves]) -> Iterator[tuple[int, SharePlace]]:
+# Rounding through all layers moves x by per cents; another place of the model by its size.
+_SAME_PLACE = 0.5
+
+
+def _steps(values: Mapping[int, LayerValues]) -> Iterator[tuple[int, SharePlace]]:
     """In the order in which they are moved; places where nothing arises are left out."""
-    for layer, found in moves.items():
+    for layer, found in values.items():
         for place in _PLACES:
-            if place != "semantics" or bool(found.semantics.any()):
+            if place == "stream" and found.train.x is None:
+                continue
+            if place != "semantics" or bool((found.semantics.nan_to_num(0.0) != 0).any()):
                 yield layer, place
 
 
-@dataclass
-class _Seen:
-    """Follows one run of the model, moves what is to be moved, and keeps what it would have been."""
+def _moved(values: LayerValues, base: SeenRun, layer: int, place: SharePlace, so_far: LayerTargets) -> LayerTargets:
+    """The targets with one place more at which the exact model is moved by what rollout differs."""
+    a, b = values.train, values.rollout
 
-    forced: dict[int, _Forced]
-    base: dict[int, dict[str, Tensor]]
-    calls: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    def moved(name: str, free: Tensor) -> Tensor:
+        move: Tensor = getattr(b, name) - getattr(a, name)
+        heads = free.shape[1]
+        return free.repeat_interleave(move.shape[1] // heads, 1).to(move) + move if move.dim() == 4 else free + move
 
-    def call(self, attend: Callable[..., Any], layer: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One call of attention: args are the module, q, k and v (any of them by name)."""
-        names = ("module", "query", "key", "value")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        rest = args[len(names) :]
-        forced = self.forced.get(layer)
-        if forced is not None:
-            moved, base = forced.moves, self.base[layer]
-            for name, move in (("query", moved.q), ("key", moved.k), ("value", moved.v)):
-                given[name] = _placed(given[name], base[name], move, moved.compared)
-        result = attend(*(given.pop(name) for name in names), *rest, **given)
-        out = result[0] if isinstance(result, tuple) else result
-        if forced is not None and forced.until != "projection":
-            # transformers' O is [B, T, H, D].
-            if forced.until == "semantics":
-                out = out + moved.semantics.transpose(1, 2).to(out)
-            else:
-                turned = _placed(out.transpose(1, 2), self.base[layer]["o"], moved.o, moved.compared)
-                out = turned.transpose(1, 2).contiguous()
-        if not self.base:
-            kept = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.calls[layer] = {name: kept[name] for name in names[1:]} | {"o": out.transpose(1, 2)}
-        return (out, *result[1:]) if isinstance(result, tuple) else out
+    call = base.calls[layer]
+    if place == "stream":
+        assert b.x is not None
+        assert a.x is not None
+        return replace(so_far, x=base.x[layer].to(b.x) + (b.x - a.x))
+    if place == "projection":
+        return replace(so_far, **{name: moved(name, call[name]) for name in "qkv"})
+    if place == "semantics":
+        return replace(so_far, added=values.semantics)
+    return replace(so_far, added=None, o=moved("o", call["o"]))
 
 
-def _placed(free: Tensor, base: Tensor, move: Tensor, compared: Tensor) -> Tensor:
-    """``base + move`` in the rows that were compared, ``free`` in the others; [B, H, T, D]."""
-    heads = free.shape[1]
-    step = move.shape[1] // heads if heads < move.shape[1] else 1
-    wanted = base + move[:, ::step].to(free)
-    return torch.where(compared.to(free.device)[:, None, :, None], wanted, free)
+def _own(
+    exact: ForcedModel, values: Mapping[int, LayerValues], side: int, hidden: tuple[Tensor, Tensor] | None
+) -> SeenRun:
+    """What float64 makes of one run's own O, x and hidden states."""
+    mine = {layer: (v.train, v.rollout)[side] for layer, v in values.items()}
+    targets = {layer: LayerTargets(x=v.x, o=v.o) for layer, v in mine.items()}
+    return exact.run(targets, None if hidden is None else hidden[side])
 
 
-@contextmanager
-def _seeing(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Have a transformers model's attention go through ``seen`` meanwhile."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name is None:
-        raise InputError(f"model must be one of Hugging Face transformers, got {type(model).__name__}")
-    home: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
-    if name == "eager":
-        home, name = vars(sys.modules[type(model).__module__]), "eager_attention_forward"
-    original = home[name]
-    ours = {id(module) for module in model.modules()}
-
-    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        layer = getattr(module, "layer_idx", None)
-        if layer is None or id(module) not in ours:
-            return original(module, *args, **kwargs)
-        return seen.call(original, layer, (module, *args), kwargs)
-
-    home[name] = attend
-    try:
-        yield
-    finally:
-        home[name] = original
-
-
-_Parts = Sequence[tuple[int, SharePlace, "np.ndarray[Any, Any]"]]
-
-
-def _shares(given: Logprobs, parts: _Parts) -> LogprobSplit:
+def _shares(given: Logprobs, parts: LogprobParts, outside: Sequence[OutsideError]) -> LogprobSplit:
     kept, observed = given.counted, given.difference
     total = float(np.square(observed).sum())
-    named = [(layer, place, np.where(kept, part, 0.0)) for layer, place, part in parts]
-    explained = sum((part for _, _, part in named), np.zeros_like(observed))
-    every: list[tuple[int | None, SharePlace, np.ndarray[Any, Any]]] = [*named, (None, "rest", observed - explained)]
+    named = {place: np.where(kept, part, 0.0) for place, part in parts.items()}
+    explained = sum(named.values(), np.zeros_like(observed))
+    every: dict[LogprobPlace, np.ndarray[Any, Any]] = {**named, (None, "rest"): observed - explained}
     shares = []
-    for layer, place, part in every:
+    for (layer, place), part in every.items():
         values = part[kept]
         error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
         shares.append(
@@ -280,28 +280,7 @@ def _shares(given: Logprobs, parts: _Parts) -> LogprobSplit:
             )
         )  # fmt: skip
     left = float(np.square(observed - explained).sum())
-    return replace(split_of(given), predicted=1 - left / total if total else None, shares=tuple(shares), missing="")
-
-
-def _repairs(found: Mismatch, given: Logprobs, parts: _Parts) -> Iterator[MismatchRepair]:
-    kept, observed = given.counted, given.difference
-    total = float(np.square(observed).sum())
-    if not total:
-        return
-    wanted: list[tuple[str, set[tuple[int, SharePlace]]]] = []
-    for kind, what in DOES.items():
-        places = {(c.layer, _ARISES.get(kind, "semantics")) for c in found.causes if c.kind == kind}
-        if places:
-            wanted.append((what, places))
-    if not any(cause.kind == "unnamed-o" for cause in found.causes):
-        every: set[tuple[int, SharePlace]] = {(layer, place) for layer, place, _ in parts if place == "rounding"}
-        wanted.append(("the same attention kernel and schedule in both", every))
-    results = []
-    for what, places in wanted:
-        removed = sum((part for layer, place, part in parts if (layer, place) in places), np.zeros_like(observed))
-        left = float(np.square(np.where(kept, observed - removed, 0.0)).sum())
-        layers = tuple(sorted({layer for layer, _ in places}))
-        results.append(
-            MismatchRepair(what, layers, "log-probability", 1 - left / total, math.sqrt(left / int(kept.sum())))
-        )
-    yield from sorted(results, key=lambda repair: -repair.removes)
+    return replace(
+        split_of(given), predicted=1 - left / total if total else None, shares=tuple(shares), missing="",
+        outside=tuple(outside),
+    )  # fmt: skip

@@ -37,12 +37,15 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             causes += _of_fit(found.layer, side, fit)
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
-        causes.append(_cause(found.layer, "weights", "both", words))
+        causes.append(_cause(found.layer, "weights", "both", words, place="projection"))
+    if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
+        place: Place = "stream" if found.norm.which == "x" else "projection"
+        causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
     if (
-        not any(c.kind in ("position", "weights") for c in causes)
+        not any(c.kind in ("position", "weights", "norm") for c in causes)
         and (jump := _jump(found, result, before)) is not None
     ):
-        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1]))
+        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
     return causes
 
 
@@ -63,12 +66,12 @@ def alike(found: ComparedLayer) -> bool:
 
 def _cause(
     layer: int, kind: CauseKind, side: RunName | str, words: str, *, fitted: bool = False,
-    explained: float | None = None, alternative: str = "",
+    explained: float | None = None, alternative: str = "", place: Place = "attention",
 ) -> MismatchCause:  # fmt: skip
     labels = {"merge": "rounding", "coarse": "rounding", "unnamed-o": "unnamed", "unnamed-input": "unnamed"}
     return MismatchCause(
         layer, kind, labels.get(kind, "semantics"), side, words, "fitted" if fitted else "stated", explained,  # type: ignore[arg-type]
-        alternative,
+        alternative, place,
     )  # fmt: skip
 
 
@@ -82,11 +85,11 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
     off = f"{side}'s O is {times(fit.factor)} times as far from float64 as a well-rounded kernel's"
     kind: CauseKind = "coarse"
     if fit.nearest:
-        kind, told = "unnamed-o", f"{fit.nearest} would explain it, but {fit.runner_up}"
+        kind, told = "unnamed-o", fit.nearest
     elif fit.relative > TOLERANCE:
         kind, told = "unnamed-o", "no rounding makes that, and no other semantics that was tried explains it"
     else:
-        told = "no other semantics that was tried explains that: it rounds more"
+        told = "no other semantics that was tried explains that: it rounds more, or computes what was not tried"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
 
@@ -160,7 +163,7 @@ def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
             f"{plural(abs(positions), 'position')}"
         )
         explained = min(r.explained for r in found.rotations if r.positions == positions)
-        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained)
+        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
 def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
@@ -187,12 +190,3 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
             "another; not told which"
         )
     return None
-
-
-def place_of(cause: MismatchCause) -> Place:
-    """Where in its layer a cause is."""
-    if cause.kind in ("weights", "position"):
-        return "projection"
-    if cause.kind == "unnamed-input":
-        return "stream" if "input x" in cause.words else "projection"
-    return "attention"

@@ -13,10 +13,13 @@ from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import HeadSemantics, expected_square, out_of_few
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import FloatFormat
+from attn_diag.results.wording import percent, times
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
 
-# What is left beside the stated error where a hypothesis explains it.
-_EXPLAINS = 0.25
+# Of the squared error that a hypothesis may leave beyond what rounding does: kernels may be coarse, and wrong besides.
+_EXPLAINS = 0.01
+# And what rounding alone is not mistaken for.
+_MOST = 0.5
 # Standard errors of the log ratio: some fifty hypotheses a layer and a hundred layers are tried, 0.05 / 5000 two-sided.
 _SIGNIFICANT = 4.4
 # Enough to tell: rows, and heads, of a layer.
@@ -40,7 +43,7 @@ class LayerFit:
     factor_left: float | None
     """As ``factor``, under it."""
     nearest: str
-    """The best hypothesis in words, where it is not named; empty: none comes near."""
+    """Why the best hypothesis is not named though it comes near, in words; empty: none comes near."""
     runner_up: str
     """The best one of another kind, in words, and what it leaves; empty: nothing was tried."""
 
@@ -72,13 +75,20 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     others = [t for t in tried if t[1].kind != best.kind]
     kept, wanted = before[usable], expected[usable]
     factor_left = math.sqrt(total / float(wanted.sum()))
-    explains = total <= max(_EXPLAINS * float(kept.sum()), LOSSY**2 * float(wanted.sum()))
+    over = _ratio(left, wanted)
+    explains = total <= _EXPLAINS * float(kept.sum()) or (over is not None and over.low <= LOSSY)
     named = explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
     runner_up = ""
     if others:
         runner_up = (
             f"{others[0][1].words} leaves {math.sqrt(others[0][0] / float(wanted.sum())):.3g} times the rounding"
         )
+    nearest = ""
+    if not named and _beyond(kept, left) and explains:
+        nearest = f"{best.words} would explain it, but {runner_up}"
+    elif not named and _beyond(kept, left) and total <= _MOST * float(kept.sum()):
+        part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
+        nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
     size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
     return LayerFit(
         factor=against.factor,
@@ -87,7 +97,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         best=best if named else None,
         explained=1 - total / float(kept.sum()),
         factor_left=factor_left,
-        nearest=best.words if explains and not named and _beyond(kept, left) else "",
+        nearest=nearest,
         runner_up=runner_up,
     )
 

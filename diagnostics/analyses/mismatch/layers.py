@@ -12,17 +12,18 @@ from torch import Tensor
 
 from attn_diag.analyses.mismatch.fit import LayerFit, fit_layer
 from attn_diag.analyses.mismatch.hypotheses import window_of
+from attn_diag.analyses.mismatch.norms import NormFactor, find_norm
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
-from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows
+from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows, with_scale_of
 from attn_diag.analyses.mismatch.split import (
     PARTS,
     HeadSemantics,
     LayerSums,
     SplitHead,
     add_head,
+    both_streams,
     split_head,
-    stream_sums,
 )
 from attn_diag.analyses.mismatch.tokens import TokenRun
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
@@ -64,6 +65,10 @@ class ComparedLayer:
     """Rows of rollout at another position."""
     weights: OtherWeights | None
     """That w_q differs."""
+    norm: NormFactor | None
+    """That x, q or k differ by a factor a token."""
+    entering: tuple[tuple[Tensor, Tensor] | None, ...]
+    """By pair of sequences x of both, [T, C] each, NaN in rows that not both have; None: not captured."""
     stream: float | None
     """||x_b - x_a|| / ||x_a||."""
     unit: float
@@ -84,6 +89,7 @@ def compare_layer(
         for head in range(min(run.q_heads for run in runs)):
             both = pair.rows(runs, layer, head, device)
             if both is not None:
+                both = both[0], with_scale_of(*both)
                 stated = HeadSemantics.stated(both[0]), HeadSemantics.stated(both[1])
                 heads.append(HeadOfBoth(number, head, both, stated))
     if not heads:
@@ -98,18 +104,27 @@ def compare_layer(
         splits.append(split)
         add_head(sums, split, *h.rows, h.sequence)
     weights = compare_weights(*(_weights(run, layer) for run in runs))
-    streams = [
-        stream_sums(
+    entering = tuple(
+        both_streams(
             list(stream_rows(runs[0], pair.train, layer, pair.shifts[0], device)),
             list(stream_rows(runs[1], pair.rollout, layer, pair.shifts[1], device)),
             pair.length,
         )
         for pair in matched
-    ]
-    known = [s for s in streams if s is not None]
-    stream = _relative(sum(s[0] for s in known), sum(s[1] for s in known)) if known else None
+    )
+    streams = [(a[a[:, 0].isfinite()], b[b[:, 0].isfinite()]) for a, b in filter(None, entering)]
     unit = 2.0 ** -(format_of(captures[0].tensors["q"].dtype).precision + 1)
-    return ComparedLayer(layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights, stream, unit)
+    return ComparedLayer(
+        layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights,
+        find_norm(streams, [h.rows for h in heads], unit), entering, _stream(streams), unit,
+    )  # fmt: skip
+
+
+def _stream(streams: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+    if not streams:
+        return None
+    apart = sum(float((b - a).square().sum()) for a, b in streams)
+    return _relative(apart, sum(float(a.square().sum()) for a, _ in streams))
 
 
 def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> LayerFit:

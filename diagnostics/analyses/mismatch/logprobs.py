@@ -65,6 +65,11 @@ class Logprobs:
         return np.ones(self.train.shape, dtype=bool) if self.mask is None else self.mask
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The difference by the names of verl and slime, for a trainer's logger; ours begin with attn_diag."""
+        return metrics_of(self)
+
+    @property
     def difference(self) -> Array:
         """rollout - train, [B, T]; 0 where it does not count."""
         return np.where(self.counted, self.rollout - self.train, 0.0)

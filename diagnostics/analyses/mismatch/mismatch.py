@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attn_diag.analyses.mismatch.causes import alike, causes_of, place_of
+from attn_diag.analyses.mismatch.causes import alike, causes_of
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
@@ -130,7 +130,7 @@ def compare_runs(
         outcome="finding" if causes else "identical" if identical else "rounding",
         headline="",
         begins=None if first is None else first.layer,
-        place=None if first is None else place_of(first),
+        place=None if first is None else first.place,
         sequences=len(matched),
         tokens=max(layer.tokens for layer in results),
         layers=tuple(results),
@@ -188,7 +188,7 @@ def headline(found: Mismatch) -> str:
     worst = max(found.layers, key=lambda layer: layer.difference)
     if found.outcome == "rounding":
         most = f"O by up to {percent(worst.difference)} (layer {worst.layer})"
-        return f"nothing but rounding and schedule differs: {most} in {where}"
+        return f"nothing but rounding and schedule differs in attention: {most} in {where}"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
     more = f"; also in {plural(len(others), 'later layer')}" if others else ""

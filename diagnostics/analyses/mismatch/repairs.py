@@ -12,8 +12,10 @@ from attn_diag.analyses.mismatch.split import PARTS
 from attn_diag.results.mismatch import MismatchCause, MismatchRepair
 
 # FP16 has three more bits in its mantissa than BF16: every rounding is an eighth (arXiv 2510.26788).
-_FP16 = 2.0**-3
-_BF16_UNIT = 2.0**-8
+FP16_LEAVES = 2.0**-3
+FP16 = "FP16 instead of BF16 in both"
+SAME_KERNEL = "the same attention kernel and schedule, batch-invariant, in both"
+BF16_UNIT = 2.0**-8
 DOES = {
     "scale": "the same softmax scale",
     "window": "the same window",
@@ -21,18 +23,19 @@ DOES = {
     "sink": "the sink restored in both",
     "softcap": "the same softcap",
     "position": "the same RoPE positions",
+    "norm": "the same epsilon and weight of the norm",
     "merge": "LSE kept in fp32 where splits are merged",
     "lse-base": "one base of the LSE",
     "weights": "the same quantisation of the weights",
 }
 """By a cause's kind, what removes it."""
-PART_OF = {"merge": "rounding", "weights": "inputs"}
+PART_OF = {"merge": "rounding", "weights": "inputs", "norm": "inputs"}
 """By kind, the part of O's difference that it makes; the semantics' of others."""
 
 
 def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[MismatchRepair]:
     """The list, for the differences that arise in the layers: without what came in from below."""
-    arising = {c.layer for c in causes if c.kind in ("weights", "unnamed-input")}
+    arising = {c.layer for c in causes if c.kind in ("weights", "norm", "unnamed-input")}
     total = sum(_own(layer, arising, {}) for layer in layers)
     if not total > 0:
         return []
@@ -54,9 +57,9 @@ def _repairs(
             yield what, chosen, {PART_OF.get(kind, "semantics"): 0.0}
     # What nothing explains is no rounding.
     if not any(cause.kind == "unnamed-o" for cause in causes):
-        yield "the same kernel and schedule, batch-invariant, in both", every, {"rounding": 0.0}
-        if all(layer.unit == _BF16_UNIT for layer in layers):
-            yield "FP16 instead of BF16 in both", every, {"rounding": _FP16}
+        yield SAME_KERNEL, every, {"rounding": 0.0}
+        if all(layer.unit == BF16_UNIT for layer in layers):
+            yield FP16, every, {"rounding": FP16_LEAVES}
 
 
 def _own(layer: ComparedLayer, arising: set[int], left_of: dict[str, float]) -> float:

@@ -12,6 +12,9 @@ from attn_diag.analyses.mismatch.tokens import SequencePart, TokenRun, TokenSequ
 from attn_diag.captures.capture import Capture
 from attn_diag.head.read import read_float64, read_head
 
+# What is left of the difference of q where it is the scale's.
+_FOLDED = 0.1
+
 
 @dataclass(frozen=True)
 class RunRows:
@@ -52,6 +55,15 @@ class RunRows:
             self, tokens=self.tokens[rows], q=self.q[rows], o=self.o[rows], bias=self.bias[rows], k=self.k[rows],
             v=self.v[rows], cached=self.cached[rows], blocks=tuple(b for b in blocks if len(b[0])),
         )  # fmt: skip
+
+
+def with_scale_of(a: RunRows, b: RunRows) -> RunRows:
+    """b with a's scale, if what that lacks is in its q: an engine may multiply q by it, and state another."""
+    factor = b.scale / a.scale
+    moved = b.q * factor
+    if factor == 1 or float((moved - a.q).norm()) > _FOLDED * float((b.q - a.q).norm()):
+        return b
+    return replace(b, q=moved, scale=a.scale)
 
 
 def head_rows(

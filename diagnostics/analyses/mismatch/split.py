@@ -181,10 +181,10 @@ def add_head(sums: LayerSums, found: SplitHead, a: RunRows, b: RunRows, sequence
         add(f"{name}.reference", one.square())
 
 
-def stream_sums(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]], length: int) -> tuple[
-    float, float
-] | None:  # fmt: skip
-    """||x_b - x_a||^2 and ||x_a||^2 over the tokens that both runs have; None where there is none.
+def both_streams(
+    a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]], length: int
+) -> tuple[Tensor, Tensor] | None:
+    """x of both runs, [T, C] each, NaN in rows of tokens that not both have; None where there is no other row.
 
     Args:
         a: Tokens [n] and x [n, C] of the calls of one run.
@@ -196,10 +196,8 @@ def stream_sums(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Te
     one, other = (_by_token(rows, length) for rows in (a, b))
     if one.shape[1] != other.shape[1]:
         return None
-    both = one[:, 0].isfinite() & other[:, 0].isfinite()
-    if not bool(both.any()):
-        return None
-    return float((other - one)[both].square().sum()), float(one[both].square().sum())
+    lacking = one.isnan() | other.isnan()
+    return None if bool(lacking.all()) else (one.masked_fill(lacking, torch.nan), other.masked_fill(lacking, torch.nan))
 
 
 def _by_token(rows: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attn_diag.watching.frameworks.accelerator import AccelerateMonitor
     from attn_diag.watching.frameworks.hugging_face import TrainerMonitor
     from attn_diag.watching.frameworks.lightning_callback import LightningMonitor
+    from attn_diag.watching.frameworks.trl_mismatch import MismatchCallback
 
 
 def trainer_monitor(
@@ -51,6 +52,39 @@ def trainer_monitor(
     from attn_diag.watching.frameworks.hugging_face import TrainerMonitor
 
     return TrainerMonitor(Session(every, capture, options))
+
+
+def mismatch_callback(trainer: Any, every: int = 50, *, sequences: int = 2, tokens: int = 64) -> MismatchCallback:
+    """Make the callback that splits the mismatch of sampling and training under TRL's ``GRPOTrainer`` and its kin.
+
+        trainer = GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=data)
+        trainer.add_callback(attn_diag.mismatch_callback(trainer, every=50))
+
+    Every so many steps some of the sampled sequences are run again with the weights of that step, as one forward and
+    token by token from a cache, and the difference of their log-probabilities is split by layer and place
+    (``attn_diag/mismatch/layer_3/rounding``, of the squared difference). Where an engine sampled (``use_vllm``), what
+    its log-probabilities really differed by is logged under verl's and slime's names (``rollout_corr/kl``,
+    ``train/train_rollout_logprob_abs_diff``); else those are of the two runs. The figures go to the trainer's loggers
+    and ``state.log_history``. The process of rank 0 runs and logs: parameters that are spread over processes (FSDP,
+    ZeRO-3) cannot be run so.
+
+    Args:
+        trainer: The trainer that it is added to.
+        every: Steps between splits.
+        sequences: So many sampled sequences of a step.
+        tokens: Of each, the first so many after the prompt.
+
+    Returns:
+        A ``transformers.TrainerCallback``, whose ``result`` is the newest split.
+
+    Raises:
+        InputError: transformers is not installed, or a number is below 1. While training nothing is raised: what goes
+            wrong is logged (logger "attn_diag").
+    """
+    _require("mismatch_callback", "transformers", "transformers[torch]")
+    from attn_diag.watching.frameworks.trl_mismatch import MismatchCallback
+
+    return MismatchCallback(trainer, every, sequences, tokens)
 
 
 def lightning_monitor(
