@@ -258,9 +258,10 @@ def _mean_square(model: Any, norm: nn.Module, ids: Tensor) -> float:
 def _normed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     """Another epsilon of the norm of each query: as QK-norm's, of a query whose norm has just been made 1."""
     del module, args
-    heads = out.float().unflatten(-1, (HEADS, HEAD_DIM))
+    heads = out.float().reshape(*out.shape[:-1], HEADS, HEAD_DIM)
     square = heads.square().mean(-1, keepdim=True)
-    return (heads * (square / (square + 0.03)).sqrt()).flatten(-2).to(out.dtype)
+    normed: Tensor = (heads * (square / (square + 0.03)).sqrt()).flatten(-2).to(out.dtype)
+    return normed
 
 
 def _other_base(forward: Callable[..., Any], rotary: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -366,5 +367,5 @@ def logprobs(engine: Engine, ids: Tensor) -> Tensor:
     # Logits in fp32, as trainers and engines that care about them have the last product.
     assert engine.hidden is not None
     logits = engine.hidden.float() @ engine.model.lm_head.weight.detach().float().T
-    every = logits[:, :-1].double().log_softmax(-1)
+    every: Tensor = logits[:, :-1].double().log_softmax(-1)
     return every.gather(2, ids[:, 1:, None])[..., 0]

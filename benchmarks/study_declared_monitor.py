@@ -34,7 +34,7 @@ def monitored(sound: Plan, fault: Plan | None, seed: int, steps: int) -> Mapping
 
     def at(step: int) -> None:
         if fault is not None and step == BEGINS:
-            model.layers[1].plan = fault
+            model.change(1, fault)
 
     begun = time.perf_counter()
     with Monitor(model, EVERY, declared=DECLARED[sound.form]) as monitor:
@@ -63,7 +63,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
         rows = [r for r in json.loads(arguments.json.read_text())["rows"] if arguments.only not in r["name"]]
-    runs = {f"sound, {name}": (plan, None, arguments.steps) for name, plan in HEALTHY.items()}
+    runs: dict[str, tuple[Plan, Plan | None, int]] = {
+        f"sound, {name}": (plan, None, arguments.steps) for name, plan in HEALTHY.items()
+    }
     runs |= {f"fault, {name}": (Plan(plan.form), plan, FAULTY_STEPS) for name, plan in FAULTS.items()}
     for name, (sound, fault, steps) in runs.items():
         if arguments.only not in name:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from measuring import made_by, save
 from mismatch_runs import FAULTS, LAYERS, LAYOUTS, PROMPT, UNSEEN, both_runs, tokens_of
+from torch import Tensor
 
 import attn_diag
 
@@ -42,6 +43,12 @@ def said(fault: str | None, layer: int, causes: list[tuple[int, str]]) -> str:
     return "named" if {at for at, _ in causes} == {layer} and {kind for _, kind in causes} <= kinds else "wrong"
 
 
+def given(hidden: Tensor | None) -> Tensor:
+    """What the last layer gives, of an engine that has run."""
+    assert hidden is not None
+    return hidden
+
+
 def case(seed: int, fault: str | None, *, explained: bool) -> dict[str, Any]:
     """What is said of one pair of runs."""
     # The first layer has none below it to borrow from, and the last none above it to show in.
@@ -55,11 +62,11 @@ def case(seed: int, fault: str | None, *, explained: bool) -> dict[str, Any]:
             mask[:, PROMPT - 1 :] = 1
             found = attn_diag.explain_logprobs(
                 engines[0].model, tokens_of(seed), train, rollout, logprobs=logprobs, mask=mask,
-                hidden=(engines[0].hidden, engines[1].hidden),
+                hidden=(given(engines[0].hidden), given(engines[1].hidden)),
             )  # fmt: skip
         else:
             found = attn_diag.mismatch(train, rollout)
-    causes = [(cause.layer, cause.kind) for cause in found.causes]
+    causes: list[tuple[int, str]] = [(cause.layer, cause.kind) for cause in found.causes]
     result: dict[str, Any] = {
         "seed": seed, "fault": fault, "layer": layer, "layout": layout, "causes": causes,
         "said": said(fault, layer, causes),

@@ -104,7 +104,7 @@ def ring(
 
 
 def _scores(q: Tensor, k: Tensor, rank: int, hop: int, width: int) -> Tensor:
-    scores = q.float() @ k.float().mT * DIM**-0.5
+    scores: Tensor = q.float() @ k.float().mT * DIM**-0.5
     return scores.masked_fill(_future(rank * width, hop * width, width, width), -torch.inf)
 
 

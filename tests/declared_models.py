@@ -67,6 +67,12 @@ class DeclaredModel(nn.Module):
         self.layers = nn.ModuleList([Layer(plan) for _ in range(layers)])
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False))
 
+    def change(self, layer: int, plan: Plan) -> None:
+        """Have a layer's kernel be another one from now on."""
+        changed = self.layers[layer]
+        assert isinstance(changed, Layer)
+        changed.plan = plan
+
     def forward(self, ids: Tensor) -> Tensor:
         """The mean loss of ids [B, T]."""
         with torch.autocast("cpu", torch.bfloat16):

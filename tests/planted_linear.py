@@ -95,9 +95,12 @@ def foreign(operator: str) -> Callable[..., Any]:
     """Hugging Face's own function, without what dispatches to other packages."""
     if operator == "mamba2":
         module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-        return inspect.unwrap(module.mamba2_chunk_scan)
-    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    return inspect.unwrap(module.torch_chunk_gated_delta_rule)
+        found = module.mamba2_chunk_scan
+    else:
+        module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        found = module.torch_chunk_gated_delta_rule
+    function: Callable[..., Any] = inspect.unwrap(found)
+    return function
 
 
 def planted(operator: str, fault: Fault | None) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ def test_a_fault_is_alarmed_from_the_second_look_on(fault: str, said: str, tmp_p
 
     def at(step: int) -> None:
         if step == 1:
-            model.layers[0].plan = replace(Plan(), fault=fault)
+            model.change(0, replace(Plan(), fault=fault))
 
     with Monitor(model, every=1, declared=FA3, log=log) as monitor:
         train(model, 3, LENGTH, at)

@@ -42,10 +42,13 @@ def clipped(q: Tensor, k: Tensor, v: Tensor, parts: dict[str, float]) -> Tensor:
         to_fp8(x.float(), x.float().abs().amax((2, 3), keepdim=True) * parts.get(name, 1.0) / 448)
         for name, x in (("q", q), ("k", k), ("v", v))
     )
-    scores = ((q8 @ k8.mT) * WIDTH**-0.5).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1).bool(), -torch.inf)
+    scores: Tensor = ((q8 @ k8.mT) * WIDTH**-0.5).masked_fill(
+        torch.ones(q.shape[2], k.shape[2]).triu(1).bool(), -torch.inf
+    )
     p = (scores - scores.amax(-1, keepdim=True)).exp()
     cast = (p * 256).to(torch.float8_e4m3fn).float() / 256
-    return (cast @ v8 / p.sum(-1, keepdim=True)).bfloat16()
+    o: Tensor = cast @ v8 / p.sum(-1, keepdim=True)
+    return o.bfloat16()
 
 
 @pytest.mark.parametrize("parts", [{"k": 0.473, "v": 0.45}, {"q": 0.43}, {"v": 0.385}], ids=["k and v", "q", "v"])

@@ -103,7 +103,7 @@ def test_what_a_function_does_not_take_is_said() -> None:
         ({"target": gla, "operator": "gla", "dtype": torch.float32}, "dtype must be one of"),
     ):
         with pytest.raises(attn_diag.InputError, match=words):
-            attn_diag.check_linear(**given)  # type: ignore[arg-type]
+            attn_diag.check_linear(**given)
 
 
 def test_growth_since_a_baseline(tmp_path: Path) -> None:

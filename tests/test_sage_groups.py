@@ -75,10 +75,12 @@ def e2m1(x: Tensor) -> Tensor:
 
 def nvfp4(x: Tensor) -> Tensor:
     """scaled_fp4_quant: E4M3 scales of 16 neighbours in the last axis, codes by their reciprocals."""
-    parts = torch.nn.functional.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+    filled = torch.nn.functional.pad(x, (0, -x.shape[-1] % 16))
+    parts = filled.reshape(*filled.shape[:-1], -1, 16)
     scale = (parts.abs().amax(-1, keepdim=True) / 6).to(E4M3).float()
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    return (e2m1(parts * inverse) * scale).flatten(-2)[..., : x.shape[-1]]
+    values: Tensor = (e2m1(parts * inverse) * scale).flatten(-2)[..., : x.shape[-1]]
+    return values
 
 
 def sage3(head: AttentionHead) -> Tensor:
@@ -104,7 +106,7 @@ def sage3(head: AttentionHead) -> Tensor:
         new = torch.maximum(m, part.amax(1, keepdim=True))
         p, shrink = torch.exp2(part - new) * 2688, torch.exp2(m - new)
         total, m = total * shrink + p.sum(1, keepdim=True), new
-        groups = p.unflatten(1, (8, 16))
+        groups = p.reshape(len(p), 8, 16)
         scale = groups.amax(-1, keepdim=True) / 6
         codes = e2m1(torch.where(scale == 0, 0.0, groups / scale)) * scale.to(E4M3).float()
         acc = acc * shrink + (codes.flatten(1).double() @ v4[start : start + 128]).float()
