@@ -62,6 +62,7 @@ def test_a_hunt_follows_the_slopes_of_other_heads_and_lengths(monkeypatch: pytes
     assert not found.findings, found.findings
 
 
+@pytest.mark.slow
 def test_a_fault_of_slopes_is_hunted_down_and_its_script_shows_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

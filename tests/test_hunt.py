@@ -131,6 +131,7 @@ def test_planted_faults_are_named_and_shrunk(name: str) -> None:
         assert seen.endswith(value[1:]) if str(value).startswith("*") else seen == value, case
 
 
+@pytest.mark.slow
 def test_what_the_first_case_has_is_a_condition_where_a_fault_needs_it() -> None:
     search = searched("grouped at odd sizes", "head size", "group", group=4, key_heads=1)
     found = {tuple(sorted(rule.outputs)): {c.axis: c for c in rule.conditions()} for rule in search.rules}
@@ -307,6 +308,7 @@ def test_a_crash_ends_no_hunt(tmp_path: Path) -> None:
     assert done.returncode == -11
 
 
+@pytest.mark.slow
 def test_a_hang_ends_no_hunt() -> None:
     found = hunted("hanging", "length", limit_s=3)
     (finding,) = found.findings
