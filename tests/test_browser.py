@@ -23,6 +23,7 @@ from synthetic_reports import synthetic
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.reports import gallery_document, html_document
 from attn_diag.reports.charts import Axis, Band, Chart, Gallery, Map, Mark, Section, Series, Tone
+from attn_diag.reports.embedding import Detail
 from attn_diag.reports.story import headline
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 
@@ -118,12 +119,11 @@ def test_every_report_opens_and_every_figure_draws(name: str, reports: Reports, 
 
 def test_a_long_table_is_written_by_the_page_as_by_python(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     # With every digit: what is shortened twice may differ in its last one.
-    monkeypatch.setattr("attn_diag.reports.html._LARGEST", 10**9)
-    monkeypatch.setattr("attn_diag.reports.html._A_HEAD", 10**6)
-    rows = {}
+    monkeypatch.setattr("attn_diag.reports.embedding._DETAILS", (Detail(4, 17, compressed=False),))
+    found, rows = synthetic(30, 16), {}
     for listed, more in ((400, 480), (20, 420)):
         monkeypatch.setattr("attn_diag.reports.html._LISTED", listed)
-        page = show(html_document(synthetic(30, 16)))
+        page = show(html_document(found))
         table = page.locator("#heads tbody tr")
         assert table.count() == listed
         page.locator("#more").click()
