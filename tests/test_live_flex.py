@@ -6,6 +6,7 @@ graphs that it would lower, after our pass, with torch's own dense FlexAttention
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -309,6 +310,14 @@ def test_the_users_own_pass_goes_first_and_stays(tmp_path: Path) -> None:
         assert config.post_grad_custom_pre_pass is theirs
     assert calls
     assert len(recorder.written) == 2
+
+
+def test_a_capture_that_never_began_gives_inductor_back_its_pass(tmp_path: Path) -> None:
+    recorder = attn_diag.capture(Layers(), tmp_path)
+    assert config.post_grad_custom_pre_pass is not None
+    del recorder
+    gc.collect()
+    assert config.post_grad_custom_pre_pass is None
 
 
 def test_a_function_that_is_compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
