@@ -33,6 +33,7 @@ sys.path += [str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmark
 
 from browsers import browser, open_page, show  # noqa: E402 - found by the line above
 from command_line import Done, Programs, Run  # noqa: E402 - likewise
+from forked_workers import Parent  # noqa: E402 - likewise
 
 # One browser a process: another beside it cannot start.
 __all__ = ["browser", "open_page", "show"]
@@ -44,7 +45,8 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_long(items, whole_files=not any("::" in argument for argument in config.args))
     for item in items:
         # What a module makes once is made in one process.
         made = item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
@@ -56,6 +58,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
+    """Mark what ``long.txt`` names; of whole files it may name nothing that is not there."""
+    lines = (ROOT / "tests" / "long.txt").read_text().splitlines()
+    collected = {item.nodeid.partition("::")[0] for item in items}
+    for name in (line for line in lines if not line.startswith("#")):
+        found = [item for item in items if item.nodeid.startswith(name)]
+        if whole_files and not found and name.partition("::")[0] in collected:
+            raise pytest.UsageError(f"tests/long.txt names {name}, and no test begins so: correct the line")
+        for item in found:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -157,3 +172,17 @@ def programs() -> Iterator[Programs]:
     found = Programs()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def _parent_of_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
+    found = Parent(tmp_path_factory.mktemp("workers"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def forked_workers(_parent_of_workers: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels' processes of ``replay`` and hunts need not import torch again."""
+    for module in ("hunting.workers", "replaying.processes"):
+        monkeypatch.setattr(f"attn_diag.testing.{module}.subprocess", _parent_of_workers.subprocess())

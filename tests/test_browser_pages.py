@@ -92,7 +92,8 @@ def opened(open_page: Open, file: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [*FOLDERS, "paper", "gallery", "notebook", "comparison"])
 def test_nothing_is_cut_off_or_pale(kind: str, pages: Pages, open_page: Open) -> None:
-    for width, scheme in itertools.product((1280, 400), ("light", "dark")):
+    # What fits does so in any colours.
+    for width, scheme in ((1280, "dark"), (400, "light")):
         page = opened(open_page, pages(kind), width=width, color_scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, (width, scheme)
         assert not page.evaluate(OUTSIDE), (width, scheme)

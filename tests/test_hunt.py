@@ -37,7 +37,7 @@ from attn_diag.testing.replaying.processes import Ran
 from attn_diag.testing.replaying.worker import ended
 from attn_diag.testing.target import CaseInputs, Target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

@@ -27,7 +27,9 @@ from attn_diag.testing.replaying.answer import answer
 from attn_diag.testing.replaying.replay import kernels_named
 from attn_diag.testing.target import CaseInputs, Target, emulate
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replay")]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.xdist_group("replay"), pytest.mark.usefixtures("forked_workers")
+]  # fmt: skip
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

@@ -40,6 +40,8 @@ FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
 _MOST_DIRECTIONS = 128
+# So many weighted numbers are held at a time.
+_AT_ONCE = 2**20
 _TENSOR_CORE_SCORES = 2**19
 
 
@@ -302,8 +304,11 @@ def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tenso
         assert block.dscores is not None
         assert block.dq is not None
         weights, vectors, truth = block.dscores * head.scale, head.k[block.keys], block.dq
-    for i, weight in enumerate(weights.square() * relative):
-        covariance = (vectors * weight[:, None]).T @ vectors
-        covariance.diagonal().add_(ulp(truth[i], fmt).square() / 12)
-        result[i] = float(covariance.trace() ** 2 / covariance.square().sum())
+    weights, own = weights.square() * relative, ulp(truth, fmt).square() / 12
+    count = max(1, _AT_ONCE // max(vectors.numel(), 1))
+    for start in range(0, len(weights), count):
+        several = slice(start, min(start + count, len(weights)))
+        covariance = (weights[several, :, None] * vectors).mT @ vectors
+        diagonal = covariance.diagonal(dim1=1, dim2=2).add_(own[several])
+        result[several] = (diagonal.sum(1).square() / covariance.square().sum((1, 2))).cpu()
     return result
