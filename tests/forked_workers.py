@@ -89,7 +89,7 @@ class Parent:
             else:
                 given = files[name]
                 theirs.append(os.open(os.devnull, os.O_RDWR) if given == subprocess.DEVNULL else os.dup(given.fileno()))
-        job = {"module": line[3], "arguments": line[4:], "folder": os.getcwd(), "environment": dict(os.environ)}
+        job = {"module": line[3], "arguments": line[4:], "folder": str(Path.cwd()), "environment": dict(os.environ)}
         socket.send_fds(self._asked, [json.dumps(job).encode()], theirs)
         for file in theirs:
             os.close(file)
@@ -105,9 +105,7 @@ class Parent:
 class Forked:
     """A worker, with what of ``subprocess.Popen`` is used of it."""
 
-    def __init__(
-        self, pid: int, ended: Path, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
-    ) -> None:
+    def __init__(self, pid: int, ended: Path, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self._ended = ended
 

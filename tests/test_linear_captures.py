@@ -69,7 +69,8 @@ def test_healthy_kernels_are_clean(operator: str) -> None:
 def test_every_operator_is_emulated_like_its_reference(operator: str) -> None:
     tensors = linear_inputs(operator, (1, 70, 2, 8, 8), 0)
     draw = torch.Generator().manual_seed(0)
-    tensors |= {"do": torch.randn(1, 70, 2, 8, generator=draw), "initial_state": torch.randn(1, 2, 8, 8, generator=draw)}
+    tensors["do"] = torch.randn(1, 70, 2, 8, generator=draw)
+    tensors["initial_state"] = torch.randn(1, 2, 8, 8, generator=draw)
     run = LinearRun(LinearCapture(operator, tensors), torch.device("cpu"))
     found, true = run.emulated(run.recipe), run.reference.values
     assert set(true) == set(found)
