@@ -67,6 +67,7 @@ from .testing.quantizing.functions import quantize as quantize
 from .testing.quantizing.functions import quantizer as quantizer
 from .testing.quantizing.quant import quant as quant
 from .testing.regression.check import check as check
+from .testing.replaying.linear import replay_linear as replay_linear
 from .testing.replaying.replay import replay as replay
 from .testing.replaying.replay import replay_captures as replay_captures
 from .testing.round_to import round_to as round_to

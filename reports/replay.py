@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Column, Table
@@ -13,7 +13,19 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead
 from attn_diag.results.replay import CAUSES, FAILED, Replay, ReplayedCapture, ReplayedKernel, ReplayedQuantity
-from attn_diag.results.wording import DASH, SYMBOLS, file_name, listed, number, plural, share, source_argument, times
+from attn_diag.results.wording import (
+    DASH,
+    EVERY_SYMBOL,
+    LINEAR_SYMBOLS,
+    SYMBOLS,
+    file_name,
+    listed,
+    number,
+    plural,
+    share,
+    source_argument,
+    times,
+)
 
 _STYLES = {
     "kernel": "bold red", "metadata": "bold red", "head": "bold yellow", "undecided": "bold yellow",
@@ -78,7 +90,10 @@ def replay_document(found: Replay) -> str:
     sections = [
         Section(
             f"{c.source}: {c.cause}" if several else c.source, (*([c.words] if several else []), *_notes(c)),
-            table=(_COLUMNS, *map(_cells, c.kernels)),
+            table=(
+                ("kernel", "version", "verdict", *map(_symbol, _figures(c)), "bits", "ms"),
+                *(_cells(kernel, _figures(c)) for kernel in c.kernels),
+            ),
         )
         for c in found.captures
     ]  # fmt: skip
@@ -125,13 +140,21 @@ def _next(found: Replay) -> str | None:
     return f"attn-diag inspect {source_argument(capture.source)}" if own or capture.cause == "metadata" else None
 
 
-_COLUMNS = ("kernel", "version", "verdict", *(SYMBOLS[n] for n in ("o", "lse", "dq", "dk", "dv")), "bits", "ms")
-_FIGURES = ("o", "lse", "dq", "dk", "dv")
+def _figures(capture: ReplayedCapture) -> list[str]:
+    """The quantities that some kernel returned, in the order in which they are shown."""
+    seen = {q.quantity for k in capture.kernels for q in k.quantities}
+    order = ("o", "lse", "dq", "dk", "dv") if capture.operator is None else tuple(LINEAR_SYMBOLS)
+    return [name for name in order if name in seen]
 
 
-def _cells(kernel: ReplayedKernel) -> tuple[str, ...]:
+def _symbol(quantity: str) -> str:
+    """The head of its column."""
+    return SYMBOLS.get(quantity, "state" if quantity == "final_state" else quantity)
+
+
+def _cells(kernel: ReplayedKernel, shown: Sequence[str]) -> tuple[str, ...]:
     by_name = {q.quantity: q for q in kernel.quantities}
-    figures = [_figure(by_name.get(name)) for name in _FIGURES]  # type: ignore[call-overload]
+    figures = [_figure(by_name.get(name)) for name in shown]
     version = (kernel.version or DASH).partition(" ")[0] if kernel.captured else kernel.version or DASH
     took = [number(ms, 2) for ms in (kernel.forward_ms, kernel.backward_ms) if ms is not None]
     return (kernel.name, version, _verdict(kernel), *figures, _bits(kernel), "+".join(took) or DASH)
@@ -154,7 +177,10 @@ def _verdict(kernel: ReplayedKernel) -> str:
     ended = "" if kernel.stage is None or not kernel.judged else f"; {kernel.stage} {_ENDED[kernel.outcome]}"
     if not kernel.judged:
         return _ENDED.get(kernel.outcome, "not judged")
-    bad = {kind: [SYMBOLS[q.quantity] for q in kernel.quantities if q.at_fault and q.answer == kind] for kind in _KINDS}
+    bad = {
+        kind: [EVERY_SYMBOL[q.quantity] for q in kernel.quantities if q.at_fault and q.answer == kind]
+        for kind in _KINDS
+    }
     said = [f"{_KINDS[kind]}: {', '.join(names)}" for kind, names in bad.items() if names]
     if said or kernel.faults:
         return f"{'; '.join(said) or 'biased'}{ended}"
@@ -171,17 +197,16 @@ def _bits(kernel: ReplayedKernel) -> str:
 
 
 def _table(capture: ReplayedCapture) -> Table:
-    seen = {q.quantity for k in capture.kernels for q in k.quantities}
-    shown = [i for i, name in enumerate(_FIGURES) if name in seen]
-    figures = layout.figures([SYMBOLS[_FIGURES[i]] for i in shown])
+    shown = _figures(capture)
+    figures = layout.figures([_symbol(name) for name in shown])
     table = layout.table(Column("kernel", min_width=24), Column("verdict", min_width=14), *figures, collapse=True)
     for kernel in capture.kernels:
-        name, version, verdict, *cells, bits, took = _cells(kernel)
+        name, version, verdict, *cells, bits, took = _cells(kernel, shown)
         style = _row_style(capture, kernel)
         text = Text(name, style=style)
         more = [version] * (version != DASH) + [bits] * (kernel.recipe is not None) + [f"{took} ms"] * (took != DASH)
         text.append("".join(f"\n  {line}" for line in more), style="not bold dim")
-        table.add_row(text, Text(verdict, style=style), *(cells[i] for i in shown))
+        table.add_row(text, Text(verdict, style=style), *cells)
     return table
 
 
@@ -192,6 +217,8 @@ def _row_style(capture: ReplayedCapture, kernel: ReplayedKernel) -> str:
 
 
 def _legend(found: Replay, more: str) -> str:
+    if all(c.operator is not None for c in found.captures):
+        return f"{_LEGEND} Beneath a function's name: its version. The recipe is a well-rounded kernel, emulated here."
     kernels = [k for c in found.captures for k in c.kernels]
     recipes = any(k.backend.startswith("emulation") for k in kernels)
     on_cpu = any(k.backend == "cpu" and not k.captured for k in kernels)
@@ -218,7 +245,7 @@ def _notes(capture: ReplayedCapture) -> Iterator[str]:
         excused: dict[str, list[str]] = {}
         for q in kernel.quantities:
             if q.excused is not None:
-                excused.setdefault(q.excused, []).append(SYMBOLS[q.quantity])
+                excused.setdefault(q.excused, []).append(_symbol(q.quantity))
         for why, names in excused.items():
             yield f"{kernel.name}: {', '.join(names)} as documented: {why}."
         if kernel.biased and kernel.bias_excused is not None:

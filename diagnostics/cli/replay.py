@@ -8,6 +8,7 @@ import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.cli.hunting import Hunting
+from attn_diag.cli.linear import refuse_softmax
 from attn_diag.cli.options import (
     Device,
     Html,
@@ -36,7 +37,8 @@ def replay(
         typer.Option(
             metavar="NAMES",
             help="Kernels, separated by commas or repeated: installed (default), sdpa:flash, flex_attention, "
-            "flash_attn_4, …, a recipe, or MODULE:FUNCTION of fn(q, k, v) -> o.",
+            "flash_attn_4, …, a recipe, or MODULE:FUNCTION of fn(q, k, v) -> o; of linear attention: recipe, or "
+            "MODULE:FUNCTION with flash-linear-attention's arguments.",
         ),
     ] = None,
     observation: ObservationName = None,
@@ -61,6 +63,20 @@ def replay(
 
     wanted = labels(fail_on, _FAILURES)
     names = None if against is None else [name for text in against for name in listed(text) or ()]
+    if (linear := inputs.linear(places.layer, delivery, [html])) is not None:
+        from attn_diag.testing.replaying.linear import replay_linear
+
+        refuse_softmax(
+            {"--observation": observation, "--head": places.head, "--batch": places.batch, "--hunt": hunting.hunt,
+             **overrides.given()}
+        )  # fmt: skip
+        with progress_bar("functions") as progress:
+            found = replay_linear(
+                linear[0], against=names, level=level, limit_s=hunting.limit or DEFAULT_LIMIT_S, device=device,
+                progress=progress, unreadable=linear[1],
+            )  # fmt: skip
+        delivery.deliver(found, html)
+        return _exit_code(found, wanted)
     captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
     if hunting.hunt:
         hunted = hunting.run(
@@ -75,8 +91,9 @@ def replay(
             progress=progress, unreadable=unreadable, skip=complain,
         )  # fmt: skip
     delivery.deliver(found, html)
-    return 2 if found.unreadable else int(bool(_answers(found) & wanted))
+    return _exit_code(found, wanted)
 
 
-def _answers(found: Replay) -> set[str]:
-    return {c.cause for c in found.captures} | ({"failed"} if found.failed else set())
+def _exit_code(found: Replay, wanted: frozenset[str]) -> int:
+    answers = {c.cause for c in found.captures} | ({"failed"} if found.failed else set())
+    return 2 if found.unreadable else int(bool(answers & wanted))

@@ -8,7 +8,7 @@ from typing import Literal
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.quality import Answer, Quantity
+from attn_diag.results.quality import Answer
 
 Outcome = Literal["captured", "ran", "other-function", "refused", "unusable", "raised", "crashed", "timed-out"]
 Cause = Literal["kernel", "metadata", "head", "undecided", "pass"]
@@ -23,8 +23,8 @@ FAILED: tuple[Outcome, ...] = ("unusable", "raised", "crashed", "timed-out")
 class ReplayedQuantity:
     """One output of one kernel, over all heads looked at."""
 
-    quantity: Quantity
-    """Its name."""
+    quantity: str
+    """Its name; of linear attention also final_state and the gradients of its other arguments."""
     answer: Answer
     """The gravest of its heads', as ``inspect`` answers."""
     factor: Number | None
@@ -118,7 +118,7 @@ class ReplayedCapture:
     source: str
     """The capture."""
     shape: dict[str, int]
-    """B, Hq, Hk, Tq, Tk and D."""
+    """B, Hq, Hk, Tq, Tk and D; of linear attention B, T, H, K and V."""
     dtype: str
     """The inputs' dtype."""
     cause: Cause
@@ -139,6 +139,8 @@ class ReplayedCapture:
     """The answer in a paragraph."""
     kernels: tuple[ReplayedKernel, ...]
     """One entry a kernel, the captured ones first."""
+    operator: str | None = None
+    """Of linear attention, its operator; null: softmax attention."""
 
 
 @dataclass(frozen=True, repr=False)

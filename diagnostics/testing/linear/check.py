@@ -290,7 +290,7 @@ class _Check:
         assert r.capture is not None
         started = time.perf_counter()
         (observation,) = found.observations
-        gravest = _gravest([q for head in observation.heads for q in head.quantities])
+        gravest = gravest_of([q for head in observation.heads for q in head.quantities])
         r.measured = Measured({}, {}, sizes_of(gravest, r.capture), None)
         known = None if self.entry is None else self.entry.cases.get(r.case.name)
         if self.entry is not None and known is None:
@@ -316,7 +316,7 @@ class _Check:
             self.notes.append(f"{r.case.name}: a well-rounded kernel is over 2 % off on these inputs too")
 
 
-def _gravest(quantities: Sequence[LinearQuantity]) -> dict[str, LinearQuantity]:
+def gravest_of(quantities: Sequence[LinearQuantity]) -> dict[str, LinearQuantity]:
     """Of every quantity the head that is worst."""
     found: dict[str, LinearQuantity] = {}
     for q in quantities:

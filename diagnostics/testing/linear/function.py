@@ -183,26 +183,24 @@ class LinearFunction:
         for name, leaf in leaves.items():
             theirs = self._parameter(name)
             if theirs is None:
-                raise MisfitError(
-                    f"it takes no {name}, which these inputs have (arguments: {_listed(self.parameters)})"
-                )
+                raise _not_taken(f"it takes no {name}, which these inputs have (arguments: {_listed(self.parameters)})")
             given[theirs] = leaf.mT if theirs == VALUES_FIRST else leaf
         parameters = self.parameters
         if "cu_seqlens" in capture.tensors:
             if "cu_seqlens" not in parameters:
-                raise MisfitError("it takes no cu_seqlens, and these are packed sequences")
+                raise _not_taken("it takes no cu_seqlens, and these are packed sequences")
             given["cu_seqlens"] = capture.tensors["cu_seqlens"].to(self.device)
         own = replace(capture, scale=None).call.used_scale
         if "scale" in parameters:
             given["scale"] = capture.call.used_scale
         elif capture.call.used_scale != own:
-            raise MisfitError(f"it takes no scale, and that of these inputs is {capture.call.used_scale:g}")
+            raise _not_taken(f"it takes no scale, and that of these inputs is {capture.call.used_scale:g}")
         for switch, names in _SWITCHES.items():
             own_name = next((n for n in names if n in parameters), None)
             if own_name is not None:
                 given[own_name] = getattr(capture, switch)
             elif getattr(capture, switch):
-                raise MisfitError(f"it takes no {names[0]}, which these inputs ask for")
+                raise _not_taken(f"it takes no {names[0]}, which these inputs ask for")
         given |= {name: True for name in _WANTED if name in parameters}
         chunk = self.chunk_option
         if chunk is not None and parameters[chunk].default is inspect.Parameter.empty:
@@ -244,6 +242,13 @@ class LinearFunction:
             n: x.to(like[n] if n in like else capture.tensors[n.removeprefix("d")].dtype).cpu()
             for n, x in found.items()
         }
+
+
+def _not_taken(words: str) -> MisfitError:
+    """Inputs that a function does not take are no fault of what it returns."""
+    error = MisfitError(words)
+    error.__cause__ = NotImplementedError(words)
+    return error
 
 
 def _recipe(given: str) -> LinearRecipe | None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from attn_diag.captures.apart import ITEM
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import PRESETS, preset
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.heads import severity
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.replay import Cause, Help, ReplayedCapture, ReplayedKernel, ReplayedQuantity
-from attn_diag.results.wording import SYMBOLS, listed, percent, runs_of, together
+from attn_diag.results.wording import EVERY_SYMBOL, SYMBOLS, listed, percent, runs_of, together
 
 Excuse = Callable[[str, Sequence[QuantityVerdict], Mapping[str, Tensor]], dict[str, str]]
 # A kernel helps where it leaves half of the error or less.
@@ -77,7 +78,9 @@ def _quantity(found: QuantityVerdict, excused: str | None) -> ReplayedQuantity:
     return ReplayedQuantity(found.quantity, found.answer, found.factor, found.relative_error, found.words, excused)
 
 
-def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Collection[str] = ()) -> ReplayedCapture:
+def answer(
+    capture: Capture | LinearCapture, kernels: Sequence[ReplayedKernel], asked_for: Collection[str] = ()
+) -> ReplayedCapture:
     """What follows from all kernels together.
 
     Args:
@@ -105,10 +108,9 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Colle
         cause = "pass"
     right = [k for k in sound if culprits and any(_right_in(k, bad.faults) for bad in culprits)]
     error, helps = _helps(fragile, sound)
-    item = capture.metadata.extra.get(ITEM)
     made = ReplayedCapture(
         source=capture.source,
-        shape={"item": int(item), **capture.sizes()} if item else capture.sizes(),
+        shape=_shape(capture),
         dtype=str(capture.tensors["q"].dtype).removeprefix("torch."),
         cause=cause,
         culprits=tuple(k.name for k in culprits),
@@ -118,8 +120,17 @@ def answer(capture: Capture, kernels: Sequence[ReplayedKernel], asked_for: Colle
         helps=helps,
         words="",
         kernels=tuple(kernels),
+        operator=capture.operator if isinstance(capture, LinearCapture) else None,
     )  # fmt: skip
     return replace(made, words=_words(made, capture.metadata.declared))
+
+
+def _shape(capture: Capture | LinearCapture) -> dict[str, int]:
+    if isinstance(capture, LinearCapture):
+        (b, t, _, k), (_, _, h, v) = capture.tensors["q"].shape, capture.tensors["v"].shape
+        return {"B": b, "T": t, "H": h, "K": k, "V": v}
+    item = capture.metadata.extra.get(ITEM)
+    return {"item": int(item), **capture.sizes()} if item else capture.sizes()
 
 
 def _to_blame(
@@ -160,9 +171,13 @@ def _helps(fragile: Sequence[ReplayedKernel], sound: Sequence[ReplayedKernel]) -
 
 def _words(found: ReplayedCapture, declared: str | None) -> str:
     by_name = {k.name: k for k in found.kernels}
+    heads = found.shape["H" if found.operator else "Hq"]
     said = []
     if found.cause == "kernel":
-        said += [fault_words(by_name[name], found.shape["Hq"]) for name in found.culprits[:_NAMED]]
+        said += [
+            fault_words(by_name[name], heads, forward_first=found.operator is not None)
+            for name in found.culprits[:_NAMED]
+        ]
         if left := found.culprits[_NAMED:]:
             said.append(f"At fault too: {listed(left, _NAMED)}.")
         said.append(
@@ -179,7 +194,8 @@ def _words(found: ReplayedCapture, declared: str | None) -> str:
     elif found.cause == "head" and not found.fragile and found.culprits:
         said.append(f"every kernel returns NaN or Inf here ({listed(found.culprits, _NAMED)}): look at the inputs.")
     if found.fragile:
-        alike = f"{'The head is fragile too: ' if said else ''}dQ is {percent(found.dq_error)} off, and well-rounded "
+        off = "O is over 2 %" if found.operator else f"dQ is {percent(found.dq_error)}"
+        alike = f"{'The head is fragile too: ' if said else ''}{off} off, and well-rounded "
         alike += (
             f"kernels are off by as much ({listed(found.fragile, _NAMED)}): these inputs amplify ordinary rounding."
         )
@@ -199,12 +215,18 @@ def _words(found: ReplayedCapture, declared: str | None) -> str:
         if all(k.captured or not k.judged for k in found.kernels):
             said.append("No other kernel could be run on it.")
     if found.cause in ("pass", "undecided") or (found.cause == "head" and found.fragile):
-        said += [f"Not as good: {fault_words(by_name[name], found.shape['Hq'])}" for name in found.culprits[:_NAMED]]
+        said += [
+            f"Not as good: {fault_words(by_name[name], heads, forward_first=found.operator is not None)}"
+            for name in found.culprits[:_NAMED]
+        ]
     return " ".join(said)
 
 
-def fault_words(kernel: ReplayedKernel, heads: int) -> str:
-    """What is wrong with a kernel, where, and what is right beside it."""
+def fault_words(kernel: ReplayedKernel, heads: int, *, forward_first: bool = False) -> str:
+    """What is wrong with a kernel, where, and what is right beside it; why, of its output that is furthest off.
+
+    ``forward_first``: of O or the last state where one of them is wrong: gradients come from what the forward left.
+    """
     who = f"{kernel.name} ({kernel.version})" if kernel.captured and kernel.version else kernel.name
     if kernel.faults == ("bias",):
         words = "" if kernel.finding is None else f": {kernel.finding.words.rstrip('.')}"
@@ -213,11 +235,14 @@ def fault_words(kernel: ReplayedKernel, heads: int) -> str:
     kinds = {"nonfinite": "NaN or Inf", "wrong": "wrong", "lossy": "too coarse"}
     said = []
     for answer_, kind in kinds.items():
-        if names := [SYMBOLS[q.quantity] for q in bad if q.answer == answer_]:
+        if names := [EVERY_SYMBOL[q.quantity] for q in bad if q.answer == answer_]:
             said.append(f"{together(names)} {'is' if len(names) == 1 else 'are'} {kind}")
-    good = [SYMBOLS[q.quantity] for q in kernel.quantities if q.answer == "good"]
+    good = [EVERY_SYMBOL[q.quantity] for q in kernel.quantities if q.answer == "good"]
+    if good and good[0] not in SYMBOLS.values():
+        good[0] = f"{good[0][:1].upper()}{good[0][1:]}"
     beside = f" {together(good)} {'is' if len(good) == 1 else 'are'} right." if good else ""
-    gravest = min(bad, key=lambda q: (list(kinds).index(q.answer), -(q.factor or 0.0)))
+    later = {q.quantity for q in bad if forward_first and q.quantity not in ("o", "final_state")}
+    gravest = min(bad, key=lambda q: (list(kinds).index(q.answer), q.quantity in later, -(q.factor or 0.0)))
     return f"{who}: {' and '.join(said)}{_where(kernel, heads)}: {gravest.words.rstrip('.')}.{beside}"
 
 

@@ -106,7 +106,7 @@ def replay_captures(
     where = pick_device(device)
     given = [INSTALLED] if against is None else [against] if isinstance(against, str) else list(against)
     names, not_here = kernels_named(given, where)
-    asked_for = frozenset(_shown(x if isinstance(x, str) else _importable(x)) for x in given if x != INSTALLED)
+    asked_for = frozenset(_shown(x if isinstance(x, str) else importable(x)) for x in given if x != INSTALLED)
     left_out, found = list(unreadable), list[ReplayedCapture]()
     single = [part for capture in captures for part in _one_by_one(capture, selection or Selection())]
     for number, (capture, chosen) in enumerate(single):
@@ -150,7 +150,7 @@ def kernels_named(against: Iterable[str | Attention] | None, device: torch.devic
         against = [against]
     names, not_here = list[str](), list[str]()
     for given in [INSTALLED] if against is None else against:
-        name = given if isinstance(given, str) else _importable(given)
+        name = given if isinstance(given, str) else importable(given)
         if name != INSTALLED:
             _require_known(name)
             names.append(name)
@@ -176,7 +176,8 @@ def _require_known(name: str) -> None:
         raise InputError(f"no kernel {name!r}; known: {known}; and MODULE:FUNCTION of fn(q, k, v) -> o")
 
 
-def _importable(given: Attention) -> str:
+def importable(given: Callable[..., Any]) -> str:
+    """The name by which another process finds a function. Raises InputError where none does."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         raise InputError(

@@ -1,4 +1,4 @@
-"""One kernel on one capture's inputs, in a process of its own.
+"""One kernel on one capture's inputs, of softmax or linear attention, in a process of its own.
 
 python -m attn_diag.testing.replaying.worker FOLDER KERNEL DEVICE
 
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_diag.captures.files import write_atomically
+from attn_diag.captures.linear import linear_among, load_linear
 from attn_diag.captures.loading import load
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.results.replay import Outcome
 from attn_diag.testing.invariance.layouts import as_it_is, rows_first
+from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.regression.cases import case_of_capture
 from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradientError, Place, Target, fingerprint
 
@@ -45,16 +47,17 @@ _CALLS, _SECONDS = 3, 5.0
 
 def main(folder: Path, name: str, device: str) -> None:
     """Run the kernel and leave what it returned."""
-    case = case_of_capture(load(folder / "inputs.safetensors"))
+    file = folder / "inputs.safetensors"
+    of_kernel = _linear if linear_among([file])[0] else _softmax
     outcome: dict[str, Any] = {"outcome": "ran", "stage": None, "message": None}
     stage = "start"
     place: Place = as_it_is
     try:
         where = pick_device(device)
-        target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
-        for stage in ("forward", "backward")[: 1 if case.do is None else 2]:
+        called, times, stages = of_kernel(file, name, where)
+        for stage in stages:
             (folder / "stage").write_text(stage)
-            run = partial(_outputs, target, case, gradients=stage == "backward")
+            run = partial(called, gradients=stage == "backward")
             if stage == "forward":
                 outputs, place = _placed(run)
                 outcome["message"] = None if place is as_it_is else "it takes these only as [B, T, H, D] in memory"
@@ -66,10 +69,34 @@ def main(folder: Path, name: str, device: str) -> None:
             again = run(place)
             same = fingerprint(written) == fingerprint({n: x.cpu() for n, x in again.items()})
             outcome["deterministic"] = outcome.get("deterministic", True) and same
-            outcome |= _times(target, case, stage, place)
+            outcome |= times(stage, place)
     except Exception as error:
         outcome |= {"outcome": ended(error), "stage": stage, "message": str(error)}
     write_atomically(folder / "outcome.json", lambda path: Path(path).write_text(json.dumps(outcome)))
+
+
+_Opened = tuple[Callable[..., dict[str, Tensor]], Callable[[str, Place], dict[str, float]], tuple[str, ...]]
+_STAGES = ("forward", "backward")
+
+
+def _softmax(file: Path, name: str, where: torch.device) -> _Opened:
+    """How the kernel is called, and timed, and which passes there are."""
+    case = case_of_capture(load(file))
+    target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
+    stages = _STAGES[: 1 if case.do is None else 2]
+    return partial(_outputs, target, case), partial(_times, target, case), stages
+
+
+def _linear(file: Path, name: str, where: torch.device) -> _Opened:
+    capture = load_linear(file)
+    function = LinearFunction.of(name, capture.operator, device=where)
+    stages = _STAGES[: 2 if {"do", "dfinal_state"} & capture.tensors.keys() else 1]
+
+    def called(place: Place, *, gradients: bool) -> dict[str, Tensor]:
+        outputs, overwritten = function.run(capture, gradients=gradients, place=place)
+        return _unless_overwritten(outputs, overwritten)
+
+    return called, lambda *_: {}, stages
 
 
 def _placed(run: Callable[[Place], dict[str, Tensor]]) -> tuple[dict[str, Tensor], Place]:
@@ -88,9 +115,14 @@ def _placed(run: Callable[[Place], dict[str, Tensor]]) -> tuple[dict[str, Tensor
 
 def _outputs(target: Target, case: CaseInputs, place: Place, *, gradients: bool) -> dict[str, Tensor]:
     found = target.call(case, gradients=gradients, place=lambda _, x: place(x))
-    if found.overwritten:
-        raise MisfitError(f"it changed its input {found.overwritten[0]} in place")
-    return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}
+    outputs = {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items()}
+    return {n: x for n, x in _unless_overwritten(outputs, found.overwritten).items() if gradients or n not in GRADIENTS}
+
+
+def _unless_overwritten(outputs: dict[str, Tensor], overwritten: Sequence[str]) -> dict[str, Tensor]:
+    if overwritten:
+        raise MisfitError(f"it changed its input {overwritten[0]} in place")
+    return outputs
 
 
 def ended(error: Exception) -> Outcome:
