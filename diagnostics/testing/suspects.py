@@ -76,7 +76,9 @@ def by_name(name: str, dtype: torch.dtype, head_dim: int) -> Recipe | None:
 
 def closest(case: CaseInputs, o: Tensor, recipes: Sequence[Recipe], device: torch.device) -> tuple[Recipe, float]:
     """The recipe that has most elements of ``o`` [B, H, T, D] bit for bit (the first of equals), and which fraction."""
-    return max(((r, _likeness(r, case, {"o": o}, ["o"], device)["o"].bits) for r in recipes), key=lambda found: found[1])
+    return max(
+        ((r, _likeness(r, case, {"o": o}, ["o"], device)["o"].bits) for r in recipes), key=lambda found: found[1]
+    )
 
 
 def suspects(
