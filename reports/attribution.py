@@ -149,11 +149,11 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
         )
     known = [[s for s in h.sites if quantity in s.effects] for h in heads]
     sites_of = [max(own, key=lambda s: s.effects[quantity].share) for own in known]
-    shares = [s.effects[quantity].share for s in sites_of]
-    most = _range(shares)
+    parts = [s.effects[quantity].share for s in sites_of]
+    most = _range(parts)
     made = " or the ".join(dict.fromkeys(s.words.removeprefix("the ") for s in sites_of))
     largest = f"the largest part of {name}'s squared error, {most}, comes from the {made}"
-    cancelled = max(shares) > CANCELLED
+    cancelled = max(parts) > CANCELLED
     if cancelled:
         largest = f"the errors of several sites cancel in {name}, so that none makes it alone"
     if kind == "UNKNOWN":
