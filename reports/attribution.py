@@ -11,7 +11,14 @@ from rich.text import Text
 
 from attn_diag.reports import layout, words
 from attn_diag.reports.lead import lead, on_head
-from attn_diag.results.attribution import Attribution, Effect, HeadAttribution, MeanError, SiteAttribution
+from attn_diag.results.attribution import (
+    CANCELLED,
+    Attribution,
+    Effect,
+    HeadAttribution,
+    MeanError,
+    SiteAttribution,
+)
 from attn_diag.results.wording import (
     SYMBOLS,
     file_name,
@@ -67,21 +74,34 @@ def _first(found: Attribution) -> Iterator[RenderableType]:
         known = [s for s in head.sites if quantity in s.effects]
         if not known or quantity not in head.totals:
             continue
+        if _otherwise(head, quantity):
+            groups.setdefault(("UNKNOWN", "", quantity), []).append(head)
+            if not _coarse(head) or _otherwise(head, "o"):
+                continue
+            quantity = "o"
         kind = "UNKNOWN" if head.unfit else "COARSE" if _coarse(head) else "NORMAL"
         first = ""
         if kind == "COARSE":
             first = " ".join(site.site for site in _larger(_coarse(head), (quantity, "o")))
         elif kind == "UNKNOWN":
             first = max(known, key=lambda s: s.effects[quantity].share).site
+        elif max(s.effects[quantity].share for s in known) > CANCELLED:
+            first = "cancelled"
         groups.setdefault((kind, first, quantity), []).append(head)
     if not groups:
         yield from lead(f"NOTHING {file_name(found.source)}:", "no rounding site was found to err")
         return
     ordered = sorted(groups.items(), key=lambda item: list(_KINDS).index(item[0][0]))
     sentences = [_sentence(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
-    (kind, *_), heads = ordered[0]
-    following = on_head("what-if", found.source, heads[0].head, found.observation)
+    (kind, _, quantity), heads = ordered[0]
+    command = "inspect" if _otherwise(heads[0], quantity) else "what-if"
+    following = on_head(command, found.source, heads[0].head, found.observation)
     yield from lead(f"{kind} {file_name(found.source)}:", sentences[0], sentences[1:], following, _KINDS[kind])
+
+
+def _otherwise(head: HeadAttribution, quantity: str) -> bool:
+    """Whether the captured kernel makes a quantity otherwise than the recipe that has the bits of its O."""
+    return not head.unfit and head.recipe_from != "given" and quantity in head.differences
 
 
 def _coarse(head: HeadAttribution) -> list[SiteAttribution]:
@@ -106,6 +126,12 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
     name = SYMBOLS[quantity]
     where = head_names({(h.layer, h.head) for h in heads})
     off = f"{name} {_range([h.totals[quantity].error for h in heads])} off"
+    if _otherwise(heads[0], quantity):
+        captured = _range([size for h in heads if (size := h.totals[quantity].captured) is not None])
+        return (
+            f"{where}: the captured {name} is {captured} off, and not as the recipe that has O's bits makes it "
+            f"({off}; emulated). No cause of its error is named"
+        )
     if kind == "COARSE":
         shown = dict.fromkeys((quantity, "o"))
         named = [_larger(_coarse(h), shown) for h in heads]
@@ -123,14 +149,18 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
         )
     known = [[s for s in h.sites if quantity in s.effects] for h in heads]
     sites_of = [max(own, key=lambda s: s.effects[quantity].share) for own in known]
-    most = _range([s.effects[quantity].share for s in sites_of])
+    parts = [s.effects[quantity].share for s in sites_of]
+    most = _range(parts)
     made = " or the ".join(dict.fromkeys(s.words.removeprefix("the ") for s in sites_of))
     largest = f"the largest part of {name}'s squared error, {most}, comes from the {made}"
+    cancelled = max(parts) > CANCELLED
+    if cancelled:
+        largest = f"the errors of several sites cancel in {name}, so that none makes it alone"
     if kind == "UNKNOWN":
         why, recipe = str(heads[0].unfit).partition(": no rounding")[0].rstrip("."), heads[0].recipe.partition(",")[0]
         return f"{where}: {why}. No cause is named; in {recipe} itself {largest} ({off}; emulated)"
     how = "emulated" if heads[0].agreement is None else "emulated with the recipe that has the kernel's bits"
-    common = ", as in good kernels" if all(s.site in _EVERYWHERE for s in sites_of) else ""
+    common = ", as in good kernels" if not cancelled and all(s.site in _EVERYWHERE for s in sites_of) else ""
     return f"{where}: {largest}{common} ({off}; {how})"
 
 

@@ -32,6 +32,8 @@ _SHOWN = 12
 _ORDER = ("fit", "nonfinite", "wrong", "invariance", "determinism", "bias", "lossy", "growth", "bits")
 # The first is what the others are made from.
 _MADE_FROM = ("o", "final_state", "lse", "delta", "dv", "dq", "dk")
+# Up to so many times a well-rounded kernel's error a kernel is as good (``docs/verdicts.md``).
+_AS_GOOD = 1.1
 # No chance makes these.
 _CERTAIN = ("fit", "nonfinite", "wrong", "determinism", "invariance", "bits")
 _KINDS = {
@@ -74,23 +76,40 @@ def first_lines(found: CheckReport) -> Iterator[RenderableType]:
     """OK, or the gravest failure or its suspect; what to run next; what speaks for it and what else failed."""
     source = found.source
     if found.passed:
-        held = "as accepted before" if found.baseline_key else f"as good as {yardstick(found.declared)}"
+        held = "as accepted before" if found.baseline_key else _as_good(found)
         if found.saved is not None:
             held = f"{found.saved} in {found.baseline}"
         cases = plural(len(found.cases), "case")
         yield from lead(OK, f"{source}: {cases}, {held}", [] if found.saved else [_passed(found)])
         return
-    first = told_first(found.failures)
+    first = told_first(found.failures, of_linear=found.operator is not None)
     certainty = "certain" if first.kind in _CERTAIN and (first.suspect is None or first.kind == "fit") else "sure"
     what = _what(found, first)
     yield from lead(FAIL, f"{source} ({certainty}): {what}", _evidence(found, first), first.look_closer)
 
 
-def told_first(failures: Sequence[Failure]) -> Failure:
-    """The failure that says most: what is no attention or not finite, one with a suspect, of what others are made."""
+def _as_good(found: CheckReport) -> str:
+    """What a kernel is that fails nothing: as good as a well-rounded one, unless it is surely coarser."""
+    coarser: dict[str, float] = {}
+    for q in (q for case in found.cases for q in case.quantities if q.quantity not in case.documented):
+        if q.factor is not None and q.factor_ci95 is not None and q.factor_ci95[0] > _AS_GOOD:
+            coarser[q.quantity] = max(coarser.get(q.quantity, 0.0), q.factor)
+    if not coarser:
+        return f"as good as {yardstick(found.declared)}"
+    factors = together([f"{SYMBOLS[name]} {times(factor)}" for name, factor in coarser.items()])
+    return f"no failure, but errors of {factors} times {yardstick(found.declared)}'s"
+
+
+def told_first(failures: Sequence[Failure], *, of_linear: bool = False) -> Failure:
+    """The failure that says most: what is no attention or not finite, one with a suspect, of what others are made.
+
+    Of linear attention what is wrong comes before a suspect of what is merely coarse: a site explains a part of an
+    error there, and none of a wrong gradient.
+    """
+    gravest = ("fit", "nonfinite", "wrong") if of_linear else ("fit", "nonfinite")
 
     def order(failure: Failure) -> tuple[int, bool, int, int]:
-        broken = ("fit", "nonfinite").index(failure.kind) if failure.kind in ("fit", "nonfinite") else 2
+        broken = gravest.index(failure.kind) if failure.kind in gravest else len(gravest)
         made_from = _MADE_FROM.index(failure.quantity) if failure.quantity in _MADE_FROM else len(_MADE_FROM)
         return broken, failure.suspect is None, made_from, _ORDER.index(failure.kind)
 

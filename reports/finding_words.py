@@ -183,7 +183,9 @@ def what(finding: SharedFinding) -> str:
     pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
     too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
     if finding.label in ("wrong", "nonfinite"):
-        for names, are in ((finding.quantities[1:], f"{NAMES[finding.label]} too"), (finding.right, "right")):
+        # The words are of one quantity of the worst head; what is right there may be wrong in others.
+        others = [q for q in finding.quantities if q not in finding.right and not said.startswith(f"{SYMBOLS[q]} ")]
+        for names, are in ((others, f"{NAMES[finding.label]} too"), (finding.right, "right")):
             if names:
                 too += f" {together([SYMBOLS[n] for n in names])} {'are' if len(names) > 1 else 'is'} {are}."
     return f"{said}{place}.{pattern}{too}"

@@ -17,6 +17,7 @@ import torch
 from builders import some
 from rich.cells import cell_len
 
+import attn_diag
 from attn_diag.analyses.attribution.attribute import attribute
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
 from attn_diag.analyses.attribution.site_shares import attribute_sites, rounding_sites, with_low, with_mode
@@ -30,7 +31,8 @@ from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_he
 from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
-from attn_diag.results.attribution import Attribution, HeadAttribution
+from attn_diag.results.attribution import CANCELLED, Attribution, HeadAttribution
+from attn_diag.testing.target import CaseInputs, emulate
 
 SEEDS = range(20)
 
@@ -365,3 +367,30 @@ def test_rows_with_nan_have_no_part_in_the_conditioning() -> None:
     delta = (do * (probs @ v)).sum(1, keepdim=True)
     dq, direction = (probs * (do @ v.T - delta)) @ k, delta * (probs @ k)
     assert found.conditioning == pytest.approx(float(direction[kept].norm() / dq[kept].norm()), rel=1e-9)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5], ids=["as the recipe", "halved"])
+def test_a_captured_gradient_that_no_rounding_makes_is_not_called_normal(factor: float) -> None:
+    q, k, v, do = (torch.randn(1, 1, 128, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4))
+    made = emulate(preset("fa2"), CaseInputs("normal", q, k, v, do, 32**-0.5, "top-left"), torch.device("cpu"))
+    found = attn_diag.attribute(q, k, v, o=made["o"], do=do, dq=(made["dq"] * factor).bfloat16(), causal=True)
+    first = " ".join(found.report().partition("\n\n")[0].split())
+    if factor == 1.0:
+        assert first.startswith("NORMAL")
+    else:
+        assert first.startswith("UNKNOWN memory: H0: the captured dQ is 50 % off, and not as the recipe")
+        assert "No cause" in first
+
+
+def test_shares_that_cancel_name_no_site() -> None:
+    """Rows that look at the first key alone have next to no dQ: what P and O leave of it cancels."""
+    torch.manual_seed(12)
+    q, k, v, do = (torch.randn(1, 1, 128, 32).bfloat16() for _ in range(4))
+    k[:, :, 0] *= 4
+    q = (q + 0.8 * k[:, :, :1]).bfloat16()
+    v[:, :, 0] *= 0.01
+    found = attn_diag.attribute(q, k, v, o=None, do=do, causal=True, recipe="fa2")
+    (head,) = found.heads
+    assert max(site.effects["dq"].share for site in head.sites) > CANCELLED
+    assert "cancel in dQ" in " ".join(found.report().split())
+    assert "the cause is" not in head.reasons[0]

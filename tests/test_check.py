@@ -21,6 +21,7 @@ from attn_diag.results.baseline import BaselineCase, BaselineSize, SequenceMean
 from attn_diag.results.check import CheckedCase, CheckReport
 from attn_diag.results.wording import SYMBOLS
 from attn_diag.statistics.means import holm
+from attn_diag.testing import suspects
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
@@ -342,6 +343,16 @@ def test_a_suspect_explains_the_quantity_that_failed() -> None:
     (failure,) = found.failures
     assert failure.quantity == "dv"
     assert some(failure.suspect).startswith("the scores S in BF16 (recipe fa2 so changed has 100 % of dV's elements")
+
+
+def test_other_tiles_are_no_suspect_of_wrong_rows() -> None:
+    """Tiles of 64 keys have every bit of O but those of the row that is wrong: they do not make it wrong."""
+    q, k, v = (torch.randn(1, 1, 192, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    case = CaseInputs("normal", q, k, v, None, 0.125, "top-left")
+    o = emulate(replace(FA2, schedule=replace(FA2.schedule, key_tile=64)), case, CPU)["o"]
+    assert suspects.suspects(case, {"o": o}, ["o"], [FA2], None, CPU)["o"][0] == "tiles of 64 keys"
+    o[0, 0, 63] = o[0, 0, 64]
+    assert suspects.suspects(case, {"o": o}, ["o"], [FA2], None, CPU) == {}
 
 
 def test_a_documented_error_is_excused_by_its_bits_alone() -> None:

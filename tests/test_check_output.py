@@ -16,6 +16,7 @@ import attn_diag
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reports.ci import junit_document, step_summary, workflow_commands
 from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
+from attn_diag.results.quality import QuantityVerdict
 
 HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"
 
@@ -196,3 +197,22 @@ def test_a_stored_capture(run: Run, captures: Path) -> None:
 def test_it_is_public() -> None:
     assert callable(attn_diag.check)
     assert attn_diag.CheckReport is CheckReport
+
+
+def test_what_is_wrong_with_linear_attention_comes_before_a_site_of_what_is_coarse(failed: CheckReport) -> None:
+    failures = (
+        Failure("lossy", "long", "final_state", "long: coarse", "the decays in the inputs' format", factor=1.65),
+        Failure("wrong", "long", "dg", "long: dg is 80 % off", factor=27.0),
+    )
+    found = replace(failed, source="fn", operator="gated_delta_rule", failures=failures)
+    first = " ".join(found.report(80).partition("Errors")[0].split())
+    assert first.startswith("FAIL fn (certain): the log decay's gradient is wrong"), first
+
+
+@pytest.mark.parametrize(("low", "said"), [(1.05, "as good as"), (1.2, "no failure, but errors of O 1.24 times")])
+def test_a_kernel_that_is_surely_coarser_is_not_called_as_good(failed: CheckReport, low: float, said: str) -> None:
+    o = QuantityVerdict(quantity="o", answer="undecided", words="", factor=1.24, factor_ci95=(low, 1.28))
+    case = replace(failed.cases[1], quantities=(o,), deterministic=True)
+    found = replace(failed, source="fn", baseline=None, baseline_key=None, failures=(), cases=(case,))
+    first = " ".join(found.report(80).partition("bias")[0].split())
+    assert f"OK fn: 1 case, {said} a well-rounded kernel" in first, first

@@ -166,6 +166,15 @@ def test_a_mask_of_its_own_may_be_aligned_either_way(stated: str) -> None:
     assert not search.rules, [(r.outputs, r.example.words) for r in search.rules]
 
 
+def test_the_smallest_case_keeps_a_mask_of_the_kernels_own() -> None:
+    search = searched("odd sizes", "head size", fixed=True, causal="top-left", mask="top-left")
+    (rule,) = search.rules
+    # Without the mask every case is wrong, at every head size and in O too.
+    case = smallest(search, rule)
+    assert case.causal == "top-left"
+    assert search.runner.verdict(case).faults.keys() == {"dq"}
+
+
 def test_a_first_case_that_fails_is_compared_with_a_plain_one() -> None:
     search = searched("odd sizes", "batch", head_dim=72)
     (rule,) = search.rules

@@ -394,3 +394,20 @@ def test_how_far_it_is_is_told() -> None:
     assert told == sorted(told)
     assert {at[1] for at in told} == {300}
     assert [any(low <= done < low + 100 for done, _ in told) for low in (0, 100, 200)] == [True] * 3
+
+
+@pytest.mark.parametrize("rule", ["truncated", "e5m2", "drawn"])
+def test_what_no_known_rule_makes_is_not_called_drawn_for_lying_on_the_grid(rule: str) -> None:
+    """A cut amax of 6.99… and numbers of E5M2 lie next to w on the grid, as all draws do; but not as often on the far
+    side."""
+    w = torch.randn(32, 512, generator=torch.Generator().manual_seed(1))
+    blocks = w.view(32, 4, 128)
+    scale = blocks.abs().amax(-1, keepdim=True) / 7
+    made = {
+        "truncated": (torch.trunc(blocks / scale) * scale).view_as(w),
+        "e5m2": (w / (w.abs().amax() / 448)).to(torch.float8_e5m2).float() * (w.abs().amax() / 448),
+        "drawn": attn_diag.quantize(w, attn_diag.quantizer("int4", block="128", elements="int4:stochastic")).values,
+    }[rule]
+    said = attn_diag.quant(w, observed=made).report(100)
+    assert ("stochastic" in said.partition("quantised weight")[0]) == (rule == "drawn"), said
+    assert "dithered values are biased" not in said

@@ -16,9 +16,14 @@ from verdicts.kernels import PLAIN, attend
 
 import attn_diag
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.metadata import Causal
+from attn_diag.head.counterfactual import same_keys, together
 from attn_diag.head.shared import SharedRows, shared_rows
+from attn_diag.kernels import Schedule, preset
+from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.testing.target import CaseInputs, emulate
 
 SMALL: dict[str, Any] = {"t_q": 96, "d": 32}
 
@@ -289,3 +294,35 @@ def test_nearly_uniform_attention_is_explained_and_accuses_nobody() -> None:
             said += bool(reason(head, "Attention is nearly uniform here"))
     assert said >= 3
     assert not any(reason(h, "nearly uniform") for h in judged(draw("gaussian", "full", heads=2, **SMALL)))
+
+
+@pytest.mark.parametrize(("causal", "seed"), [("top-left", 102), ("none", 301)])
+def test_a_sequence_of_equal_tokens_accuses_nobody(causal: Causal, seed: int) -> None:
+    """32 equal keys share the rounding of P, and equal rows say the same 32 times: no fault, and no bias.
+
+    Without either O was wrong or delta biased in every one of these seeds.
+    """
+    g = torch.Generator().manual_seed(seed)
+    equal = torch.arange(256) // 32 * 32
+    q, k, v, do = (torch.randn(1, 2, 256, 64, generator=g) for _ in range(4))
+    k, v = k[:, :, equal], v[:, :, equal]
+    if causal == "none":
+        q, do = q[:, :, equal], do[:, :, equal]
+    case = CaseInputs("equal", *(x.bfloat16() for x in (q, k, v, do)), 0.125, causal)
+    made = emulate(replace(preset("fa2"), schedule=Schedule(key_tile=64)), case, torch.device("cpu"))
+    outputs = {name: made[name] for name in ("o", "lse", "dq", "dk", "dv")}
+    found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=causal, device="cpu", **outputs)
+    labels = {label for head in found.heads for label in some(head.verdict).labels}
+    assert not labels & {"wrong", "lossy", "biased"}, found.report()
+
+
+def test_equal_keys_share_a_rounding() -> None:
+    q, v = torch.randn(4, 8, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
+    k = torch.tensor([0, 1, 0, 2, 0, 1.0]).double()[:, None].expand(6, 8).contiguous()
+    head = AttentionHead(q=q, k=k, v=v, do=None, scale=1.0)
+    alike = some(same_keys(head))
+    visible = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0.0]])
+    assert together(alike, visible)[:, :3].tolist() == [[3, 2, 3], [2, 1, 2]]
+    assert same_keys(replace(head, v=torch.arange(6.0).double()[:, None].expand(6, 8).contiguous())) is None
+    bias = torch.zeros(4, 6, dtype=torch.float64)
+    assert same_keys(replace(head, masking=Masking(mask=bias))) is None

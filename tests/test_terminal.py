@@ -281,12 +281,24 @@ def test_every_captured_quantity_is_shown_beside_a_well_rounded_kernel() -> None
     ],
 )
 def test_what_is_right_beside_is_said(answers: dict[Quantity, Answer], labels: tuple[Label, ...], said: str) -> None:
+    assert opened_as(answers, labels).startswith(said)
+
+
+def test_what_is_wrong_beside_the_furthest_is_said() -> None:
+    told = opened_as({"o": "good", "dq": "wrong", "dk": "wrong", "dv": "wrong"}, ("wrong",), furthest="dk")
+    assert "| dK is so. dQ and dV are wrong too. O is right." in told
+
+
+def opened_as(answers: dict[Quantity, Answer], labels: tuple[Label, ...], furthest: Quantity | None = None) -> str:
+    """The first lines of a diagnosis whose first head has these answers."""
     model = inspected("gqa_T200")
     (whole,) = model.captures
     first, second = whole.observations[0].heads[:2]
     told = {q.quantity: q for q in first.quantities}
     quantities = tuple(
-        dataclasses.replace(told[name], answer=answer, words=f"{SYMBOLS[name]} is so.", factor=None)
+        dataclasses.replace(
+            told[name], answer=answer, words=f"{SYMBOLS[name]} is so.", factor=9.0 if name == furthest else None
+        )
         for name, answer in answers.items()
     )
     verdict = dataclasses.replace(some(first.verdict), labels=labels, reasons=tuple(q.words for q in quantities))
@@ -295,7 +307,7 @@ def test_what_is_right_beside_is_said(answers: dict[Quantity, Answer], labels: t
     capture = dataclasses.replace(whole, observations=(observation,))
     diagnosis = Diagnosis(model.tool, model.family, (capture,), model.summary)
     (told_first, *_) = [line.said for line in opening(diagnosis) if line.label is not None]
-    assert f"{story.headline(diagnosis)} | {told_first}".startswith(said)
+    return f"{story.headline(diagnosis)} | {told_first}"
 
 
 def test_plain_of_the_command_that_inspects(run: Run) -> None:

@@ -346,7 +346,8 @@ class _Job:
                 lines = "rows" if name in STATES else "steps"
                 said += f": {lines} {ranges(outlying.nonzero()[:, 0].tolist())}, all else is right"
             else:
-                said += f": {times(math.sqrt(float(squares.sum() / coarse.sum())))} what a kernel all in 16 bits leaves"
+                factor = math.sqrt(float(squares.sum() / coarse.sum()))
+                said += f": {times(factor)} times what a kernel all in 16 bits leaves"
             return _named(replace(found, answer="wrong", words=f"{said}."), cause)
         if relative is not None and relative <= _FP32 * self._unit:
             return replace(found, words=f"{symbol} is {percent(relative)} off: no more than fp32 sums leave.")

@@ -10,7 +10,9 @@ sites independent:
     var dK    = alpha^2 (var delta P^2 + eps^2 dS^2)^T Q^2 + ulp(dK)^2 / 12
     var dV    = eps^2 (P^2)^T dO^2 + ulp(dV)^2 / 12
 
-(squares elementwise). Production kernels leave 0.5 to 1.0 times its root mean square on every input measured.
+(squares elementwise). Production kernels leave 0.5 to 1.0 times its root mean square on every input measured. Keys that
+are the same in k and v (a token again, where nothing tells positions apart) have the same P and dS, and so the same
+rounding: of n that a row sees, P^2 and dS^2 count n times in O and dQ.
 """
 
 from __future__ import annotations
@@ -194,6 +196,8 @@ class NoiseCollector:
     variance: dict[str, Tensor] = field(default_factory=dict)
     """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]; row_sum [Tq]: ln l's of
     a kernel that sums the cast P_bar."""
+    same_keys: Tensor | None = field(init=False)
+    """See the function of this name."""
     by_delta: Tensor = field(init=False)
     """What every query row adds to the sum of dk's variance through its delta, [Tq]: all keys share that error."""
 
@@ -204,6 +208,7 @@ class NoiseCollector:
         # Kernels may cast alpha dS instead of dS: below the normal numbers that is coarser.
         self._smallest_dscore = self._smallest / min(head.scale, 1.0) ** 2
         self._v2, self._k2 = head.v.square(), head.k.square()
+        self.same_keys = same_keys(head)
         self.variance["o"] = new(len(head.q), head.v.shape[1])
         self.variance["row_sum"] = new(len(head.q))
         self.by_delta = new(len(head.q))
@@ -221,10 +226,11 @@ class NoiseCollector:
         scores = (_FP32_SCORE * block.row_max.masked_fill(block.fully_masked, 0.0)).square()
         relative = (self._relative + scores)[:, None]
         squares = block.probs.square()
-        self.variance["row_sum"][rows] = squares.sum(1) * self._relative
+        times = 1.0 if self.same_keys is None else together(self.same_keys[keys], visible)
+        self.variance["row_sum"][rows] = (squares * times).sum(1) * self._relative
         probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
         probs = self.head.drop(self.head.drop(probs, rows, keys), rows, keys)
-        o = probs @ self._v2[keys] + ulp(block.out, self.out).square() / 12
+        o = (probs * times) @ self._v2[keys] + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o
         if block.unnormalised_dscores is None:
             return
@@ -234,7 +240,7 @@ class NoiseCollector:
         assert dscores is not None
         dscores = dscores.square_().mul_(relative).add_(visible, alpha=self._smallest_dscore)
         through = sloped(block, block.probs) @ self.head.k[keys]
-        dq = delta[:, None] * through.square() + dscores @ self._k2[keys]
+        dq = delta[:, None] * through.square() + (dscores * times) @ self._k2[keys]
         self.variance["dq"][rows] = dq * self.head.scale**2
         if self.want_keys:
             by_delta = sloped(block, sloped(block, squares)) * delta[:, None]
@@ -249,6 +255,21 @@ class NoiseCollector:
             if name in found:
                 found[name] = found[name] + ulp(getattr(reference, name), stored.get(name, self.fmt)).square() / 12
         return found
+
+
+def same_keys(head: AttentionHead) -> Tensor | None:
+    """A number for each key, the same for keys that share the rounding of P and dS, int64 [Tk]; None: no two do."""
+    biased = head.masking.mask is not None and head.masking.mask.dtype != torch.bool
+    if biased or head.masking.alibi is not None or head.dropout is not None:
+        return None
+    numbers = torch.unique(torch.cat([head.k, head.v], 1), dim=0, return_inverse=True)[1]
+    return None if int(numbers.max()) + 1 == len(numbers) else numbers
+
+
+def together(alike: Tensor, visible: Tensor) -> Tensor:
+    """How many keys of its number a row sees, itself included, for each row and key, [n, Tk]; ``visible`` likewise."""
+    counts = visible.new_zeros(len(visible), int(alike.max()) + 1).index_add_(1, alike, visible)
+    return counts[:, alike]
 
 
 def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads, products: Tensor | None) -> None:
@@ -304,6 +325,8 @@ def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tenso
         assert block.dscores is not None
         assert block.dq is not None
         weights, vectors, truth = block.dscores * head.scale, head.k[block.keys], block.dq
+    if (alike := same_keys(head)) is not None:
+        weights = weights * together(alike[block.keys], (block.unnormalised_probs > 0).to(weights.dtype)).sqrt()
     weights, own = weights.square() * relative, ulp(truth, fmt).square() / 12
     count = max(1, _AT_ONCE // max(vectors.numel(), 1))
     for start in range(0, len(weights), count):

@@ -18,7 +18,7 @@ from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, swamped_elements
-from attn_diag.head.shared import SharedRows
+from attn_diag.head.shared import SharedRows, rows_alike
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.head.sink_gradients import SinkTerms, sink_terms
 from attn_diag.head.streaming import ObservedHead, StreamedHead
@@ -61,6 +61,8 @@ class HeadMeasurement:
     """[m], those of ``rows`` that no earlier sequence has too."""
     top_key: npt.NDArray[np.int64]
     """[m], the argmax key of each of ``tested``: of which key it is (``SharedRows.keys``); without that its index."""
+    alike: npt.NDArray[np.int64]
+    """[m], of each of ``tested`` the first row with the same q and dO: see ``rows_alike``."""
     with_gradient: npt.NDArray[np.bool_] | None = None
     """[m], where dO is not 0; None without dO."""
     repeated: int = 0
@@ -171,6 +173,7 @@ def _measure(
         repeats={name: _repeat_sums(found, usable) for name, found in repeats.items()},
         tested=kept.numpy(),
         top_key=top_key.cpu().numpy(),
+        alike=rows_alike(inputs.head),
         figures=FigureSums.of(exact, unit, maxima.row_max, rows),
         broken_outputs={name: count for name, count in faulty.items() if count},
         without_keys=judging.rows_without_keys(seen, reference.fully_masked & finite),
@@ -179,6 +182,7 @@ def _measure(
     _measure_errors(result, passed, seen, rows, top_key, eligible[rows])
     if shared is not None:
         _leave_out(result, passed, seen, usable, shared, maxima.top_key, eligible)
+    result.alike = result.alike[result.tested]
     kept_rows = usable.nonzero()[:, 0]
     result.quality = judging.measure_quality(passed, seen, kept_rows, top_key)
     result.sink = sink_terms(passed, seen.outputs)

@@ -12,7 +12,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.sources import KEYED
 from attn_diag.errors import InputError
-from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of
+from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of, round_nearest_even
 
 
 class NonFiniteCensus:
@@ -121,8 +121,18 @@ def read_outputs(
         # A fully masked row's LSE is rightly -inf, and is left out with its row.
         if output != "lse":
             census.add(key, batch, head, tensor)
-        outputs[output], formats[output] = tensor, format_of(capture.tensors[key].dtype)
+        outputs[output], formats[output] = tensor, _made_in(tensor, capture, key)
     return outputs, formats
+
+
+def _made_in(values: Tensor, capture: Capture, key: str) -> FloatFormat:
+    """The format in which a kernel made an output: that of its tensor, or its inputs' where a wider tensor (such as
+    ``o.float()``) holds numbers of that alone."""
+    stored, inputs = format_of(capture.tensors[key].dtype), capture.tensors["q"].dtype
+    if inputs not in (torch.bfloat16, torch.float16) or stored.precision <= format_of(inputs).precision:
+        return stored
+    rounded = round_nearest_even(values, format_of(inputs))
+    return format_of(inputs) if bool(((rounded == values) | ~values.isfinite()).all()) else stored
 
 
 def read_key_outputs(
@@ -150,7 +160,7 @@ def read_key_outputs(
         if bad := int(census.add(key, batch, kv_head, tensor).any(1).sum()):
             broken[output] = bad
         else:
-            outputs[output], formats[output] = tensor, format_of(capture.tensors[key].dtype)
+            outputs[output], formats[output] = tensor, _made_in(tensor, capture, key)
     return outputs, formats, broken
 
 

@@ -2,7 +2,8 @@
 
 Of a row with the same q, under the same mask, and the same k and v before it, every kernel returns the same O: its
 error says nothing new. Rows that look at the same keys share the rounding of these keys' V. Both are found by hashing
-what was captured: 64 bits a row, a sum of the numbers' bits times random numbers, modulo 2^64.
+what was captured: 64 bits a row, a sum of the numbers' bits times random numbers, modulo 2^64. So are rows of one
+sequence that have the same q and dO (the same token again, where nothing tells positions apart).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.reference import Masking
+from attn_diag.reference import AttentionHead, Masking
 
 Ints = npt.NDArray[np.int64]
 
@@ -63,6 +64,17 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
         rows.append(((row * _weights(1, 6) + before) * _weights(c.q_length, 7)[: len(row)]).numpy())
         prefixes.append(prefix.numpy())
     return _compared(batches, rows, prefixes, length)
+
+
+def rows_alike(head: AttentionHead) -> Ints:
+    """Of every row of one head of one sequence the first that has the same q and dO, [Tq].
+
+    Where they see the same keys their errors are one number; where not, they are taken for one all the same.
+    """
+    rows = _hash(head.q, 4)
+    if head.do is not None:
+        rows = rows + _hash(head.do, 9)
+    return _first_alike([rows.numpy()])[0][1]
 
 
 def _compared(

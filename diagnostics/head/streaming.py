@@ -186,15 +186,17 @@ class StreamedHead:
 
 def stream_heads(passes: Sequence[StreamedHead]) -> None:
     """Make these passes: heads of one shape and masking together, by the kernels, where they can."""
-    alike: dict[object, list[StreamedHead]] = {}
+    alike: dict[tuple[bool, object], list[StreamedHead]] = {}
     for one in passes:
         wants = [(n, c.dq_cast is None, c.dk_delta is None, c.dk_lse is None) for n, c in one.backward.items()]
         formats = one.noise.fmt, one.noise.out, one.inputs.input_format
-        alike.setdefault((one.looks_at_scores, one.want_keys, tuple(wants), formats), []).append(one)
-    for some in alike.values():
+        # The kernels count every key by itself.
+        streamed = one.looks_at_scores or one.noise.same_keys is not None
+        alike.setdefault((streamed, (one.want_keys, tuple(wants), formats)), []).append(one)
+    for (streamed, _), some in alike.items():
         for batch in batches([one.inputs.head for one in some]):
             found = [some[i] for i in batch]
-            if not found[0].looks_at_scores and fuses([one.inputs.head for one in found]):
+            if not streamed and fuses([one.inputs.head for one in found]):
                 _fuse(found)
                 continue
             for one in found:

@@ -11,6 +11,9 @@ from attn_diag.results.wording import head_name
 Quantity = Literal["o", "delta", "dq", "dw_q"]
 QUANTITIES = ("o", "delta", "dq", "dw_q")
 
+# A site with a larger share has half of the whole or more cancelled by other sites: repairing it alone adds an error.
+CANCELLED = 1.5
+
 
 @dataclass(frozen=True)
 class MeanError:

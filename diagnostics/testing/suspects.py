@@ -3,14 +3,16 @@
 The quantity that failed is compared with published recipes and with each of them changed in one place (delta, which is
 made from O, by O). A change is named where it has 99 % of that quantity's elements bit for bit, or as many as the
 unchanged recipe had of the baseline's O (whose exp or sums no recipe here may model), where no unchanged recipe has as
-many, and where it explains most of the elements that are in dispute. A quantity of which an unchanged recipe makes the
+many, and where it explains most of the elements that are in dispute and most of the squared difference: a few wrong
+rows are no change of rounding, whatever the rest of the bits says. A quantity of which an unchanged recipe makes the
 bits has no suspect: any change that hardly touches it would do. Nor has one that two changes explain equally well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +49,16 @@ _MADE_FROM = {"delta": "o"}
 _PUBLISHED = ("fa2", "cudnn", "efficient", "flex", "lowp-row-sum")
 
 
+@dataclass(frozen=True)
+class _Likeness:
+    """How near a recipe comes to what was observed of one output."""
+
+    bits: float = 0.0
+    """The fraction of its elements that are the same bit for bit."""
+    apart: float = math.inf
+    """The sum of squared differences."""
+
+
 def published(dtype: torch.dtype, head_dim: int) -> list[Recipe]:
     """What an unchanged kernel may be: presets, and those that take all keys at once, with exp2 as they or with exp."""
     found = [preset(name, DTYPES[dtype], head_dim) for name in _PUBLISHED]
@@ -64,7 +76,9 @@ def by_name(name: str, dtype: torch.dtype, head_dim: int) -> Recipe | None:
 
 def closest(case: CaseInputs, o: Tensor, recipes: Sequence[Recipe], device: torch.device) -> tuple[Recipe, float]:
     """The recipe that has most elements of ``o`` [B, H, T, D] bit for bit (the first of equals), and which fraction."""
-    return max(((r, _agreements(r, case, {"o": o}, ["o"], device)["o"]) for r in recipes), key=lambda found: found[1])
+    return max(
+        ((r, _likeness(r, case, {"o": o}, ["o"], device)["o"].bits) for r in recipes), key=lambda found: found[1]
+    )
 
 
 def suspects(
@@ -100,15 +114,15 @@ def suspects(
         return suspects(case, observed, rest, unchanged, expected, device, named) | forward
     if backward and len(unchanged) > _LIKELIEST:
         # A backward takes long, and what changed rarely hides which schedule the kernel has.
-        unchanged = sorted(unchanged, key=lambda r: -_agreements(r, case, observed, ["o"], device)["o"])[:_LIKELIEST]
+        unchanged = sorted(unchanged, key=lambda r: -_likeness(r, case, observed, ["o"], device)["o"].bits)[:_LIKELIEST]
     wanted = sorted(set(outputs.values()))
-    plain = [_agreements(r, case, observed, wanted, device) for r in unchanged]
+    plain = [_likeness(r, case, observed, wanted, device) for r in unchanged]
     # Where the baseline's every bit was modelled, every other bit is in dispute.
-    disputed = [o for o in wanted if max(p[o] for p in plain) < (1.0 if expected == 1.0 else enough)]
+    disputed = [o for o in wanted if max(p[o].bits for p in plain) < (1.0 if expected == 1.0 else enough)]
     if not disputed:
         return {}
     tried = [
-        (_agreements(changed, case, observed, disputed, device), words, recipe.name)
+        (_likeness(changed, case, observed, disputed, device), words, recipe.name)
         for recipe in unchanged
         for words, changed in changes(recipe, case.k.shape[2], backward=backward)
         if only is None or words == only
@@ -117,12 +131,13 @@ def suspects(
     for name, output in outputs.items():
         if output not in disputed or not tried:
             continue
-        best = max(p[output] for p in plain)
-        agreements, words, recipe_name = max(tried, key=lambda one: one[0][output])
-        if any(a[output] == agreements[output] and other != words for a, other, _ in tried):
+        best, nearest = max(p[output].bits for p in plain), min(p[output].apart for p in plain)
+        likeness, words, recipe_name = max(tried, key=lambda one: one[0][output].bits)
+        agreement, apart = likeness[output].bits, likeness[output].apart
+        if any(other[output].bits == agreement and change != words for other, change, _ in tried):
             continue
         # A change that leaves over half of the difference unexplained is none.
-        if (agreement := agreements[output]) >= enough and 1 - agreement <= (1 - best) / 2:
+        if agreement >= enough and 1 - agreement <= (1 - best) / 2 and apart <= nearest / 2:
             shares = f"{share(agreement)} of {SYMBOLS[output]}'s elements bit for bit, unchanged {share(best)}"
             found[name] = words, f"{words} (recipe {recipe_name} so changed has {shares})"
     return found
@@ -174,13 +189,18 @@ def _backward(low: Format) -> list[RecipeChange]:
     ]
 
 
-def _agreements(
+def _likeness(
     recipe: Recipe, case: CaseInputs, observed: dict[str, Tensor], outputs: Sequence[str], device: torch.device
-) -> dict[str, float]:
-    """The fraction of each output's elements that a recipe makes bit for bit."""
+) -> dict[str, _Likeness]:
+    """How near a recipe comes to each output."""
     gradients = any(o in GRADIENTS for o in outputs)
     try:
         made = emulate(recipe, case, device, with_gradients=gradients, sequences=_SEQUENCES)
     except RecipeNotSupportedError:
-        return dict.fromkeys(outputs, 0.0)
-    return {o: float((made[o] == observed[o][: len(made[o])]).double().mean()) for o in outputs}
+        return dict.fromkeys(outputs, _Likeness())
+    found = {}
+    for name in outputs:
+        one, other = made[name], observed[name][: len(made[name])]
+        apart = float((one.double() - other.double()).square().sum())
+        found[name] = _Likeness(float((one == other).double().mean()), math.inf if math.isnan(apart) else apart)
+    return found

@@ -9,7 +9,7 @@ from attn_diag.analyses.verdict import DQ_ERROR_ABOVE
 from attn_diag.head.counterfactual import RECIPE
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels import Recipe, preset
-from attn_diag.results.attribution import HeadAttribution, MeanError, Total
+from attn_diag.results.attribution import CANCELLED, HeadAttribution, MeanError, Total
 from attn_diag.results.wording import SYMBOLS, number, percent, together
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
@@ -64,7 +64,9 @@ def _cause(found: HeadAttribution, main: str) -> str:
     if main == "dq" and "dw_q" in found.totals:
         size += f" and dW_Q by {percent(found.totals['dw_q'].error)}"
     share = first.effects[main].share
-    if share >= _CAUSE:
+    if share > CANCELLED:
+        cause = f"the errors of several sites cancel (the largest share is {share:.0%}), so that none makes it alone"
+    elif share >= _CAUSE:
         reaches_dq = main == "dq" and first.site in ("out", "accumulator", "range_pv")
         way = ", through delta = rowsum(dO∘O)" if reaches_dq else ""
         cause = f"the cause is the {first.words}{way} ({share:.0%} of the squared error)"

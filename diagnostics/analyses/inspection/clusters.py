@@ -36,10 +36,11 @@ def joined_sequences(parts: Sequence[HeadMeasurement], k_length: int) -> dict[in
 
 
 class Clusters:
-    """Cluster numbers of pooled rows: by sequence, or by argmax key, or none; see ``statistics.means``.
+    """Cluster numbers of pooled rows: by sequence, by argmax key, or rows that are alike; see ``statistics.means``.
 
     Args:
         top_keys: Of every sequence and head the number of its rows' argmax key; heads have no number in common.
+        alike: Of every sequence and head the numbers of its rows, the same for rows that are alike.
         sequences: The number of each one's sequence, where sequences are the clusters.
         with_gradient: Which of each one's rows have a gradient (bool); None: all of them.
     """
@@ -47,10 +48,13 @@ class Clusters:
     def __init__(
         self,
         top_keys: Sequence[npt.NDArray[np.int64]],
+        alike: Sequence[npt.NDArray[np.int64]],
         sequences: Sequence[int] | None = None,
         with_gradient: Sequence[npt.NDArray[np.bool_]] | None = None,
     ) -> None:
         self._keys, self._with_gradient = np.concatenate(top_keys), with_gradient
+        owners = np.repeat(np.arange(len(alike)), [len(rows) for rows in alike])
+        self._rows = np.unique(np.stack([owners, np.concatenate(alike)]), axis=1, return_inverse=True)[1].reshape(-1)
         self._sequences: npt.NDArray[np.int64] | None = None
         if sequences is not None:
             self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
@@ -70,7 +74,8 @@ class Clusters:
         if shared:
             return found
         if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not found.any()):
-            return None
+            rows = self._dense(self._rows, quantity)
+            return None if len(np.unique(rows)) == len(rows) else rows
         return found
 
     def _dense(self, labels: npt.NDArray[np.int64], quantity: str) -> npt.NDArray[np.int64]:

@@ -151,6 +151,7 @@ def pool(
     gradients = [p.with_gradient for p in parts if p.with_gradient is not None]
     clusters = Clusters(
         [p.top_key + p.head * sequences * k_length for p in parts],
+        [p.alike for p in parts],
         [joined[p.batch] for p in parts] if by_sequence else None,
         gradients if len(gradients) == len(parts) else None,
     )

@@ -35,6 +35,13 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if not alike(found):
         for side, fit in zip(_RUNS, found.fits, strict=True):
             causes += _of_fit(found.layer, side, fit)
+    if found.stray is not None and not any(fit.coarse for fit in found.fits):
+        row, side = found.stray, _RUNS[found.stray.side]
+        words = (
+            f"{side}'s O is off in few rows, most at token {row.token} in head {row.head}: {times(row.times)} times "
+            "what rounding leaves there; no rounding makes that"
+        )
+        causes.append(_cause(found.layer, "unnamed-o", side, words, fitted=True))
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words, place="projection"))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.hypotheses import OtherComputation, Stated, hypotheses
 from attn_diag.analyses.mismatch.rows import RunRows
-from attn_diag.analyses.mismatch.split import HeadSemantics, expected_square, out_of_few
+from attn_diag.analyses.mismatch.split import expected_square, out_of_few
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import FloatFormat
 from attn_diag.results.wording import percent, times
@@ -57,7 +57,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         out: O's.
     """
     sampled = [(_sample(rows), semantics, rows) for rows, semantics in _spread(stated)]
-    chosen = [(rows.select(at), _cut(semantics, at)) for at, semantics, rows in sampled]
+    chosen = [(rows.select(at), semantics.of_rows(at)) for at, semantics, rows in sampled]
     expected = torch.cat([expected_square(s, r, fmt, out) for r, s in chosen])
     before = torch.cat([_square(r, out_of_few(s, r)) for r, s in chosen])
     usable = before.isfinite() & expected.isfinite()
@@ -76,8 +76,15 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     kept, wanted = before[usable], expected[usable]
     factor_left = math.sqrt(total / float(wanted.sum()))
     over = _ratio(left, wanted)
-    explains = total <= _EXPLAINS * float(kept.sum()) or (over is not None and over.low <= LOSSY)
-    named = explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
+    explains = total <= _EXPLAINS * float(kept.sum()) or (
+        # What leaves most of the error is not what makes it: a truncated O is a little smaller, as by another scale.
+        over is not None and over.low <= LOSSY and total <= _MOST * float(kept.sum())
+    )
+    # Where O is as near as a well-rounded kernel's there is nothing to explain: on saturated rows, of which O is a row
+    # of V to the last bit, a larger scale is nearer still.
+    named = (
+        against.factor > 1 and explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
+    )
     runner_up = ""
     if others:
         runner_up = (
@@ -128,7 +135,3 @@ def _spread(stated: Stated) -> Stated:
 def _sample(rows: RunRows) -> Tensor:
     count = len(rows.tokens)
     return torch.linspace(0, count - 1, min(count, _ROWS), device=rows.tokens.device).long()
-
-
-def _cut(semantics: HeadSemantics, rows: Tensor) -> HeadSemantics:
-    return replace(semantics, bias=semantics.bias[rows])

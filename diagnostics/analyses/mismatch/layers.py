@@ -25,6 +25,7 @@ from attn_diag.analyses.mismatch.split import (
     both_streams,
     split_head,
 )
+from attn_diag.analyses.mismatch.stray import StrayRow, find_stray
 from attn_diag.analyses.mismatch.tokens import TokenRun
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
 from attn_diag.captures.capture import Capture
@@ -67,6 +68,8 @@ class ComparedLayer:
     """That w_q differs."""
     norm: NormFactor | None
     """That x, q or k differ by a factor a token."""
+    stray: StrayRow | None
+    """The row that strays furthest, where O fits rounding as a whole."""
     entering: tuple[tuple[Tensor, Tensor] | None, ...]
     """By pair of sequences x of both, [T, C] each, NaN in rows that not both have; None: not captured."""
     stream: float | None
@@ -116,7 +119,8 @@ def compare_layer(
     unit = 2.0 ** -(format_of(captures[0].tensors["q"].dtype).precision + 1)
     return ComparedLayer(
         layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights,
-        find_norm(streams, [h.rows for h in heads], unit), entering, _stream(streams), unit,
+        find_norm(streams, [h.rows for h in heads], unit), _stray(captures[0], found, splits), entering,
+        _stream(streams), unit,
     )  # fmt: skip
 
 
@@ -128,9 +132,17 @@ def _stream(streams: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> LayerFit:
-    out = capture.tensors[capture.key(observation_of(capture), "o")].dtype
     stated = [(h.rows[side], h.semantics[side]) for h in heads]
-    return fit_layer(stated, format_of(capture.tensors["q"].dtype), format_of(out))
+    return fit_layer(stated, format_of(capture.tensors["q"].dtype), format_of(_out(capture)))
+
+
+def _stray(capture: Capture, heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead]) -> StrayRow | None:
+    both = [(h.head, h.rows, h.semantics, split) for h, split in zip(heads, splits, strict=True)]
+    return find_stray(both, format_of(capture.tensors["q"].dtype), format_of(_out(capture)))
+
+
+def _out(capture: Capture) -> torch.dtype:
+    return capture.tensors[capture.key(observation_of(capture), "o")].dtype
 
 
 def _with_found(head: HeadOfBoth, fits: Sequence[LayerFit]) -> HeadOfBoth:

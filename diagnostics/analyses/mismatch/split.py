@@ -9,7 +9,7 @@ R_x is attention in float64 as run x computes it: its scale, mask, window, sink 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class HeadSemantics:
     def stated(cls, rows: RunRows) -> HeadSemantics:
         """What the capture says."""
         return cls(rows.bias, rows.scale, rows.softcap, rows.sink)
+
+    def of_rows(self, rows: Tensor) -> HeadSemantics:
+        """Of these rows alone."""
+        return replace(self, bias=self.bias[rows])
 
     @property
     def visible(self) -> Tensor:

@@ -120,7 +120,7 @@ def in_sentence(evidence: Evidence, place: Place, groups: Sequence[Group]) -> st
         said = []
         for first, last, g in runs:
             count = last - first + 1
-            whole = "all " + evidence.unit if count == total else None
+            whole = "all " + evidence.unit if count == total > 1 else None
             subject = whole or (f"{evidence.unit} {first}-{last}" if count > 1 else f"{evidence.unit[:-1]} {first}")
             if g is None:
                 verb = ("are", "do") if count > 1 else ("is", "does")

@@ -19,6 +19,9 @@ from attn_diag.work import Progress, part_of, silent
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
+# A drawn value is the farther neighbour as often as it is the nearer one's distance over the gap: a rule makes it so
+# never (to nearest) or twice as often (directed, or on every second number). Half way between is the limit.
+_DRAWN = 0.5
 # What a factor of amax that is read off the values leaves of its own rounding.
 _FACTOR_TOLERANCE = 2.0**-18
 DECLARED = "as declared"
@@ -99,9 +102,9 @@ def identify(
                 share = equal_part(candidate, w[rows], observed[rows])
                 if share >= SAME and rows.stop is not None and len(w) > _ROWS:
                     share = equal_part(candidate, w, observed)
-                if candidate.by.elements.endswith(Mode.STOCHASTIC) and candidate not in starts:
+                if _is_drawn(candidate) and candidate not in starts:
                     # Whatever else lies on this grid fits it too.
-                    share = min(share, SAME)
+                    share = min(share, SAME) if _looks_drawn(candidate, w[rows], observed[rows]) else 0.0
                 tried[candidate.words] = share, candidate
         return max((share for share, _ in tried.values()), default=0.0)
 
@@ -129,6 +132,25 @@ def identify(
             shown = [*shown[: _KEPT - 1], own]
     matches = [QuantizerMatch(c.by.name, c.words, part) for part, c in shown]
     return matches, winner if share >= SAME else None
+
+
+def _is_drawn(candidate: PossibleQuantizer) -> bool:
+    return candidate.by.elements.endswith(Mode.STOCHASTIC)
+
+
+def _looks_drawn(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> bool:
+    """Whether values are the farther neighbour about as often as drawn ones are."""
+    base = candidate.by.elements.partition(":")[0]
+    up, down = (
+        replace(candidate, by=replace(candidate.by, elements=f"{base}:{mode}")).values(w).values.double()
+        for mode in (Mode.UP, Mode.DOWN)
+    )
+    between = up > down
+    part = ((w.double() - down) / (up - down))[between].clamp(0, 1)
+    expected = float(torch.minimum(part, 1 - part).sum())
+    upward = ((observed - up).abs() < (observed - down).abs())[between]
+    farther = int((upward != (part > 0.5)).sum())
+    return expected > 0 and abs(farther / expected - 1) < _DRAWN
 
 
 def _as_declared(by: Quantizer) -> list[PossibleQuantizer]:
