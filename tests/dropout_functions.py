@@ -1,8 +1,12 @@
-"""Attention functions that are given which probabilities they keep: one is sound, the others make a mistake in that."""
+"""Attention functions that are given which probabilities they keep: one is sound, the others make a mistake in that.
+
+And torch's own dropout with a mistake in its backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +43,10 @@ def of_other_heads(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None,
     return _attend(q, k, v, lambda p: p * _kept(dropout_mask, p).roll(1, 1) / (1 - dropout_p))
 
 
+def of_other_items(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None, dropout_p: float) -> Tensor:
+    return _attend(q, k, v, lambda p: p * _kept(dropout_mask, p).roll(1, 0) / (1 - dropout_p))
+
+
 def next_row(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None, dropout_p: float) -> Tensor:
     return _attend(q, k, v, lambda p: p * _kept(dropout_mask, p).roll(-1, 2) / (1 - dropout_p))
 
@@ -73,3 +81,37 @@ def wrong_where_lengths_differ(
 
 def draws_its_own(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.1) -> Tensor:
     return _attend(q, k, v, lambda p: torch.nn.functional.dropout(p, dropout_p))
+
+
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "none": lambda grad, kept, p: grad * kept / (1 - p),
+    "mask forgotten": lambda grad, *_: grad,
+    "factor forgotten": lambda grad, kept, _: grad * kept,
+    "factor twice": lambda grad, kept, p: grad * kept / (1 - p) ** 2,
+    "mask of another head": lambda grad, kept, p: grad * kept.roll(1, -3) / (1 - p),
+    "mask of the next row": lambda grad, kept, p: grad * kept.roll(-1, -2) / (1 - p),
+}
+BACKWARD = tuple(_GRADIENTS)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, fault: str) -> Tensor:
+        kept = torch.rand(x.shape, device=x.device) >= p
+        ctx.kept, ctx.p, ctx.fault = kept, p, fault
+        return x * kept / (1 - p)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _GRADIENTS[ctx.fault](grad, ctx.kept, ctx.p).to(grad.dtype), None, None
+
+
+def with_backward(fault: str) -> Callable[..., Tensor]:
+    """torch.nn.functional.dropout with one of ``BACKWARD``."""
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        del inplace
+        found: Tensor = _Dropout.apply(x, p, fault) if training and p else x
+        return found
+
+    return dropout

@@ -1,0 +1,104 @@
+"""Dropout with a mistake in it: is it named by check and replay, and does the monitor alarm where it comes in training?
+
+check runs the functions of tests/dropout_functions.py on its case "dropout"; replay judges outputs as its capture; the
+monitor watches a Llama (eager, two layers) whose dropout's backward is right for 30 steps and then has the mistake.
+Healthy trainings are in study_healthy_layouts.py.
+
+    python benchmarks/study_dropout.py --part check --json benchmarks/results/dropout_cpu.json
+    python benchmarks/study_dropout.py --part monitor --json …      # other parts of the file stay
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring import made_by, options_of, save
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import dropout_functions as planted
+import study_healthy_layouts as trainings
+import torch
+
+import attn_diag
+
+_FIRST_SEED = 1000  # of no test
+_STEPS, _FROM, _EVERY = 60, 30, 5
+CHECKED: dict[str, tuple[Any, str]] = {
+    "healthy: in fp32": (planted.sound, ""),
+    "healthy: SDPA's math": ("sdpa:math", ""),
+    "without the factor": (planted.without_factor, "dropout without the factor 1/(1-p)"),
+    "mask of another batch item": (planted.of_other_items, "the dropout mask of batch item"),
+    "mask of the next row": (planted.next_row, "the dropout mask of the next row"),
+    "before the row sum": (planted.before_the_row_sum, "dropout before the row sum"),
+    "forgotten in the backward": (planted.not_in_the_backward, "no dropout (the mask forgotten)"),
+}
+
+
+def checked(fault: str, seed: int) -> dict[str, Any]:
+    """One check of the case "dropout"."""
+    target, words = CHECKED[fault]
+    found = attn_diag.check(target, cases=["dropout"], seed=seed, device="cpu")
+    said = [f.message for f in found.failures]
+    return {"failed": bool(said), "named": bool(words) and any(words in s for s in said),
+            "suspects": [f.suspect for f in found.failures if f.suspect and words not in f.suspect]}  # fmt: skip
+
+
+def watched(fault: str, seed: int) -> dict[str, Any]:
+    """One training whose dropout has a mistake from a step on."""
+    sound, broken, calls = planted.with_backward("none"), planted.with_backward(fault), [0]
+    layers = 2
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        calls[0] += bool(training and p)
+        step = (calls[0] - 1) // layers
+        return (broken if step >= _FROM else sound)(x, p, training, inplace)
+
+    functional: Any = torch.nn.functional
+    before, functional.dropout = functional.dropout, dropout
+    mode = trainings.MODES[seed % 2]
+    try:
+        run = trainings.trained("llama dropout eager", mode, seed, _STEPS, _EVERY, 1e-3)
+    finally:
+        functional.dropout = before
+    steps = [int(alarm.split()[1].rstrip(",")) for alarm in run["alarms"]]
+    late = [s for s in steps if s >= _FROM]
+    return {"mode": mode, "failed": bool(late), "early": len(steps) - len(late),
+            "after": min(late) - _FROM if late else None}  # fmt: skip
+
+
+PARTS: dict[str, tuple[tuple[str, ...], Callable[[str, int], dict[str, Any]]]] = {
+    "check": (tuple(CHECKED), checked),
+    "monitor": (planted.BACKWARD, watched),
+}
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--part", choices=list(PARTS), required=True)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--faults", nargs="*")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text(encoding="utf-8"))["parts"]
+    faults, run = PARTS[options.part]
+    rows = found.setdefault(options.part, {})
+    for fault in options.faults or faults:
+        each = [run(fault, _FIRST_SEED + seed) for seed in range(options.seeds)]
+        rows[fault] = {"seeds": len(each), "failed": sum(one["failed"] for one in each)}
+        if "named" in each[0]:
+            rows[fault]["named"] = sum(one["named"] for one in each)
+            rows[fault]["other suspects"] = sorted({s for one in each for s in one["suspects"]})
+        else:
+            rows[fault]["alarms before it"] = sum(one["early"] for one in each)
+            rows[fault]["steps until the alarm"] = sorted(one["after"] for one in each if one["after"] is not None)
+        print(options.part, fault, rows[fault], file=sys.stderr, flush=True)
+        save({**made_by(), "first seed": _FIRST_SEED, "parts": found}, options.json)
+
+
+if __name__ == "__main__":
+    main()
