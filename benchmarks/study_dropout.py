@@ -1,7 +1,8 @@
-"""Dropout with a mistake in it: is it named by check and replay, and does the monitor alarm where it comes in training?
+"""Dropout with a mistake in it: is it named, and does the monitor alarm where it comes in training?
 
-check runs the functions of tests/dropout_functions.py on its case "dropout"; replay judges outputs as its capture; the
-monitor watches a Llama (eager, two layers) whose dropout's backward is right for 30 steps and then has the mistake.
+check runs the functions of tests/dropout_functions.py on its case "dropout", as replay judges them on a capture; the
+monitor watches a Llama (eager, two layers) whose dropout's backward is right for 30 steps and then has the mistake;
+inspect is given an O of which some keys are missing, or counted twice.
 Healthy trainings are in study_healthy_layouts.py.
 
     python benchmarks/study_dropout.py --part check --json benchmarks/results/dropout_cpu.json
@@ -21,6 +22,7 @@ from measuring import made_by, options_of, save
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import dropout_functions as planted
 import study_healthy_layouts as trainings
+import test_dropout_faults as faults
 import torch
 
 import attn_diag
@@ -70,9 +72,19 @@ def watched(fault: str, seed: int) -> dict[str, Any]:
             "after": min(late) - _FROM if late else None}  # fmt: skip
 
 
+def misses_keys(fault: str, seed: int) -> dict[str, Any]:
+    """One O with dropout whose kernel counts some keys not once."""
+    found, words = faults.lost(fault, seed)
+    patterns = [p for h in found.observations[0].heads for q in h.quantities for p in q.patterns if p.kind == "part"]
+    others = sorted({p.words for p in patterns if words not in p.words})
+    return {"failed": "wrong" in faults.labels(found), "named": any(words in p.words for p in patterns),
+            "suspects": others}  # fmt: skip
+
+
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[str, int], dict[str, Any]]]] = {
     "check": (tuple(CHECKED), checked),
     "monitor": (planted.BACKWARD, watched),
+    "lost": (tuple(faults.LOST), misses_keys),
 }
 
 
