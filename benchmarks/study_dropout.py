@@ -1,6 +1,6 @@
-"""Dropout with a mistake in it: is it named, and does the monitor alarm where it comes in training?
+"""Dropout or sinks with a mistake in them: is it named, and does the monitor alarm where it comes in training?
 
-check runs the functions of tests/dropout_functions.py on its case "dropout", as replay judges them on a capture; the
+check runs the functions of tests/dropout_functions.py and sinks_functions.py on its cases for them; the
 monitor watches a Llama (eager, two layers) whose dropout's backward is right for 30 steps and then has the mistake;
 inspect is given an O of which some keys are missing, or counted twice.
 Healthy trainings are in study_healthy_layouts.py.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import dropout_functions as planted
+import sinks_functions as of_sinks
 import study_healthy_layouts as trainings
 import test_dropout_faults as faults
 import torch
@@ -40,10 +42,21 @@ CHECKED: dict[str, tuple[Any, str]] = {
 }
 
 
-def checked(fault: str, seed: int) -> dict[str, Any]:
-    """One check of the case "dropout"."""
-    target, words = CHECKED[fault]
-    found = attn_diag.check(target, cases=["dropout"], seed=seed, device="cpu")
+SINKS: dict[str, tuple[Any, str]] = {
+    "healthy": (of_sinks.sound, ""),
+    "dropped": (of_sinks.dropped, "no sink (the sink dropped)"),
+    "times the scale": (of_sinks.scaled, "the sink's logit times the scale"),
+    "dSink of the wrong sign": (of_sinks.wrong_sign, "it has the wrong sign"),
+    "dSink twice": (of_sinks.twice, "it is twice the true one"),
+    "dSink never written": (of_sinks.never_written, "it is zero, as if never written"),
+    "dSink a mean over the batch": (of_sinks.mean_over_the_batch, "it is a mean over the batch, not a sum"),
+}
+
+
+def checked(table: dict[str, tuple[Any, str]], case: str, fault: str, seed: int) -> dict[str, Any]:
+    """One check of a case."""
+    target, words = table[fault]
+    found = attn_diag.check(target, cases=[case], seed=seed, device="cpu")
     said = [f.message for f in found.failures]
     return {"failed": bool(said), "named": bool(words) and any(words in s for s in said),
             "suspects": [f.suspect for f in found.failures if f.suspect and words not in f.suspect]}  # fmt: skip
@@ -82,7 +95,8 @@ def misses_keys(fault: str, seed: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[str, int], dict[str, Any]]]] = {
-    "check": (tuple(CHECKED), checked),
+    "check": (tuple(CHECKED), partial(checked, CHECKED, "dropout")),
+    "check sinks": (tuple(SINKS), partial(checked, SINKS, "sink-logits")),
     "monitor": (planted.BACKWARD, watched),
     "lost": (tuple(faults.LOST), misses_keys),
 }

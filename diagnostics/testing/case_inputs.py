@@ -119,4 +119,5 @@ def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
 
 def bits_of(x: Tensor) -> Tensor:
     """Its bytes."""
-    return x.contiguous().reshape(-1).view(torch.uint8)
+    # A single number that autograd has expanded has a stride of 0, and counts as contiguous.
+    return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

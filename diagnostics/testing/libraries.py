@@ -152,7 +152,7 @@ def _flex(*, compiled: bool) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-        refuse_options("FlexAttention", options, *_OF_SDPA, "softcap", "sinks")
+        refuse_options("FlexAttention", options, *_OF_SDPA, "softcap")
         (b, h, rows, _), keys = q.shape, k.shape[2]
         masking = Masking(options.causal, options.window, None, options.positions)
         at = masking.row_positions(rows, keys, q.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -35,6 +35,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
 RECIPE_DTYPES = (torch.bfloat16, torch.float16)
 GRADIENTS = ("dq", "dk", "dv")
+OF_SINKS = ("dsinks",)
 
 
 class MisfitError(Exception):
@@ -58,7 +59,7 @@ class Returned:
     """What one call of a target gave."""
 
     outputs: dict[str, Tensor]
-    """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv where they were asked for."""
+    """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv, dsinks where they were asked for."""
     overwritten: tuple[str, ...] = ()
     """The inputs that the target changed in place."""
 
@@ -128,7 +129,7 @@ class Target:
 
         Args:
             inputs: What to call it with.
-            gradients: Whether dq, dk and dv are wanted.
+            gradients: Whether dq, dk and dv are wanted, and dsinks of learned sinks.
             place: Puts each input elsewhere in memory, with the same values; an emulation takes them as they are.
 
         Returns:
@@ -143,6 +144,9 @@ class Target:
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
         copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
         copies = [x.requires_grad_(gradients) for x in copies]
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.to(self.device, copy=True).requires_grad_(gradients)
+            inputs = replace(inputs, sinks=sinks)
         with reported("", _shapes(inputs)), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
         o, *rest = found if isinstance(found, tuple | list) and found else [found]
@@ -169,16 +173,19 @@ class Target:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
+        leaves = copies if inputs.sinks is None else [*copies, inputs.sinks]
         with reported(" in its backward", _shapes(inputs)):
             do = place("do", inputs.do.to(self.device, o.dtype))
             if reentrant:
                 torch.autograd.backward(o, do)
             found: Any = (
-                [x.grad for x in copies] if reentrant else torch.autograd.grad(o, copies, do, allow_unused=True)
+                [x.grad for x in leaves] if reentrant else torch.autograd.grad(o, leaves, do, allow_unused=True)
             )
-        if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
+        # Sinks that are not learned have no gradient.
+        named = dict(zip((*GRADIENTS, *OF_SINKS), found, strict=False))
+        if missing := [n for n in GRADIENTS if named[n] is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
-        return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
+        return {n: g.detach() for n, g in named.items() if g is not None}
 
     def run(self, inputs: CaseInputs, *, backward: bool | None = None) -> tuple[dict[str, Tensor], list[str]]:
         """Call it, with gradients where there is a dO and autograd gives them.

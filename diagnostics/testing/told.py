@@ -13,9 +13,9 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.testing.case_inputs import CaseInputs
 
-DROPOUT = "dropout_mask"
+DROPOUT, SINKS = "dropout_mask", "sinks"
 # Mask, window, softcap, slopes and scale are a function's own.
-_TOLD = (DROPOUT, "dropout_p")
+_TOLD = (DROPOUT, "dropout_p", SINKS)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Function:
     """fn(q, k, v), called as a target's is.
 
     A parameter ``dropout_mask`` is given which probabilities are kept, bool [B, H, Tq, Tk], and ``dropout_p`` the mean
-    number of those that are not; where a call has no dropout, None and 0.
+    number of those that are not; where a call has no dropout, None and 0. ``sinks`` is given the logits of attention
+    sinks, [H] fp32, whose gradient is looked at too; None where there are none.
     """
 
     called: Callable[..., Any]
@@ -50,5 +51,6 @@ class Function:
                 "parameter dropout_mask, bool [B, H, Tq, Tk], True where a probability is kept, and dropout_p"
             )
         mask = None if case.dropout_mask is None else case.dropout_mask.to(q.device)
-        told = {DROPOUT: mask, "dropout_p": case.dropout_p or 0.0}
+        sinks = None if case.sinks is None else case.sinks.to(q.device)
+        told = {DROPOUT: mask, "dropout_p": case.dropout_p or 0.0, SINKS: sinks}
         return self.called(q, k, v, **{name: told[name] for name in self.takes})

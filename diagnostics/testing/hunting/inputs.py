@@ -103,10 +103,6 @@ class Material:
         case = case_of_capture(capture)
         if odd := [n for n, x in (("mask", case.mask), ("q_positions", case.positions)) if x is not None]:
             raise InputError(f"{capture.source}: a hunt changes lengths, which its {' and '.join(odd)} cannot follow")
-        if case.sinks is not None:
-            raise InputError(
-                f"{capture.source}: a hunt changes heads, which its sinks cannot follow; replay it instead"
-            )
         if case.q.dtype not in _NAMES:
             raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")
         return cls(capture, case)
@@ -142,6 +138,7 @@ class Material:
         return CaseInputs(
             variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap,
             alibi_slopes=self._slopes(b, hq), alibi_origin=case.alibi_origin,
+            sinks=None if case.sinks is None else case.sinks[torch.arange(hq) % len(case.sinks)],
             dropout_mask=self._kept((b, hq, variant.rows, variant.keys), seed), dropout_p=case.dropout_p,
         )  # fmt: skip
 

@@ -77,7 +77,7 @@ from {module} import {function}
 
 
 def kernel(q, k, v):
-    told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0}}
+    told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0, "sinks": SINKS}}
     takes = signature(getattr({function}, "forward", {function})).parameters
     found = {function}(q, k, v, **{{name: told[name] for name in told if name in takes}})
     return found[0] if isinstance(found, (tuple, list)) else found
@@ -90,7 +90,7 @@ from attn_diag.testing.target import Target
 def kernel(q, k, v):
     case = CaseInputs(
         "repro", q, k, v, None, SCALE, CAUSAL, None, WINDOW, SOFTCAP, alibi_slopes=SLOPES, alibi_origin=ORIGIN,
-        dropout_mask=KEPT, dropout_p=P,
+        dropout_mask=KEPT, dropout_p=P, sinks=SINKS,
     )
     target = Target.of({name!r}, dtype=q.dtype, head_dim=q.shape[3], device=q.device)
     if target.fn is None:
@@ -146,6 +146,8 @@ SLOPES, ORIGIN = given.get("alibi_slopes"), {origin!r}
 # Which probabilities a dropout keeps, if there is one, and how many are dropped in the mean.
 KEPT, P = given.get("dropout_mask"), {dropout_p!r}
 KEPT = None if KEPT is None else KEPT.to(DEVICE)
+# The logits of attention sinks, if there are any: one more key of each head, of value 0.
+SINKS = given["sinks"].to(DEVICE) if "sinks" in given else None
 
 
 def distances(rows, keys, device):
@@ -168,23 +170,29 @@ def exact(q, k, v, do):
         scores = scores + SLOPES.to(q.device).double()[..., None, None] * distances(q.shape[2], k.shape[2], q.device)
     unseen = hidden(q.shape[2], k.shape[2], q.device)
     empty = unseen.all(1)[:, None]
-    probs = scores.masked_fill(unseen & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
+    scores, leaves = scores.masked_fill(unseen & ~empty, -torch.inf), {{"dq": q, "dk": k, "dv": v}}
+    if SINKS is not None:
+        leaves["dsinks"] = SINKS.detach().double().requires_grad_()
+        scores = torch.cat([scores, leaves["dsinks"][:, None, None].expand(*scores.shape[:3], 1)], -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty, 0)
     if KEPT is not None:
         probs = probs * KEPT / (1 - P)
     o = probs @ v.repeat_interleave(group, 1)
-    return dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, (q, k, v), do.double()))))
+    return {{"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), do.double())))}}
 
 
 q, k, v, do = (given[name].to(DEVICE) for name in ("q", "k", "v", "do"))
 true = {{name: x.detach() for name, x in exact(q, k, v, do).items()}}
 {strides}
 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+leaves = {{"dq": q, "dk": k, "dv": v}} | ({{}} if SINKS is None else {{"dsinks": SINKS.requires_grad_()}})
 o = kernel(q, k, v)
 # Kernels think differently of rows that see no key.
 empty = hidden(q.shape[2], k.shape[2], q.device).all(1)[:, None]
 found = {{"o": o.detach().masked_fill(empty, 0)}}
 if o.requires_grad:
-    found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), do.to(o.dtype)))
+    gradients = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
+    found |= {{name: x for name, x in zip(leaves, gradients) if x is not None}}
 bad = []
 print(f"q {{list(q.shape)}}, k {{list(k.shape)}}, {{q.dtype}}, causal {{CAUSAL}}, torch {{torch.__version__}}")
 for name, value in found.items():

@@ -44,11 +44,12 @@ BUILDERS: dict[str, drawn.Builder] = {
 # A head of GPT-2 small, of layer 2 at step 500 of a training with rounded scores, 100 steps before that failed: its
 # scores grow to 38 within these rows, and BF16 scores make 4 to 7 times a well-rounded kernel's error of it.
 REAL_HEAD = "real-head"
-# Probabilities are dropped by a mask that the case states; of functions that take one (see ``testing.told``).
-DROPOUT = "dropout"
+# Probabilities are dropped by a mask that the case states, and every head has a learned sink; of functions that take
+# these (see ``testing.told``).
+DROPOUT, SINK_LOGITS = "dropout", "sink-logits"
 NAMES = (*BUILDERS, REAL_HEAD)
 # Of a function that has such a parameter.
-OF_PARAMETERS = {DROPOUT: "dropout_mask"}
+OF_PARAMETERS = {DROPOUT: "dropout_mask", SINK_LOGITS: "sinks"}
 # What a kernel below 16 bits is asked by default: on the others all rows share one number's rounding, which a scale a
 # little larger moves by many times, and by arrangements its scales hold later tokens by design.
 OF_DECLARED = ("normal", "pairs", "tails", "outliers", REAL_HEAD)
@@ -57,6 +58,8 @@ _REAL_HEAD_FILE = Path(str(files("attn_diag.data"))) / "failing_step500_L2H7_fir
 SEQUENCES = 16
 # What trainings drop. Its reciprocal is no number of 16 bits: a factor that is rounded to them shows.
 _DROPPED = 0.1
+# A sink of this logit takes a seventh of a row of 192 scores of N(0, 1).
+_SINK = 4.0
 # What a case is called whose second run on the same inputs returned other bits, which are judged as well.
 SECOND = ", second run"
 # Two 128-key tiles, the second half full: the order of keys matters, and so does what a kernel does at an edge.
@@ -94,6 +97,8 @@ def draw(
     if name == DROPOUT:
         kept = torch.rand(*case.q.shape[:3], case.k.shape[2], generator=generator) >= _DROPPED
         return replace(case, dropout_mask=kept, dropout_p=_DROPPED)
+    if name == SINK_LOGITS:
+        return replace(case, sinks=_SINK + torch.randn(case.q.shape[1], generator=generator) / 2)
     return case
 
 
@@ -181,11 +186,11 @@ def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name in ("dq_pre", "dsinks", "dmask", "dkv"):
+        if name in ("dq_pre", "dmask", "dkv"):
             continue
         if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
-        outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
+        outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta", "dsinks"))
     if need_o and "o" not in outputs:
         raise InputError(f"{capture.source}: observation {observation!r} has no o to check")
     return outputs
@@ -357,10 +362,10 @@ def capture_of_case(
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:
-    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask and ALiBi."""
+    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask, ALiBi and sinks."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
-    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q", "sinks")
+    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q")
     given |= {n: capture.tensors.get(n) for n in names}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")

@@ -47,8 +47,6 @@ from attn_diag.work import Progress
 _SEARCHED = 2
 # The suite's name of a case, where the probe that looks closer has another.
 _PROBES = {"pairs": "duplicates"}
-# Kinds of patterns that name what every row has, which then has no other cause.
-_MISTAKES = {"alibi", "dropout", "sink"}
 # The case whose O tells a scale that is nearly right.
 _ORDINARY = "normal"
 
@@ -97,16 +95,16 @@ def check(
 
     Args:
         target: fn(q, k, v) -> o, or (o, lse, …), with q, k, v [B, H, T, D] in ``dtype``, differentiable where its
-            gradients are to be checked, and given a dropout mask where it has a parameter for it (``testing.told``);
-            "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
+            gradients are to be checked, and given a dropout mask and sinks where it has parameters for them
+            (``testing.told``); "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
             its name, which is emulated; or captures, whose stored observation is judged and nothing is run.
         baseline: The file to compare with: a mean that moved (at ``level``, Holm over the whole run), an error that
             grew, and, with ``exact`` (or where the entry was saved so), other bits. Without it errors are held to those
             of a published recipe on the same inputs.
         save: Add this kernel's entry to the baseline, and compare with none.
         update: Replace it, and compare with none.
-        cases: Only these of the suite; None: all, "dropout" of functions with a parameter ``dropout_mask`` alone, and
-            of a declared kernel five of them.
+        cases: Only these of the suite; None: all ("dropout" and "sink-logits" of functions with a parameter
+            ``dropout_mask`` or ``sinks`` alone), and of a declared kernel five of them.
         captures: Inputs of these as well.
         observation: Which stored observation is judged, where ``target`` is captures.
         dtype: torch.bfloat16 or torch.float16.
@@ -341,8 +339,9 @@ class _Check:
         expected = None if known is None or entry is None else entry.agreement
         failed = {f.quantity for f in r.failures if f.kind not in ("fit", "determinism")}
         found = suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
-        of_o = [pattern.kind for v in r.case.quantities if v.quantity == "o" for pattern in v.patterns]
-        unnamed = only is None and "o" in failed and "o" not in found and not _MISTAKES.intersection(of_o)
+        # A wrong sink, and dropout before the row sum, give every row a factor of its own too.
+        alone = r.inputs.sinks is None and r.inputs.dropout_mask is None
+        unnamed = alone and only is None and "o" in failed and "o" not in found
         if unnamed and (factor := row_factor(r.inputs, r.outputs["o"], self.where)) is not None:
             found["o"] = factor.words, f"{factor.words}: {factor.evidence.removesuffix('.')}"
         return found
