@@ -111,7 +111,9 @@ def with_lost_keys(call: Call, part: slice, *, pv: float = 0.0, row_sum: float =
     probs = (scores - scores.amax(-1, keepdim=True)).exp()
     in_pv, in_sum = (torch.ones(k.shape[2]) for _ in range(2))
     in_pv[part], in_sum[part] = pv, row_sum
-    return ((probs * call.kept * in_pv / (1 - call.p)) @ v / (probs * in_sum).sum(-1, keepdim=True)).bfloat16()
+    row_sum_of = (probs * in_sum).sum(-1, keepdim=True)
+    o: Tensor = ((probs * call.kept * in_pv / (1 - call.p)) @ v / row_sum_of).bfloat16()
+    return o
 
 
 def captured(call: Call, outputs: dict[str, Tensor], **metadata: Any) -> Capture:

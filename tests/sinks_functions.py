@@ -35,7 +35,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def _changed(sinks: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-    found: Tensor | None = None if sinks is None else _Gradient.apply(sinks, change)
+    found: Tensor | None = None if sinks is None else _Gradient.apply(sinks, change)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -37,7 +37,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_replay_hands_kernels_the_mask_and_refuses_those_that_draw_one() -> None:
-    against = [planted.sound, planted.next_row, planted.draws_its_own]
+    against: list[Any] = [planted.sound, planted.next_row, planted.draws_its_own]
     found = attn_diag.replay(made(1, off=1), against=against, device="cpu").captures[0]
     assert found.cause == "kernel"
     kernels = {k.name.removeprefix("dropout_functions:"): k for k in found.kernels}

@@ -135,7 +135,7 @@ def _sdpa(backend: str | None) -> Call:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Dropout mask should only be used for testing")
                 found: tuple[Tensor, Tensor] = torch._scaled_dot_product_attention_math(
-                    q, k, v, mask, options.dropout_p, mask is None and own, options.dropout_mask.to(q.device),
+                    q, k, v, mask, options.dropout_p or 0.0, mask is None and own, options.dropout_mask.to(q.device),
                     scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
                 )  # fmt: skip
             return found[0]

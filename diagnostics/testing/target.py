@@ -24,8 +24,8 @@ from attn_diag.testing.names import imported
 from attn_diag.testing.told import Function
 from attn_diag.work import map_in_order
 
-# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
-Attention = Callable[[Tensor, Tensor, Tensor], Any]
+# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D]. What else it takes by name: ``testing.told``.
+Attention = Callable[..., Any]
 # A tensor -> one of the same values, with other strides or at another place in memory.
 Place = Callable[[Tensor], Tensor]
 # The same for the tensors of a call by their names: q, k, v and do.

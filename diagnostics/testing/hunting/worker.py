@@ -44,7 +44,7 @@ def main(folder: Path, name: str, device: str) -> None:
         stage = "start"
         try:
             options = json.loads((folder / f"{number}.json").read_text())
-            tensors = load_file(folder / f"{number}.safetensors")
+            tensors: dict[str, Any] = {**load_file(folder / f"{number}.safetensors")}
             layout = options.pop("layout")
             if options["window"] is not None:
                 options["window"] = tuple(options["window"])
