@@ -22,12 +22,14 @@ from measuring import made_by, options_of, save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import dropout_functions as planted
+import planted_dropouts as dropouts
 import sinks_functions as of_sinks
 import study_healthy_layouts as trainings
 import test_dropout_faults as faults
 import torch
 
 import attn_diag
+from attn_diag.reference import Masking
 
 _FIRST_SEED = 1000  # of no test
 _STEPS, _FROM, _EVERY = 60, 30, 5
@@ -94,10 +96,40 @@ def misses_keys(fault: str, seed: int) -> dict[str, Any]:
             "suspects": others}  # fmt: skip
 
 
+def walked(recipe: str, seed: int) -> dict[str, Any]:
+    """One element of a call with dropout: is the microscope's walk the emulation's bits, and the captured O's?"""
+    call = dropouts.drawn(seed, p=(0.1, 0.25, 0.5)[seed % 3], batch=1, heads=2, rows=160)
+    masking = Masking("top-left")
+    capture = dropouts.captured(call, dropouts.computed(call, masking, recipe=recipe), causal="top-left")
+    found: Any = attn_diag.microscope(capture, recipe=recipe, row=(37 * seed) % 160, feature=seed % 32, device="cpu")
+    return {"failed": not found.bit_equal or found.walked != found.observed}
+
+
+REPLAYED: dict[str, tuple[Any, str]] = {
+    "healthy": (planted.sound, ""),
+    "mask of another head": (planted.of_other_heads, "the dropout mask of head"),
+    "mask of the next row": (planted.next_row, "the dropout mask of the next row"),
+    "forgotten in the backward": (planted.not_in_the_backward, "no dropout (the mask forgotten)"),
+}
+
+
+def replayed(fault: str, seed: int) -> dict[str, Any]:
+    """A function of tests/dropout_functions.py on a sound capture."""
+    target, words = REPLAYED[fault]
+    call = dropouts.drawn(seed, p=(0.1, 0.25, 0.5)[seed % 3], batch=1, rows=96)
+    capture = dropouts.captured(call, dropouts.computed(call, Masking()))
+    captured, kernel = attn_diag.replay(capture, against=[target], device="cpu").captures[0].kernels
+    said = [q.words for q in kernel.quantities if q.at_fault]
+    return {"failed": bool(kernel.faults or captured.faults), "suspects": [],
+            "named": bool(words) and any(words in s for s in said)}  # fmt: skip
+
+
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[str, int], dict[str, Any]]]] = {
     "check": (tuple(CHECKED), partial(checked, CHECKED, "dropout")),
     "check sinks": (tuple(SINKS), partial(checked, SINKS, "sink-logits")),
     "monitor": (planted.BACKWARD, watched),
+    "replay": (tuple(REPLAYED), replayed),
+    "microscope": (("fa2", "cudnn", "flex", "bf16-forward"), walked),
     "lost": (tuple(faults.LOST), misses_keys),
 }
 
@@ -119,7 +151,7 @@ def main() -> None:
         if "named" in each[0]:
             rows[fault]["named"] = sum(one["named"] for one in each)
             rows[fault]["other suspects"] = sorted({s for one in each for s in one["suspects"]})
-        else:
+        elif "early" in each[0]:
             rows[fault]["alarms before it"] = sum(one["early"] for one in each)
             rows[fault]["steps until the alarm"] = sorted(one["after"] for one in each if one["after"] is not None)
         print(options.part, fault, rows[fault], file=sys.stderr, flush=True)
