@@ -1,4 +1,4 @@
-"""Healthy models with sinks, MLA, a softcap, ALiBi and packed documents train on a CPU under the monitor: is it silent?
+"""Healthy models with sinks, MLA, a softcap, ALiBi, packed documents and dropout train on a CPU: is the monitor silent?
 
 Tiny models of Hugging Face's classes learn sequences of a seeded grammar by AdamW, in BF16 autocast or with parameters
 in BF16. FlexAttention has no backward on a CPU, so it is not among them.
@@ -39,6 +39,10 @@ MODELS: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
                                      "max_seq_len": 256}),
     "packed llama sdpa": ("Llama", "sdpa", True, _ROTARY),
     "packed llama eager": ("Llama", "eager", True, _ROTARY),
+    "llama dropout eager": ("Llama", "eager", False, _ROTARY | {"attention_dropout": 0.1}),
+    "llama dropout sdpa": ("Llama", "sdpa", False, _ROTARY | {"attention_dropout": 0.1}),
+    "bloom dropout": ("Bloom", "eager", False, {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4,
+                                                 "hidden_dropout": 0.0, "attention_dropout": 0.1}),
 }  # fmt: skip
 _MLA = _SIZES | {
     "intermediate_size": 128, "max_position_embeddings": 256, "num_key_value_heads": 4, "kv_lora_rank": 32,

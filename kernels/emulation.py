@@ -98,6 +98,8 @@ class RowTrace:
     """O, [Dv]."""
     lse: float
     """L."""
+    factor: float = 1.0
+    """1 / (1 - p) of dropout: what O_bar is multiplied by before it is divided."""
 
 
 def check_supported(recipe: Recipe, head: HeadLike | None = None) -> None:
@@ -241,7 +243,8 @@ def trace_row(recipe: Recipe, head: HeadLike, row: int) -> RowTrace:
     with _plain_arithmetic(head):
         rows = torch.tensor([row], device=head.q.device)
         found = forward_rows(recipe, Block(Operands(head), rows, _block_keys(head, row // size, size)), ranges)
-    return RowTrace(ranges, found.unrounded[0].double(), found.out[0].double(), float(found.lse))
+    factor = 1.0 if head.dropout is None else head.dropout.factor
+    return RowTrace(ranges, found.unrounded[0].double(), found.out[0].double(), float(found.lse), factor)
 
 
 def _plain_arithmetic(head: HeadLike) -> torch.autocast:

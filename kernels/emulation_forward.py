@@ -44,6 +44,8 @@ class RangeTrace:
     """P_bar before its cast, [K]."""
     cast_probs: Tensor
     """P_bar after its cast, [K]."""
+    kept_probs: Tensor
+    """The same with 0 where dropout has dropped it, [K]."""
     row_max: float
     """m after the range."""
     rescale: float
@@ -236,10 +238,10 @@ def _one_split(
             accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
         if trace is not None:
             scores = masked_scores(recipe, block, keys)
-            cast_probs = cast[0].double() / recipe.probs_scale
+            cast_probs, kept_probs = (x[0].double() / recipe.probs_scale for x in (cast, kept))
             found = RangeTrace(
                 split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(), cast_probs=cast_probs,
-                row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
+                kept_probs=kept_probs, row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
             )  # fmt: skip
             trace.append(found)
     if sink is not None:

@@ -96,6 +96,26 @@ def _written_out(head: AttentionHead, delta: Tensor, lse: Tensor) -> dict[str, T
     }
 
 
+def with_lost_keys(call: Call, part: slice, *, pv: float = 0.0, row_sum: float = 0.0) -> Tensor:
+    """O in fp32, rounded once, of a kernel that counts a part of the keys otherwise than once in P V or in l.
+
+    Args:
+        call: The inputs.
+        part: The keys.
+        pv: How often it counts them in P V.
+        row_sum: Likewise in l.
+    """
+    group = call.q.shape[1] // call.k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (call.k, call.v))
+    scores = call.q.float() @ k.mT * call.q.shape[3] ** -0.5
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    in_pv, in_sum = (torch.ones(k.shape[2]) for _ in range(2))
+    in_pv[part], in_sum[part] = pv, row_sum
+    row_sum_of = (probs * in_sum).sum(-1, keepdim=True)
+    o: Tensor = ((probs * call.kept * in_pv / (1 - call.p)) @ v / row_sum_of).bfloat16()
+    return o
+
+
 def captured(call: Call, outputs: dict[str, Tensor], **metadata: Any) -> Capture:
     """A capture of the call."""
     tensors = {"q": call.q, "k": call.k, "v": call.v, "do": call.do, "dropout_mask": call.kept, **outputs}

@@ -22,10 +22,11 @@ from attn_diag.results.check import CheckedCase, CheckReport
 from attn_diag.results.wording import SYMBOLS
 from attn_diag.statistics.means import holm
 from attn_diag.testing import suspects
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
-from attn_diag.testing.target import CaseInputs, emulate
+from attn_diag.testing.target import emulate
 
 FA2 = attn_diag.preset("fa2")
 CASES = ["normal", "pairs"]

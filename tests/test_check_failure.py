@@ -16,8 +16,8 @@ from attn_diag import check, load
 from attn_diag.reports.ci import failure_lines, gravest
 from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure
 from attn_diag.results.diagnosis import Tool
+from attn_diag.testing.case_inputs import fingerprint
 from attn_diag.testing.regression.cases import capture_of_case
-from attn_diag.testing.target import fingerprint
 from attn_diag_pytest.fixture import CheckOptions
 
 MESSAGE = "pairs: O is biased beyond correct rounding by -0.5 ulp; O is off most in head 0, row 22: 1 ulp"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted_dropouts import Call, Change, captured, computed, drawn
+from planted_dropouts import Call, Change, captured, computed, drawn, with_lost_keys
 from torch import Tensor
 
 import attn_diag
@@ -139,3 +139,35 @@ def test_plain_torch_in_bf16_is_lossy_by_its_casts(p: float) -> None:
     assert "wrong" not in labels(found)
     words = " ".join(q.words for q in found.observations[0].heads[0].quantities)
     assert ("1 / (1 - p) of dropout are rounded" if p < 0.5 else "S and P are stored") in words
+
+
+# Which keys are counted how often in P V and in the row sum, and the words.
+LOST: dict[str, tuple[slice, dict[str, float], str]] = {
+    "a tile": (slice(32, 48), {}, "miss keys 32-47"),
+    "a tile of P V": (slice(16, 32), {"row_sum": 1.0}, "miss keys 16-31 in P V, though not in the row sum"),
+    "a tile of the row sum": (slice(0, 32), {"pv": 1.0}, "miss keys 0-31 in the row sum, though not in P V"),
+    "a tile twice": (slice(48, 64), {"pv": 2.0, "row_sum": 2.0}, "count keys 48-63 twice"),
+    "all from 48 on": (slice(48, 80), {}, "miss all keys from 48 on"),
+    "a key": (slice(21, 22), {}, "miss key 21"),
+    "a key twice": (slice(7, 8), {"pv": 2.0, "row_sum": 2.0}, "count key 7 twice"),
+    "none": (slice(16, 32), {"pv": 1.0, "row_sum": 1.0}, ""),
+}
+
+
+def lost(fault: str, seed: int) -> tuple[CaptureDiagnosis, str]:
+    """Its diagnosis, and the words that name it."""
+    part, counted, words = LOST[fault]
+    call = drawn(seed, p=(0.1, 0.25, 0.5)[seed % 3], keys=80, batch=1, heads=2)
+    return inspected(call, {"o": with_lost_keys(call, part, **counted)}, Masking()), words
+
+
+@pytest.mark.parametrize("fault", ["a tile", "a tile of the row sum", "all from 48 on", "a key twice"])
+def test_lost_keys_are_named_under_dropout(fault: str) -> None:
+    found, words = lost(fault, 1)
+    assert "wrong" in labels(found)
+    said = [p.words for h in found.observations[0].heads for q in h.quantities for p in q.patterns if p.kind == "part"]
+    assert any(words in one for one in said), said
+
+
+def test_whole_keys_are_not_called_lost() -> None:
+    assert labels(lost("none", 5)[0]) <= {"clean", "undecided"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import dropout_functions as dropouts
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,3 +108,18 @@ def test_what_is_drawn_is_what_it_is_without_us(tmp_path: Path) -> None:
     with attn_diag.capture(model, tmp_path):
         watched = loss()
     assert torch.equal(alone, watched)
+
+
+@pytest.mark.parametrize("fault", ["none", "mask forgotten", "factor twice"])
+def test_the_monitor_measures_what_the_backward_makes_of_the_mask(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dQ's error is the rounding of plain torch, or what a wrong mask or factor makes of dP."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropouts.with_backward(fault))
+    model, ids = llama().bfloat16().train(), torch.randint(0, 64, (2, 32))
+    with attn_diag.Monitor(model, every=1) as monitor:
+        model(ids, labels=ids).loss.backward()
+        monitor.end_step()
+    (check,) = monitor.history
+    values = check.layers[0].values
+    assert values["measured"].tolist() == [1.0] * 4
+    low, high = (0.0, 0.02) if fault == "none" else (0.2, 3.0)
+    assert all(low < share < high for share in values["dq_share"].tolist()), values["dq_share"]

@@ -23,6 +23,7 @@ import attn_diag
 from attn_diag import Hunt, InputError
 from attn_diag.captures.loading import load
 from attn_diag.results.hunt import Fault, Variant
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.hunting.axes import FIELDS, at, covering, law, level_of, levels
 from attn_diag.testing.hunting.hunt import drawn_capture
 from attn_diag.testing.hunting.inputs import CHANGES, Material
@@ -35,7 +36,7 @@ from attn_diag.testing.hunting.shrinking import shrink
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.replaying.processes import Ran
 from attn_diag.testing.replaying.worker import ended
-from attn_diag.testing.target import CaseInputs, Target
+from attn_diag.testing.target import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 

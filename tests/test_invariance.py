@@ -18,10 +18,10 @@ import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
 from attn_diag.results.invariance import Invariance
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS
 from attn_diag.testing.invariance.distance import difference
 from attn_diag.testing.libraries import LIBRARIES
-from attn_diag.testing.target import CaseInputs
 
 pytestmark = pytest.mark.slow
 

@@ -262,7 +262,7 @@ def test_its_own_failures_never_reach_the_training_loop(
 def test_what_cannot_be_analysed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = nano_gpt().model
     for name in ("h.0.attn", "h.1.attn"):
-        model.get_submodule(name).dropout = 0.1  # type: ignore[assignment]
+        model.get_submodule(name).dropout = 1.0  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING, logger="attn_diag"):
         assert watched(model) == []
     assert "is not monitored" in caplog.text

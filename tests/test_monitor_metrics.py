@@ -70,7 +70,10 @@ def made_call(seed: int = 0, hq: int = 4, hk: int = 2, tq: int = 63, tk: int = 6
         scale = 32**-0.5 if call.scale is None else call.scale
         inputs = (call.q[0, head].double(), call.k[0, kv].double(), call.v[0, kv].double())
         sink = None if call.sinks is None else float(call.sinks[head])
-        reference = d.reference_head(d.AttentionHead(*inputs, None, scale, masking, call.softcap, sink))
+        dropout = None
+        if call.dropout_mask is not None and call.dropout_p is not None:
+            dropout = d.Dropout(call.dropout_mask[0, head], call.dropout_p)
+        reference = d.reference_head(d.AttentionHead(*inputs, None, scale, masking, call.softcap, sink, dropout))
         outs.append(reference.out.bfloat16())
         lses.append(reference.lse.float())
     return replace(call, o=torch.stack(outs)[None], lse=torch.stack(lses)[None])
@@ -145,6 +148,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "odd scale": {"scale": 0.3},
     "sinks": {"causal": "top-left", "sinks": torch.tensor([2.0, -1.0, 6.0, -50.0])},
     "sinks and softcap": {"softcap": 2.0, "window": (9, 0), "sinks": torch.tensor([0.5, 0, 1, 2]).bfloat16()},
+    "dropout": {"dropout_mask": torch.rand(1, 4, 63, 63, generator=G) > 0.1, "dropout_p": 0.1, "causal": "top-left"},
+    "dropout and softcap": {
+        "dropout_mask": torch.rand(1, 4, 63, 63, generator=G) > 0.5,
+        "dropout_p": 0.5,
+        "softcap": 2.0,
+    },
     "sinks and rows without keys": {"causal": "bottom-right", "tk": 41, "sinks": torch.tensor([0.5, 0, 1, 2])},
 }
 

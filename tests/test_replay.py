@@ -21,11 +21,12 @@ import attn_diag
 from attn_diag import Capture, InputError, Replay
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.replay import ReplayedCapture, ReplayedKernel, ReplayedQuantity
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.regression.cases import case_of_capture
 from attn_diag.testing.replaying.answer import answer
 from attn_diag.testing.replaying.replay import kernels_named
-from attn_diag.testing.target import CaseInputs, Target, emulate
+from attn_diag.testing.target import Target, emulate
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.xdist_group("replay"), pytest.mark.usefixtures("forked_workers")

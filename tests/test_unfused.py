@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag.results.quality import QuantityVerdict
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression.cases import draw
-from attn_diag.testing.target import Attention, CaseInputs, Target
+from attn_diag.testing.target import Attention, Target
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

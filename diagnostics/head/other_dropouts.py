@@ -32,7 +32,7 @@ def other_dropouts(capture: Capture, batch: int, head: int) -> list[Mistake]:
     number = capture.metadata.head_offset
     nearest = sorted((h for h in range(capture.q_heads) if h != head), key=lambda h: abs(h - head))[:_MOST_HEADS]
     masks = [(f"the dropout mask of head {h + number}", "the dropout masks of other heads", batch, h) for h in nearest]
-    others = [b for b in range(capture.batch) if b != batch][:_MOST_HEADS]
+    others = sorted((b for b in range(capture.batch) if b != batch), key=lambda b: abs(b - batch))[:_MOST_HEADS]
     masks += [(words := f"the dropout mask of batch item {b}", words, b, head) for b in others]
     found = [_mistake(words, partial(_of_head, capture, b, h), several) for words, several, b, h in masks]
     return found + [_mistake(words, made) for words, made in _MISTAKES.items()]

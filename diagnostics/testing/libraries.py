@@ -51,6 +51,10 @@ class Options(Protocol):
     def alibi_slopes(self) -> Tensor | None: ...  # noqa: D102
     @property
     def alibi_origin(self) -> AlibiOrigin: ...  # noqa: D102
+    @property
+    def dropout_mask(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def dropout_p(self) -> float | None: ...  # noqa: D102
 
 
 Call = Callable[..., Any]
@@ -79,11 +83,13 @@ def refuse_options(who: str, options: Options, *known: str) -> None:
     Args:
         who: The kernel.
         options: Those of the call.
-        known: What it has of window, softcap, mask, positions, sinks and alibi_slopes.
+        known: What it has of window, softcap, mask, positions, sinks, alibi_slopes and dropout_mask.
     """
     named = {n: getattr(options, n) for n in ("window", "softcap", "mask", "positions", "sinks", "alibi_slopes")}
     if unknown := [n for n, value in named.items() if value is not None and n not in known]:
         raise InputError(f"{who} has no {', '.join(unknown)}")
+    if options.dropout_mask is not None and "dropout_mask" not in known:
+        raise InputError(f"{who} cannot be handed a dropout mask: it draws one of its own, or has no dropout")
 
 
 def dense_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:
@@ -113,14 +119,26 @@ def dense_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:
     return cast if hidden is None else cast.masked_fill(hidden, -torch.inf)
 
 
+_OF_SDPA = ("window", "mask", "positions", "alibi_slopes")
+
+
 def _sdpa(backend: str | None) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        refuse_options("SDPA", options, "window", "mask", "positions", "alibi_slopes")
+        of_math = ("dropout_mask",) if backend == "math" else ()
+        refuse_options("SDPA" if backend is None else f"SDPA's {backend}", options, *_OF_SDPA, *of_math)
         own = options.causal == "top-left" or (options.causal == "bottom-right" and q.shape[2] == k.shape[2])
         plain = all(x is None for x in (options.window, options.mask, options.positions, options.alibi_slopes))
         mask = None if plain and (own or options.causal == "none") else dense_mask(q, k, options)
+        if options.dropout_mask is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Dropout mask should only be used for testing")
+                found: tuple[Tensor, Tensor] = torch._scaled_dot_product_attention_math(
+                    q, k, v, mask, options.dropout_p or 0.0, mask is None and own, options.dropout_mask.to(q.device),
+                    scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
+                )  # fmt: skip
+            return found[0]
         with nullcontext() if backend is None else sdpa_kernel([getattr(SDPBackend, SDPA[backend])]):
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None and own, scale=options.scale,
@@ -134,6 +152,7 @@ def _flex(*, compiled: bool) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+        refuse_options("FlexAttention", options, *_OF_SDPA, "softcap")
         (b, h, rows, _), keys = q.shape, k.shape[2]
         masking = Masking(options.causal, options.window, None, options.positions)
         at = masking.row_positions(rows, keys, q.device)

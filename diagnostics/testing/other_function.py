@@ -20,7 +20,8 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import OtherMetadata, better_reading, out_fit, scaled_reading
 from attn_diag.results.wording import number, percent, ranges
-from attn_diag.testing.target import CaseInputs, MisfitError, Target
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import MisfitError, Target
 
 # Equal scores give every key seen the same weight, rounded once: far from the half of another count of keys.
 _UNEVEN = 0.02
@@ -203,6 +204,7 @@ def seen_keys(case: CaseInputs, target: Target) -> Tensor | str | None:
         [T, T] bool; words where V shows in another head's O; None where the weights are not one number for all keys
         that a row sees, and for other lengths of keys than of rows.
     """
+    case = replace(case, sinks=None, dropout_mask=None, dropout_p=None)  # with which no row's weights are even
     count, dim = min(case.q.shape[2], _LONGEST), case.v.shape[3]
     if case.q.shape[2] != case.k.shape[2]:
         return None

@@ -35,7 +35,8 @@ from attn_diag.head.recipe_changes import (
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, Schedule, preset
 from attn_diag.kernels.formats import Format
 from attn_diag.results.wording import SYMBOLS, share
-from attn_diag.testing.target import DTYPES, GRADIENTS, CaseInputs, emulate
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import DTYPES, GRADIENTS, emulate
 
 # Elements that the right recipe has: what is not modelled moves up to 0.2 % of BF16 outputs (``identification``).
 AGREEMENT = 0.99

@@ -6,28 +6,26 @@ is said where it returns something else.
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import AlibiOrigin, Causal
+from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.reference import Alibi, AttentionHead, Masking
+from attn_diag.testing.case_inputs import CaseInputs, bits_of
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.testing.names import imported
+from attn_diag.testing.told import Function
 from attn_diag.work import map_in_order
 
-# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D].
-Attention = Callable[[Tensor, Tensor, Tensor], Any]
+# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D]. What else it takes by name: ``testing.told``.
+Attention = Callable[..., Any]
 # A tensor -> one of the same values, with other strides or at another place in memory.
 Place = Callable[[Tensor], Tensor]
 # The same for the tensors of a call by their names: q, k, v and do.
@@ -37,6 +35,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Inputs that recipes are known for.
 RECIPE_DTYPES = (torch.bfloat16, torch.float16)
 GRADIENTS = ("dq", "dk", "dv")
+OF_SINKS = ("dsinks",)
 
 
 class MisfitError(Exception):
@@ -56,80 +55,11 @@ class _ReentrantError(Exception):
 
 
 @dataclass(frozen=True)
-class CaseInputs:
-    """What a target is called with."""
-
-    name: str
-    """The case or probe."""
-    q: Tensor
-    """[B, Hq, Tq, D], on the CPU."""
-    k: Tensor
-    """[B, Hk, Tk, D], on the CPU; Hq is a multiple of Hk."""
-    v: Tensor
-    """[B, Hk, Tk, Dv], on the CPU."""
-    do: Tensor | None
-    """[B, Hq, Tq, Dv], on the CPU; None where no gradients are asked for."""
-    scale: float
-    """alpha."""
-    causal: Causal
-    """What is masked."""
-    capture: Capture | None = None
-    """Where the inputs come from, if from a file of the user's."""
-    window: tuple[int, int] | None = None
-    """(left, right), inclusive, -1 unlimited."""
-    softcap: float | None = None
-    """c of S = c tanh(alpha q.k / c)."""
-    mask: Tensor | None = None
-    """Broadcastable to [B, Hq, Tq, Tk]: bool (true = attend) or additive."""
-    positions: Tensor | None = None
-    """[Tq]: where only chosen query rows are kept, the last key that a causal row sees."""
-    sinks: Tensor | None = None
-    """[Hq]: the logits of attention sinks."""
-    alibi_slopes: Tensor | None = None
-    """[B, Hq] fp32: ALiBi's slopes."""
-    alibi_origin: AlibiOrigin = "row"
-    """What its distances are counted from."""
-
-    def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
-        """The mask of one head, [Tq, Tk], if there is one."""
-        if self.mask is None:
-            return None
-        full = (self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
-        return self.mask.expand(full)[batch, head].to(device)
-
-    def masking(self, batch: int, head: int, device: torch.device) -> Masking:
-        """What one head sees, ALiBi included."""
-        slope = 0.0 if self.alibi_slopes is None else float(self.alibi_slopes[batch, head])
-        alibi = Alibi(slope, self.alibi_origin) if slope else None
-        return Masking(self.causal, self.window, self.head_mask(batch, head, device), self.positions, alibi)
-
-    def captured(self, outputs: Mapping[str, Tensor], **metadata: Any) -> Capture:
-        """A capture of the call, with what was returned; its mask, chosen rows and sinks are left out.
-
-        Args:
-            outputs: By name.
-            **metadata: More fields of ``Metadata``.
-        """
-        tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do, "alibi_slopes": self.alibi_slopes, **outputs}
-        return Capture.from_tensors(
-            tensors, scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap,
-            alibi_origin=self.alibi_origin, **metadata,
-        )  # fmt: skip
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the inputs' bits, shapes and dtypes, of the scale, the mask and ALiBi's slopes."""
-        more = {"do": self.do, "alibi_slopes": self.alibi_slopes}
-        tensors = {"q": self.q, "k": self.k, "v": self.v} | {n: x for n, x in more.items() if x is not None}
-        return fingerprint(tensors, f"{self.scale!r} {self.causal}")
-
-
-@dataclass(frozen=True)
 class Returned:
     """What one call of a target gave."""
 
     outputs: dict[str, Tensor]
-    """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv where they were asked for."""
+    """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv, dsinks where they were asked for."""
     overwritten: tuple[str, ...] = ()
     """The inputs that the target changed in place."""
 
@@ -159,9 +89,9 @@ class Target:
         """The target that a user names or hands over.
 
         Args:
-            given: A callable ``fn(q, k, v)`` (a module or an ``autograd.Function`` is one), the name of a preset or a
-                recipe, "sdpa", "sdpa:flash" (efficient, cudnn, math), a library's ("flex_attention", …), or
-                "MODULE:FUNCTION" (also of the working directory).
+            given: A callable ``fn(q, k, v)`` (a module or an ``autograd.Function`` is one; see ``Function`` for what
+                else it is given), the name of a preset or a recipe, "sdpa", "sdpa:flash" (efficient, cudnn, math), a
+                library's ("flex_attention", …), or "MODULE:FUNCTION" (also of the working directory).
             name: What reports call it; by default its own name.
             dtype: Of the inputs.
             head_dim: Of the inputs.
@@ -182,22 +112,24 @@ class Target:
             name, given = name or given.__name__, given.apply
         if callable(given):
             own = str(getattr(given, "__name__", type(given).__name__))
-            called: Any = given
-            return cls(
-                name or ("fn" if own == "<lambda>" else own), backend_name(device), device,
-                fn=lambda q, k, v, _: called(q, k, v), fixed=True,
-            )  # fmt: skip
+            called = "fn" if own == "<lambda>" else own
+            return cls(name or called, backend_name(device), device, fn=Function.of(given, called), fixed=True)
         if not isinstance(given, str | Recipe):
             raise InputError(f"expected a callable fn(q, k, v) -> o, a recipe or a name, got {type(given).__name__}")
         recipe = _recipe(given, dtype, head_dim)
         return cls(name or recipe.name, f"emulation on {backend_name(device)}", device, recipe=recipe)
+
+    @property
+    def takes(self) -> Collection[str]:
+        """What a user's function is told of a call by name."""
+        return self.fn.takes if isinstance(self.fn, Function) else ()
 
     def call(self, inputs: CaseInputs, *, gradients: bool = False, place: PlaceOf = lambda _, x: x) -> Returned:
         """Call it once, without autograd or with it.
 
         Args:
             inputs: What to call it with.
-            gradients: Whether dq, dk and dv are wanted.
+            gradients: Whether dq, dk and dv are wanted, and dsinks of learned sinks.
             place: Puts each input elsewhere in memory, with the same values; an emulation takes them as they are.
 
         Returns:
@@ -212,6 +144,9 @@ class Target:
         originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
         copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
         copies = [x.requires_grad_(gradients) for x in copies]
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.to(self.device, copy=True).requires_grad_(gradients)
+            inputs = replace(inputs, sinks=sinks)
         with reported("", _shapes(inputs)), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
         o, *rest = found if isinstance(found, tuple | list) and found else [found]
@@ -238,16 +173,19 @@ class Target:
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
+        leaves = copies if inputs.sinks is None else [*copies, inputs.sinks]
         with reported(" in its backward", _shapes(inputs)):
             do = place("do", inputs.do.to(self.device, o.dtype))
             if reentrant:
                 torch.autograd.backward(o, do)
             found: Any = (
-                [x.grad for x in copies] if reentrant else torch.autograd.grad(o, copies, do, allow_unused=True)
+                [x.grad for x in leaves] if reentrant else torch.autograd.grad(o, leaves, do, allow_unused=True)
             )
-        if missing := [n for n, g in zip(GRADIENTS, found, strict=True) if g is None]:
+        # Sinks that are not learned have no gradient.
+        named = dict(zip((*GRADIENTS, *OF_SINKS), found, strict=False))
+        if missing := [n for n in GRADIENTS if named[n] is None]:
             raise MisfitError(f"autograd gives no {', '.join(missing)}")
-        return {n: g.detach() for n, g in zip(GRADIENTS, found, strict=True)}
+        return {n: g.detach() for n, g in named.items() if g is not None}
 
     def run(self, inputs: CaseInputs, *, backward: bool | None = None) -> tuple[dict[str, Tensor], list[str]]:
         """Call it, with gradients where there is a dO and autograd gives them.
@@ -299,13 +237,7 @@ def emulate(
     do = case.do if with_gradients else None
 
     def one(place: tuple[int, int]) -> dict[str, Tensor]:
-        b, h = place
-        q, k, v = (x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
-        head_do = None if do is None else do[b, h].to(device).double()
-        masking = case.masking(b, h, device)
-        sink = None if case.sinks is None else float(case.sinks[h])
-        sink = None if sink == -math.inf else sink
-        found = emulate_head(recipe, AttentionHead(q, k, v, head_do, case.scale, masking, case.softcap, sink))
+        found = emulate_head(recipe, case.head(*place, device, gradients=with_gradients))
         names = ("o", "lse", *GRADIENTS) if do is not None else ("o", "lse")
         return {n: getattr(found, n).cpu() for n in names}
 
@@ -327,15 +259,6 @@ def causal_of(causal: bool | str) -> Causal:
     if named not in get_args(Causal):
         raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")
     return named  # type: ignore[return-value]
-
-
-def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
-    """SHA-256 over names, dtypes, shapes and bits."""
-    digest = hashlib.sha256(also.encode())
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(bits_of(tensor.detach().cpu()).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _recipe(given: str | Recipe, dtype: torch.dtype, head_dim: int) -> Recipe:
@@ -388,8 +311,3 @@ def reported(where: str, shapes: str) -> Iterator[None]:
 
 def _shapes(inputs: CaseInputs) -> str:
     return f"q, k, v {list(inputs.q.shape)} {inputs.q.dtype}"
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """Its bytes."""
-    return x.contiguous().reshape(-1).view(torch.uint8)

@@ -13,7 +13,9 @@ With the n keys whose cast P_bar is 1 (*unit* keys), A = their sum of V, R = sum
 The mechanism is that of Qiu & Yao (arXiv 2510.04212, section 3.3); the form for recipes that round O only is ours: it
 needs the rest's contrast with the unit keys' mean of V, not the rest itself. l is the recipe's own. Recipes of several
 key ranges round O_bar once per range; here it is rounded once, at the end. Softcapped and biased scores are rounded
-once, after both; P_bar is relative to the row's final maximum, whatever the softmax rule's stale ones were.
+once, after both; P_bar is relative to the row's final maximum, whatever the softmax rule's stale ones were. Under
+dropout A and R are sums of what is kept, l is not, and O is multiplied by 1 / (1 - p): hardly ever a number of the
+format times that is one too, so that in O alone little is tied or swamped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.microscopy.walk import require_walkable, rounds_numerator
+from attn_diag.analyses.microscopy.walk import require_walkable, rounds_accumulator, rounds_numerator
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -84,10 +86,8 @@ def of_open_head(opened: OpenHead) -> MicroscopeSubject:
     """The subject of a head: the O to explain is the captured one, else what the recipe makes.
 
     Raises:
-        InputError: The recipe cannot be followed, or the head has dropout.
+        InputError: The recipe cannot be followed.
     """
-    if opened.inputs.head.dropout is not None:
-        raise InputError(f"{opened.source}: the microscope does not follow dropout; inspect and attribute do")
     recipe = opened.baseline.recipe
     require_walkable(recipe)
     if "o" in opened.outputs:
@@ -192,13 +192,19 @@ def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Predi
     if block.sink is not None:
         row_sum += (block.sink - row_max).exp()
     row_sum = round_to(row_sum, parse(recipe.row_sum))
+    factor = 1.0
+    if head.dropout is not None:
+        cast, factor = cast * head.dropout.kept[block.rows, block.keys], head.dropout.factor
     unit = cast == 1.0
     top = unit.double() @ values
     rest = cast.masked_fill(unit, 0.0) @ values
     count = unit.sum(1, keepdim=True).double()
     inverse = torch.where(row_sum > 0, 1 / row_sum, 0.0)
+    # O_bar is multiplied by 1 / (1 - p) behind its own roundings, and before all others.
+    late = factor if rounds_accumulator(recipe) else 1.0
+    top, rest = top * (factor / late), rest * (factor / late)
     if rounds_numerator(recipe):
-        base, residual, divisor, reach = top, rest, torch.ones_like(count), inverse
+        base, residual, divisor, reach = top, rest, torch.ones_like(count), inverse * late
     else:
         divisor, reach = count.clamp(min=1.0), torch.ones_like(inverse)
         base = top / divisor

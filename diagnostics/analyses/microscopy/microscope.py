@@ -148,7 +148,10 @@ def look(
     observed = None if opened.observation is None else float(subject.out[row, feature])
     told = walk.out if observed is None else observed
     decisive = _decisive(walk.sites)
-    prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, values)
+    kept = values
+    if head.dropout is not None:
+        kept = np.where(head.dropout.kept[row].cpu().numpy(), values, 0.0)
+    prefix = _prefix_errors(walk, recipe, block.scores[0].cpu().numpy(), block.keys, kept)
     prediction = predict_block(recipe, forward, block)
     kind: Class = "ordinary"
     if bool(prediction.tie[0, feature]):
@@ -159,7 +162,7 @@ def look(
     if decisive is not None:
         site, parts = walk.sites[decisive], walk.parts[decisive]
         of_o = site.step == "cast" and kind != "ordinary" and not parts.earlier
-        addition = _examined_mean(site, walk, values) if of_o else _examined(site, parts)
+        addition = _examined_mean(site, walk, values * trace.factor) if of_o else _examined(site, parts)
     progress(2, 3)
     found = Microscope(
         tool=describe_tool(head.q.device),
@@ -287,7 +290,7 @@ def _prefix_errors(
 ) -> tuple[str, Values, Values]:
     """The format, and ``error`` and ``rounding_error`` [N], of a Curve.
 
-    ``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk].
+    ``scores`` [K]: float64 S of the row over ``keys``; ``values`` [Tk], 0 where a key is dropped.
     """
     held, fmt = walk.held, recipe.accumulator
     if not any(parse(text) for text in (recipe.range_pv, recipe.accumulator)):
@@ -376,6 +379,7 @@ def _examined_mean(site: SumSite, walk: Walk, values: Values) -> Addition:
     """The cast of O of a tied or swamped element: the n keys of P_bar = 1 by V / n, and the rest as the residual.
 
     O = A / n + r, as in the closed form: r is what the other keys pull O away from the unit keys' mean of V.
+    ``values`` [Tk]: times 1 / (1 - p) of dropout.
     """
     fmt = site_format(site.format)
     assert fmt is not None

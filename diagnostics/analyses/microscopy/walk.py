@@ -5,6 +5,8 @@
     per split:      O = O_bar / l                                     merged over the splits by exp(L_s - L)
     at last:        O rounded to out
 
+Under dropout P_bar in the product is 0 where it is dropped, and O = O_bar / (1 - p) / l; l is that of all keys.
+
 Products are added one after the other in the recipe's arithmetic ("fp32-nearest"; other accumulation models as in
 ``attn_diag.kernels.accumulation``). A site's error reaches O multiplied by every later rescale, 1/l and its split's
 weight: its *contribution*.
@@ -66,9 +68,14 @@ class Walk:
     held: Array
 
 
+def rounds_accumulator(recipe: Recipe) -> bool:
+    """Whether O_bar is rounded to less than the recipe's own arithmetic while it is added up."""
+    return any(parse(text) for text in (recipe.range_pv, recipe.accumulator))
+
+
 def rounds_numerator(recipe: Recipe) -> bool:
-    """Whether O_bar is rounded to less than the recipe's own arithmetic before it is divided."""
-    return any(parse(text) for text in (recipe.range_pv, recipe.accumulator)) or recipe.division == "after-last-cast"
+    """Likewise before it is divided."""
+    return rounds_accumulator(recipe) or recipe.division == "after-last-cast"
 
 
 def exponent_factor(recipe: Recipe, head: AttentionHead) -> float:
@@ -111,9 +118,11 @@ class _Walker:
     def __init__(self, recipe: Recipe, values: Array, factor: float) -> None:
         self.recipe, self.values, self.factor = recipe, values, factor
         self.real: Any = np.float64 if recipe.arithmetic == "fp64" else np.float32
+        self.dropped = 1.0
         self.pending: list[_Pending] = []
 
     def run(self, trace: RowTrace) -> Walk:
+        self.dropped = trace.factor
         splits: dict[int, list[RangeTrace]] = {}
         for part in trace.ranges:
             if bool((part.scores > -torch.inf).any()):
@@ -137,14 +146,14 @@ class _Walker:
         if rounds_numerator(self.recipe) or not total:
             parts = WalkParts((("O_bar / l", float(unrounded)),))
         else:
-            parts = WalkParts((), joined["keys"], joined["products"] / total, joined["unit"])
+            parts = WalkParts((), joined["keys"], joined["products"] * trace.factor / total, joined["unit"])
         out = self._site("out", "cast", unrounded, parts)
         scales = {
             split: (_later(ranges), float(weight) / ranges[-1].row_sum if ranges[-1].row_sum else math.nan)
             for (split, ranges), weight in zip(splits.items(), weights, strict=True)
         }
         return Walk(
-            sites=tuple(_reaching_o(p, scales) for p in self.pending),
+            sites=tuple(_reaching_o(p, scales, trace.factor) for p in self.pending),
             parts=tuple(p.parts for p in self.pending),
             unrounded=float(unrounded),
             out=float(out),
@@ -163,6 +172,7 @@ class _Walker:
             added = part.probs if self.recipe.row_sum_of == "fp32-probs" else part.cast_probs
             exact_sum = real(part.rescale) * exact_sum + real(max(float(added.sum()), self.recipe.row_sum_clamp or 0.0))
             exact_sum += real(part.sink)
+        numerator = real(numerator * real(self.dropped))
         if self.recipe.division == "after-last-cast":
             parts = WalkParts((("O_bar", float(numerator)),))
             numerator = self._site("out", "numerator", numerator, parts, ranges[-1])
@@ -171,7 +181,7 @@ class _Walker:
     def _range(self, part: RangeTrace, place: int, numerator: Any) -> tuple[Array, Any]:
         """O_bar as held after each visible key of the range, and after all of it; relative to the maximum so far."""
         recipe, real = self.recipe, self.real
-        cast, values, visible = part.cast_probs.cpu().numpy(), self.values[part.keys], _visible(part)
+        cast, values, visible = part.kept_probs.cpu().numpy(), self.values[part.keys], _visible(part)
         exact = cast * values
         # Invisible keys add 0.
         running = np.cumsum(exact.astype(np.float32)).astype(real) if recipe.accumulation != "exact" else None
@@ -181,9 +191,9 @@ class _Walker:
         scaled = real(numerator * real(part.rescale))
         hardware = recipe.accumulation == "nvidia-tensor-core"
         if hardware and recipe.range_pv == recipe.accumulator == "fp32":
-            after = self._product(part.cast_probs, values, scaled)
+            after = self._product(part.kept_probs, values, scaled)
             return (scaled + running)[visible], after
-        product = self._product(part.cast_probs, values, None) if hardware else running[-1]
+        product = self._product(part.kept_probs, values, None) if hardware else running[-1]
         rounded_product = self._site("range_pv", "product", product, terms, part, place)
         kept = scaled
         if numerator:
@@ -221,7 +231,7 @@ class _Walker:
 
     def _columns(self, part: RangeTrace, held: Array, reach: float) -> dict[str, Array]:
         visible = _visible(part)
-        cast = part.cast_probs.cpu().numpy()[visible]
+        cast = part.kept_probs.cpu().numpy()[visible]
         keys = _keys(part)[visible]
         return {
             "keys": keys,
@@ -257,13 +267,17 @@ class _Walker:
 _COLUMNS = ("keys", "probs", "cast_probs", "products", "unit", "held")
 
 
-def _reaching_o(pending: _Pending, scales: dict[int, tuple[list[float], float]]) -> SumSite:
-    """The site with what its error makes of O: place None is O itself, -1 (the last range's end) only divided."""
+def _reaching_o(pending: _Pending, scales: dict[int, tuple[list[float], float]], dropped: float) -> SumSite:
+    """The site with what its error makes of O: place None is O itself, -1 (the last range's end) only divided.
+
+    ``dropped``: 1 / (1 - p), by which errors of what came before that end are multiplied.
+    """
     site = pending.site
     if pending.place is None:
         return site
     later, weight = scales[site.split]
-    return replace(site, contribution=site.error * later[pending.place] * weight)
+    reach = 1.0 if pending.place == -1 else dropped
+    return replace(site, contribution=site.error * later[pending.place] * weight * reach)
 
 
 def _later(ranges: list[RangeTrace]) -> list[float]:

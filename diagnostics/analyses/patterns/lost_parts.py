@@ -1,8 +1,8 @@
 """Keys or query rows, single or whole tiles, that a sum misses, counts twice or should not have seen.
 
 What row t of a sum would be without part J is known in closed form: for dQ, dK and dV, true - (weights V)_J; for O,
-whose row sum loses J too, O + (p_J O - (P V)_J) / (1 - p_J). Every J is tried for all rows at once: one place for all
-rows, or one at the same distance from each row's own.
+whose row sum loses J too, O + (p_J O - (P o W V)_J) / (1 - p_J), W of dropout. Every J is tried for all rows at once:
+one place for all rows, or one at the same distance from each row's own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
         slabs: Of the rows, one a query head that makes it.
         rows: Which n rows, [n].
     """
-    if evidence.quantity == "o" and slabs[0].head.dropout is not None:
-        return  # what a part takes of the row sum is not what it adds to O
     search = _Search(evidence, rows, slabs[0].positions)
     if len(slabs) == 1:
         yield from _single(search, slabs[0])
     weights = [s.weights().masked_fill(~s.visible, 0.0) for s in slabs]
     base = torch.stack([_tiles(w, s.vectors) for w, s in zip(weights, slabs, strict=True)]).sum(0)  # [n, m / 16, D]
-    mass = _padded(weights[0]).sum(2)  # [n, m / 16]
+    # What a part takes of the row sum, [n, m / 16]: under dropout that is not its weight in O.
+    mass = _padded(slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)).sum(2)
     whole_row = _WholeRow(slabs[0], search.truth) if evidence.quantity == "dq" else None
     count, noun = weights[0].shape[1], _noun(evidence)
     for size in _TILES:
@@ -65,11 +64,10 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                         1 + (where != "both"),
                         3 * len(_TILES) * parts.shape[1],
                     )
-    for part, words in ((base.cumsum(1), "before {}"), (base.flip(1).cumsum(1).flip(1), "from {} on")):
-        whole = (mass.cumsum(1) if "before" in words else mass.flip(1).cumsum(1).flip(1))[:, :-1]
-        change = _change(
-            evidence, part[:, :-1] if "before" in words else part[:, 1:], whole, search.truth, -1.0, "both"
-        )
+    before = base.cumsum(1)[:, :-1], mass.cumsum(1)[:, :-1]
+    behind = base.flip(1).cumsum(1).flip(1)[:, 1:], mass.flip(1).cumsum(1).flip(1)[:, 1:]
+    for (part, whole), words in ((before, "before {}"), (behind, "from {} on")):
+        change = _change(evidence, part, whole, search.truth, -1.0, "both")
         for place, relative, found in search.best(change, _TILES[0]):
             if not relative:
                 words_ = words.format((place + 1) * _TILES[0])
@@ -119,27 +117,26 @@ class _Search:
 def _single(search: _Search, slab: Slab) -> Iterator[Guess]:
     """One key, or query row, too few or too many."""
     noun = "key" if slab.quantity in ("o", "dq") else "query row"
-    weights, visible = slab.weights(), slab.visible
+    visible, truth = slab.visible, search.truth
     along = search.error @ slab.vectors.T  # [n, m], error . vector
     squares = slab.vectors.square().sum(1)
-    if slab.quantity == "o":
-        along = along - (search.error * search.truth).sum(1, keepdim=True)
-        squares = (squares - 2 * search.truth @ slab.vectors.T) + search.truth.square().sum(1, keepdim=True)
     for verb in ("miss", "count", "see"):
         sign = -1.0 if verb == "miss" else 1.0
-        share = sign * weights
+        # What changes: share . vector, less what another row sum makes of the whole O.
+        share, whole = sign * slab.weights(), torch.zeros_like(slab.probs)
         if slab.quantity == "o":
-            share = share / (1 + share).clamp(min=1e-12)
+            row_sum = (1 + sign * slab.probs).clamp(min=1e-12)
+            share, whole = share / row_sum, sign * slab.probs / row_sum
         allowed = ~visible if verb == "see" else visible
         left = search.squares[:, None] - 2 * share * along + share.square() * squares
+        left += 2 * whole * (search.error * truth).sum(1, keepdim=True)
+        left += whole.square() * truth.square().sum(1, keepdim=True) - 2 * share * whole * (truth @ slab.vectors.T)
         left = torch.where(allowed, left, search.squares[:, None])
         for place, relative, chosen in search.places(left, 1):
             at = chosen.clamp(min=0)[:, None]
             used = allowed.gather(1, at)[:, 0] & (chosen >= 0)
-            vector = slab.vectors[at[:, 0]]
-            if slab.quantity == "o":
-                vector = vector - search.truth
-            change = (share.gather(1, at) * vector).masked_fill(~used[:, None], 0.0)
+            change = share.gather(1, at) * slab.vectors[at[:, 0]] - whole.gather(1, at) * truth
+            change = change.masked_fill(~used[:, None], 0.0)
             which = _distance_words(place, noun) if relative else f"{noun} {place}"
             words = {"miss": f"miss {which}", "count": f"count {which} twice", "see": f"see {which}, which is masked"}
             yield Guess("part", words[verb], search.truth + change, 1, 6 * len(slab.vectors))

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.errors import InputError
@@ -71,7 +72,7 @@ def hunt(
         kernels: A library's name ("sdpa:flash", "flash_attn_4", …), a recipe's, "MODULE:FUNCTION", a function of a
             module with mask and scale of its own, "installed", or several of these.
         source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these; None:
-            normal numbers, D 64, with ``causal`` and ``scale`` of the call.
+            normal numbers, D 64, with ``causal``, ``scale`` and ``dropout_p`` of the call (and a mask for that).
         k, v: Of the call.
         folder: Where the smallest cases go, each a capture and a script that runs it; None: nowhere.
         only: Only these axes: head size, group, mask, length, values, layout, dtype, batch, key heads.
@@ -90,7 +91,9 @@ def hunt(
         InputError: A kernel is not known, or a capture's shapes cannot be changed; and as ``captures_of``.
     """
     if source is None:
-        drawn = drawn_capture(causal_of(call.get("causal", "none")), call.get("scale"), seed=seed)
+        drawn = drawn_capture(
+            causal_of(call.get("causal", "none")), call.get("scale"), seed=seed, dropout_p=call.get("dropout_p")
+        )
         captures = [declaring(drawn, call.get("declared"))]
     else:
         captures = captures_of(source, k, v, call, function="hunt")
@@ -102,13 +105,16 @@ def hunt(
 
 def drawn_capture(
     causal: str = "none", scale: float | None = None, *, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64,
-    seed: int = 0,
+    seed: int = 0, dropout_p: float | None = None,
 ) -> Capture:  # fmt: skip
-    """N(0,1) inputs of two heads, where there is no capture to start from."""
+    """N(0,1) inputs of two heads, where there is no capture to start from; with dropout also which are kept."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, 2, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
     tensors = {"q": q, "k": k, "v": v, "do": do}
-    return replace(Capture.from_tensors(tensors, causal=causal, scale=scale), source="normal numbers")
+    if dropout_p:
+        tensors[KEPT] = torch.rand(1, 2, _LENGTH, _LENGTH, generator=generator) >= dropout_p
+    stated = Capture.from_tensors(tensors, causal=causal, scale=scale, dropout_p=dropout_p or None)
+    return replace(stated, source="normal numbers")
 
 
 def declaring(capture: Capture, declared: str | None) -> Capture:
@@ -240,7 +246,7 @@ class _Job:
             self.name, version_of(self.name), finding, capture=saved.name, folder=Path.cwd(), scale=case.scale,
             device=self.device.type, window=case.window, softcap=case.softcap,
             alibi_origin=None if case.alibi_slopes is None else case.alibi_origin,
-            declared=self._judge.declared is not None,
+            dropout_p=case.dropout_p, declared=self._judge.declared is not None,
         )  # fmt: skip
         target = self.folder / f"{stem}.py"
         write_atomically(target, lambda path: Path(path).write_text(text, encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.results.hunt import Variant
 from attn_diag.results.wording import number
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.hunting.layouts import TENSORS, fitted
 from attn_diag.testing.regression.cases import case_of_capture
-from attn_diag.testing.target import CaseInputs
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
@@ -103,10 +103,6 @@ class Material:
         case = case_of_capture(capture)
         if odd := [n for n, x in (("mask", case.mask), ("q_positions", case.positions)) if x is not None]:
             raise InputError(f"{capture.source}: a hunt changes lengths, which its {' and '.join(odd)} cannot follow")
-        if case.sinks is not None:
-            raise InputError(
-                f"{capture.source}: a hunt changes heads, which its sinks cannot follow; replay it instead"
-            )
         if case.q.dtype not in _NAMES:
             raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")
         return cls(capture, case)
@@ -142,12 +138,25 @@ class Material:
         return CaseInputs(
             variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap,
             alibi_slopes=self._slopes(b, hq), alibi_origin=case.alibi_origin,
+            sinks=None if case.sinks is None else case.sinks[torch.arange(hq) % len(case.sinks)],
+            dropout_mask=self._kept((b, hq, variant.rows, variant.keys), seed), dropout_p=case.dropout_p,
         )  # fmt: skip
 
     def _slopes(self, batch: int, heads: int) -> Tensor | None:
         """Those of the capture's first sequence; heads beyond its own have them again."""
         slopes = self.case.alibi_slopes
         return None if slopes is None else slopes[0, torch.arange(heads) % slopes.shape[1]].repeat(batch, 1)
+
+    def _kept(self, shape: tuple[int, ...], seed: int) -> Tensor | None:
+        """Which probabilities are kept: the capture's, and beyond it as many in the mean."""
+        given, p = self.case.dropout_mask, self.case.dropout_p
+        if given is None or p is None:
+            return None
+        generator = torch.Generator().manual_seed(zlib.crc32(f"dropout {seed}".encode()))
+        found = torch.rand(shape, generator=generator) >= p
+        common = _common(given.shape, shape)
+        found[common] = given[common]
+        return found
 
     def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
@@ -158,7 +167,11 @@ class Material:
         if variant.source == "normal" or given is None:
             return drawn
         given = given.float()
-        common = tuple(slice(0, min(have, want)) for have, want in zip(given.shape, shape, strict=True))
+        common = _common(given.shape, shape)
         drawn *= float(given.square().mean().sqrt())
         drawn[common] = given[common]
         return drawn
+
+
+def _common(have: Sequence[int], want: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, min(pair)) for pair in zip(have, want, strict=True))

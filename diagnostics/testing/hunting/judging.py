@@ -21,10 +21,11 @@ from attn_diag.kernels import PRESETS, preset
 from attn_diag.results.hunt import Fault
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.regression.documented import explained, judged
 from attn_diag.testing.replaying.processes import Ran
-from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, CaseInputs, emulate
+from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, emulate
 
 CPU = torch.device("cpu")
 _LEVEL = 0.01

@@ -70,22 +70,27 @@ def kernel(q, k, v):
     return (found[0] if isinstance(found, (tuple, list)) else found).transpose(1, 2)
 """
 _OWN = """import sys
+from inspect import signature
 
 sys.path.insert(0, {folder!r})
 from {module} import {function}
 
 
 def kernel(q, k, v):
-    found = {function}(q, k, v)
+    told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0, "sinks": SINKS}}
+    takes = signature(getattr({function}, "forward", {function})).parameters
+    found = {function}(q, k, v, **{{name: told[name] for name in told if name in takes}})
     return found[0] if isinstance(found, (tuple, list)) else found
 """
 # A recipe, or a library whose interface takes more than a call: through attn_diag.
-_OURS = """from attn_diag.testing.target import CaseInputs, Target
+_OURS = """from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import Target
 
 
 def kernel(q, k, v):
     case = CaseInputs(
-        "repro", q, k, v, None, SCALE, CAUSAL, None, WINDOW, SOFTCAP, alibi_slopes=SLOPES, alibi_origin=ORIGIN
+        "repro", q, k, v, None, SCALE, CAUSAL, None, WINDOW, SOFTCAP, alibi_slopes=SLOPES, alibi_origin=ORIGIN,
+        dropout_mask=KEPT, dropout_p=P, sinks=SINKS,
     )
     target = Target.of({name!r}, dtype=q.dtype, head_dim=q.shape[3], device=q.device)
     if target.fn is None:
@@ -138,6 +143,11 @@ here = Path(__file__).resolve().parent
 given = load_file(here / {capture!r})
 # ALiBi's, if there are any: they multiply what is counted from the row, or from the first or last key.
 SLOPES, ORIGIN = given.get("alibi_slopes"), {origin!r}
+# Which probabilities a dropout keeps, if there is one, and how many are dropped in the mean.
+KEPT, P = given.get("dropout_mask"), {dropout_p!r}
+KEPT = None if KEPT is None else KEPT.to(DEVICE)
+# The logits of attention sinks, if there are any: one more key of each head, of value 0.
+SINKS = given["sinks"].to(DEVICE) if "sinks" in given else None
 
 
 def distances(rows, keys, device):
@@ -160,21 +170,29 @@ def exact(q, k, v, do):
         scores = scores + SLOPES.to(q.device).double()[..., None, None] * distances(q.shape[2], k.shape[2], q.device)
     unseen = hidden(q.shape[2], k.shape[2], q.device)
     empty = unseen.all(1)[:, None]
-    probs = scores.masked_fill(unseen & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
+    scores, leaves = scores.masked_fill(unseen & ~empty, -torch.inf), {{"dq": q, "dk": k, "dv": v}}
+    if SINKS is not None:
+        leaves["dsinks"] = SINKS.detach().double().requires_grad_()
+        scores = torch.cat([scores, leaves["dsinks"][:, None, None].expand(*scores.shape[:3], 1)], -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]].masked_fill(empty, 0)
+    if KEPT is not None:
+        probs = probs * KEPT / (1 - P)
     o = probs @ v.repeat_interleave(group, 1)
-    return dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, (q, k, v), do.double()))))
+    return {{"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), do.double())))}}
 
 
 q, k, v, do = (given[name].to(DEVICE) for name in ("q", "k", "v", "do"))
 true = {{name: x.detach() for name, x in exact(q, k, v, do).items()}}
 {strides}
 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+leaves = {{"dq": q, "dk": k, "dv": v}} | ({{}} if SINKS is None else {{"dsinks": SINKS.requires_grad_()}})
 o = kernel(q, k, v)
 # Kernels think differently of rows that see no key.
 empty = hidden(q.shape[2], k.shape[2], q.device).all(1)[:, None]
 found = {{"o": o.detach().masked_fill(empty, 0)}}
 if o.requires_grad:
-    found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), do.to(o.dtype)))
+    gradients = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
+    found |= {{name: x for name, x in zip(leaves, gradients) if x is not None}}
 bad = []
 print(f"q {{list(q.shape)}}, k {{list(k.shape)}}, {{q.dtype}}, causal {{CAUSAL}}, torch {{torch.__version__}}")
 for name, value in found.items():
@@ -224,7 +242,7 @@ def kernel_source(name: str, folder: Path, *, options: bool) -> str:
 def script(
     name: str, version: str | None, finding: HuntFinding, *, capture: str, folder: Path, scale: float, device: str,
     window: tuple[int, int] | None = None, softcap: float | None = None, alibi_origin: str | None = None,
-    declared: bool = False,
+    dropout_p: float | None = None, declared: bool = False,
 ) -> str:  # fmt: skip
     """The script's text.
 
@@ -238,13 +256,14 @@ def script(
         device: cpu or cuda.
         window, softcap: Of the case.
         alibi_origin: Likewise; None where there are no slopes.
+        dropout_p: Likewise; None where there is no dropout.
         declared: Whether the kernel is declared to be one below 16 bits, whose error says nothing by its size.
     """
     layout, tensors = parse(finding.smallest.layout)
     lying = LYING.get(layout)
     names = f"{', '.join(tensors)},"
     strides = "" if lying is None else f"{names} = ({lying} for x in ({names}))"
-    options = any(x is not None for x in (window, softcap, alibi_origin))
+    options = any(x is not None for x in (window, softcap, alibi_origin, dropout_p))
     source = kernel_source(name, folder, options=options)
     needs = "torch, safetensors and attn-diag" if "attn_diag" in source else "torch, safetensors and the kernel"
     said = f"{name}{f' {version}' if version else ''}: {finding.words}"
@@ -252,7 +271,8 @@ def script(
         summary=_quoted(said), how=f"Found by attn-diag hunt. Needs {needs}; exits with 1 where it is wrong.",
         scale=scale, causal=finding.smallest.causal, softcap=softcap, window=window,
         outputs=dict(finding.outputs), device=device, kernel=source, capture=capture,
-        strides=strides, origin=alibi_origin or "row", seen=dict(finding.relative_errors) if declared else {},
+        strides=strides, origin=alibi_origin or "row", dropout_p=dropout_p,
+        seen=dict(finding.relative_errors) if declared else {},
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 python -m attn_diag.testing.hunting.worker FOLDER KERNEL DEVICE
 
-Each line on stdin is a case's number; FOLDER holds NUMBER.json (options) and NUMBER.safetensors (q, k, v, do, and
-ALiBi's slopes). Into it go NUMBER-forward.safetensors and NUMBER-backward.safetensors. On stdout go lines of JSON:
-{"stage": …} where a pass begins, and the outcome last. What the kernel prints goes to stderr.
+Each line on stdin is a case's number; FOLDER holds NUMBER.json (options) and NUMBER.safetensors (what is in
+``CaseInputs.tensors``). Into it go NUMBER-forward.safetensors and NUMBER-backward.safetensors. On stdout go lines of
+JSON: {"stage": …} where a pass begins, and the outcome last. What the kernel prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_diag.head.machine import pick_device
-from attn_diag.testing.hunting.layouts import TENSORS, placed
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.hunting.layouts import placed
 from attn_diag.testing.replaying.worker import ended
-from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, Target
+from attn_diag.testing.target import GRADIENTS, MisfitError, Target
 
 
 def main(folder: Path, name: str, device: str) -> None:
@@ -43,12 +44,11 @@ def main(folder: Path, name: str, device: str) -> None:
         stage = "start"
         try:
             options = json.loads((folder / f"{number}.json").read_text())
-            tensors = load_file(folder / f"{number}.safetensors")
+            tensors: dict[str, Any] = {**load_file(folder / f"{number}.safetensors")}
             layout = options.pop("layout")
             if options["window"] is not None:
                 options["window"] = tuple(options["window"])
-            q, k, v, do = (tensors[n] for n in TENSORS)
-            case = CaseInputs(number, q, k, v, do, alibi_slopes=tensors.get("alibi_slopes"), **options)
+            case = CaseInputs(number, **tensors, **options)
             target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=where)
             for stage in ("forward", "backward"):
                 tell(stage=stage)

@@ -19,8 +19,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.replaying.processes import Ran, ending, stop
-from attn_diag.testing.target import CaseInputs
 
 WORKER = "attn_diag.testing.hunting.worker"
 # To import torch and to reach the device, whatever the limit of a case is.
@@ -66,10 +66,9 @@ class _Worker:
     def _write(self, case: CaseInputs, layout: str) -> str:
         self.count += 1
         number = str(self.count)
-        given = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, "alibi_slopes": case.alibi_slopes}
-        save_file({n: x.contiguous() for n, x in given.items() if x is not None}, self.folder / f"{number}.safetensors")
+        save_file({n: x.contiguous() for n, x in case.tensors.items()}, self.folder / f"{number}.safetensors")
         options: dict[str, Any] = {
-            n: getattr(case, n) for n in ("scale", "causal", "window", "softcap", "alibi_origin")
+            n: getattr(case, n) for n in ("scale", "causal", "window", "softcap", "alibi_origin", "dropout_p")
         }
         (self.folder / f"{number}.json").write_text(json.dumps(options | {"layout": layout}))
         return number

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance import layouts
 from attn_diag.testing.invariance.ruling import Change
-from attn_diag.testing.target import CaseInputs, Place, Target
+from attn_diag.testing.target import Place, Target
 
 # What must not matter is made so much larger than what matters; no power of two, which a scale may absorb.
 LOUD = 37.0

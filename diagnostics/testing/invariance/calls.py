@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attn_diag.reference import format_of, ulp
 from attn_diag.results.invariance import PathDifference
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import Path
 from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
-from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, Target
+from attn_diag.testing.target import GRADIENTS, MisfitError, Target
 
 Outputs = dict[str, Tensor]
 # Another rounding, however coarse, makes no more of a quantity than this; beyond it a call is wrong, not noisy.

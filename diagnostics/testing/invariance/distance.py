@@ -12,7 +12,7 @@ from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.quality import ELEMENT_LIMIT, GROUP_LIMIT
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of, reference_head, ulp
 from attn_diag.results.invariance import PathDifference
-from attn_diag.testing.target import CaseInputs
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.work import map_in_order
 
 # fp32 kernels leave up to so much of 1 + |m| in L.

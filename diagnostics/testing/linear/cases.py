@@ -13,10 +13,11 @@ from torch import Tensor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.reference.linear import LINEAR_OPERATORS
+from attn_diag.testing.case_inputs import fingerprint
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 from attn_diag.testing.names import choose_names
-from attn_diag.testing.target import MisfitError, fingerprint
+from attn_diag.testing.target import MisfitError
 
 # Two sequences, off every chunk, so that the last of each is not full.
 SHAPE = (2, 200, 2, 32)

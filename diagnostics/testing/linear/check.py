@@ -20,6 +20,7 @@ from attn_diag.results.baseline import BaselineEntry
 from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.results.linear import LinearDiagnosedCapture, LinearQuantity
 from attn_diag.statistics.means import require_level
+from attn_diag.testing.case_inputs import fingerprint
 from attn_diag.testing.linear.baseline import entry_of, sizes_of
 from attn_diag.testing.linear.cases import (
     CASES,
@@ -46,7 +47,7 @@ from attn_diag.testing.regression.baseline import (
 )
 from attn_diag.testing.regression.cases import SECOND
 from attn_diag.testing.regression.figures import Measured
-from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, MisfitError, NoGradientError, fingerprint
+from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, MisfitError, NoGradientError
 from attn_diag.work import Progress
 
 _GRAVEST: tuple[Kind, ...] = ("nonfinite", "wrong", "lossy")

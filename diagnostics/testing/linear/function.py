@@ -16,9 +16,10 @@ from attn_diag.head.linear import LinearRun
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.reference.linear import LINEAR_OPERATORS
+from attn_diag.testing.case_inputs import bits_of
 from attn_diag.testing.invariance.layouts import as_it_is
 from attn_diag.testing.names import imported
-from attn_diag.testing.target import MisfitError, NoGradientError, Place, bits_of, reported
+from attn_diag.testing.target import MisfitError, NoGradientError, Place, reported
 
 # fn(q, k, v, …) -> o, or (o, final_state, …), with flash-linear-attention's names and layout.
 LinearFunctionGiven = Callable[..., Any]

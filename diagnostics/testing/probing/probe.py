@@ -20,6 +20,7 @@ from attn_diag.results.wording import runs
 from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
 from attn_diag.testing.again import USUAL_SHAPE, Again
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import Pair, Probe, choose
@@ -27,7 +28,7 @@ from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
 from attn_diag.testing.probing.search import Suspect, found_suspect
-from attn_diag.testing.target import DTYPES, Attention, CaseInputs, MisfitError, Target, causal_of
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of
 from attn_diag.work import Progress
 
 _Inputs = TypeVar("_Inputs", ProbeCase, Pair)

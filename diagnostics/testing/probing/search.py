@@ -9,12 +9,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.unfused import UNFUSED, WORDS, named, unfused
-from attn_diag.reference import AttentionHead, Masking, format_of, reference_head, reference_rows
+from attn_diag.head.unfused import WORDS, named, unfused, ways
+from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.other_function import mask_fault, other_scale
-from attn_diag.testing.target import RECIPE_DTYPES, CaseInputs, Target
+from attn_diag.testing.target import RECIPE_DTYPES, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
 _FACTOR_SHARE = 0.25
@@ -87,13 +88,9 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         return found
     along = by_probs = total = mean = squares = rows = 0.0
     relative = 2.0 ** (-2 * format_of(case.q.dtype).precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
-    group = case.q.shape[1] // case.k.shape[1]
     for b, h in product(range(case.q.shape[0]), range(case.q.shape[1])):
-        q, k, v, seen = (
-            x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
-        )
-        head = AttentionHead(q, k, v, None, case.scale, Masking(case.causal))
-        block = reference_rows(head, torch.arange(len(q), device=device))
+        head, seen = case.head(b, h, device, gradients=False), o[b, h].to(device).double()
+        block = reference_rows(head, torch.arange(len(head.q), device=device))
         truth = block.out
         size = truth.square().sum(1)
         good = seen.isfinite().all(1) & (size > 0)
@@ -123,16 +120,12 @@ def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | No
     """Whether O is what softmax(q kT) v in plain torch makes of these inputs, S and P stored in their format."""
     if case.q.dtype not in RECIPE_DTYPES or o.dtype != case.q.dtype:
         return None
-    fmt, group = format_of(o.dtype), case.q.shape[1] // case.k.shape[1]
-    error, left = 0.0, dict.fromkeys(UNFUSED, 0.0)
+    fmt, error, left = format_of(o.dtype), 0.0, dict[str, float]()
     for b, h in product(range(min(case.q.shape[0], _SEQUENCES)), range(case.q.shape[1])):
-        q, k, v, seen = (
-            x.to(device).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group], o[b, h])
-        )
-        head = AttentionHead(q, k, v, None, case.scale, Masking(case.causal))
+        head, seen = case.head(b, h, device, gradients=False), o[b, h].to(device).double()
         error += float((seen - reference_head(head).out).square().sum())
-        for way in left:
-            left[way] += float((seen - unfused(head, fmt, way)["o"]).square().sum())
+        for way in ways(head):
+            left[way] = left.get(way, 0.0) + float((seen - unfused(head, fmt, way)["o"]).square().sum())
     least = min(left.values())
     if not least < _EXPLAINED * error:
         return None

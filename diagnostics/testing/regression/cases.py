@@ -22,17 +22,10 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.results.check import ARRANGED
+from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs as drawn
-from attn_diag.testing.target import (
-    DTYPES,
-    Attention,
-    CaseInputs,
-    MisfitError,
-    Target,
-    causal_of,
-    fingerprint,
-)
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of
 
 BUILDERS: dict[str, drawn.Builder] = {
     "normal": drawn.normal,
@@ -51,22 +44,41 @@ BUILDERS: dict[str, drawn.Builder] = {
 # A head of GPT-2 small, of layer 2 at step 500 of a training with rounded scores, 100 steps before that failed: its
 # scores grow to 38 within these rows, and BF16 scores make 4 to 7 times a well-rounded kernel's error of it.
 REAL_HEAD = "real-head"
+# Probabilities are dropped by a mask that the case states, and every head has a learned sink; of functions that take
+# these (see ``testing.told``).
+DROPOUT, SINK_LOGITS = "dropout", "sink-logits"
 NAMES = (*BUILDERS, REAL_HEAD)
+# Of a function that has such a parameter.
+OF_PARAMETERS = {DROPOUT: "dropout_mask", SINK_LOGITS: "sinks"}
 # What a kernel below 16 bits is asked by default: on the others all rows share one number's rounding, which a scale a
 # little larger moves by many times, and by arrangements its scales hold later tokens by design.
 OF_DECLARED = ("normal", "pairs", "tails", "outliers", REAL_HEAD)
 _REAL_HEAD_FILE = Path(str(files("attn_diag.data"))) / "failing_step500_L2H7_first_rows.safetensors"
 # Independent sequences, the clusters of the tests: t with 15 degrees of freedom.
 SEQUENCES = 16
+# What trainings drop. Its reciprocal is no number of 16 bits: a factor that is rounded to them shows.
+_DROPPED = 0.1
+# A sink of this logit takes a seventh of a row of 192 scores of N(0, 1).
+_SINK = 4.0
 # What a case is called whose second run on the same inputs returned other bits, which are judged as well.
 SECOND = ", second run"
 # Two 128-key tiles, the second half full: the order of keys matters, and so does what a kernel does at an edge.
 LENGTH = 192
 
 
-def choose(names: Iterable[str] | None) -> list[str]:
-    """These cases in the suite's order; all for None. Raises InputError for unknown names, for a str and for none."""
-    return choose_names("case", names, (*NAMES, ARRANGED))
+def choose(names: Iterable[str] | None, kernel: Target, declared: str | None) -> list[str]:
+    """These cases in the suite's order; None: all that tell something of such a kernel.
+
+    Raises InputError for unknown names, and for a str.
+    """
+    found = choose_names("case", names, (*NAMES, *OF_PARAMETERS, ARRANGED))
+    if names is not None:
+        return found
+    if declared is not None:
+        return list(OF_DECLARED)
+    told = [name for name in found if name not in OF_PARAMETERS or OF_PARAMETERS[name] in kernel.takes]
+    # An emulation takes one head after the other, wherever it lies.
+    return [name for name in told if name != ARRANGED or kernel.recipe is None]
 
 
 def draw(
@@ -80,8 +92,14 @@ def draw(
         return _real_head(dtype, causal, head_dim, scale)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
     how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, scale, causal != "none", generator)
-    made = BUILDERS[name](how)
-    return CaseInputs(name, made.q, made.k, made.values[0], how.normal().to(dtype), scale, causal)
+    made = BUILDERS.get(name, drawn.normal)(how)
+    case = CaseInputs(name, made.q, made.k, made.values[0], how.normal().to(dtype), scale, causal)
+    if name == DROPOUT:
+        kept = torch.rand(*case.q.shape[:3], case.k.shape[2], generator=generator) >= _DROPPED
+        return replace(case, dropout_mask=kept, dropout_p=_DROPPED)
+    if name == SINK_LOGITS:
+        return replace(case, sinks=_SINK + torch.randn(case.q.shape[1], generator=generator) / 2)
+    return case
 
 
 def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float) -> CaseInputs:
@@ -136,21 +154,17 @@ def case_of_capture(capture: Capture) -> CaseInputs:
     slopes = _slopes(capture)
     if slopes is not None and not bool(slopes.isfinite().all()):
         raise InputError(f"{capture.source}: an ALiBi slope is NaN or Inf; inspect judges what it holds")
-    if KEPT in tensors:
-        raise InputError(
-            f"{capture.source}: kernels are not handed the mask of a dropout; inspect judges what the capture holds"
-        )
     if capture.documents is not None:
         raise InputError(
             f"{capture.source}: kernels are run on one sequence, and this has {len(capture.documents)}, packed or in "
             "pages; save one by itself (attn_diag.captures.apart.alone)"
         )
     given = {n: _whole(capture, n) for n in ("q", "k", "v", "do") if n in tensors}
-    more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions") if n in tensors}
+    more = {n: _whole(capture, n, swap=False) for n in ("mask", "q_positions", KEPT) if n in tensors}
     return CaseInputs(
         capture.source, given["q"], given["k"], given["v"], given.get("do"), capture.scale, m.causal, capture,
         m.window, m.softcap, more.get("mask"), more.get("q_positions"), _sinks(capture),
-        slopes, m.alibi_origin,
+        slopes, m.alibi_origin, more.get(KEPT), m.dropout_p if KEPT in tensors else None,
     )  # fmt: skip
 
 
@@ -172,11 +186,11 @@ def stored_outputs(capture: Capture, observation: str, *, need_o: bool = True) -
     """What a capture holds of an observation. Raises InputError where that has no o and one is needed."""
     outputs = {}
     for name in capture.observations.get(observation, ()):
-        if name in ("dq_pre", "dsinks", "dmask", "dkv"):
+        if name in ("dq_pre", "dmask", "dkv"):
             continue
         if name == "lse" and (capture.metadata.lse_base == "2" or capture.metadata.lse_sink == "excluded"):
             continue
-        outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta"))
+        outputs[name] = _whole(capture, capture.key(observation, name), swap=name not in ("lse", "delta", "dsinks"))
     if need_o and "o" not in outputs:
         raise InputError(f"{capture.source}: observation {observation!r} has no o to check")
     return outputs
@@ -278,7 +292,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     if len(set(called)) < len(called):
         raise InputError(f"cases must have names of their own, got {', '.join(called)}")
     if not called and ARRANGED not in names:
-        raise InputError(f"cases must name at least one; known: {', '.join((*NAMES, ARRANGED))}")
+        raise InputError(f"cases must name at least one; known: {', '.join((*NAMES, *OF_PARAMETERS, ARRANGED))}")
 
     def outputs(case: CaseInputs) -> tuple[list[dict[str, Tensor]], bool | None, list[str]]:
         first, notes = kernel.run(case, backward=backward)
@@ -336,7 +350,7 @@ def capture_of_case(
     case = case.removesuffix(SECOND)
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
-        if case in NAMES:
+        if case in NAMES or case in OF_PARAMETERS:
             inputs = draw(case, seed, dtype=dtype, causal=causal_of(causal), head_dim=head_dim, scale=alpha)
         else:
             (inputs,) = (c for c in of_captures(captures) if c.name == case)
@@ -348,10 +362,10 @@ def capture_of_case(
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:
-    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask and ALiBi."""
+    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask, ALiBi and sinks."""
     m = capture.metadata
     given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
-    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q", "sinks")
+    names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q")
     given |= {n: capture.tensors.get(n) for n in names}
     if odd := [n for n, value in given.items() if value is not None]:
         raise InputError(f"{capture.source}: check knows no {', '.join(odd)}; leave this capture out")

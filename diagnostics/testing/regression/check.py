@@ -22,6 +22,7 @@ from attn_diag.results.check import ARRANGED, BROKEN, CheckedCase, CheckReport, 
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.again import USUAL_SHAPE, Again
+from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.other_function import OtherFunction, fit_of, other_scale
 from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.probing.search import row_factor
@@ -39,17 +40,7 @@ from attn_diag.testing.regression.baseline import (
 )
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
-from attn_diag.testing.target import (
-    DTYPES,
-    RECIPE_DTYPES,
-    Attention,
-    CaseInputs,
-    MisfitError,
-    Target,
-    causal_of,
-    emulate,
-    fingerprint,
-)
+from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, Target, causal_of, emulate
 from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
@@ -104,14 +95,16 @@ def check(
 
     Args:
         target: fn(q, k, v) -> o, or (o, lse, …), with q, k, v [B, H, T, D] in ``dtype``, differentiable where its
-            gradients are to be checked; "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
+            gradients are to be checked, and given a dropout mask and sinks where it has parameters for them
+            (``testing.told``); "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
             its name, which is emulated; or captures, whose stored observation is judged and nothing is run.
         baseline: The file to compare with: a mean that moved (at ``level``, Holm over the whole run), an error that
             grew, and, with ``exact`` (or where the entry was saved so), other bits. Without it errors are held to those
             of a published recipe on the same inputs.
         save: Add this kernel's entry to the baseline, and compare with none.
         update: Replace it, and compare with none.
-        cases: Only these of the suite; None: all, of a declared kernel five of them.
+        cases: Only these of the suite; None: all ("dropout" and "sink-logits" of functions with a parameter
+            ``dropout_mask`` or ``sinks`` alone), and of a declared kernel five of them.
         captures: Inputs of these as well.
         observation: Which stored observation is judged, where ``target`` is captures.
         dtype: torch.bfloat16 or torch.float16.
@@ -156,10 +149,7 @@ def check(
         if head_dim < 8:
             raise InputError(f"head_dim must be at least 8, got {head_dim}")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(suite.OF_DECLARED if declared is not None and cases is None else cases)
-        if ARRANGED in names and cases is None and kernel.recipe is not None:
-            # An emulation takes one head after the other, wherever it lies.
-            names.remove(ARRANGED)
+        names = suite.choose(cases, kernel, declared)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
         if ARRANGED in names:
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
@@ -349,7 +339,9 @@ class _Check:
         expected = None if known is None or entry is None else entry.agreement
         failed = {f.quantity for f in r.failures if f.kind not in ("fit", "determinism")}
         found = suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
-        unnamed = only is None and "o" in failed and "o" not in found
+        # A wrong sink, and dropout before the row sum, give every row a factor of its own too.
+        alone = r.inputs.sinks is None and r.inputs.dropout_mask is None
+        unnamed = alone and only is None and "o" in failed and "o" not in found
         if unnamed and (factor := row_factor(r.inputs, r.outputs["o"], self.where)) is not None:
             found["o"] = factor.words, f"{factor.words}: {factor.evidence.removesuffix('.')}"
         return found

@@ -28,7 +28,8 @@ from attn_diag.head.quality import AS_GOOD
 from attn_diag.results.check import CheckedCase
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number
-from attn_diag.testing.target import CaseInputs, MisfitError, Target
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import MisfitError, Target
 
 # target -> what it rounds once more, and the machine that it is for (None: any, it is emulated).
 _KERNELS = {

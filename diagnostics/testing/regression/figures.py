@@ -16,15 +16,15 @@ from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
 from attn_diag.head.measure import HeadMeasurement
 from attn_diag.kernels import LOW_BIT, Recipe
-from attn_diag.reference import AttentionHead, FloatFormat, format_of, ulp
+from attn_diag.reference import FloatFormat, format_of, ulp
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.baseline import SequenceMean
 from attn_diag.results.diagnosis import Assumptions
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
 from attn_diag.statistics.means import MIN_SEQUENCES, SignedErrors
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.regression.documented import explained
-from attn_diag.testing.target import CaseInputs
 
 BIASES = ("o_excess", "o_away_excess", "delta_excess")
 _YARDSTICK = "yardstick"
@@ -241,12 +241,10 @@ def _worst(case: CaseInputs, out: Tensor, device: str) -> tuple[int, int, int, f
     (In ulp of the element itself the worst are those next to zero, in any kernel.)
     """
     where = torch.device("cuda" if device == "cuda" else "cpu")
-    group = case.q.shape[1] // case.k.shape[1]
     best: tuple[int, int, int, float] | None = None
     for b in range(case.q.shape[0]):
         for h in range(case.q.shape[1]):
-            q, k, v = (x.to(where).double() for x in (case.q[b, h], case.k[b, h // group], case.v[b, h // group]))
-            truth = reference_of(AttentionHead(q, k, v, None, case.scale, case.masking(b, h, where))).out
+            truth = reference_of(case.head(b, h, where, gradients=False)).out
             errors = (out[b, h].to(where).double() - truth).abs().amax(1)
             errors = errors / ulp(truth.abs().amax(1), format_of(case.q.dtype))
             row = int(errors.argmax())

@@ -175,7 +175,8 @@ def _bad_quantities(case: CheckedCase) -> list[Failure]:
         if size is None or size.limit is None:
             kinds["lossy"] = "lossy"
         if verdict.answer in kinds and verdict.quantity not in case.documented and judged(verdict):
-            words = f"{case.name}: {verdict.words.removesuffix('.')}; {worst_words(case)}"
+            where = "" if verdict.quantity == "dsinks" else f"; {worst_words(case)}"
+            words = f"{case.name}: {verdict.words.removesuffix('.')}{where}"
             kind = kinds[verdict.answer]
             found.append(Failure(kind, case.name, verdict.quantity, words, factor=verdict.factor))
     return found

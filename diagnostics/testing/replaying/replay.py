@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_captures
 from attn_diag.captures.apart import alone
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.captures.hardware import package_version
 from attn_diag.captures.selection import Selection, select_heads, select_observations
@@ -24,11 +25,12 @@ from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe
 from attn_diag.results.replay import Replay, ReplayedCapture, ReplayedKernel
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.regression.cases import case_of_capture, stored_outputs
 from attn_diag.testing.replaying.answer import Judge, answer
 from attn_diag.testing.replaying.processes import Ran, run_apart
-from attn_diag.testing.target import Attention, CaseInputs, Target, emulate
+from attn_diag.testing.target import Attention, Target, emulate
 from attn_diag.work import Progress
 
 INSTALLED = "installed"
@@ -61,7 +63,8 @@ def replay(
         k, v: Of the call.
         against: "installed" for all kernels here, a library's ("sdpa:flash", "flex_attention", "flash_attn_4", …), a
             recipe's name, "MODULE:FUNCTION" or a function of a module, fn(q, k, v) -> o with mask and scale of its own,
-            [B, H, T, D]; None: all installed ones.
+            [B, H, T, D] (given a dropout mask and sinks where it has parameters for them, ``testing.told``); None: all
+            installed ones.
         selection: The observation that is compared, and the heads and batch items that are judged.
         limit_s: How long each kernel may take, in seconds.
         level: Significance after Benjamini-Hochberg.
@@ -230,7 +233,7 @@ class _Job:
         """The capture's inputs with these observations."""
         c = self.capture
         tensors: dict[str, Any] = {}
-        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "sinks", "alibi_slopes"):
+        for name in ("q", "k", "v", "do", "x", "w_q", "mask", "q_positions", "sinks", "alibi_slopes", KEPT):
             if name in c.tensors:
                 swap = c.metadata.layout == "BTHD" and name in ("q", "k", "v", "do")
                 tensor = c.tensors[name][...]

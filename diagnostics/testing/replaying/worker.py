@@ -29,10 +29,11 @@ from attn_diag.captures.loading import load
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.results.replay import Outcome
+from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.invariance.layouts import as_it_is, rows_first
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.regression.cases import case_of_capture
-from attn_diag.testing.target import GRADIENTS, CaseInputs, MisfitError, NoGradientError, Place, Target, fingerprint
+from attn_diag.testing.target import GRADIENTS, MisfitError, NoGradientError, Place, Target
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(

@@ -239,11 +239,12 @@ class Monitor:
     def forward(self, call: AttentionCall) -> None:
         """Copy the sample."""
         key = call.place.layer, call.place.module
-        if (refused := call.refused or dropout_refusal(call.dropout_p)) is not None:
+        by = self._declared
+        # What is declared is fused, and no fused kernel says what it kept.
+        if (refused := call.refused or (by and dropout_refusal(call.dropout_p))) is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
-        by = self._declared
         sample = Sample.of(call, self._sequences, self._rows) if by is None else by.sample(call)
         call.let_go()
         self._take(call.place)

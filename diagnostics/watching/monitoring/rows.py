@@ -200,10 +200,17 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     if sample.do is None:
         return found
     do = sample.do[sequence, heads, rows].double()
-    found["out"] = product(probs, v)
+
+    def dropped(x: Tensor) -> Tensor:
+        """[h, R, K] times W of dropout."""
+        if sample.dropout_mask is None or sample.dropout_p is None:
+            return x
+        return x.mul(sample.dropout_mask[sequence, heads, rows, keys]).div_(1 - sample.dropout_p)
+
+    found["out"] = product(dropped(probs), v)
     # Where l = 0 there are no keys, and delta is 0 / 0 in a row that is not used.
     found["delta"] = (do * found["out"]).sum(-1) / found["row_sum"]
-    dprobs = product(do, v.mT)
+    dprobs = dropped(product(do, v.mT))
     found["cast"] = torch.mul(dprobs, probs).square_().sum(-1)
     dscores = dprobs.sub_(found["delta"][..., None]).mul_(probs)
     if slope is not None:

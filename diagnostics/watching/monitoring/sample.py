@@ -67,6 +67,9 @@ class Sample:
     alibi_slopes: Tensor | None = None
     """[S, L * Hq, R or 1] float64."""
     alibi_origin: AlibiOrigin = "row"
+    dropout_mask: Tensor | None = None
+    """bool [S, L * Hq, R, Tk]: which probabilities were kept."""
+    dropout_p: float | None = None
     documents: Documents | None = None
     """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
 
@@ -115,6 +118,8 @@ class Sample:
             sinks=None if call.sinks is None else call.sinks.detach().clone(),
             alibi_slopes=_slopes(call, several, documents),
             alibi_origin="row" if documents is not None else call.alibi_origin,
+            dropout_mask=None if call.dropout_mask is None else pick(call.dropout_mask),
+            dropout_p=call.dropout_p,
             documents=documents,
         )
         return sample.with_gradient(call)
@@ -138,7 +143,9 @@ class Sample:
         own: object = None if self.own is None else self.own.positions.numpy().tobytes()
         if self.documents is not None:
             own = id(self)  # whether others are packed alike would have to be looked up on the device
-        options = self.masking.causal, self.masking.window, self.scale, self.softcap, self.alibi_origin
+        options = (
+            self.masking.causal, self.masking.window, self.scale, self.softcap, self.alibi_origin, self.dropout_p,
+        )  # fmt: skip
         return *kinds, self.q_length, *options, own
 
     @classmethod
@@ -177,7 +184,7 @@ class Sample:
 
 # Tensors of a sample, and the axis that layers share.
 _STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "dq": 1, "sinks": 0,
-            "alibi_slopes": 1}  # fmt: skip
+            "alibi_slopes": 1, "dropout_mask": 1}  # fmt: skip
 
 Index = TypeVar("Index", int, Tensor)
 

@@ -1,0 +1,56 @@
+"""A user's function, and what it is told of a call besides q, k and v: what it has parameters for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.errors import InputError
+from attn_diag.testing.case_inputs import CaseInputs
+
+DROPOUT, SINKS = "dropout_mask", "sinks"
+# Mask, window, softcap, slopes and scale are a function's own.
+_TOLD = (DROPOUT, "dropout_p", SINKS)
+
+
+@dataclass(frozen=True)
+class Function:
+    """fn(q, k, v), called as a target's is.
+
+    A parameter ``dropout_mask`` is given which probabilities are kept, bool [B, H, Tq, Tk], and ``dropout_p`` the mean
+    number of those that are not; where a call has no dropout, None and 0. ``sinks`` is given the logits of attention
+    sinks, [H] fp32, whose gradient is looked at too; None where there are none.
+    """
+
+    called: Callable[..., Any]
+    """The function."""
+    name: str
+    """What errors call it."""
+    takes: Collection[str]
+    """What it is told by name."""
+
+    @classmethod
+    def of(cls, called: Callable[..., Any], name: str) -> Function:
+        """The function with what its own parameters are called; one that cannot be looked into is told nothing."""
+        try:
+            known = signature(called.forward if isinstance(called, torch.nn.Module) else called).parameters
+        except (TypeError, ValueError):
+            return cls(called, name, ())
+        return cls(called, name, [told for told in _TOLD if told in known])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, case: CaseInputs) -> Any:
+        """Call it. Raises InputError where the case has dropout and the function takes no mask."""
+        if case.dropout_mask is not None and DROPOUT not in self.takes:
+            raise InputError(
+                f"{self.name} takes no dropout_mask, and a mask that it drew itself would be another: give it a "
+                "parameter dropout_mask, bool [B, H, Tq, Tk], True where a probability is kept, and dropout_p"
+            )
+        mask = None if case.dropout_mask is None else case.dropout_mask.to(q.device)
+        sinks = None if case.sinks is None else case.sinks.to(q.device)
+        told = {DROPOUT: mask, "dropout_p": case.dropout_p or 0.0, SINKS: sinks}
+        return self.called(q, k, v, **{name: told[name] for name in self.takes})
