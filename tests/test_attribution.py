@@ -32,7 +32,8 @@ from attn_diag.kernels.exponential import exp2_polynomial
 from attn_diag.kernels.formats import Mode
 from attn_diag.reference import AttentionHead, Masking, format_of, reference_head
 from attn_diag.results.attribution import CANCELLED, Attribution, HeadAttribution
-from attn_diag.testing.target import CaseInputs, emulate
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import emulate
 
 SEEDS = range(20)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.kernels import preset
-from attn_diag.testing.target import CaseInputs, emulate
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import emulate
 
 CPU, FA2 = torch.device("cpu"), preset("fa2")
 
@@ -34,7 +35,7 @@ def normal(seed: int, *, saturated: bool = False) -> CaseInputs:
         k[:, :, 0] *= 4
         q = q + 0.4 * k[:, :, :1]
         v[:, :, 0] *= 0.01
-    return CaseInputs("normal", *(x.bfloat16() for x in (q, k, v)), None, 32**-0.5, "top-left")
+    return CaseInputs("normal", q.bfloat16(), k.bfloat16(), v.bfloat16(), None, 32**-0.5, "top-left")
 
 
 def _stale_row(case: CaseInputs) -> Tensor:

@@ -23,7 +23,8 @@ from attn_diag.kernels import Schedule, preset
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.statistics.means import SignedErrors, estimate_bias
-from attn_diag.testing.target import CaseInputs, emulate
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.target import emulate
 
 SMALL: dict[str, Any] = {"t_q": 96, "d": 32}
 
@@ -304,13 +305,13 @@ def test_a_sequence_of_equal_tokens_accuses_nobody(causal: Causal, seed: int) ->
     """
     g = torch.Generator().manual_seed(seed)
     equal = torch.arange(256) // 32 * 32
-    q, k, v, do = (torch.randn(1, 2, 256, 64, generator=g) for _ in range(4))
+    q, k, v, do = (torch.randn(1, 2, 256, 64, generator=g).bfloat16() for _ in range(4))
     k, v = k[:, :, equal], v[:, :, equal]
     if causal == "none":
         q, do = q[:, :, equal], do[:, :, equal]
-    case = CaseInputs("equal", *(x.bfloat16() for x in (q, k, v, do)), 0.125, causal)
+    case = CaseInputs("equal", q, k, v, do, 0.125, causal)
     made = emulate(replace(preset("fa2"), schedule=Schedule(key_tile=64)), case, torch.device("cpu"))
-    outputs = {name: made[name] for name in ("o", "lse", "dq", "dk", "dv")}
+    outputs: dict[str, Any] = {name: made[name] for name in ("o", "lse", "dq", "dk", "dv")}
     found = attn_diag.inspect(case.q, case.k, case.v, do=case.do, causal=causal, device="cpu", **outputs)
     labels = {label for head in found.heads for label in some(head.verdict).labels}
     assert not labels & {"wrong", "lossy", "biased"}, found.report()

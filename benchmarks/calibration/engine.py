@@ -66,8 +66,8 @@ def _concatenated(parts: list[dict[Key, dict[str, Array]]]) -> dict[Key, dict[st
 
 
 def clusters_of(test: str, top_key: Labels) -> Labels | None:
-    """The cluster numbers that the product gives the rows of one head, [T], for this test."""
-    return Clusters([top_key]).of(test)
+    """The cluster numbers that the product gives the rows of one head, [T], no two of them alike, for this test."""
+    return Clusters([top_key], [np.arange(len(top_key))]).of(test)
 
 
 def cluster_sums(totals: Array, labels: Labels | None, count: int) -> tuple[Array, Array]:

@@ -53,8 +53,8 @@ class Clusters:
         with_gradient: Sequence[npt.NDArray[np.bool_]] | None = None,
     ) -> None:
         self._keys, self._with_gradient = np.concatenate(top_keys), with_gradient
-        owners = np.repeat(np.arange(len(alike)), [len(rows) for rows in alike])
-        self._rows = np.unique(np.stack([owners, np.concatenate(alike)]), axis=1, return_inverse=True)[1].reshape(-1)
+        most = max(int(rows.max(initial=0)) for rows in alike) + 1
+        self._rows = np.concatenate([number * most + rows for number, rows in enumerate(alike)])
         self._sequences: npt.NDArray[np.int64] | None = None
         if sequences is not None:
             self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
