@@ -235,6 +235,7 @@ class TestFigures:
         ({"observed": torch.zeros(2, 4, dtype=torch.int8)}, "multiply codes by their scales first"),
         ({"x": torch.zeros(5, 3)}, r"x must be \[N, in\] with in = 4"),
         ({"by": "int5"}, "unknown quantizer 'int5'"),
+        ({"by": torch.zeros(2, 4)}, "got Tensor: what it made is observed="),
         ({"level": 0}, "level must lie between 0 and 1"),
     ],
 )

@@ -37,17 +37,14 @@ from attn_diag.testing.linear.cases import (
 from attn_diag.testing.linear.function import LinearFunction, LinearFunctionGiven
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.baseline import (
-    device_words,
-    nearest,
-    read,
-    refuse_to_overwrite,
+    opened,
+    require_consistent,
     store,
-    versions,
     which_words,
 )
 from attn_diag.testing.regression.cases import SECOND
 from attn_diag.testing.regression.figures import Measured
-from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, MisfitError, NoGradientError
+from attn_diag.testing.target import DTYPES, MisfitError, NoGradientError
 from attn_diag.work import Progress
 
 _GRAVEST: tuple[Kind, ...] = ("nonfinite", "wrong", "lossy")
@@ -109,13 +106,7 @@ def check_linear(
         InputError: Something cannot be run or compared at all. What the function does wrong is a failure in the report.
     """
     require_level(level)
-    if (save or update) and baseline is None:
-        raise InputError("save and update need the baseline file to write to")
-    if save and update:
-        raise InputError("save adds an entry and update replaces one: ask for one of them")
-    if dtype not in RECIPE_DTYPES:
-        known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
-        raise InputError(f"dtype must be one of {known}, got {dtype}: errors are held to kernels known for these")
+    require_consistent(baseline, dtype, save=save, update=update)
     where = pick_device(device)
     stored = _captures(target)
     function, source, backend, notes = None, name or "stored outputs", "stored", list[str]()
@@ -141,12 +132,7 @@ def check_linear(
     if not inputs:
         raise InputError("nothing to check: name at least one case or capture")
     subject, path = f"{source} ({options})", None if baseline is None else Path(baseline)
-    key = " | ".join((subject, device_words(where), versions()))
-    if save and path is not None:
-        refuse_to_overwrite(path, key)
-    entry = None
-    if path is not None and not save and not update:
-        entry = nearest(read(path), subject, device_words(where), versions())
+    key, entry = opened(path, subject, where, save=save, update=update)
     run = _Check(
         function, where, level, exact or (entry is not None and entry.exact), entry, key, backward,
         suite=frozenset(() if stored is not None else choose(cases, str(operator))) if cases is None else frozenset(),

@@ -36,6 +36,10 @@ def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
     Raises:
         InputError: An unknown name or field, or what cannot be.
     """
+    if not isinstance(name, str | Quantizer):
+        raise InputError(
+            f"expected the name of a quantiser or a Quantizer, got {type(name).__name__}: what it made is observed=…"
+        )
     try:
         return quantizers.quantizer(name, **changes)
     except ValueError as error:

@@ -23,6 +23,7 @@ from attn_diag.captures.hardware import package_version
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.results.baseline import BaselineEntry, BaselineFile
+from attn_diag.testing.target import RECIPE_DTYPES
 
 
 def read(path: Path) -> BaselineFile:
@@ -58,6 +59,33 @@ def which_words(path: Path, subject: str, key: str, entry: BaselineEntry | None)
     if entry.key != key:
         return [f"{path} has no entry for {key}: compared with that of {entry.key}, without bits"]
     return []
+
+
+def require_consistent(baseline: Path | str | None, dtype: torch.dtype, *, save: bool, update: bool) -> None:
+    """Raise InputError for options of a check that contradict each other, and for a dtype that it does not know."""
+    if (save or update) and baseline is None:
+        raise InputError("save and update need the baseline file to write to")
+    if save and update:
+        raise InputError("save adds an entry and update replaces one: ask for one of them")
+    if dtype not in RECIPE_DTYPES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
+        raise InputError(f"dtype must be one of {known}, got {dtype}: errors are held to kernels known for these")
+
+
+def opened(
+    path: Path | None, subject: str, where: torch.device, *, save: bool, update: bool
+) -> tuple[str, BaselineEntry | None]:
+    """A run's key, and the entry that it is compared with: none without a file, or where it writes one of its own.
+
+    Raises InputError where the file cannot be read, or already has the entry that is to be added.
+    """
+    key = " | ".join((subject, device_words(where), versions()))
+    if path is None or update:
+        return key, None
+    if save:
+        refuse_to_overwrite(path, key)
+        return key, None
+    return key, nearest(read(path), subject, device_words(where), versions())
 
 
 def refuse_to_overwrite(path: Path, key: str) -> None:

@@ -31,16 +31,15 @@ from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.arranged import Arranging
 from attn_diag.testing.regression.baseline import (
     device_words,
-    nearest,
-    read,
-    refuse_to_overwrite,
+    opened,
+    require_consistent,
     store,
     versions,
     which_words,
 )
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
-from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, Target, causal_of, emulate
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of, emulate
 from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
@@ -127,13 +126,7 @@ def check(
     """
     require_level(level)
     require_declarable(declared)
-    if (save or update) and baseline is None:
-        raise InputError("save and update need the baseline file to write to")
-    if save and update:
-        raise InputError("save adds an entry and update replaces one: ask for one of them")
-    if dtype not in RECIPE_DTYPES:
-        known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
-        raise InputError(f"dtype must be one of {known}, got {dtype}: errors are held to recipes known for these")
+    require_consistent(baseline, dtype, save=save, update=update)
     asked = suite.Asked(dtype, causal_of(causal), head_dim, head_dim**-0.5 if scale is None else scale, seed)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
@@ -157,12 +150,7 @@ def check(
         raise InputError("a baseline holds numbers of cases: name at least one besides arrangements")
     if declared is not None:
         subject = replace(subject, key=f"{subject.key}, declared {declared}")
-    key = " | ".join((subject.key, device_words(where), versions()))
-    if save and path is not None:
-        refuse_to_overwrite(path, key)
-    entry = None
-    if path is not None and not save and not update:
-        entry = nearest(read(path), subject.key, device_words(where), versions())
+    key, entry = opened(path, subject.key, where, save=save, update=update)
     run = _Check(
         subject, asked, where, level, exact or (entry is not None and entry.exact), path, key, entry, arranging,
         save="update" if update else "save" if save else None, declared=declared,
