@@ -359,3 +359,15 @@ def test_a_single_key_is_told_in_the_singular() -> None:
     assert "key 37 is 114 times the true one" in said
     assert "keys 90-191 are zero, as if never written" in said
     assert "key 37 is 114 times the true one; " in found[0].words
+
+
+def test_each_observation_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many quantities of one kernel are, however many others there are."""
+    monkeypatch.setattr("attn_diag.analyses.patterns.of_capture._MOST_QUANTITIES", 1)
+    q, k, v = torch.randn(3, 1, 1, 64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    o = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    kernels = {f"kernel{i}.o": (0.9 * o).bfloat16() for i in range(2)}
+    capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, **kernels}, causal="none")
+    found = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations
+    assert len(found) == 2
+    assert all("0.9 times the true one" in observation.heads[0].quantities[0].words for observation in found)

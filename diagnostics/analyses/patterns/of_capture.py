@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
-# Heads of a capture beyond these keep the plain words: they are mostly wrong in the same way.
+# Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
 _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
 # Tensors of another head make an error of the size of the quantity.
@@ -48,7 +49,8 @@ class CapturePatterns:
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self.beside: Sequence[Capture] = ()
         self._caches: dict[tuple[str, int], CacheReading | None] = {}
-        self._capture, self._device, self._left = capture, device, _MOST_QUANTITIES
+        self._capture, self._device = capture, device
+        self._looked_at: Counter[str] = Counter()
         self._group = capture.q_heads // capture.kv_heads
         self._kept: tuple[object, HeadTruths] | None = None
 
@@ -76,9 +78,14 @@ class CapturePatterns:
         # An LSE tells its sink to a millionth, however little the sink takes.
         coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
         named = verdict.declared is not None and any(p.kind == "factor" for p in verdict.patterns)
-        if named or not (bad or coarse) or verdict.quantity == "dw_q" or self._left <= 0:
+        if (
+            named
+            or not (bad or coarse)
+            or verdict.quantity == "dw_q"
+            or self._looked_at[observation] >= _MOST_QUANTITIES
+        ):
             return verdict
-        self._left -= 1
+        self._looked_at[observation] += 1
         place, others_right = self._place(observation, head, verdict, found, batches)
         if place is None:
             return verdict
