@@ -65,7 +65,8 @@ def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
     lines = (ROOT / "tests" / "long.txt").read_text().splitlines()
     collected = {item.nodeid.partition("::")[0] for item in items}
     for name in (line for line in lines if not line.startswith("#")):
-        found = [item for item in items if item.nodeid.startswith(name)]
+        begins, _, more = name.partition("*")
+        found = [i for i in items if i.nodeid.startswith(begins) and more in i.nodeid[len(begins) :]]
         if whole_files and not found and name.partition("::")[0] in collected:
             raise pytest.UsageError(f"tests/long.txt names {name}, and no test begins so: correct the line")
         for item in found:

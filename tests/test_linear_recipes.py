@@ -137,11 +137,11 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
     mixed = run("diff", file, "tests/captures/pair_T256.safetensors")
     assert mixed.code == 2
     assert "the other side is not" in mixed.err
-    for name in ("microscope", "figures", "replay"):
+    for name in ("microscope", "figures"):
         done = run(name, file)
         assert done.code == 2, name
         assert "a capture of linear attention" in done.err
-        assert "`attn-diag inspect`, identify, attribute, what-if and diff read it" in done.err
+        assert "`attn-diag inspect`, identify, attribute, what-if, diff and replay read it" in done.err
     with pytest.raises(attn_diag.InputError, match="identify_linear"):
         attn_diag.identify(attn_diag.load_linear(file))  # type: ignore[call-overload]
 

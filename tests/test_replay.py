@@ -256,7 +256,7 @@ def test_kernels_compute_what_is_asked_or_refuse(name: str, options: dict[str, A
     case = asked(options)
     target = Target.of(name, dtype=torch.bfloat16, head_dim=16, device=CPU)
     if name.startswith("sdpa") and "softcap" in options:
-        with pytest.raises(InputError, match="SDPA has no softcap"):
+        with pytest.raises(InputError, match=r"SDPA.* has no softcap"):
             target.call(case)
         return
     require_right(case, target.call(case).outputs["o"])

@@ -108,8 +108,8 @@ def load(path: str | Path, **options: Any) -> Capture:
         tensors, text, notes = reader(path)
         if text.get("kind", "").strip().lower() == "linear":
             raise InputError(
-                "a capture of linear attention (kind=linear): `attn-diag inspect`, identify, attribute, what-if and "
-                "diff read it (in Python inspect_linear and so on); this reads captures of softmax attention"
+                "a capture of linear attention (kind=linear): `attn-diag inspect`, identify, attribute, what-if, "
+                "diff and replay read it (in Python inspect_linear and so on); this reads captures of softmax attention"
             )
         # A scale or window kept as an array is metadata all the same, and must not be overlooked.
         for name in KEYS & tensors.keys():
