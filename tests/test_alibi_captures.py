@@ -23,6 +23,8 @@ from attn_diag.testing.regression.cases import case_of_capture
 from attn_diag.testing.replaying.replay import replay
 from attn_diag.testing.target import Target
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = Masking("bottom-right")
 
 

@@ -18,7 +18,7 @@ from attn_diag.reports import glossary, html_document
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 # What lies outside the page's sides, though it is seen.
 OUTSIDE = """() => [...document.querySelectorAll("main *, .word-tip")]

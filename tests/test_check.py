@@ -28,6 +28,8 @@ from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
 from attn_diag.testing.target import emulate
 
+pytestmark = pytest.mark.slow
+
 FA2 = attn_diag.preset("fa2")
 CASES = ["normal", "pairs"]
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from attn_diag.testing.hunting.inputs import Material
 from attn_diag.testing.hunting.judging import CPU, CaseJudge
 from attn_diag.testing.replaying.processes import Ran
 
-pytestmark = pytest.mark.xdist_group("check_declared")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("check_declared")]
 FA3 = "fa3-fp8"
 
 

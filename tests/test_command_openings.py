@@ -18,6 +18,8 @@ from snapshots import require_unchanged
 
 from attn_diag import Capture
 
+pytestmark = pytest.mark.slow
+
 PLANTED: dict[str, Callable[[], Capture]] = {
     "sound": lambda: planted_folders.capture(healthy, layer=3, step=300),
     "coarse": lambda: planted_folders.capture(coarse_scores, layer=3, step=300),

@@ -24,6 +24,8 @@ from attn_diag.results.publish import schemas
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.table import known_column, packed_table, unpacked_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 SCHEMA = schemas()["diagnosis-4"]
 

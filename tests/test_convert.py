@@ -22,6 +22,8 @@ from attn_diag import InputError, convert, inspect_captures, load
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps.names import Leaf, choose, parse_map, role_of
 
+pytestmark = pytest.mark.slow
+
 # The upstream files that the writers below follow, line by line where it matters.
 FLASHINFER = "flashinfer-ai/flashinfer 008a2836 flashinfer/api_logging.py"
 SGLANG_2025 = "sgl-project/sglang 5a7255c6 python/sglang/srt/debug_utils/dumper.py"

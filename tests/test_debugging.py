@@ -34,6 +34,8 @@ from attn_diag.watching.debugging.breaking import at_next_instruction, users_fra
 from attn_diag.watching.debugging.finding import first_nonfinite, largest_logit
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 
+pytestmark = pytest.mark.slow
+
 LONG = "a_very_long_name_of_a_kernel_or_a_file_that_goes_on_and_on_" * 5
 
 

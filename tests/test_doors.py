@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 import attn_diag
 from attn_diag.captures.capture import Captures
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = "pytester"
 
 Command = Callable[[Path, str], tuple[object, ...]]

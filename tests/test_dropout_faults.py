@@ -14,6 +14,8 @@ import attn_diag
 from attn_diag.reference import Dropout, Masking
 from attn_diag.results.diagnosis import CaptureDiagnosis
 
+pytestmark = pytest.mark.slow
+
 
 def kept(change: Any) -> Change:
     return lambda d: replace(d, kept=change(d.kept))

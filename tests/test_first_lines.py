@@ -24,6 +24,8 @@ from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.base import Result
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (2, 8, 96, 32)
 BLOCK = 32
 Fn = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -34,6 +34,8 @@ from attn_diag.reference.fused import SWITCH, FusedHeads, batches, fuses
 from attn_diag.reference.rounding import format_of
 from attn_diag.reference.triton_tiles import Weight
 
+pytestmark = pytest.mark.slow
+
 OUTPUTS = ("row_max", "row_sum", "unnormalised_out", "out", "lse", "delta", "dq", "dk", "dv", "dsink")
 
 

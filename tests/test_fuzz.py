@@ -23,6 +23,8 @@ from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.pickles import unpickle
 
+pytestmark = pytest.mark.slow
+
 # Of CPU time, for each kind of input: with making what is mutated the whole stays below a minute.
 SECONDS = 6
 

@@ -22,7 +22,7 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.monitoring.rows import measure_rows
 from attn_diag.watching.monitoring.sample import Sample
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 PACKAGES = {"torch varlen_attn": foreign_varlen.torch_varlen, "flash_attn 2": foreign_varlen.flash_attn}
 HEADS, DIM, LENGTHS = 4, 16, (50, 7, 71)
 ENDS = torch.tensor([0, 50, 57, 128], dtype=torch.int32)

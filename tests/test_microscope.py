@@ -26,6 +26,8 @@ from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
 from attn_diag.reference import AttentionHead, format_of, reference_rows, round_nearest_even
 from attn_diag.results.microscope import Microscope
 
+pytestmark = pytest.mark.slow
+
 # The golden example: a tie of two BF16 numbers, and a residual of 1815 * 2**-21 = 121 * 2**-12 * 15 * 2**-9.
 TIED = [-2.40625, -2.296875]
 RESIDUAL = -1815 * 2.0**-21

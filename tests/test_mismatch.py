@@ -22,6 +22,8 @@ from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.results.mismatch import Mismatch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 # A fault of each kind, the layer that it is planted in, and how rollout is laid out.

@@ -29,6 +29,8 @@ from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnos
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.wording import chance, in_units
 
+pytestmark = pytest.mark.slow
+
 LINES = 12
 # In the first lines at 80 columns: what, where, since when, how sure, and the next command.
 SAID = {

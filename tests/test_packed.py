@@ -29,6 +29,8 @@ from attn_diag.head.shared import shared_rows
 from attn_diag.reference import BoundCollector, reference_head
 from attn_diag.reference.certify import check_rows
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LENGTHS = (24, 7, 40, 1)
 

@@ -28,6 +28,8 @@ from attn_diag.statistics.means import FLAT_BAND_99, mean_test
 from attn_diag.statistics.sums import accumulate, flat_band, sign_coherence
 from attn_diag.statistics.welch import degrees_of_freedom
 
+pytestmark = pytest.mark.slow
+
 Array = npt.NDArray[np.float64]
 STEPS = 6
 

@@ -32,6 +32,8 @@ from attn_diag.testing.probing.inputs import Draw, cast_gap
 from attn_diag.testing.probing.pointers import TABLE, matches_prediction, pointers
 from attn_diag.testing.probing.probe import MIN_HEADS
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (2, 8, 96, 32)
 QUIET = {"exact", "within-rounding"}
 Fn = Callable[[Tensor, Tensor, Tensor], Tensor]

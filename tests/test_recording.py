@@ -35,6 +35,8 @@ from attn_diag.watching.live.claim import claim
 from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.live.writer import Taken
 
+pytestmark = pytest.mark.slow
+
 # One run in one folder.
 
 HOLDER = """

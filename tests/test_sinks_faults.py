@@ -15,6 +15,8 @@ from attn_diag.captures.selection import Selection
 from attn_diag.reference import Masking
 from attn_diag.results.diagnosis import CaptureDiagnosis
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(1, 4)
 Sinks = Callable[[Tensor], Tensor | None]
 # Of 20 seeds from 0 each was wrong and named in 20, the last in 19: there the heads' sinks are nearly alike.

@@ -21,6 +21,8 @@ import attn_diag
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
+pytestmark = pytest.mark.slow
+
 
 def judged(part: str, name: str, family: str, setting: str, dtype: str) -> list[Judged]:
     return of_place(Place(part, family, setting, dtype, 0, (name,)))
