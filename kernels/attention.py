@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,17 +12,24 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import BackendError, check_backend
+from attn_diag.kernels.arguments import (
+    INPUTS,
+    check_options,
+    check_tensors,
+    checked_borders,
+    checked_sinks,
+    checked_slopes,
+    slots_of,
+)
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.emulation import RecipeNotSupportedError
 from attn_diag.kernels.formats import Format
-from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level, Visibility
+from attn_diag.kernels.geometry import Causal, Level, Visibility
 from attn_diag.kernels.presets import preset
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING, Recipe
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
-
-_INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+from attn_diag.kernels.triton_sequences import Sequences
 
 
 def check_kernels_support(recipe: Recipe) -> None:
@@ -72,7 +78,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int, int] | None = ...,
     scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
     backward_recipe: str | Recipe | None = ..., instrument: Literal["none"] = ..., dump_rows: Tensor | None = ...,
-    layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ...,
+    layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
@@ -80,6 +87,7 @@ def attention(
     scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
     backward_recipe: str | Recipe | None = ..., instrument: Literal["rows", "tiles", "full"],
     dump_rows: Tensor | None = ..., layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
 ) -> tuple[Tensor, Dump]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -96,11 +104,15 @@ def attention(
     dump_rows: Tensor | None = None,
     layout: Literal["BHTD", "BTHD"] = "BHTD",
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Dump]:
     """softmax(scale Q K^T) V by Triton kernels that round where the recipe says, differentiable in q, k, v and sinks.
 
     Args:
-        q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``), BF16 or FP16, any strides, D from 16 to 256.
+        q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``; packed also [total, Hq, D]), BF16 or FP16, any strides, D
+            from 16 to 256.
         k: [B, Hk, Tk, D], Hq a multiple of Hk; same dtype and device.
         v: [B, Hk, Tk, Dv], Dv from 16 to 256, D's own or not (192 and 128 in DeepSeek's MLA).
         causal: "none", "top-left" (as SDPA's is_causal) or "bottom-right" (as FlashAttention >= 2.1).
@@ -114,6 +126,12 @@ def attention(
         dump_rows: for "tiles": bool, broadcastable to [B, Hq, Tq]; on the CPU it costs no synchronisation.
         layout: of q, k, v and the result.
         sinks: [Hq], a logit a head that is one more term of the softmax's denominator (gpt-oss); any float dtype.
+        alibi_slopes: [Hq] or [B, Hq] (packed: [documents, Hq]): -slope |position(t) - j| is added to the scores, as
+            the causal mask is aligned. They get no gradient.
+        cu_seqlens_q: Packed sequences: int32 [documents + 1], where the documents begin among q's rows (B = 1), and
+            where the last ends. Each is a sequence of its own; O is 0 behind the last.
+        cu_seqlens_k: Of k's and v's rows; default ``cu_seqlens_q``. On a CUDA device the numbers of both are not
+            checked, as that would wait for it: they must begin at 0 and never fall.
 
     Returns:
         O [B, Hq, Tq, Dv] in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are
@@ -130,32 +148,45 @@ def attention(
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-    if layout == "BTHD":
+    tokens = cu_seqlens_q is not None and q.ndim == k.ndim == v.ndim == 3  # [total, H, D]
+    if tokens:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    elif layout == "BTHD":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     elif layout != "BHTD":
         raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
     check_tensors(q, k, v)
     if sinks is not None:
-        sinks = _checked_sinks(sinks, q)
+        sinks = checked_sinks(sinks, q)
+    borders: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    if cu_seqlens_q is not None:
+        borders = checked_borders(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, q, k)
+    elif cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k needs cu_seqlens_q: give both, or neither")
+    if alibi_slopes is not None:
+        sequences = q.shape[0] if borders[0] is None else len(borders[0]) - 1
+        alibi_slopes = checked_slopes(alibi_slopes, q, sequences)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check_options(causal, scale, softcap, instrument)
-    dtype, dim = _INPUTS[q.dtype], q.shape[-1]
+    check_options(causal, scale, softcap, instrument)
+    dtype, dim = INPUTS[q.dtype], q.shape[-1]
     backward_recipe = recipe if backward_recipe is None else backward_recipe
     wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
     recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
     left, right = window or (-1, -1)
-    slots, n_slots = _slots(q, instrument, dump_rows)
+    slots, n_slots = slots_of(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
     o, _, lse, rows, scores, probs, tile_max = torch.ops.attn_diag.attention_forward(
-        q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key, sinks
-    )
-    out: Tensor = o.transpose(1, 2) if layout == "BTHD" else o
+        q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key, sinks,
+        alibi_slopes, *borders,
+    )  # fmt: skip
+    out: Tensor = o[0].transpose(0, 1) if tokens else o.transpose(1, 2) if layout == "BTHD" else o
     if instrument == "none":
         return out
     dump = Dump(
         level=instrument, recipe_json=recipes[0], q=q, k=k, o=o.detach(), lse=lse, causal=causal, window=(left, right),
-        scale=scale, softcap=softcap, sinks=None if sinks is None else sinks.detach(), rows=rows, slots=slots,
-        raw_scores=scores, raw_probs=probs, tile_max=tile_max,
+        scale=scale, softcap=softcap, sinks=None if sinks is None else sinks.detach(), alibi_slopes=alibi_slopes,
+        cu_seqlens_q=borders[0], cu_seqlens_k=borders[1], rows=rows, slots=slots, raw_scores=scores, raw_probs=probs,
+        tile_max=tile_max,
     )  # fmt: skip
     if key:
         _DUMPS[key] = dump
@@ -190,19 +221,26 @@ _KEYS = count(1)
 _OPTIONS = (
     "str recipe, str backward_recipe, str causal, int left, int right, float scale, float? softcap, str level, int key"
 )
-# The place of ``key`` among them; sinks, which the forward alone takes, come after it.
+# The place of ``key`` among them; after it come tensors that most calls do not have.
 _KEY = 8
+_SEQUENCES = "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None"
 
 
 def _sinks(arguments: Sequence[Any]) -> Tensor | None:
     return arguments[_KEY + 1] if len(arguments) > _KEY + 1 else None
 
 
+def _sequences(tensors: Sequence[Any]) -> Sequences:
+    """From what follows ``key`` (and sinks)."""
+    slopes, cu_q, cu_k = (*tensors, None, None, None)[:3]
+    return Sequences(cu_q, cu_k, slopes)
+
+
 @torch.library.custom_op(
     "attn_diag::attention_forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}, Tensor? sinks=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}, Tensor? sinks=None, "
+    f"{_SEQUENCES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
@@ -211,6 +249,7 @@ def _forward_op(
     return forward(
         q, k, v, call.recipe, call.visibility, scale=call.scale, softcap=call.softcap, level=call.level, slots=slots,
         n_slots=n_slots, unrounded=call.backward_recipe.delta_from == "fp32-o", sinks=_sinks(arguments),
+        sequences=_sequences(arguments[_KEY + 2 :]),
     )  # fmt: skip
 
 
@@ -219,7 +258,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *argu
     call = _Call.read(*arguments[:_KEY])
     return forward_like(
         q, k, v, call.recipe, call.visibility, softcap=call.softcap, level=call.level, n_slots=n_slots,
-        unrounded=call.backward_recipe.delta_from == "fp32-o",
+        unrounded=call.backward_recipe.delta_from == "fp32-o", sequences=_sequences(arguments[_KEY + 2 :]),
     )  # fmt: skip
 
 
@@ -227,16 +266,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *argu
     "attn_diag::attention_backward",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? slots, int n_slots, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, {_SEQUENCES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, slots: Tensor | None, n_slots: int,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call = _Call.read(*arguments[:-1])
+    call = _Call.read(*arguments[:_KEY])
     return backward(
         q, k, v, o, lse, do.to(q.dtype), call.backward_recipe, call.visibility, scale=call.scale, softcap=call.softcap,
-        level=call.level, slots=slots, n_slots=n_slots,
+        level=call.level, slots=slots, n_slots=n_slots, sequences=_sequences(arguments[_KEY + 1 :]),
     )  # fmt: skip
 
 
@@ -245,7 +284,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, slots: Tensor | None, n_slots: int,  # noqa: ARG001
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call = _Call.read(*arguments[:-1])
+    call = _Call.read(*arguments[:_KEY])
     return backward_like(q, k, v, lse, call.backward_recipe, level=call.level, n_slots=n_slots)
 
 
@@ -253,20 +292,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, slots, n_slots, *arguments = inputs
     o, unrounded, lse, *rest = output
     delta_from = unrounded if _Call.read(*arguments[:_KEY]).backward_recipe.delta_from == "fp32-o" else o
-    ctx.save_for_backward(q, k, v, delta_from, lse, slots, _sinks(arguments))
+    sequences = (*arguments[_KEY + 2 :], None, None, None)[:3]
+    ctx.save_for_backward(q, k, v, delta_from, lse, slots, _sinks(arguments), *sequences)
     ctx.n_slots, ctx.arguments, ctx.count = n_slots, arguments[: _KEY + 1], len(inputs)
     ctx.mark_non_differentiable(unrounded, lse, *rest)
 
 
 def _gradients(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, slots, sinks = ctx.saved_tensors
-    dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments)
+    q, k, v, o, lse, slots, sinks, *sequences = ctx.saved_tensors
+    dq, dk, dv, *seen = torch.ops.attn_diag.attention_backward(
+        q, k, v, o, lse, do, slots, ctx.n_slots, *ctx.arguments, *sequences
+    )
     dump = None if torch.compiler.is_compiling() else _DUMPS.get(ctx.arguments[-1])
     if dump is not None:
         dump.delta, dump.dprobs, dump.dscores = seen
     rest: list[Tensor | None] = [None] * (ctx.count - 3)
     if sinks is not None:
-        rest[-1] = sink_gradients(sinks, lse, seen[0])
+        rest[_KEY + 3] = sink_gradients(sinks, lse, seen[0])  # behind slots and n_slots
     return dq, dk, dv, *rest
 
 
@@ -292,81 +334,3 @@ def _resolve(name_or_json: str, dtype: Format, head_dim: int) -> str:
         )
     check_kernels_support(found)
     return found.json
-
-
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``."""
-    named = {"q": q, "k": k, "v": v}
-    if any(t.ndim != 4 for t in named.values()):
-        raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))
-    if len({t.device for t in named.values()}) > 1:
-        raise BackendError(
-            "q, k and v must be on one device, got " + ", ".join(f"{n} on {t.device}" for n, t in named.items())
-        )
-    if len({t.dtype for t in named.values()}) > 1 or q.dtype not in _INPUTS:
-        raise TypeError(
-            "q, k and v must all be torch.bfloat16 or all torch.float16, got "
-            + ", ".join(f"{n} in {t.dtype}" for n, t in named.items())
-            + "; cast them, or run under torch.autocast"
-        )
-    (batch, heads, _, dim), (k_batch, k_heads, _, k_dim) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3] or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
-        raise ValueError(
-            "k [B, Hk, Tk, D] must have q's B and D, v [B, Hk, Tk, Dv] k's B, H and T, and Hq be a multiple of Hk, got "
-            + _shapes(named)
-        )
-    if wrong := [n for n in (dim, v.shape[3]) if not HEAD_DIMS[0] <= n <= HEAD_DIMS[1]]:
-        advice = "pad q, k and v with zeros" if wrong[0] < HEAD_DIMS[0] else "use attn_diag.kernels.emulate_head"
-        raise ValueError(f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {wrong[0]}; {advice}")
-    if not q.numel() or not k.numel():
-        raise ValueError("q, k and v must not be empty, got " + _shapes(named))
-    check_backend(q.device)
-
-
-def _checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:
-    """In fp32. Raises ValueError, TypeError or BackendError unless the kernels can take them."""
-    if tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(
-            f"sinks must have shape [Hq] = [{q.shape[1]}], one logit a query head, got {list(sinks.shape)}"
-        )
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating-point logits, got {sinks.dtype}")
-    if sinks.device != q.device:
-        raise BackendError(f"sinks must be where q is, on {q.device}, got {sinks.device}")
-    return sinks.float()
-
-
-def _check_options(causal: Causal, scale: float, softcap: float | None, level: Level) -> None:
-    if causal not in ("none", "top-left", "bottom-right"):
-        raise ValueError(f"causal must be none, top-left or bottom-right, got {causal!r}")
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale must be a finite number above 0, got {scale}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a finite number above 0, or None, got {softcap}")
-    if level not in ("none", "rows", "tiles", "full"):
-        raise ValueError(f"instrument must be none, rows, tiles or full, got {level!r}")
-
-
-def _shapes(named: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
-
-
-def _slots(q: Tensor, level: Level, dump_rows: Tensor | None) -> tuple[Tensor | None, int]:
-    """Where the tile dump puts every row ([B, Hq, Tq] int32, -1 for nowhere), and how many it holds."""
-    if (dump_rows is not None) != (level == "tiles"):
-        raise ValueError("dump_rows belongs to instrument='tiles': give both or neither")
-    shape = q.shape[:3]
-    if level == "full":
-        return torch.arange(shape.numel(), dtype=torch.int32, device=q.device).view(shape), shape.numel()
-    if dump_rows is None:
-        return None, 0
-    try:
-        chosen = dump_rows.broadcast_to(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"dump_rows must broadcast to [B, Hq, Tq] = {list(shape)}, got {list(dump_rows.shape)}"
-        ) from None
-    if dump_rows.dtype != torch.bool:
-        raise TypeError(f"dump_rows must be bool, got {dump_rows.dtype}")
-    slots = torch.where(chosen, chosen.flatten().cumsum(0).view(shape) - 1, -1)
-    return slots.to(device=q.device, dtype=torch.int32), int(chosen.sum())

@@ -62,6 +62,12 @@ class Dump:
     """dS in the recipe's format, [slots, Tk], from the backward."""
     sinks: Tensor | None = field(default=None, repr=False)
     """[Hq] fp32, as in the call; l and L have them in it, m is that of the keys."""
+    alibi_slopes: Tensor | None = field(default=None, repr=False)
+    """[Hq] or [B, Hq] ([documents, Hq]) fp32, as in the call; the scores have their bias in it."""
+    cu_seqlens_q: Tensor | None = field(default=None, repr=False)
+    """int32 [documents + 1], as in the call."""
+    cu_seqlens_k: Tensor | None = field(default=None, repr=False)
+    """Likewise, of the keys; columns of ``scores``, ``probs``, ``dprobs`` and ``dscores`` are rows of k."""
 
     @property
     def has_backward(self) -> bool:
@@ -126,10 +132,14 @@ class Dump:
     @cached_property
     def _multiplicities(self) -> Tensor:
         from attn_diag.kernels.triton_multiplicity import multiplicities
+        from attn_diag.kernels.triton_sequences import Sequences
 
         row_max, _, near, *_ = self.rows
-        qk = self.q.detach(), self.k.detach()
-        return multiplicities(*qk, near, row_max, self.recipe, self.visibility, scale=self.scale, softcap=self.softcap)
+        sequences = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.alibi_slopes)
+        return multiplicities(
+            self.q.detach(), self.k.detach(), near, row_max, self.recipe, self.visibility, scale=self.scale,
+            softcap=self.softcap, sequences=sequences,
+        )  # fmt: skip
 
     @cached_property
     def chosen(self) -> Tensor:
@@ -152,10 +162,21 @@ class Dump:
     @cached_property
     def visible(self) -> Tensor:
         """Which keys the chosen rows see: bool [slots, Tk]. Tiles that no row of a block sees are never written."""
-        positions = self.chosen[:, 2:] + self.visibility.shift(self.q.shape[2], self.k.shape[2])
-        keys = torch.arange(self.k.shape[2], device=positions.device)
-        distance = keys - positions
-        seen = torch.ones_like(distance, dtype=torch.bool)
+        rows = self.chosen[:, 2:]
+        keys = torch.arange(self.k.shape[2], device=rows.device)
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            distance = keys - rows - self.visibility.shift(self.q.shape[2], self.k.shape[2])
+            seen = torch.ones_like(distance, dtype=torch.bool)
+        else:
+            borders_q, borders_k = self.cu_seqlens_q.long(), self.cu_seqlens_k.long()
+            document = torch.searchsorted(borders_q, rows.contiguous(), right=True) - 1
+            # Rows behind the last document see nothing.
+            after = (document + 1).clamp(max=len(borders_q) - 1)
+            q_length, k_length = (borders[after] - borders[document] for borders in (borders_q, borders_k))
+            shift = self.visibility.shift(0, 1) * (k_length - q_length)
+            own = keys - borders_k[document]
+            distance = own - (rows - borders_q[document]) - shift
+            seen = (own >= 0) & (own < k_length)
         left, right = self.visibility.reach()
         if left is not None:
             seen &= distance >= -left

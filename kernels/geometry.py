@@ -9,6 +9,7 @@ from attn_diag.kernels.recipe import Recipe
 
 Causal = Literal["none", "top-left", "bottom-right"]
 Level = Literal["none", "rows", "tiles", "full"]
+AlibiOrigin = Literal["row", "first-key", "last-key"]
 
 HEAD_DIMS = (16, 256)
 _MANTISSA = {"bf16": 7, "fp16": 10}
@@ -22,6 +23,8 @@ class Visibility:
     """As in ``attn_diag.reference.Masking``: position(t) = t + shift, shift = 0 for "top-left", else Tk - Tq."""
     window: tuple[int, int] | None = None
     """(left, right), inclusive, -1 for unlimited."""
+    alibi_origin: AlibiOrigin = "row"
+    """Where ALiBi counts distances from, as in ``attn_diag.reference.Alibi``."""
 
     def reach(self) -> tuple[int | None, int | None]:
         """(left, right) in keys; None for unlimited."""
@@ -86,6 +89,10 @@ class Geometry:
     """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
     """Whether they are counted two at a time."""
+    documents: bool = False
+    """Whether the rows of q and k are those of several packed sequences."""
+    alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"
+    """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 
 
 def forward_geometry(

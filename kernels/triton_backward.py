@@ -31,8 +31,10 @@ from torch import Tensor
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_gradients import end_range, end_sum, finished, row_statistics, score_gradients
 from attn_diag.kernels.triton_instruments import dump_gradients
-from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
 from attn_diag.kernels.triton_tiles import (
     backward_scores,
     described,
@@ -41,15 +43,8 @@ from attn_diag.kernels.triton_tiles import (
     load_values,
     mask_scores,
     query_tiles,
+    source,
 )  # fmt: skip
-
-
-@triton.jit
-def row_statistics(lse_ptr, delta_ptr, row, here):
-    """(L log2 e, delta) of rows; rows past the end, and rows that see no key, get L = inf, so that P = 0."""
-    lse = tl.load(lse_ptr + row, mask=here, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2_E, tl.load(delta_ptr + row, mask=here, other=0.0)
 
 
 @triton.jit
@@ -76,47 +71,6 @@ def delta_kernel(
 
 
 @triton.jit
-def score_gradients(p, dp, delta, slope, scale, R: tl.constexpr, G: tl.constexpr):
-    """dS before its cast; ``p``, ``dp`` (already rounded to ``dprobs``) and ``delta`` of one shape."""
-    if R.dscores_from == "cast-probs":
-        p = round_to(p, tl.constexpr(R.backward_probs))
-    if R.alpha_in_backward == "before-cast":
-        p = p * scale
-    ds = p * (dp - delta)
-    if G.softcap:
-        ds *= slope
-    return ds
-
-
-@triton.jit
-def end_sum(total, part, ends, R: tl.constexpr):
-    """(total, part) of a gradient: where ``ends``, what a range has summed is rounded and added, and rounded again."""
-    rounded = round_to(part, tl.constexpr(R.gradient_accumulator))
-    rounded = round_to(total + rounded, tl.constexpr(R.gradient_accumulator))
-    return tl.where(ends, rounded, total), tl.where(ends, 0.0, part)
-
-
-@triton.jit
-def end_range(total, part, ends, scale, R: tl.constexpr):
-    """As ``end_sum``, for dQ and dK: alpha enters with the part, unless dS held it."""
-    kept = part
-    if R.alpha_in_backward == "after-product":
-        part = part * scale
-    total, _ = end_sum(total, part, ends, R)
-    return total, tl.where(ends, 0.0, kept)
-
-
-@triton.jit
-def finished(total, part, scale, R: tl.constexpr):
-    """A gradient before its last rounding, alpha included."""
-    if R.gradient_accumulator != "fp32":
-        total, part = end_range(total, part, True, scale, R)
-    elif R.alpha_in_backward == "after-product":
-        total = total * scale
-    return total
-
-
-@triton.jit
 def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MASKED: tl.constexpr,
                WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Over tiles of keys, the sum of dS K ([M, block_d], WANT "dq") or of P o dP ([M], WANT "delta").
@@ -124,14 +78,16 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
     ``sums``: that sum, and the one within a key range, where the recipe rounds after each; else unused.
     """
     acc, part = sums
-    q, positions, keys, b, hk, view, scale, softcap = task
+    q, positions, keys, b, hk, view, scale, softcap, alibi = task
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
+        cols = start + tl.arange(0, G.block_n)
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
         v = load_values(values, b, hk, start, view[0], G.block_n, G)
-        s, slope = backward_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+        s = dot(q, tl.trans(k), tl.constexpr(R.input))
+        s, slope = backward_scores(s, positions[:, None], cols[None, :], alibi, view[0], scale, softcap, R, G)
         if MASKED:
-            s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
+            s = mask_scores(s, positions, cols, view, G)
         p = tl.exp2(s - lse[:, None])
         dp = round_to(dot(do, tl.trans(v), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
         if WANT == "delta":
@@ -155,8 +111,8 @@ def dq_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_ob, stride_oh, stride_ot,
-    heads, group, q_length, k_length, shift, left, right, stride_dump, scale, softcap,
-    WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+    heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
+    stride_dump, scale, softcap, WANT: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of query rows (WANT "dq"), or their delta = rowsum(P o dP) (WANT "delta"), into ``out_ptr``."""
     BLOCK_M: tl.constexpr = G.block_m
@@ -166,16 +122,26 @@ def dq_kernel(
     b = bh // heads
     h = bh % heads
     hk = h // group
+    item = b
+    q_total = q_length
+    q_first = 0
+    k_first = 0
+    if G.documents:
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M)
+        item, block, q_first, q_length, k_first, k_length = found
+        shift = shift * (k_length - q_length)
+        if q_length == 0:
+            return
     offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
     here = offs < q_length
     positions = offs + shift
     view = (k_length, left, right)
-    row = bh.to(tl.int64) * q_length + offs
+    row = bh.to(tl.int64) * q_total + q_first + offs
 
-    queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
-    gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
-    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
-    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
+    gradients = source(do_desc, do_ptr, b, h, q_first, stride_gb, stride_gh, stride_gt, stride_gd, G)
+    keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
+    values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
     q = load_tile(queries, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
     do = load_values(gradients, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
     slots = offs
@@ -183,8 +149,9 @@ def dq_kernel(
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (dp_ptr, ds_ptr, slots, any_slot, stride_dump)
-    task = (q, positions, keys, b, hk, view, scale, softcap)
+    dump = (dp_ptr + k_first, ds_ptr + k_first, slots, any_slot, stride_dump)
+    alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+    task = (q, positions, keys, b, hk, view, scale, softcap, alibi)
 
     part = 0.0
     if WANT == "delta":
@@ -210,7 +177,7 @@ def dq_kernel(
     else:
         dims = tl.arange(0, BLOCK_D)
         at = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-        at += offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
+        at += (q_first + offs).to(tl.int64)[:, None] * stride_ot + dims[None, :]
         acc = finished(acc, part, scale, R)
         tl.store(at, as_operand(acc, tl.constexpr(R.dq)), mask=here[:, None] & (dims < G.head_dim)[None, :])
 
@@ -224,13 +191,15 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
     """
     dk, dv, dk_part, dv_part = sums
     k, v, cols = columns
-    queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift = rows
+    queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
         q = load_tile(queries, b, h, start, q_length, G.block_m, G)
         lse, delta = row_statistics(lse_ptr, delta_ptr, row_base + offs, offs < q_length)
-        s, slope = backward_scores(dot(k, tl.trans(q), tl.constexpr(R.input)), scale, softcap, R, G)  # [N, M]
+        s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
+        positions = (offs + shift)[None, :]
+        s, slope = backward_scores(s, positions, cols[:, None], alibi, view[0], scale, softcap, R, G)
         if MASKED:
             s = tl.trans(mask_scores(tl.trans(s), offs + shift, cols, view, G))
         p = tl.exp2(s - lse[None, :])
@@ -256,20 +225,32 @@ def dkdv_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_ob, stride_oh, stride_ot, stride_wb, stride_wh, stride_wt,
-    k_heads, group, q_length, k_length, shift, left, right, scale, softcap, R: tl.constexpr, G: tl.constexpr,
+    k_heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
+    scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys; the query heads that share it are added one after the other."""
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_DV: tl.constexpr = G.block_dv
-    start = tl.program_id(0) * BLOCK_N
+    block = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // k_heads
     hk = bh % k_heads
+    item = b
+    q_total = q_length
+    q_first = 0
+    k_first = 0
+    if G.documents:
+        found = document_of(cu_k_ptr, cu_q_ptr, block, documents, k_length, q_length, BLOCK_N)
+        item, block, k_first, k_length, q_first, q_length = found
+        shift = shift * (k_length - q_length)
+        if k_length == 0:
+            return
+    start = block * BLOCK_N
     cols = start + tl.arange(0, BLOCK_N)
     view = (k_length, left, right)
-    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
-    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
+    values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
     k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
     v = load_values(values, b, hk, start, k_length, BLOCK_N, G)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -284,10 +265,11 @@ def dkdv_kernel(
     columns = (k, v, cols)
     for g in range(0, group):
         h = hk * group + g
-        queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
-        gradients = (do_desc, do_ptr + b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh, stride_gt, stride_gd)
-        row_base = (b * k_heads * group + h).to(tl.int64) * q_length
-        rows = (queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift)
+        queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
+        gradients = source(do_desc, do_ptr, b, h, q_first, stride_gb, stride_gh, stride_gt, stride_gd, G)
+        row_base = (b * k_heads * group + h).to(tl.int64) * q_total + q_first
+        alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+        rows = (queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi)
         sums = (dk, dv, dk_part, dv_part)
         if G.right:
             sums = _walk_queries(sums, columns, rows, view, scale, softcap, begin, whole - begin, True, R, G)
@@ -302,7 +284,7 @@ def dkdv_kernel(
     if R.gradient_accumulator == "fp32" and R.alpha_in_backward == "after-product":
         dk = dk * scale
     here = (cols < k_length)[:, None]
-    cols = cols.to(tl.int64)[:, None]
+    cols = (k_first + cols).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols * stride_ot + dims
     tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
@@ -331,10 +313,11 @@ class BackwardOutputs(NamedTuple):
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, recipe: Recipe, visibility: Visibility, *,
     scale: float, softcap: float | None, level: Level = "none", slots: Tensor | None = None, n_slots: int = 0,
+    sequences: Sequences = DENSE,
 ) -> BackwardOutputs:  # fmt: skip
     """Launch delta, dQ and dK/dV. ``o`` is what delta is taken from, rounded or fp32; lse [B, Hq, Tq] fp32, contiguous.
 
-    Tensors, ``slots`` and ``n_slots`` as for ``attn_diag.kernels.triton_forward.forward``.
+    Tensors, ``slots``, ``n_slots`` and ``sequences`` as for ``attn_diag.kernels.triton_forward.forward``.
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
     device, on_cpu = q.device, q.device.type == "cpu"
@@ -342,9 +325,9 @@ def backward(
         q, k, v, do, o = (t.float() for t in (q, k, v, do, o))
     tma = has_tensor_memory(device) and all(fits_descriptor(t) for t in (q, k, v, do))
     shape: dict[str, Any] = {"softcap": softcap is not None, "tma": tma, "value_dim": v.shape[3]}
-    rows = dq_geometry(recipe, head_dim, visibility, level=level, **shape)
-    columns = dkdv_geometry(recipe, head_dim, visibility, **shape)
-    visible = visibility.arguments(q_length, k_length)
+    rows = sequences.extended(dq_geometry(recipe, head_dim, visibility, level=level, **shape), recipe, visibility)
+    columns = sequences.extended(dkdv_geometry(recipe, head_dim, visibility, **shape), recipe, visibility)
+    seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
 
     def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=torch.float32 if on_cpu else dtype, device=device)
@@ -359,10 +342,10 @@ def backward(
     bare = anonymous(recipe)
 
     def launch_rows(want: str, out: Tensor, out_strides: tuple[int, ...], geometry: Geometry) -> None:
-        dq_kernel[(-(-q_length // geometry.block_m), batch * heads)](
+        dq_kernel[(sequences.blocks(q_length, geometry.block_m), batch * heads)](
             *described(geometry, q, k, v, do), q, k, v, do, lse, delta, out, dprobs, dscores,
-            slots if slots is not None else lse, *strides, *out_strides, heads, heads // k_heads, q_length, k_length,
-            *visible, k_length, scale, softcap or 0.0,
+            slots if slots is not None else lse, *strides, *out_strides, heads, heads // k_heads, *seen, k_length,
+            scale, softcap or 0.0,
             WANT=want, R=bare, G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
         )  # fmt: skip
 
@@ -373,9 +356,9 @@ def backward(
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows
         )
     launch_rows("dq", dq, dq.stride()[:3], rows)
-    dkdv_kernel[(-(-k_length // columns.block_n), batch * k_heads)](
+    dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
         *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
-        *dv.stride()[:3], k_heads, heads // k_heads, q_length, k_length, *visible, scale, softcap or 0.0,
+        *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))

@@ -38,10 +38,12 @@ from torch import Tensor
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
-from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, load_values, tile_scores
+from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, load_values, source, tile_scores
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
                 G: tl.constexpr):  # fmt: skip
     """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
     acc, l, m, near, cast_sum = sums
-    _, _, _, b, hk, view, _, _ = task
+    _, _, _, b, hk, view, _, _, _ = task
     for i in tl.range(0, n_tiles, num_stages=G.stages):
         tile = first_tile + i
         if R.schedule.order == "descending":
@@ -85,7 +87,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
     """Online softmax over ranges of several tiles: one maximum, one sum and one P_bar V for each range."""
     _, _, _, near, cast_sum = sums
     acc, l, m, _, _ = sums
-    _, _, _, b, hk, view, _, _ = task
+    _, _, _, b, hk, view, _, _, _ = task
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_DV: tl.constexpr = G.block_dv
     BLOCK_N: tl.constexpr = G.block_n
@@ -139,8 +141,8 @@ def forward_kernel(
     slots_ptr, sinks_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
-    heads, group, q_length, k_length, shift, left, right, split_keys, stride_dump, dump_tiles, scale, softcap,
-    R: tl.constexpr, G: tl.constexpr,
+    heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
+    split_keys, stride_dump, dump_tiles, scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one head (and, with split-KV, one split of the keys).
 
@@ -154,24 +156,35 @@ def forward_kernel(
     b = bh // heads
     h = bh % heads
     hk = h // group
+    item = b
+    q_total = q_length
+    q_first = 0
+    k_first = 0
+    if G.documents:
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M)
+        item, block, q_first, q_length, k_first, k_length = found
+        shift = shift * (k_length - q_length)
+        if q_length == 0:
+            return
     offs = block * G.block_m + tl.arange(0, G.block_m)
     here = offs < q_length
     positions = offs + shift
     dims = tl.arange(0, G.block_dv)
     view = (k_length, left, right)
 
-    queries = (q_desc, q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, stride_qt, stride_qd)
-    keys = (k_desc, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
-    values = (v_desc, v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh, stride_vt, stride_vd)
+    queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
+    keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
+    values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
+    alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
     q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
 
-    row = bh.to(tl.int64) * q_length + offs
+    row = bh.to(tl.int64) * q_total + q_first + offs
     any_slot = False
     slots = offs
     if G.dump:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
-    dump = (s_ptr, p_ptr, m_ptr, slots, any_slot, stride_dump, dump_tiles)
+    dump = (s_ptr + k_first, p_ptr + k_first, m_ptr, slots, any_slot, stride_dump, dump_tiles)
 
     # alpha waits for the exponent unless the scores already hold it.
     factor = 1.0
@@ -194,7 +207,7 @@ def forward_kernel(
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
     sums = (acc, l, m, near, cast_sum)
-    task = (q, positions, keys, b, hk, view, scale, softcap)
+    task = (q, positions, keys, b, hk, view, scale, softcap, alibi)
     exact_l = l
     if G.ranges:
         sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)
@@ -235,18 +248,17 @@ def forward_kernel(
     lse = tl.where(unseen, m, m * factor + tl.log(tl.where(unseen, 1.0, used_l)))
     if G.split:
         bh += tl.program_id(2) * tl.num_programs(1)
-        row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_length
+        row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_total
         b += tl.program_id(2) * (tl.num_programs(1) // heads)
-    o_offs = (
-        b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + offs.to(tl.int64)[:, None] * stride_ot + dims[None, :]
-    )
+    o_offs = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+    o_offs += (q_first + offs).to(tl.int64)[:, None] * stride_ot + dims[None, :]
     inside = here[:, None] & (dims < G.value_dim)[None, :]
     tl.store(o_ptr + o_offs, cast, mask=inside)
     if G.unrounded:
         tl.store(unrounded_ptr + o_offs, o, mask=inside)
     tl.store(lse_ptr + row, lse, mask=here)
     if G.rows:
-        plane = tl.num_programs(1).to(tl.int64) * q_length
+        plane = tl.num_programs(1).to(tl.int64) * q_total
         if G.split:
             plane *= tl.num_programs(2)
         tl.store(rows_ptr + row, keys_m, mask=here)
@@ -278,7 +290,7 @@ class ForwardOutputs(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float, softcap: float | None,
     level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, sequences: Sequences = DENSE,
 ) -> ForwardOutputs:  # fmt: skip
     """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv], any strides.
 
@@ -292,7 +304,9 @@ def forward(
         tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast, value_dim=v.shape[3],
     )  # fmt: skip
     geometry = replace(
-        geometry, unrounded=unrounded and not geometry.split, sink=sinks is not None and not geometry.split
+        sequences.extended(geometry, recipe, visibility),
+        unrounded=unrounded and not geometry.split,
+        sink=sinks is not None and not geometry.split,
     )
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     on_cpu = q.device.type == "cpu"
@@ -310,18 +324,18 @@ def forward(
     lse = new(splits, batch, heads, q_length)
     rows = new(5, splits, batch, heads, q_length) if geometry.rows else new(0)
     n_slots = n_slots if geometry.dump else 0
-    scores = new(n_slots, k_length, dtype=DTYPES[recipe.scores])
+    scores = new(n_slots, k_length, dtype=_kept_scores(recipe, sequences))
     probs = new(n_slots, k_length, dtype=DTYPES[recipe.probs])
     tile_max = new(n_slots, tiles)
     arguments = (
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         lse if sinks is None else sinks.contiguous(), *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
-        heads, heads // k_heads, q_length, k_length, *visibility.arguments(q_length, k_length),
+        heads, heads // k_heads, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
-    grid = (-(-q_length // geometry.block_m), batch * heads, splits)
+    grid = (sequences.blocks(q_length, geometry.block_m), batch * heads, splits)
     forward_kernel[grid](
         *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
     )
@@ -329,7 +343,7 @@ def forward(
         rows[2] = 2.0  # nobody watched: every row may repeat its maximum
     if splits > 1:
         factor = scale if recipe.alpha == "in-exponent" and softcap is None else 1.0
-        o, lse, rows = _merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out], sinks)
+        o, lse, rows = merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out], sinks)
         full_o = o if unrounded else full_o
     else:
         lse, rows = lse[0], rows[:, 0] if geometry.rows else rows
@@ -338,15 +352,20 @@ def forward(
         full_o,
         lse,
         rows,
-        scores.to(DTYPES[recipe.scores]),
+        scores.to(_kept_scores(recipe, sequences)),
         probs.to(DTYPES[recipe.probs]),
         tile_max,
     )
 
 
+def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:
+    """What holds S exactly: a bias comes after its rounding."""
+    return DTYPES[recipe.scores] if sequences.slopes is None else torch.float32
+
+
 def forward_like(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, softcap: float | None, level: Level,
-    n_slots: int, unrounded: bool,
+    n_slots: int, unrounded: bool, sequences: Sequences = DENSE,
 ) -> ForwardOutputs:  # fmt: skip
     """Empty tensors with the shapes and formats of ``forward``'s outputs."""
     geometry = forward_geometry(
@@ -363,28 +382,7 @@ def forward_like(
         new(*rows, v.shape[3]) if unrounded else new(0),
         new(*rows),
         new(5, *rows) if geometry.rows else new(0),
-        new(n_slots, k_length, dtype=DTYPES[recipe.scores]),
+        new(n_slots, k_length, dtype=_kept_scores(recipe, sequences)),
         new(n_slots, k_length, dtype=DTYPES[recipe.probs]),
         new(n_slots, -(-k_length // geometry.block_n)),
     )
-
-
-def _merge_splits(
-    o: Tensor, lse: Tensor, rows: Tensor, factor: float, dtype: torch.dtype, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Independent splits (first dimension) weighted by exp(L_i - L), in fp32; ``near`` becomes an upper bound."""
-    merged_lse = torch.logsumexp(lse, 0)
-    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - merged_lse))
-    merged = (weights[..., None] * o).sum(0)
-    if sinks is not None:  # one more split, whose O is 0
-        keys_lse, merged_lse = merged_lse, torch.logaddexp(merged_lse, sinks[:, None])
-        seen = merged_lse > -torch.inf  # not so without keys, where the sink is -inf too
-        merged *= torch.where(seen, torch.exp(keys_lse - merged_lse), 0.0)[..., None]
-    if rows.numel():
-        m = rows[0].amax(0)
-        rescale = torch.where(lse == -torch.inf, 0.0, torch.exp((rows[0] - m) * factor))
-        rounding_error = (merged.to(dtype).float() - merged).sum(-1)
-        l, near, cast_sum = ((rescale * rows[1]).sum(0), rows[2].sum(0), (rescale * rows[3]).sum(0))
-        l = l if sinks is None else l + torch.exp(sinks[:, None] - m * factor)
-        rows = torch.stack([m, l, near, cast_sum, rounding_error])
-    return merged, merged_lse, rows

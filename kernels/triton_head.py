@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.attention import check_kernels_support, check_tensors, sink_gradients
+from attn_diag.kernels.arguments import check_tensors
+from attn_diag.kernels.attention import check_kernels_support, sink_gradients
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.emulation import EmulatedHead, RecipeNotSupportedError
 from attn_diag.kernels.emulation_operands import HeadLike
@@ -15,6 +17,7 @@ from attn_diag.kernels.geometry import Visibility
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_backward import backward
 from attn_diag.kernels.triton_forward import forward
+from attn_diag.kernels.triton_sequences import Sequences
 
 
 def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
@@ -25,22 +28,23 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
 def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
     """Run the recipe's kernels on some heads, forward and (where dO is given) backward, on their device, in one launch.
 
-    The heads are of one shape, scale, softcap and masking; all have a sink, or none. Their tensors may be of any float
-    dtype; their values must be numbers of the recipe's input format.
+    The heads are of one shape, scale, softcap and masking but for ALiBi's slopes; all have a sink, or none, and so with
+    slopes. Their tensors may be of any float dtype; their values must be numbers of the recipe's input format.
 
-    Raises RecipeNotSupportedError for a site the kernels lack, ALiBi, dropout, an explicit mask or chosen query
-    positions; BackendError where nothing here can run them; ValueError for shapes that they do not take.
+    Raises RecipeNotSupportedError for a site the kernels lack, dropout, an explicit mask or chosen query positions;
+    BackendError where nothing here can run them; ValueError for shapes that they do not take.
     """
     check_kernels_support(recipe)
     head = heads[0]
     masking = getattr(head, "masking", None)
     if masking is not None and (masking.mask is not None or masking.positions is not None):
         raise RecipeNotSupportedError("the Triton kernels take no explicit mask and no q_positions; use the emulation")
-    if getattr(masking, "alibi", None) is not None:
-        raise RecipeNotSupportedError("the Triton kernels take no ALiBi slopes; use the emulation")
     if heads[0].dropout is not None:
         raise RecipeNotSupportedError("the Triton kernels have no dropout; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
+    alibi = [h.masking.alibi for h in heads if getattr(getattr(h, "masking", None), "alibi", None) is not None]  # type: ignore[attr-defined]
+    if alibi:
+        visibility = replace(visibility, alibi_origin=alibi[0].origin)
 
     def stacked(tensors: Sequence[Tensor | None]) -> Tensor:
         """[1, H, T, D]."""
@@ -51,13 +55,15 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
         check_tensors(q, k, v)
         logits = [h.sink for h in heads if h.sink is not None]
         sinks = torch.tensor(logits, dtype=torch.float32, device=q.device) if logits else None
+        slopes = torch.tensor([a.slope for a in alibi], dtype=torch.float32, device=q.device) if alibi else None
+        sequences = Sequences(slopes=slopes)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
-                        unrounded=recipe.delta_from == "fp32-o", sinks=sinks)  # fmt: skip
+                        unrounded=recipe.delta_from == "fp32-o", sinks=sinks, sequences=sequences)  # fmt: skip
         results = [EmulatedHead(o=o, lse=lse) for o, lse in zip(found.o[0], found.lse[0], strict=True)]
         if head.do is not None:
             o = found.unrounded if recipe.delta_from == "fp32-o" else found.o
             back = backward(q, k, v, o, found.lse, stacked([h.do for h in heads]), recipe, visibility,
-                            scale=head.scale, softcap=head.softcap)  # fmt: skip
+                            scale=head.scale, softcap=head.softcap, sequences=sequences)  # fmt: skip
             dsinks = None if sinks is None else sink_gradients(sinks, found.lse, back.delta)
             for i, result in enumerate(results):
                 result.delta, result.dq = back.delta[0, i], back.dq[0, i]

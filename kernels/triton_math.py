@@ -85,6 +85,16 @@ def dot_add(a, b, accumulator, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def fused(a, b, c):
+    """``a * b + c`` in fp32, rounded once; interpreted, the product is exact in float64."""
+    if INTERPRETED:
+        found = (a.to(tl.float64) * b + c.to(tl.float64)).to(tl.float32)
+    else:
+        found = tl.fma(a, b, c)
+    return found
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent in fp32 through exp; absolute error about 2**-23."""
     e = tl.exp(-2.0 * tl.abs(x))

@@ -23,7 +23,8 @@ from torch import Tensor
 from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import round_to
-from attn_diag.kernels.triton_tiles import key_tiles, tile_scores
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
+from attn_diag.kernels.triton_tiles import key_tiles, source, tile_scores
 
 WINDOW = tl.constexpr(1e-3)
 # More scores than this near the maximum: more than itself. Counts are whole, held in fp32.
@@ -33,36 +34,54 @@ _CHUNK = 8
 
 
 @triton.jit
-def gather_kernel(near_ptr, rows_ptr, counts_ptr, q_length, BLOCK: tl.constexpr):
-    """The rows of one head with more than one score near the maximum, in order, and how many there are."""
-    bh = tl.program_id(0).to(tl.int64)
+def gather_kernel(near_ptr, rows_ptr, counts_ptr, cu_ptr, q_length, BLOCK: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The rows of one head (of a document) with more than one score near the maximum, in order, and their number."""
+    first = tl.program_id(0).to(tl.int64) * q_length
+    if DOCUMENTS:
+        begin = tl.load(cu_ptr + tl.program_id(1))
+        first += begin
+        q_length = tl.maximum(tl.minimum(tl.load(cu_ptr + tl.program_id(1) + 1), q_length) - begin, 0)
     found = 0
     for start in range(0, q_length, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        near = tl.load(near_ptr + bh * q_length + offs, mask=offs < q_length, other=0.0)
+        near = tl.load(near_ptr + first + offs, mask=offs < q_length, other=0.0)
         flag = (near > ALONE).to(tl.int32)
         at = found + tl.cumsum(flag, 0) - 1
-        tl.store(rows_ptr + bh * q_length + at, offs, mask=flag > 0)
+        tl.store(rows_ptr + first + at, offs, mask=flag > 0)
         found += tl.sum(flag, 0)
-    tl.store(counts_ptr + bh, found)
+    tl.store(counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), found)
 
 
 @triton.jit
 def multiplicity_kernel(
     q_ptr, k_ptr, max_ptr, rows_ptr, counts_ptr, out_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    heads, group, q_length, k_length, shift, left, right, scale, softcap, unit,
+    heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
+    scale, softcap, unit,
     CHUNK: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Adds what block_m gathered rows of one head find in CHUNK tiles of keys to ``out_ptr`` [4, B, Hq, Tq]."""
     BLOCK_M: tl.constexpr = G.block_m
     bh = tl.program_id(1)
-    gathered = tl.load(counts_ptr + bh)
-    start = tl.program_id(0) * BLOCK_M
+    item = bh // heads
+    block = tl.program_id(0)
+    counted = bh
+    q_total = q_length
+    q_first = 0
+    k_first = 0
+    if G.documents:
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M)
+        item, block, q_first, q_length, k_first, k_length = found
+        shift = shift * (k_length - q_length)
+        if item >= documents:
+            return
+        counted = bh * documents + item
+    gathered = tl.load(counts_ptr + counted)
+    start = block * BLOCK_M
     if start < gathered:
         slot = start + tl.arange(0, BLOCK_M)
         here = slot < gathered
-        rows = tl.load(rows_ptr + bh.to(tl.int64) * q_length + slot, mask=here, other=0)
+        rows = tl.load(rows_ptr + bh.to(tl.int64) * q_total + q_first + slot, mask=here, other=0)
         positions = rows + shift
         view = (k_length, left, right)
         first = tl.min(tl.where(here, positions, q_length + shift), 0)
@@ -76,15 +95,16 @@ def multiplicity_kernel(
             hk = h // group
             dims = tl.arange(0, G.block_d)
             at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-            at += rows.to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
+            at += (q_first + rows).to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
             q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
-            keys = (k_ptr, k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, stride_kt, stride_kd)
-            task = (q, positions, keys, b, hk, view, scale, softcap)
+            keys = source(k_ptr, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
+            alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+            task = (q, positions, keys, b, hk, view, scale, softcap, alibi)
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
-            if R.subtracts_maximum:
-                top = tl.load(max_ptr + bh.to(tl.int64) * q_length + rows, mask=here, other=0.0)
+            if R.subtracts_maximum and (G.alibi == "none" or R.row_max == "fp32"):
+                top = tl.load(max_ptr + bh.to(tl.int64) * q_total + q_first + rows, mask=here, other=0.0)
             else:
                 # What such a recipe subtracts is not the maximum.
                 top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -108,8 +128,8 @@ def multiplicity_kernel(
                 below = natural_top[:, None] - natural
                 window += tl.sum((seen & (below <= WINDOW)).to(tl.int32), 1)
                 ones += tl.sum((seen & (below <= unit)).to(tl.int32), 1)
-            plane = tl.num_programs(1).to(tl.int64) * q_length
-            to = out_ptr + bh.to(tl.int64) * q_length + rows
+            plane = tl.num_programs(1).to(tl.int64) * q_total
+            to = out_ptr + bh.to(tl.int64) * q_total + q_first + rows
             # Sums of integers: their order changes nothing.
             tl.atomic_add(to, exact, mask=here)
             tl.atomic_add(to + plane, as_run, mask=here)
@@ -119,7 +139,7 @@ def multiplicity_kernel(
 
 def multiplicities(
     q: Tensor, k: Tensor, near: Tensor, row_max: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float,
-    softcap: float | None,
+    softcap: float | None, sequences: Sequences = DENSE,
 ) -> Tensor:  # fmt: skip
     """How many scores are the row's maximum, by each definition: int32 [4, B, Hq, Tq]; 0 for a row without keys.
 
@@ -129,19 +149,24 @@ def multiplicities(
     # Sixty-four gathered rows at a time; the tile's width changes no score.
     geometry = forward_geometry(recipe, head_dim, visibility, softcap=softcap is not None, level="none")
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
+    geometry = sequences.extended(geometry, recipe, visibility)
+    seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
+    documents = 1 if sequences.cu_q is None else len(sequences.cu_q) - 1
     if q.device.type == "cpu":
         q, k = q.float(), k.float()
     flagged: Tensor = near > ALONE.value
     out = ((row_max > -torch.inf) & ~flagged).to(torch.int32).repeat(4, 1, 1, 1)
     rows = torch.empty(batch * heads, q_length, dtype=torch.int32, device=q.device)
-    counts = torch.empty(batch * heads, dtype=torch.int32, device=q.device)
-    gather_kernel[(batch * heads,)](near.contiguous(), rows, counts, q_length, BLOCK=1024)
+    counts = torch.empty(batch * heads, documents, dtype=torch.int32, device=q.device)
+    gather_kernel[(batch * heads, documents)](
+        near.contiguous(), rows, counts, seen[5], q_length, BLOCK=1024, DOCUMENTS=sequences.packed
+    )
     # A score no further below the maximum has a P_bar that rounds to 1, ties included.
     unit = -math.log1p(-(2.0 ** -(geometry.mantissa + 2)))
     chunks = -(-k_length // (geometry.block_n * _CHUNK))
-    multiplicity_kernel[(-(-q_length // geometry.block_m), batch * heads, chunks)](
+    multiplicity_kernel[(sequences.blocks(q_length, geometry.block_m), batch * heads, chunks)](
         q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
-        q_length, k_length, *visibility.arguments(q_length, k_length), scale, softcap or 0.0, unit, CHUNK=_CHUNK,
-        R=anonymous(recipe), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
+        *seen, scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry, num_warps=geometry.warps,
+        num_stages=geometry.stages,
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_diag.kernels.triton_math import INTERPRETED, LOG2_E, round_to
+from attn_diag.kernels.triton_math import LOG2_E, fused, round_to
 
 
 @triton.jit
@@ -14,12 +14,7 @@ def exponential(s, m, factor, R: tl.constexpr):
     m = tl.where(m == float("-inf"), 0.0, m)
     if R.exp == "exp2-fma":
         c = factor * LOG2_E
-        if INTERPRETED:
-            # A fused multiply-add: the product is exact in float64.
-            x = (s.to(tl.float64) * c - (m * c)[:, None].to(tl.float64)).to(tl.float32)
-        else:
-            x = tl.fma(s, c, -(m * c)[:, None])
-        p = tl.exp2(x)
+        p = tl.exp2(fused(s, c, -(m * c)[:, None]))
     else:
         p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
     return p

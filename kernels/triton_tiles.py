@@ -1,9 +1,9 @@
 """Tiles of q, k and v, and the scores of a tile: what the forward, the backward and the second pass share.
 
 In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
-descriptor, pointer, stride of a position, stride of a feature), ``view`` is (number of keys, left, right), and ``task``
-what a block of query rows needs to see its keys: (q, their positions, source of keys, batch item, head of the keys,
-``view``, scale, softcap).
+descriptor, pointer, stride of a position, stride of a feature, row of the tensor where the sequence begins), ``view``
+is (number of keys, left, right), and ``task`` what a block of query rows needs to see its keys: (q, their positions,
+source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope).
 """
 
 from __future__ import annotations
@@ -16,26 +16,40 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_diag.kernels.geometry import Geometry
-from attn_diag.kernels.triton_math import LOG2_E, dot, round_to, tanh
+from attn_diag.kernels.triton_math import LOG2_E, dot, fused, round_to, tanh
+
+# No sequence is longer than this, see ``_ragged_descriptor``.
+_RAGGED = tl.constexpr(2**30)
+
+
+@triton.jit
+def source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G: tl.constexpr):
+    """The tiles of head ``h`` from row ``first`` on, where its sequence begins."""
+    ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    if G.documents:
+        ptr += first.to(tl.int64) * stride_t
+    return desc, ptr, stride_t, stride_d, first
 
 
 @triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """Positions [start, start + BLOCK) of q or k: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
-    return _load(source, b, h, start, length, BLOCK, G.head_dim, G.block_d, G.tma)
+    return _load(source, b, h, start, length, BLOCK, G.head_dim, G.block_d, G)
 
 
 @triton.jit
 def load_values(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """As ``load_tile``, of v or dO: [BLOCK, block_dv], zero beyond V's features."""
-    return _load(source, b, h, start, length, BLOCK, G.value_dim, G.block_dv, G.tma)
+    return _load(source, b, h, start, length, BLOCK, G.value_dim, G.block_dv, G)
 
 
 @triton.jit
 def _load(source, b, h, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-          TMA: tl.constexpr):  # fmt: skip
-    desc, ptr, stride_t, stride_d = source
-    if TMA:
+          G: tl.constexpr):  # fmt: skip
+    desc, ptr, stride_t, stride_d, first = source
+    if G.tma and G.documents:
+        tile = tl.reshape(desc.load([_RAGGED, first + length, h, _RAGGED - length + start, 0]), [BLOCK, BLOCK_D])
+    elif G.tma:
         tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
     else:
         offs = start + tl.arange(0, BLOCK)
@@ -99,8 +113,23 @@ def mask_scores(s, positions, cols, view, G: tl.constexpr):
 
 
 @triton.jit
+def biased(s, positions, cols, alibi, k_length, G: tl.constexpr):
+    """S with ALiBi's bias, rounded once; ``positions`` and ``cols`` broadcast to S, numbers up to 2**24."""
+    if G.alibi != "none":
+        far = cols.to(tl.float32)
+        if G.alibi == "behind" or G.alibi == "distance":
+            far = far - positions.to(tl.float32)
+        if G.alibi == "distance":
+            far = -tl.abs(far)
+        if G.alibi == "last-key":
+            far = far - (k_length - 1)
+        s = fused(far, alibi, s)
+    return s
+
+
+@triton.jit
 def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
-    """S as the recipe stores it, from q.k in fp32; unscaled where alpha waits for the exponent."""
+    """S as the recipe stores it, from q.k in fp32, without a bias; unscaled where alpha waits for the exponent."""
     if R.alpha == "after-rounding":
         s = round_to(round_to(products, tl.constexpr(R.scores)) * scale, tl.constexpr(R.scores))
     elif R.alpha == "before-rounding" or G.softcap:
@@ -113,34 +142,44 @@ def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def backward_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
-    """(S log2 e, dS/dS before the softcap) from q.k in fp32, any shape; the slope is 1 without softcap."""
+def backward_scores(products, positions, cols, alibi, k_length, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+    """(S log2 e, dS/dS before the softcap) from q.k in fp32; the slope is 1 without softcap.
+
+    ``positions`` and ``cols`` of the rows and keys broadcast to the products.
+    """
     slope = 1.0
     if R.backward_scores == "as-forward":
         s = recipe_scores(products, scale, softcap, R, G)
-        if R.alpha == "in-exponent" and not G.softcap:
-            s *= scale
         if G.softcap:
             slope = 1.0 - (s / softcap) * (s / softcap)
+        s = biased(s, positions, cols, alibi, k_length, G)
+        if R.alpha == "in-exponent" and not G.softcap:
+            s *= scale
         s *= LOG2_E
     elif G.softcap:
         t = tanh(products * scale / softcap)
         slope = 1.0 - t * t
         s = t * (softcap * LOG2_E)
+        if G.alibi != "none":
+            s = biased(t * softcap, positions, cols, alibi, k_length, G) * LOG2_E
+    elif G.alibi != "none" and R.alpha != "in-exponent":
+        s = biased(products * scale, positions, cols, alibi, k_length, G) * LOG2_E
     else:
-        s = products * (scale * LOG2_E)
+        s = biased(products, positions, cols, alibi, k_length, G) * (scale * LOG2_E)
     return s, slope
 
 
 @triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
-    q, positions, keys, b, hk, view, scale, softcap = task
+    q, positions, keys, b, hk, view, scale, softcap, alibi = task
     start = tile * G.block_n
+    cols = start + tl.arange(0, G.block_n)
     k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
     s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+    s = biased(s, positions[:, None], cols[None, :], alibi, view[0], G)
     if MASKED:
-        s = mask_scores(s, positions, start + tl.arange(0, G.block_n), view, G)
+        s = mask_scores(s, positions, cols, view, G)
     return s
 
 
@@ -151,7 +190,21 @@ def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) 
         return list(tensors)
     blocks = (geometry.block_m, geometry.block_n, geometry.block_n, geometry.block_m)
     widths = (geometry.block_d, geometry.block_d, geometry.block_dv, geometry.block_dv)
-    return [_descriptor(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
+    made = _ragged_descriptor if geometry.documents else _descriptor
+    return [made(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
+
+
+def _ragged_descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
+    """Of rows that end where a document does, wherever that is: TMA fills with zeros behind it.
+
+    A row's coordinate is 2**30 - length + row, out of bounds from ``length`` on; two more dimensions take back what
+    that adds to the address, modulo 2**64. Source: triton.tools.ragged_tma.
+    """
+    plain = _descriptor(tensor, block, block_d)
+    (_, heads, _, dim), (_, stride_h, stride_t, _) = plain.shape, plain.strides
+    most = 0x7FFF0000
+    shape, strides = [most, most, heads, _RAGGED.value, dim], [2**34 - stride_t, stride_t, stride_h, stride_t, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, 1, block, block_d])
 
 
 def _descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:

@@ -1,0 +1,57 @@
+"""The steps of the backward for one tile; ``R`` is the Recipe and ``G`` the Geometry."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_diag.kernels.triton_math import LOG2_E, round_to
+
+
+@triton.jit
+def row_statistics(lse_ptr, delta_ptr, row, here):
+    """(L log2 e, delta) of rows; rows past the end, and rows that see no key, get L = inf, so that P = 0."""
+    lse = tl.load(lse_ptr + row, mask=here, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return lse * LOG2_E, tl.load(delta_ptr + row, mask=here, other=0.0)
+
+
+@triton.jit
+def score_gradients(p, dp, delta, slope, scale, R: tl.constexpr, G: tl.constexpr):
+    """dS before its cast; ``p``, ``dp`` (already rounded to ``dprobs``) and ``delta`` of one shape."""
+    if R.dscores_from == "cast-probs":
+        p = round_to(p, tl.constexpr(R.backward_probs))
+    if R.alpha_in_backward == "before-cast":
+        p = p * scale
+    ds = p * (dp - delta)
+    if G.softcap:
+        ds *= slope
+    return ds
+
+
+@triton.jit
+def end_sum(total, part, ends, R: tl.constexpr):
+    """(total, part) of a gradient: where ``ends``, what a range has summed is rounded and added, and rounded again."""
+    rounded = round_to(part, tl.constexpr(R.gradient_accumulator))
+    rounded = round_to(total + rounded, tl.constexpr(R.gradient_accumulator))
+    return tl.where(ends, rounded, total), tl.where(ends, 0.0, part)
+
+
+@triton.jit
+def end_range(total, part, ends, scale, R: tl.constexpr):
+    """As ``end_sum``, for dQ and dK: alpha enters with the part, unless dS held it."""
+    kept = part
+    if R.alpha_in_backward == "after-product":
+        part = part * scale
+    total, _ = end_sum(total, part, ends, R)
+    return total, tl.where(ends, 0.0, kept)
+
+
+@triton.jit
+def finished(total, part, scale, R: tl.constexpr):
+    """A gradient before its last rounding, alpha included."""
+    if R.gradient_accumulator != "fp32":
+        total, part = end_range(total, part, True, scale, R)
+    elif R.alpha_in_backward == "after-product":
+        total = total * scale
+    return total

@@ -1,0 +1,119 @@
+"""The sequences of a call beyond its tensors' shapes: borders of packed documents, and ALiBi's slopes.
+
+Packed documents are rows of one tensor, q [1, H, total, D]; document i has the rows cu_seqlens[i] to
+cu_seqlens[i + 1] - 1. A grid has as many blocks of rows as documents can have in all, whatever their lengths, so that
+the host need not know these; a block finds its document by itself. Rows behind the last document count as one more,
+which sees nothing of the other tensor, so that they are written too (0; L = -inf).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_diag.kernels.geometry import Geometry, Visibility
+from attn_diag.kernels.recipe import Recipe
+
+# Documents whose lengths are read at once.
+_CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: tl.constexpr):
+    """Where the ``tile``-th block of BLOCK rows lies, of all that documents have: no document's last goes on.
+
+    ``cu_ptr``: borders of the tensor with the blocks, of ``total`` rows; ``other_ptr``: of the other one.
+
+    Returns (document, block in it, its first row, its rows, its first row in the other tensor, its rows there); no rows
+    where there are fewer blocks.
+    """
+    document = 0
+    first = 0
+    blocks = 0
+    for chunk in range(0, documents + 1, _CHUNK):
+        i = chunk + tl.arange(0, _CHUNK)
+        begin = tl.load(cu_ptr + tl.minimum(i, documents))
+        end = tl.load(cu_ptr + tl.minimum(i + 1, documents))
+        end = tl.where(i == documents, total, tl.minimum(end, total))
+        here = tl.where(i <= documents, tl.cdiv(tl.maximum(end - begin, 0), BLOCK), 0)
+        ends = blocks + tl.cumsum(here, 0)
+        before = (ends <= tile) & (i <= documents)
+        document += tl.sum(before.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(before, ends, 0), 0))
+        blocks += tl.sum(here, 0)
+    begin = tl.load(cu_ptr + tl.minimum(document, documents))
+    end = tl.load(cu_ptr + tl.minimum(document + 1, documents))
+    end = tl.where(document == documents, total, tl.minimum(end, total))
+    other = tl.load(other_ptr + tl.minimum(document, documents))
+    other_end = tl.minimum(tl.load(other_ptr + tl.minimum(document + 1, documents)), other_total)
+    return document, tile - first, begin, tl.maximum(end - begin, 0), other, tl.maximum(other_end - other, 0)
+
+
+@triton.jit
+def head_slope(slopes_ptr, item, h, stride, G: tl.constexpr):
+    """ALiBi's slope of one head of a sequence; 0 where there is none."""
+    slope = 0.0
+    if G.alibi != "none":
+        slope = tl.load(slopes_ptr + item * stride + h)
+    return slope
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What a call's kernels are told of its sequences; nothing for dense ones."""
+
+    cu_q: Tensor | None = None
+    """Borders of q's documents, int32 [documents + 1], contiguous."""
+    cu_k: Tensor | None = None
+    """Of k's and v's."""
+    slopes: Tensor | None = None
+    """ALiBi's, fp32 [Hq], or [B, Hq] ([documents, Hq])."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether there are documents."""
+        return self.cu_q is not None
+
+    def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
+        """The geometry of a kernel for these sequences."""
+        if self.slopes is None:
+            return replace(geometry, documents=self.packed)
+        alibi: Any = visibility.alibi_origin
+        if alibi == "row":
+            alibi = "behind" if visibility.reach()[1] == 0 else "distance"
+        # A bias comes after the scores' rounding: rounded, m is not their maximum any more.
+        near = geometry.track_near and recipe.row_max == "fp32"
+        return replace(geometry, documents=self.packed, alibi=alibi, track_near=near)
+
+    def blocks(self, length: int, block: int) -> int:
+        """Blocks of rows (at most) of a tensor of ``length`` rows, the rest behind the last document included."""
+        if self.cu_q is None:
+            return -(-length // block)
+        return length // block + len(self.cu_q)
+
+    def arguments(
+        self, recipe: Recipe, visibility: Visibility, q: Tensor, k: Tensor, *, scale: float, softcap: float | None
+    ) -> tuple[Any, ...]:
+        """What the kernels take from "q_length" to "stride_slopes"."""
+        lengths = q.shape[2], k.shape[2]
+        # Of documents a kernel knows the lengths itself: it multiplies their difference by this shift.
+        view = visibility.arguments(*((0, 1) if self.packed else lengths))
+        unused = torch.empty(0, device=q.device)
+        slopes, stride = unused, 0
+        if self.slopes is not None:
+            slopes = self.slopes
+            if recipe.alpha == "in-exponent" and softcap is None:
+                slopes = (slopes.double() / scale).float()  # the scores still lack alpha
+            slopes = slopes.contiguous()
+            stride = q.shape[1] if slopes.ndim == 2 else 0
+        documents = 0 if self.cu_q is None else len(self.cu_q) - 1
+        borders = (unused, unused) if self.cu_q is None else (self.cu_q, self.cu_k)
+        return *lengths, *view, *borders, documents, slopes, stride
+
+
+DENSE = Sequences()
