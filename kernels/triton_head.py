@@ -28,8 +28,8 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
 def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
     """Run the recipe's kernels on some heads, forward and (where dO is given) backward, on their device, in one launch.
 
-    The heads are of one shape, scale, softcap and masking but for ALiBi's slopes; all have a sink, or none, and so with
-    slopes. Their tensors may be of any float dtype; their values must be numbers of the recipe's input format.
+    The heads are of one shape, scale, softcap and masking, but for ALiBi's slopes; all have a sink, or none. Their
+    tensors may be of any float dtype; their values must be numbers of the recipe's input format.
 
     Raises RecipeNotSupportedError for a site the kernels lack, dropout, an explicit mask or chosen query positions;
     BackendError where nothing here can run them; ValueError for shapes that they do not take.
@@ -42,9 +42,10 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
     if heads[0].dropout is not None:
         raise RecipeNotSupportedError("the Triton kernels have no dropout; use the emulation")
     visibility = Visibility() if masking is None else Visibility(masking.causal, masking.window)
-    alibi = [h.masking.alibi for h in heads if getattr(getattr(h, "masking", None), "alibi", None) is not None]  # type: ignore[attr-defined]
-    if alibi:
-        visibility = replace(visibility, alibi_origin=alibi[0].origin)
+    alibi = [getattr(getattr(h, "masking", None), "alibi", None) for h in heads]
+    origins = {a.origin for a in alibi if a is not None}
+    if origins:
+        visibility = replace(visibility, alibi_origin=min(origins))
 
     def stacked(tensors: Sequence[Tensor | None]) -> Tensor:
         """[1, H, T, D]."""
@@ -55,8 +56,8 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
         check_tensors(q, k, v)
         logits = [h.sink for h in heads if h.sink is not None]
         sinks = torch.tensor(logits, dtype=torch.float32, device=q.device) if logits else None
-        slopes = torch.tensor([a.slope for a in alibi], dtype=torch.float32, device=q.device) if alibi else None
-        sequences = Sequences(slopes=slopes)
+        slopes = q.new_tensor([0.0 if a is None else a.slope for a in alibi], dtype=torch.float32)
+        sequences = Sequences(slopes=slopes if origins else None)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
                         unrounded=recipe.delta_from == "fp32-o", sinks=sinks, sequences=sequences)  # fmt: skip
         results = [EmulatedHead(o=o, lse=lse) for o, lse in zip(found.o[0], found.lse[0], strict=True)]

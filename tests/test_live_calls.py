@@ -385,11 +385,16 @@ def test_flash_attn(packing: str, probs: bool, flash_attn: ModuleType, tmp_path:
     assert torch.equal(capture.tensors["do"][...].transpose(1, 2), weights_of(o))
 
 
-def test_our_own_operator(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_our_own_operator(packed: bool, tmp_path: Path, device: str) -> None:
     q, k, v = (torch.randn(1, 2, 32, 16, device=device).bfloat16().requires_grad_() for _ in range(3))
+    borders = torch.tensor([0, 20, 32], dtype=torch.int32, device=device) if packed else None
+    slopes = torch.tensor([[0.5, 0.25], [0.125, 1.0]], device=device) if packed else None
     with attn_diag.capture(None, tmp_path) as recorder:
         for _ in range(2):
-            o = attn_diag.attention(q, k, v, recipe="fa2", causal="top-left")
+            o = attn_diag.attention(
+                q, k, v, recipe="fa2", causal="top-left", cu_seqlens_q=borders, alibi_slopes=slopes
+            )  # fmt: skip
             k.grad = None
             torch.autograd.backward(o.sum())
             recorder.end_step()
@@ -397,6 +402,8 @@ def test_our_own_operator(tmp_path: Path, device: str) -> None:
     assert {"q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"} <= capture.tensors.keys()
     assert torch.equal(capture.tensors["dk"][...], some(k.grad).cpu())
     assert "fa2" in str(capture.metadata.kernel)
+    assert len(capture.documents or []) == 2 * packed
+    assert ("alibi_slopes" in capture.tensors) == packed
     assert holds(capture)
 
 

@@ -11,6 +11,7 @@ from builders import some
 from torch import Tensor
 from torch.library import opcheck
 
+import attn_diag
 from attn_diag.kernels import Recipe, Schedule, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import BackendError
@@ -243,6 +244,25 @@ def test_a_dump_of_documents_is_that_of_each(recipe: str, device: str) -> None:
             assert torch.equal(getattr(dump, name)[:, :, t], getattr(one, name)), name
         for definition in ("exact", "as_run", "window", "unit"):
             assert torch.equal(dump.multiplicity(definition)[:, :, t], one.multiplicity(definition))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_dump_of_documents_is_inspected(tokens: bool, device: str) -> None:
+    packed = Packed([(40, 40), (1, 1), (9, 30)], device)
+    q, k, v, do = ((t[0].transpose(0, 1) if tokens else t) for t in (packed.q, packed.k, packed.v, packed.do))
+    more: dict[str, Any] = {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": packed.cu_k, "alibi_slopes": packed.slopes}
+    _, dump = attention(q, k, v, causal="bottom-right", instrument="rows", **more)
+
+    def answers() -> set[str]:
+        (observation,) = attn_diag.inspect(q, k, v, do=do, dump=dump, device="cpu").captures[0].observations
+        return {label for head in observation.heads for label in head.verdict.labels}
+
+    assert answers() == {"clean"}
+    # Without the bias, or with the borders elsewhere, it is another attention.
+    for name, other in (("alibi_slopes", None), ("cu_seqlens_k", packed.cu_k - (packed.cu_k == 40).int())):
+        setattr(dump, name, other)
+        assert "wrong" in answers()
+        setattr(dump, name, more[name])
 
 
 def test_opcheck_and_one_graph(device: str) -> None:

@@ -175,7 +175,7 @@ class Counterfactuals:
         heads = [_positive(one._head) for one in self.beside]
         try:
             made = run_heads(_stored_as(chosen, self._fmt, self._stored), heads)
-        except (BackendError, ValueError):  # a mask, ALiBi or a head dimension that they lack: emulated
+        except (BackendError, ValueError):  # a mask or a head dimension that they lack: emulated
             return
         for one, found in zip(self.beside, made, strict=True):
             one._found[recipe, False, None] = _outputs_of(found, -1 if self._head.scale < 0 else 1)

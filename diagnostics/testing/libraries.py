@@ -363,10 +363,15 @@ def _fla(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _ours(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     from attn_diag.kernels.attention import attention
 
-    refuse_options("attn_diag.attention", options, "window", "softcap", "sinks")
+    refuse_options("attn_diag.attention", options, "window", "softcap", "sinks", "alibi_slopes")
+    slopes = options.alibi_slopes
+    # Under causality all origins are one softmax.
+    if slopes is not None and options.alibi_origin != "row" and options.causal == "none":
+        raise InputError(f"attn_diag.attention counts ALiBi's distances from the row, not from {options.alibi_origin}")
     return attention(
         q, k, v, causal=options.causal, window=options.window, scale=options.scale, softcap=options.softcap,
         sinks=None if options.sinks is None else options.sinks.to(q.device),
+        alibi_slopes=None if slopes is None else slopes.to(q.device),
     )  # fmt: skip
 
 

@@ -152,10 +152,16 @@ def inspect(
 def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallTensors) -> Capture:
     """The capture of a call whose output ``attn_diag.attention`` dumped."""
     window = None if dump.window == (-1, -1) else dump.window
-    made: CallTensors = {"o": dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o, "lse": dump.lse}
+    o = dump.o.transpose(1, 2) if call.get("layout") == "BTHD" else dump.o
+    if getattr(q, "ndim", 4) == 3:  # packed, [total, H, D]
+        o = dump.o[0].transpose(0, 1)
+    made: CallTensors = {"o": o, "lse": dump.lse}
     made |= {"causal": dump.causal, "scale": dump.scale, "window": window, "softcap": dump.softcap}
     made |= {} if dump.delta is None else {"delta": dump.delta}
     made |= {} if dump.sinks is None else {"sinks": dump.sinks}
+    made |= {} if dump.alibi_slopes is None else {"alibi_slopes": dump.alibi_slopes}
+    if dump.cu_seqlens_q is not None:
+        made |= {"cu_seqlens_q": dump.cu_seqlens_q, "cu_seqlens_k": dump.cu_seqlens_k}
     (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")
     return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))
 

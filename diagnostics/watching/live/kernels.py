@@ -67,8 +67,8 @@ class FusedOperator:
     gradients: tuple[int, ...] = (0, 1, 2)
     """Which results of its backward are dQ, dK and dV."""
     packs: bool = False
-    """Whether q [total, H, D] with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after the other; its LSE is
-    [H, total] then."""
+    """Whether q [total, H, D] (or [1, H, total, D]) with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after
+    the other; its LSE is [H, total] then, or [1, H, total]."""
 
     @property
     def is_function(self) -> bool:
@@ -88,7 +88,7 @@ class FusedOperator:
         found = named | found
         found |= {} if self.reads is None else dict(self.reads(found))
         found |= without_pages(found) if self.packs else {}
-        return found | {"packed": self.packs and _is_packed(found)}
+        return found | {"packed": self.packs and _is_packed(found, self.layout)}
 
     def laid_out(self, tensor: Tensor, name: str, given: Given) -> Tensor:
         """[B, H, T, D] of one of its tensors.
@@ -135,9 +135,10 @@ def refusal(given: Given) -> str | None:
     return f"{', '.join(unknown)} not supported" if unknown else None
 
 
-def _is_packed(given: Given) -> bool:
+def _is_packed(given: Given, layout: str) -> bool:
+    """[total, H, D], or a batch of one, between borders."""
     borders = all(isinstance(given.get(name), Tensor) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    return borders and given["q"].dim() == 3
+    return borders and (given["q"].dim() == 3 or (layout == "BHTD" and given["q"].shape[0] == 1))
 
 
 def _alters(value: object) -> bool:
@@ -167,6 +168,10 @@ def _slopes(given: Given) -> Given:
     left, right = (-1 if given.get(name) is None else given[name] for name in ("left", "right"))
     keys = given.get("max_seqlen_k") or given["k"].shape[-3]
     return {"alibi_origin": alibi_origin(bool(given.get("is_causal")), (left, right), keys)}
+
+
+def _ours(given: Given) -> Given:
+    return {} if given.get("alibi_slopes") is None else {"alibi_origin": "row"}
 
 
 def _chunked(given: Given) -> Given:
@@ -271,7 +276,13 @@ OPERATORS = (
     _of_torch("_scaled_dot_product_flash_attention_for_cpu", "flash on the CPU", "CPU"),
     _of_torch("_scaled_dot_product_fused_attention_overrideable", "of the device's backend", "XPU", "PrivateUse1"),
     FusedOperator(
-        "attn_diag::attention_forward", "attn_diag.attention", "attn_diag::attention_backward", ("CPU", "CUDA"), lse=2
+        "attn_diag::attention_forward",
+        "attn_diag.attention",
+        "attn_diag::attention_backward",
+        ("CPU", "CUDA"),
+        lse=2,
+        reads=_ours,
+        packs=True,
     ),
     _of_tokens(
         "torch_attn::_varlen_attn", "torch varlen_attn", "torch_attn::_varlen_attn_backward", reads=_torch_varlen
