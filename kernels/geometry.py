@@ -89,8 +89,10 @@ class Geometry:
     """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
     """Whether they are counted two at a time."""
-    documents: bool = False
-    """Whether the rows of q and k are those of several packed sequences."""
+    row_descriptors: bool = False
+    """Whether dK/dV's row statistics come through descriptors too."""
+    documents: int = 0
+    """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"
     """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 

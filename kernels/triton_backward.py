@@ -31,13 +31,22 @@ from torch import Tensor
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_gradients import end_range, end_sum, finished, row_statistics, score_gradients
+from attn_diag.kernels.triton_gradients import (
+    end_range,
+    end_sum,
+    finished,
+    row_statistics,
+    score_gradients,
+    tile_statistics,
+)
 from attn_diag.kernels.triton_instruments import dump_gradients
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
 from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
 from attn_diag.kernels.triton_tiles import (
+    backward_lse,
     backward_scores,
     described,
+    described_rows,
     key_tiles,
     load_tile,
     load_values,
@@ -85,10 +94,10 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
         v = load_values(values, b, hk, start, view[0], G.block_n, G)
         s = dot(q, tl.trans(k), tl.constexpr(R.input))
-        s, slope = backward_scores(s, positions[:, None], cols[None, :], alibi, view[0], scale, softcap, R, G)
+        s, slope = backward_scores(s, positions[:, None], cols[None, :], start, alibi, view[0], scale, softcap, R, G)
         if MASKED:
             s = mask_scores(s, positions, cols, view, G)
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(s - backward_lse(lse, positions, start, alibi, scale, R, G)[:, None])
         dp = round_to(dot(do, tl.trans(v), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
         if WANT == "delta":
             acc += tl.sum(p * dp, 1)
@@ -127,7 +136,7 @@ def dq_kernel(
     q_first = 0
     k_first = 0
     if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M)
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M, G.documents)
         item, block, q_first, q_length, k_first, k_length = found
         shift = shift * (k_length - q_length)
         if q_length == 0:
@@ -190,19 +199,19 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
     ``sums``: dk, dv, and the sums within a block of query rows, where the recipe rounds after each; else unused.
     """
     dk, dv, dk_part, dv_part = sums
-    k, v, cols = columns
+    k, v, cols, first = columns
     queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
         q = load_tile(queries, b, h, start, q_length, G.block_m, G)
-        lse, delta = row_statistics(lse_ptr, delta_ptr, row_base + offs, offs < q_length)
+        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, start, offs, q_length, G)
         s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
-        positions = (offs + shift)[None, :]
-        s, slope = backward_scores(s, positions, cols[:, None], alibi, view[0], scale, softcap, R, G)
+        positions = offs + shift
+        s, slope = backward_scores(s, positions[None, :], cols[:, None], first, alibi, view[0], scale, softcap, R, G)
         if MASKED:
-            s = tl.trans(mask_scores(tl.trans(s), offs + shift, cols, view, G))
-        p = tl.exp2(s - lse[None, :])
+            s = tl.trans(mask_scores(tl.trans(s), positions, cols, view, G))
+        p = tl.exp2(s - backward_lse(lse, positions, first, alibi, scale, R, G)[None, :])
         do = load_values(gradients, b, h, start, q_length, G.block_m, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
         dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
@@ -228,7 +237,10 @@ def dkdv_kernel(
     k_heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
     scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys; the query heads that share it are added one after the other."""
+    """dK and dV of one block of keys; the query heads that share it are added one after the other.
+
+    ``lse_ptr`` and ``delta_ptr`` are descriptors where packed tiles come through them, see ``tile_statistics``.
+    """
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_DV: tl.constexpr = G.block_dv
@@ -241,7 +253,7 @@ def dkdv_kernel(
     q_first = 0
     k_first = 0
     if G.documents:
-        found = document_of(cu_k_ptr, cu_q_ptr, block, documents, k_length, q_length, BLOCK_N)
+        found = document_of(cu_k_ptr, cu_q_ptr, block, documents, k_length, q_length, BLOCK_N, G.documents)
         item, block, k_first, k_length, q_first, q_length = found
         shift = shift * (k_length - q_length)
         if k_length == 0:
@@ -262,7 +274,7 @@ def dkdv_kernel(
     if R.gradient_accumulator != "fp32":
         dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    columns = (k, v, cols)
+    columns = (k, v, cols, start)
     for g in range(0, group):
         h = hk * group + g
         queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
@@ -357,8 +369,8 @@ def backward(
         )
     launch_rows("dq", dq, dq.stride()[:3], rows)
     dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
-        *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides, *dk.stride()[:3],
-        *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,
+        *described(columns, q, k, v, do), q, k, v, do, *described_rows(columns, lse, delta), dk, dv, *strides,
+        *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))

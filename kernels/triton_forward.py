@@ -161,7 +161,7 @@ def forward_kernel(
     q_first = 0
     k_first = 0
     if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M)
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M, G.documents)
         item, block, q_first, q_length, k_first, k_length = found
         shift = shift * (k_length - q_length)
         if q_length == 0:

@@ -17,6 +17,22 @@ def row_statistics(lse_ptr, delta_ptr, row, here):
 
 
 @triton.jit
+def tile_statistics(lse_rows, delta_rows, first, start, offs, length, G: tl.constexpr):
+    """As ``row_statistics``, of rows ``start`` + [0, M) = ``offs`` of a sequence whose first row is ``first``.
+
+    From descriptors of all rows where the geometry has it so.
+    """
+    if G.row_descriptors:
+        row = (first + start).to(tl.int32)
+        lse = tl.where(offs < length, lse_rows.load([row]), float("inf"))
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+        delta = tl.where(offs < length, delta_rows.load([row]), 0.0)
+    else:
+        lse, delta = row_statistics(lse_rows, delta_rows, first + offs, offs < length)
+    return lse, delta
+
+
+@triton.jit
 def score_gradients(p, dp, delta, slope, scale, R: tl.constexpr, G: tl.constexpr):
     """dS before its cast; ``p``, ``dp`` (already rounded to ``dprobs``) and ``delta`` of one shape."""
     if R.dscores_from == "cast-probs":

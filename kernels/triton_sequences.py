@@ -19,15 +19,14 @@ from torch import Tensor
 from attn_diag.kernels.geometry import Geometry, Visibility
 from attn_diag.kernels.recipe import Recipe
 
-# Documents whose lengths are read at once.
-_CHUNK = tl.constexpr(128)
-
 
 @triton.jit
-def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: tl.constexpr):
+def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: tl.constexpr,
+                CHUNK: tl.constexpr):  # fmt: skip
     """Where the ``tile``-th block of BLOCK rows lies, of all that documents have: no document's last goes on.
 
-    ``cu_ptr``: borders of the tensor with the blocks, of ``total`` rows; ``other_ptr``: of the other one.
+    CHUNK: documents whose borders are read at once. ``cu_ptr``: borders of the tensor with the blocks, of ``total``
+    rows; ``other_ptr``: of the other one.
 
     Returns (document, block in it, its first row, its rows, its first row in the other tensor, its rows there); no rows
     where there are fewer blocks.
@@ -35,8 +34,8 @@ def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: t
     document = 0
     first = 0
     blocks = 0
-    for chunk in range(0, documents + 1, _CHUNK):
-        i = chunk + tl.arange(0, _CHUNK)
+    for chunk in range(0, documents + 1, CHUNK):
+        i = chunk + tl.arange(0, CHUNK)
         begin = tl.load(cu_ptr + tl.minimum(i, documents))
         end = tl.load(cu_ptr + tl.minimum(i + 1, documents))
         end = tl.where(i == documents, total, tl.minimum(end, total))
@@ -79,16 +78,27 @@ class Sequences:
         """Whether there are documents."""
         return self.cu_q is not None
 
+    @property
+    def _at_once(self) -> int:
+        """Documents that a block of rows looks at at once to find its own: a warp's threads do, if there are so few."""
+        if self.cu_q is None:
+            return 0
+        return next((n for n in (32, 256) if len(self.cu_q) <= n), 1024)
+
     def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
         """The geometry of a kernel for these sequences."""
+        # Pointers to rows of documents are aligned to nothing; where a tile has fewer rows than threads, Triton 3.6 has
+        # every thread copy by itself all that it needs of them: dK and dV took twice the time.
+        descriptors = geometry.tma and self.packed and geometry.block_m < 32 * geometry.warps
+        geometry = replace(geometry, documents=self._at_once, row_descriptors=descriptors)
         if self.slopes is None:
-            return replace(geometry, documents=self.packed)
+            return geometry
         alibi: Any = visibility.alibi_origin
         if alibi == "row":
             alibi = "behind" if visibility.reach()[1] == 0 else "distance"
         # A bias comes after the scores' rounding: rounded, m is not their maximum any more.
         near = geometry.track_near and recipe.row_max == "fp32"
-        return replace(geometry, documents=self.packed, alibi=alibi, track_near=near)
+        return replace(geometry, alibi=alibi, track_near=near)
 
     def blocks(self, length: int, block: int) -> int:
         """Blocks of rows (at most) of a tensor of ``length`` rows, the rest behind the last document included."""

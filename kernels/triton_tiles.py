@@ -142,10 +142,31 @@ def recipe_scores(products, scale, softcap, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def backward_scores(products, positions, cols, alibi, k_length, scale, softcap, R: tl.constexpr, G: tl.constexpr):
+def _log2_slope(alibi, scale, R: tl.constexpr, G: tl.constexpr):
+    """ALiBi's slope in units of S log2 e; ``alibi`` lacks alpha where the scores do."""
+    if R.alpha == "in-exponent" and not G.softcap:
+        slope = alibi * (scale * LOG2_E)
+    else:
+        slope = alibi * LOG2_E
+    return slope
+
+
+@triton.jit
+def backward_lse(lse, positions, origin, alibi, scale, R: tl.constexpr, G: tl.constexpr):
+    """L log2 e [M], with what the scores of ``backward_scores`` lack of ALiBi's bias, for keys from ``origin`` on."""
+    if G.alibi == "behind" and R.backward_scores != "as-forward":
+        lse += _log2_slope(alibi, scale, R, G) * (positions - origin).to(tl.float32)
+    return lse
+
+
+@triton.jit
+def backward_scores(products, positions, cols, origin, alibi, k_length, scale, softcap, R: tl.constexpr,
+                    G: tl.constexpr):  # fmt: skip
     """(S log2 e, dS/dS before the softcap) from q.k in fp32; the slope is 1 without softcap.
 
-    ``positions`` and ``cols`` of the rows and keys broadcast to the products.
+    ``positions`` and ``cols`` of the rows and keys broadcast to the products. ALiBi's bias j - p is split at a tile's
+    first key ``origin``, the part of p left to ``backward_lse``: that costs a vector less for every score. Near the
+    diagonal both parts are small, and far from it P is.
     """
     slope = 1.0
     if R.backward_scores == "as-forward":
@@ -160,8 +181,12 @@ def backward_scores(products, positions, cols, alibi, k_length, scale, softcap, 
         t = tanh(products * scale / softcap)
         slope = 1.0 - t * t
         s = t * (softcap * LOG2_E)
-        if G.alibi != "none":
+        if G.alibi == "behind":
+            s += _log2_slope(alibi, scale, R, G) * (cols - origin).to(tl.float32)
+        elif G.alibi != "none":
             s = biased(t * softcap, positions, cols, alibi, k_length, G) * LOG2_E
+    elif G.alibi == "behind":
+        s = products * (scale * LOG2_E) + _log2_slope(alibi, scale, R, G) * (cols - origin).to(tl.float32)
     elif G.alibi != "none" and R.alpha != "in-exponent":
         s = biased(products * scale, positions, cols, alibi, k_length, G) * LOG2_E
     else:
@@ -192,6 +217,13 @@ def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) 
     widths = (geometry.block_d, geometry.block_d, geometry.block_dv, geometry.block_dv)
     made = _ragged_descriptor if geometry.documents else _descriptor
     return [made(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
+
+
+def described_rows(geometry: Geometry, *rows: Tensor) -> list[Any]:
+    """Descriptors of block_m numbers from any row on, of statistics of packed rows; else the tensors."""
+    if not geometry.row_descriptors:
+        return list(rows)
+    return [TensorDescriptor(t, [t.numel()], [1], [geometry.block_m]) for t in rows]
 
 
 def _ragged_descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
