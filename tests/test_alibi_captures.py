@@ -123,8 +123,16 @@ def test_what_cannot_run_with_slopes_says_so() -> None:
     broken = replace(capture, tensors={**capture.tensors, "alibi_slopes": torch.tensor([0.5, torch.nan, 0.1, 0.2])})
     with pytest.raises(InputError, match="an ALiBi slope is NaN or Inf; inspect judges"):
         case_of_capture(broken)
-    with pytest.raises(InputError, match="Triton kernels take no ALiBi slopes; use the emulation"):
-        attn_diag.inspect_captures([capture], recipes=["fa2"], engine="triton", device="cpu")
+
+
+def test_the_triton_kernels_run_with_slopes_as_the_emulation_does() -> None:
+    found = [
+        attn_diag.inspect_captures([whole()], recipes=["fa2"], engine=engine, device="cpu").captures[0].observations[0]
+        for engine in ("emulation", "triton")
+    ]
+    for emulated, ran in zip(*(observation.heads for observation in found), strict=True):
+        assert ran.verdict.labels == emulated.verdict.labels
+        assert ran.noise_factor == pytest.approx(emulated.noise_factor, rel=0.05)
 
 
 ORIGINS: dict[str, tuple[Masking, AlibiOrigin]] = {
