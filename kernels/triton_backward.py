@@ -32,6 +32,7 @@ from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_gradients import (
+    anchor_kernel,
     end_range,
     end_sum,
     finished,
@@ -199,19 +200,21 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
     ``sums``: dk, dv, and the sums within a block of query rows, where the recipe rounds after each; else unused.
     """
     dk, dv, dk_part, dv_part = sums
-    k, v, cols, first = columns
+    k, v, cols = columns
     queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
         q = load_tile(queries, b, h, start, q_length, G.block_m, G)
-        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, start, offs, q_length, G)
+        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, start, offs, q_length, R, G)
         s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
         positions = offs + shift
-        s, slope = backward_scores(s, positions[None, :], cols[:, None], first, alibi, view[0], scale, softcap, R, G)
+        s, slope = backward_scores(
+            s, positions[None, :], cols[:, None], start + shift, alibi, view[0], scale, softcap, R, G
+        )
         if MASKED:
             s = tl.trans(mask_scores(tl.trans(s), positions, cols, view, G))
-        p = tl.exp2(s - backward_lse(lse, positions, first, alibi, scale, R, G)[None, :])
+        p = tl.exp2(s - lse[None, :])
         do = load_values(gradients, b, h, start, q_length, G.block_m, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
         dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
@@ -274,7 +277,7 @@ def dkdv_kernel(
     if R.gradient_accumulator != "fp32":
         dk_part = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_part = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    columns = (k, v, cols, start)
+    columns = (k, v, cols)
     for g in range(0, group):
         h = hk * group + g
         queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
@@ -368,6 +371,11 @@ def backward(
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows
         )
     launch_rows("dq", dq, dq.stride()[:3], rows)
+    if columns.alibi == "behind" and recipe.backward_scores != "as-forward":
+        given, lse = lse, torch.empty_like(lse)
+        anchor_kernel[(sequences.blocks(q_length, columns.block_m), batch * heads)](
+            given, lse, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
+        )
     dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
         *described(columns, q, k, v, do), q, k, v, do, *described_rows(columns, lse, delta), dk, dv, *strides,
         *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from attn_diag.kernels.triton_math import LOG2_E, round_to
+from attn_diag.kernels.triton_sequences import document_of, head_slope
+from attn_diag.kernels.triton_tiles import backward_lse
 
 
 @triton.jit
@@ -17,19 +19,46 @@ def row_statistics(lse_ptr, delta_ptr, row, here):
 
 
 @triton.jit
-def tile_statistics(lse_rows, delta_rows, first, start, offs, length, G: tl.constexpr):
+def tile_statistics(lse_rows, delta_rows, first, start, offs, length, R: tl.constexpr, G: tl.constexpr):
     """As ``row_statistics``, of rows ``start`` + [0, M) = ``offs`` of a sequence whose first row is ``first``.
 
-    From descriptors of all rows where the geometry has it so.
+    From descriptors of all rows where the geometry has it so; what ``anchor_kernel`` has written is ready for use.
     """
     if G.row_descriptors:
         row = (first + start).to(tl.int32)
         lse = tl.where(offs < length, lse_rows.load([row]), float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
         delta = tl.where(offs < length, delta_rows.load([row]), 0.0)
     else:
-        lse, delta = row_statistics(lse_rows, delta_rows, first + offs, offs < length)
+        lse = tl.load(lse_rows + first + offs, mask=offs < length, other=float("inf"))
+        delta = tl.load(delta_rows + first + offs, mask=offs < length, other=0.0)
+    if not (G.alibi == "behind" and R.backward_scores != "as-forward"):
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
     return lse, delta
+
+
+@triton.jit
+def anchor_kernel(
+    lse_ptr, out_ptr, heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes, scale,
+    R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """L log2 e of rows with the part of ALiBi's bias that tells them from the first of their tile, for dK and dV.
+
+    There a thread holds many rows and few keys: what is done once here it would do again for every block of keys.
+    """
+    block = tl.program_id(0)
+    bh = tl.program_id(1)
+    item = bh // heads
+    first = bh.to(tl.int64) * q_length
+    if G.documents:
+        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, G.block_m, G.documents)
+        item, block, begin, q_length, _, _ = found
+        first += begin
+    start = block * G.block_m
+    offs = start + tl.arange(0, G.block_m)
+    here = offs < q_length
+    lse, _ = row_statistics(lse_ptr, lse_ptr, first + offs, here)
+    alibi = head_slope(slopes_ptr, item, bh % heads, stride_slopes, G)
+    tl.store(out_ptr + first + offs, backward_lse(lse, offs, start, alibi, scale, R, G), mask=here)
 
 
 @triton.jit

@@ -153,7 +153,7 @@ def _log2_slope(alibi, scale, R: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def backward_lse(lse, positions, origin, alibi, scale, R: tl.constexpr, G: tl.constexpr):
-    """L log2 e [M], with what the scores of ``backward_scores`` lack of ALiBi's bias, for keys from ``origin`` on."""
+    """L log2 e [M], with what the scores of ``backward_scores`` lack of ALiBi's bias, from ``origin`` on."""
     if G.alibi == "behind" and R.backward_scores != "as-forward":
         lse += _log2_slope(alibi, scale, R, G) * (positions - origin).to(tl.float32)
     return lse
@@ -164,9 +164,9 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
                     G: tl.constexpr):  # fmt: skip
     """(S log2 e, dS/dS before the softcap) from q.k in fp32; the slope is 1 without softcap.
 
-    ``positions`` and ``cols`` of the rows and keys broadcast to the products. ALiBi's bias j - p is split at a tile's
-    first key ``origin``, the part of p left to ``backward_lse``: that costs a vector less for every score. Near the
-    diagonal both parts are small, and far from it P is.
+    ``positions`` and ``cols`` of the rows and keys broadcast to the products. ALiBi's bias j - p is split at
+    ``origin``, a tile's first key or row, and the part of p left to ``backward_lse``: that costs a vector less for
+    every score. Near the diagonal both parts are small, and far from it P is.
     """
     slope = 1.0
     if R.backward_scores == "as-forward":
