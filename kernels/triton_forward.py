@@ -40,7 +40,7 @@ from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geo
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
-from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
+from attn_diag.kernels.triton_math import as_operand, dot, dot_add, fused, round_to
 from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
 from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, load_values, source, tile_scores
@@ -245,7 +245,7 @@ def forward_kernel(
     used_l = l
     if G.ranges and R.lse_from == "unrounded-l":
         used_l = exact_l
-    lse = tl.where(unseen, m, m * factor + tl.log(tl.where(unseen, 1.0, used_l)))
+    lse = tl.where(unseen, m, fused(m, factor, tl.log(tl.where(unseen, 1.0, used_l))))
     if G.split:
         bh += tl.program_id(2) * tl.num_programs(1)
         row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_total
