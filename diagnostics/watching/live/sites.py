@@ -111,7 +111,9 @@ def dropout_refusal(dropout: float | None) -> str | None:
 
 
 def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
-    """The call with which probabilities were kept, which those tell that were multiplied with v; else refused.
+    """The call with which probabilities were kept; refused where that is not known.
+
+    The fused operator underneath tells, or those that were multiplied with v.
 
     Args:
         found: The call.
@@ -120,7 +122,8 @@ def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
     """
     if not dropout:
         return found
-    kept = None if found.get("within") is not None else tap.kept(found["q"], found["k"], found["o"])
+    operator = found.get("within")
+    kept = tap.kept(found["q"], found["k"], found["o"]) if operator is None else operator.kept()
     if kept is None or dropout >= 1:
         return found | {"refused": found.get("refused") or dropout_refusal(dropout)}
     return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
