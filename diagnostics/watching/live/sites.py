@@ -52,6 +52,9 @@ def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs:
         return {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
+    if site in (TRANSFORMERS, EAGER):
+        # A registered function may call them what it likes.
+        return {**bound.arguments, **kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))}
     return dict(bound.arguments)
 
 
@@ -63,6 +66,10 @@ def _signature(function: Function) -> inspect.Signature:
 # scaled_dot_product_attention's arguments with their defaults: the builtin has no signature that inspect could read.
 _SDPA = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
          "scale": None, "enable_gqa": False}  # fmt: skip
+
+
+# What transformers hands to an attention function, in its order; all else by name.
+_TRANSFORMERS = ("module", "query", "key", "value", "attention_mask")
 
 
 def unchanged(t: Tensor) -> Tensor:
