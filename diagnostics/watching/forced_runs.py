@@ -62,8 +62,8 @@ class ForcedModel:
     Args:
         model: A Hugging Face transformers model for causal language modelling.
         input_ids: Its tokens, [B, T].
-        dtype: What the copy computes in; None: as the model does. Where the model's attention is a kernel of transformers'
-            that cannot, eager attention computes it.
+        dtype: What the copy computes in; None: as the model does. Where the model's attention is a kernel of
+            transformers' that cannot, eager attention computes it.
         inputs: More of its inputs.
     """
 
