@@ -4,7 +4,8 @@ P = exp(S - L);  delta = rowsum(dO o O) or rowsum(P o dP);  dS = P o (dP - delta
 dQ = alpha dS K;  dK = alpha dS^T Q;  dV = P^T dO
 
 Dropout makes O = (P o W) V, dP = W o (dO V^T) and dV = (P o W)^T dO; operands of products are 0 where it dropped, and
-1 / (1 - p) multiplies sums in the recipe's arithmetic, as in FlashAttention-2.
+1 / (1 - p) multiplies sums in the recipe's arithmetic, as in FlashAttention-2, unless the recipe rounds it
+(``dropout_factor``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_forward import SCORES, Block, ForwardRows, Rounder, lse_key, masked_scores
+from attn_diag.kernels.emulation_forward import (
+    SCORES,
+    Block,
+    ForwardRows,
+    Rounder,
+    dropout_factor,
+    lse_key,
+    masked_scores,
+    rounds_dropout,
+)
 from attn_diag.kernels.emulation_operands import working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.quantize import quantize
@@ -118,10 +128,13 @@ def _before_last_rounding(
             )
         if gradients is not None:
             dk = matmul(dscores.T, q, recipe.accumulation, operands=recipe.input)
-            probs = block.kept(_in_blocks(recipe, "quantize_backward_probs", cast), keys)
+            probs = _in_blocks(recipe, "quantize_backward_probs", cast)
+            probs = block.multiplied(recipe, "backward_probs", probs, keys, rounder)
             of_dv = prepared.get(recipe, "do").rows(block.rows).whole
             dv = matmul(probs.T, of_dv, recipe.accumulation, operands=recipe.input)
-            gradients.add(keys, dk if before_cast else dk * scale, _scaled(block, dv))
+            if block.head.dropout is not None and not rounds_dropout(recipe, block.head):
+                dv = dv * block.head.dropout.factor
+            gradients.add(keys, dk if before_cast else dk * scale, dv)
     return BackwardRows(delta, dq)
 
 
@@ -152,9 +165,5 @@ def _in_blocks(recipe: Recipe, field: str, x: Tensor) -> Tensor:
 
 def _dprobs(recipe: Recipe, block: Block, keys: slice, rounder: Rounder) -> Tensor:
     """dP of what is kept, times 1 / (1 - p) under dropout."""
-    return _scaled(block, block.kept(rounder("dprobs", block.dprobs(recipe, keys), keys.start), keys))
-
-
-def _scaled(block: Block, x: Tensor) -> Tensor:
-    dropout = block.head.dropout
-    return x if dropout is None else x * dropout.factor
+    kept = block.kept(rounder("dprobs", block.dprobs(recipe, keys), keys.start), keys)
+    return kept if block.head.dropout is None else kept * dropout_factor(recipe, block.head)

@@ -83,7 +83,7 @@ class Rounder:
 SCORES = ("scores", *OF_SCORES)
 _SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "softmax", "schedule")
 _PROBS = (*_SOFTMAX, "probs", "probs_scale", "quantize_probs")
-_PRODUCT = (*_PROBS, *OF_VALUES, "pv_sums")
+_PRODUCT = (*_PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
 
 
@@ -145,10 +145,30 @@ class Block:
         dropout = self.head.dropout
         return x if dropout is None else x * dropout.kept[self.rows, keys]
 
+    def multiplied(self, recipe: Recipe, site: str, cast: Tensor, keys: slice, rounder: Rounder) -> Tensor:
+        """P_bar or P as it is multiplied with v or dO: ``cast`` at ``site``, and under dropout what the recipe adds."""
+        kept = self.kept(cast, keys)
+        if not rounds_dropout(recipe, self.head):
+            return kept
+        return rounder(site, kept * dropout_factor(recipe, self.head), keys.start, "dropout")
+
     @staticmethod
     def _query_block(recipe: Recipe) -> int:
         """What the scores depend on besides, where q's means are of query blocks."""
         return recipe.schedule.query_block if recipe.smooth_q != "none" else 0
+
+
+def rounds_dropout(recipe: Recipe, head: HeadLike) -> bool:
+    """Whether P_bar is multiplied by a rounded 1 / (1 - p) before its product."""
+    return head.dropout is not None and recipe.dropout_factor != "fp32"
+
+
+def dropout_factor(recipe: Recipe, head: HeadLike) -> float:
+    """1 / (1 - p) as the recipe rounds it; 1 without dropout."""
+    if head.dropout is None:
+        return 1.0
+    factor = torch.tensor(head.dropout.factor, dtype=torch.float64)
+    return float(round_to(factor, parse(recipe.dropout_factor)))
 
 
 def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounder, key: int = 0) -> Tensor:
@@ -227,7 +247,7 @@ def _one_split(
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
         exact_sum = rescale * exact_sum + tile_sum
         row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
-        kept = block.kept(cast, keys)
+        kept = block.multiplied(recipe, "probs", cast, keys, rounder)
         if _chained(recipe):
             scaled = accumulator * rescale
             accumulator = values_product(recipe, kept, v.rows(keys), scaled)
@@ -254,7 +274,7 @@ def _one_split(
         accumulator = accumulator / recipe.probs_scale
     if v.scale is not None:
         accumulator = accumulator * v.scale
-    if block.head.dropout is not None:
+    if block.head.dropout is not None and not rounds_dropout(recipe, block.head):
         accumulator = accumulator * block.head.dropout.factor
     # A row that saw no key; one whose l underflowed divides by zero, as the real kernel does.
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator

@@ -52,6 +52,7 @@ PRESETS = {
         Recipe(
             "efficient",
             "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
+            dropout_factor="bf16",
             dscores_from="cast-probs",
             alpha_in_backward="before-cast",
             schedule=Schedule(query_block=64, key_tile=64),

@@ -77,7 +77,8 @@ class SoftmaxRule:
 
 # The fields of a recipe that hold a format, in the order of the computation.
 FORMATS = (
-    "input", "scores", "difference", "row_max", "probs", "row_sum", "pv_sums", "range_pv", "accumulator", "out",
+    "input", "scores", "difference", "row_max", "probs", "dropout_factor", "row_sum", "pv_sums", "range_pv",
+    "accumulator", "out",
     "delta_products", "delta", "backward_probs", "dprobs", "dscores", "gradient_accumulator", "dq",
 )  # fmt: skip
 # The fields that hold a quantiser, as ``kernels.quantizers.parse_quantizer`` reads it.
@@ -140,6 +141,9 @@ class Recipe:
     """P_bar, cast for P_bar V."""
     probs_scale: float = 1.0
     """P_bar is cast after multiplication by this; O_bar is divided by it again."""
+    dropout_factor: Format = "fp32"
+    """1 / (1 - p) of dropout. Where it is rounded it multiplies the cast P_bar, and for dV the cast P, which are
+    rounded again; else it waits for the sums."""
     quantize_probs: str = NO_QUANTIZER
     """P_bar in blocks along a row's keys, after ``probs`` and ``probs_scale``; blocks begin at a key range's first."""
     quantize_v: str = NO_QUANTIZER

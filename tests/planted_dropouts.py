@@ -81,6 +81,37 @@ def computed(
     return {"o": o, "lse": lse, "dq": dq, "dk": dk.bfloat16(), "dv": dv.bfloat16()}
 
 
+def memory_efficient(call: Call, *, causal: bool) -> dict[str, Tensor]:
+    """As torch's memory-efficient kernel, as many query as key heads: P times a BF16 1 / (1 - p), in 64-key tiles.
+
+    Source: ``mem_eff_attention/kernel_forward.h`` and ``kernel_backward.h`` of torch; sums are float64 here.
+    """
+
+    def cast(x: Tensor) -> Tensor:
+        return x.bfloat16().double()
+
+    q, k, v, do = (x.double() for x in (call.q, call.k, call.v, call.do))
+    factor, scale = float(cast(torch.tensor(1 / (1 - call.p)))), q.shape[3] ** -0.5
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    row_max = torch.full_like(scores[..., :1], -torch.inf)
+    out = torch.zeros_like(q)
+    for tile in torch.arange(k.shape[2]).split(64):
+        seen = scores[..., tile]
+        top = torch.maximum(row_max, seen.amax(-1, keepdim=True))
+        probs = cast(cast((seen - top).exp()) * factor) * call.kept[..., tile]
+        out, row_max = out * (row_max - top).exp() + probs @ v[:, :, tile], top
+    lse = scores.logsumexp(-1, keepdim=True)
+    o = cast(out * (row_max - lse).exp())
+    probs = cast((scores - lse).exp())
+    dprobs = (do @ v.mT) * (call.kept * factor)
+    dscores = cast(probs * (dprobs - (o * do).sum(-1, keepdim=True)) * scale)
+    found = {"o": o, "dq": dscores @ k, "dk": dscores.mT @ q, "dv": cast(probs * (call.kept * factor)).mT @ do}
+    return {name: t.bfloat16() for name, t in found.items()} | {"lse": lse.squeeze(-1).float()}
+
+
 def _written_out(head: AttentionHead, delta: Tensor, lse: Tensor) -> dict[str, Tensor]:
     assert head.do is not None
     every = slice(0, len(head.q)), slice(0, len(head.k))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted_dropouts import captured, computed, drawn
+from planted_dropouts import captured, computed, drawn, memory_efficient
 
 import attn_diag
 from attn_diag import Capture
@@ -106,6 +106,15 @@ def test_identify_names_the_recipe_and_attribute_its_sites() -> None:
     assert "fa2" in found.report()
     shares = attn_diag.attribute(capture, device="cpu")
     assert "cast of P̄" in shares.report()
+
+
+def test_the_rounded_factor_of_torch_s_efficient_kernel_is_known() -> None:
+    call = drawn(2, p=0.1, batch=1, heads=2, kv_heads=2, rows=128, keys=128, d=64)
+    capture = captured(call, memory_efficient(call, causal=True), causal="bottom-right")
+    found = attn_diag.identify(capture, device="cpu")
+    assert "efficient" in found.report()
+    report = attn_diag.attribute(capture, device="cpu").report()
+    assert "rounding of 1 / (1 - p) of dropout" in report
 
 
 def test_details_have_the_microscope() -> None:

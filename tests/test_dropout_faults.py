@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted_dropouts import Call, Change, captured, computed, drawn, with_lost_keys
+from planted_dropouts import Call, Change, captured, computed, drawn, memory_efficient, with_lost_keys
 from torch import Tensor
 
 import attn_diag
@@ -141,6 +141,20 @@ def test_plain_torch_in_bf16_is_lossy_by_its_casts(p: float) -> None:
     assert "wrong" not in labels(found)
     words = " ".join(q.words for q in found.observations[0].heads[0].quantities)
     assert ("1 / (1 - p) of dropout are rounded" if p < 0.5 else "S and P are stored") in words
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("p", "rounded"), [(0.1, True), (0.2, False), (0.5, False)])
+def test_a_rounded_factor_in_a_fused_kernel_is_named(p: float, rounded: bool, causal: bool) -> None:
+    """1 / 0.9 in BF16 is 0.16 % too small; 1 / 0.8 and 2 it holds exactly."""
+    call = drawn(3, p=p, batch=1, heads=2, kv_heads=2, rows=256, keys=256, d=64)
+    found = inspected(call, memory_efficient(call, causal=causal), Masking("bottom-right" if causal else "none"))
+    assert "wrong" not in labels(found)
+    quantities = [q for h in found.observations[0].heads for q in h.quantities if q.answer == "lossy"]
+    named = ["1 / (1 - p) of dropout is rounded to the inputs' format" in q.words for q in quantities]
+    assert bool(named) == rounded
+    assert all(named)
+    assert ("biased" in labels(found)) == rounded
 
 
 # Which keys are counted how often in P V and in the row sum, and the words.

@@ -29,7 +29,7 @@ from attn_diag.kernels.emulation_backward import KeyGradients
 from attn_diag.kernels.emulation_forward import Rounder
 from attn_diag.kernels.exponential import MAX_DEGREE, exp2_polynomial
 from attn_diag.kernels.recipe import FORMATS
-from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.reference import AttentionHead, Dropout, Masking, reference_head
 
 # No rounding but float64's own, whatever the preset rounds.
 EXACT: dict[str, Any] = {
@@ -164,13 +164,17 @@ class TestExactRecipe:
             recipe = replace(recipe, exp="exact")  # the other exponentials do not form S - m
         if site == "row_max":
             recipe = replace(recipe, row_sum="bf16")  # a rounded maximum alone changes nothing in exact arithmetic
-        plain, got = (emulate_head(r, make_head()) for r in (recipe, with_site(recipe, site, "bf16")))
+        head = make_head()
+        if site == "dropout_factor":
+            head = replace(head, dropout=Dropout(torch.rand(len(head.q), len(head.k)) > 0.1, 0.1))
+        plain, got = (emulate_head(r, head) for r in (recipe, with_site(recipe, site, "bf16")))
         moved = {n for n in OUTPUTS if not torch.equal(getattr(plain, n).double(), getattr(got, n).double())}
         after = {
             "dv": ["backward_probs"],
             "dq dk": ["dprobs", "dscores"],
             "dq dk dv": ["gradient_accumulator", "dq"],
             "delta dq dk": ["delta_products", "delta"],
+            "o delta dq dk dv": ["dropout_factor"],
             "o delta dq dk": ["out", "pv_sums", "range_pv", "accumulator", "row_sum", "probs"],
         }
         assert moved == next((set(outputs.split()) for outputs, sites in after.items() if site in sites), set(OUTPUTS))

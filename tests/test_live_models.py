@@ -198,15 +198,16 @@ def test_a_registered_implementation_keeps_its_name_and_mask(tmp_path: Path) -> 
 
     masks: list[Tensor | None] = []
 
+    # Transformers hands the first five by their places: a function may call them what it likes.
     def plain(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        assert isinstance(module, nn.Module)
-        masks.append(attention_mask)
-        group = query.shape[1] // key.shape[1]
-        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = query @ keys.mT * kwargs["scaling"]
-        scores = scores.masked_fill(~some(attention_mask), -torch.inf)
+        assert isinstance(layer, nn.Module)
+        masks.append(mask)
+        group = q.shape[1] // k.shape[1]
+        keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ keys.mT * options["scaling"]
+        scores = scores.masked_fill(~some(mask), -torch.inf)
         return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("plain_for_this_test", plain)
@@ -221,6 +222,7 @@ def test_a_registered_implementation_keeps_its_name_and_mask(tmp_path: Path) -> 
     assert len(captures) == len(masks) == 2
     for capture, mask in zip(captures, masks, strict=True):
         assert capture.metadata.kernel == "transformers plain_for_this_test"
+        assert capture.metadata.scale == pytest.approx(capture.head_dim**-0.5)
         assert mask is not None
         assert torch.equal(capture.tensors["mask"][...], mask)
         assert {"do", "dq", "dk", "dv", "dq_pre"} <= capture.tensors.keys()

@@ -21,6 +21,7 @@ from attn_diag.analyses.mismatch.logprobs import Logprobs, metrics_of
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.results.mismatch import Mismatch
+from attn_diag.watching.forced_runs import ForcedModel
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +165,26 @@ def test_hidden_states_of_another_shape_are_refused(both: Planted) -> None:
             train.model, runs.tokens_of(0), folder / "train", folder / "rollout", logprobs=logprobs,
             hidden=(torch.zeros(1), torch.zeros(1)),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["flash_attention_of_a_test", "fails_in_a_test"])
+def test_attention_that_float64_is_not_for_is_replaced_or_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flash attention takes 16 bits alone, and FlexAttention compiles for no float64; a user's is not replaced."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def fails(*_: object, **__: object) -> tuple[Tensor, None]:
+        raise TypeError("16 bits alone")
+
+    model, ids = transformers_model("llama", "sdpa").model, torch.arange(12)[None]
+    right = ForcedModel(model, ids, torch.float64, {}).run().logprobs
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, fails)
+    model.config._attn_implementation = name
+    forced = ForcedModel(model, ids, torch.float64, {})
+    if name.startswith("flash"):
+        assert torch.allclose(forced.run().logprobs, right, atol=1e-5)
+    else:
+        with pytest.raises(InputError, match=r"'fails_in_a_test', failed in torch.float64.*set_attn_implementation"):
+            forced.run()
 
 
 def test_metrics_are_those_of_the_trainers() -> None:

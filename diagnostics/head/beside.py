@@ -23,7 +23,7 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
-from attn_diag.head.unfused import named
+from attn_diag.head.unfused import ROUNDED_DROPOUT, named
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
@@ -109,8 +109,15 @@ def beside_well_rounded(
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
                 return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     if coarse and max(c.scores for c in published) <= MOST_SCORES:
+
+        def explains_it(way: str) -> bool:
+            return all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True))
+
+        # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
         way = min(published[0].unfused, key=left)
-        if all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True)):
+        if published[0].drops and explains_it(ROUNDED_DROPOUT):
+            way = ROUNDED_DROPOUT
+        if explains_it(way):
             alike = beside(way)
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
             # stand out for that (beside both) have most of their error from the other casts.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
-from attn_diag.head.unfused import unfused, ways
+from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.reference.fused import FusedHeads
@@ -68,7 +68,8 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, or of ``coarser``'s.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``coarser``'s, or
+            ``ROUNDED_DROPOUT``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -102,10 +103,12 @@ def returned_by(
 
 def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | None:
     """A published recipe by its name here; None for one that is none."""
+    if recipe == ROUNDED_DROPOUT:
+        return preset("efficient", fmt.name, head.q.shape[1])
     name, _, alpha = recipe.partition(":")
     if name not in PRESETS:
         return None
-    changed: dict[str, Any] = {"alpha_in_backward": alpha} if alpha else {}
+    changed: dict[str, Any] = {"dropout_factor": "fp32"} | ({"alpha_in_backward": alpha} if alpha else {})
     return replace(preset(name, fmt.name, head.q.shape[1]), **changed)
 
 
@@ -147,6 +150,8 @@ class Counterfactuals:
         """How many scores there are."""
         self.unfused = ways(head)
         """How plain torch may round."""
+        self.drops = head.dropout is not None
+        """Whether ``ROUNDED_DROPOUT`` differs from the published recipe."""
         self.alpha_exact = math.frexp(head.scale)[0] == 0.5
         """Whether multiplying by alpha rounds nothing."""
         self.small = self.scores <= _TENSOR_CORE_SCORES

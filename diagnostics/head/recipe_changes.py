@@ -71,6 +71,7 @@ SITES: dict[str, Site] = {
     "row_max": Site("rounding of the row maximum m", "the row maximum", "maximum"),
     "exp": Site("polynomial exp2", undone={"exp": "exact"}),
     "probs": Site("cast of P̄ for PV", cast="the cast of P̄"),
+    "dropout_factor": Site("rounding of 1 / (1 - p) of dropout, and of P̄ times it"),
     "quantize_probs": Site("quantisation of P̄", undone={"quantize_probs": NO_QUANTIZER}),
     "quantize_v": Site("quantisation of v", undone={"quantize_v": NO_QUANTIZER}),
     "row_sum": Site("rounding of the row sum l", "the row sum l", "row sum"),

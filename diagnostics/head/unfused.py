@@ -36,12 +36,15 @@ UNFUSED = (
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
+    "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
 }
 
 
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
 _ROUNDED = ":rounded"
+# Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
+ROUNDED_DROPOUT = "rounded-dropout"
 
 
 def ways(head: AttentionHead) -> tuple[str, ...]:
@@ -50,7 +53,9 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
 
 
 def named(way: str) -> str:
-    """Which of ``WORDS`` says it."""
+    """Which of ``WORDS`` says it, of one of ``ways`` or of ``ROUNDED_DROPOUT``."""
+    if way == ROUNDED_DROPOUT:
+        return "dropout_factor"
     if way.endswith(_ROUNDED):
         return "dropout"
     return "normalised" if ":fp32:" in way else "unfused"

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from attn_diag.errors import InputError
 
 _NAMES = ("module", "query", "key", "value")
+# Transformers' own kernels that take 16 bits alone, or that no compiler makes for float64.
+_NARROW = ("flash_attention", "flex_attention", "paged|")
 _OF = {"query": "q", "key": "k", "value": "v"}
 
 
@@ -60,7 +62,8 @@ class ForcedModel:
     Args:
         model: A Hugging Face transformers model for causal language modelling.
         input_ids: Its tokens, [B, T].
-        dtype: What the copy computes in; None: as the model does.
+        dtype: What the copy computes in; None: as the model does. Where the model's attention is a kernel of
+            transformers' that cannot, eager attention computes it.
         inputs: More of its inputs.
     """
 
@@ -73,6 +76,9 @@ class ForcedModel:
             if hasattr(vars(module).get("forward"), "__wrapped__"):
                 del module.forward
         self._model: Any = made if dtype is None else made.to(dtype)
+        if dtype is not None and _is_narrow(_implementation(made)):
+            self._model.set_attn_implementation("eager")
+        self._dtype = dtype
         self._ids, self._inputs = input_ids, dict(inputs)
         self._layers: dict[int, int] = {}
 
@@ -104,7 +110,16 @@ class ForcedModel:
             self._layers[id(module)] = layer
             if id(module) in entered:
                 seen.x[layer] = entered[id(module)]
-            return _call(original, seen, layer, targets.get(layer, LayerTargets()), (module, *args), kwargs)
+            try:
+                return _call(original, seen, layer, targets.get(layer, LayerTargets()), (module, *args), kwargs)
+            except Exception as error:
+                if self._dtype is None:
+                    raise
+                raise InputError(
+                    f"the model's attention, {_implementation(self._model)!r}, failed in {self._dtype}, in which its "
+                    f"shares are computed ({type(error).__name__}); make it take that, or call "
+                    "model.set_attn_implementation('eager') on a model with the same weights, and give that one"
+                ) from error
 
         def last(module: nn.Module, args: tuple[Any, ...]) -> Any:
             del module
@@ -154,14 +169,25 @@ def _call(
     return (out, *result[1:]) if isinstance(result, tuple) else out
 
 
+def _implementation(model: nn.Module) -> str:
+    """Which attention it runs. Raises InputError for a model that is none of transformers'."""
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name is None:
+        raise InputError(f"model must be one of Hugging Face transformers, got {type(model).__name__}")
+    return name
+
+
+def _is_narrow(name: str) -> bool:
+    """Whether it is a kernel of transformers' that float64 is not for; those of a hub have a slash in their names."""
+    return "/" in name or name.startswith(_NARROW)
+
+
 @contextmanager
 def _attending(model: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
     """Have a transformers model's attention go through ``attend`` meanwhile."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name is None:
-        raise InputError(f"model must be one of Hugging Face transformers, got {type(model).__name__}")
+    name = _implementation(model)
     home: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
     if name == "eager":
         home, name = vars(sys.modules[type(model).__module__]), "eager_attention_forward"

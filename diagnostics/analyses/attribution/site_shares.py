@@ -40,8 +40,11 @@ class RoundingSite:
     format: str | None = None
 
 
-def rounding_sites(recipe: Recipe) -> tuple[RoundingSite, ...]:
-    """Every site at which the recipe does less than float64 would, in the order of the computation."""
+def rounding_sites(recipe: Recipe, *, dropout: bool = False) -> tuple[RoundingSite, ...]:
+    """Every site at which the recipe does less than float64 would, in the order of the computation.
+
+    ``dropout``: whether the head has it.
+    """
     sites = []
     for name, site in SITES.items():
         value, words, undone, fmt = getattr(recipe, name), site.words, exact(name), None
@@ -53,6 +56,8 @@ def rounding_sites(recipe: Recipe) -> tuple[RoundingSite, ...]:
             loses = value != NO_QUANTIZER
         elif name == "backward_operands":
             loses = value == "quantized" and ("quantize_k" in recipe.quantized or "quantize_q" in recipe.quantized)
+        elif name == "dropout_factor":
+            loses = dropout and value != "fp32"
         elif name == "arithmetic":
             loses = value == "fp32"
             if recipe.accumulation == "fp32-nearest":
@@ -131,7 +136,7 @@ def attribute_sites(
 
     ``advance(rows)`` is called after every block of query rows.
     """
-    sites = rounding_sites(recipe)
+    sites = rounding_sites(recipe, dropout=truth.head.dropout is not None)
     names = [site.name for site in sites]
     everything, nothing = frozenset(names), frozenset[str]()
     plan = SubsetPlan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])

@@ -24,6 +24,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
+from attn_diag.kernels.emulation_forward import rounds_dropout
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, RowBlock, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term
@@ -209,13 +210,13 @@ def look(
 
 
 def _refuse_low_bit(subject: MicroscopeSubject) -> None:
-    """Raise InputError where operands are quantised: the walk multiplies them as they were given."""
+    """Raise InputError where operands are quantised, or P holds a rounded 1 / (1 - p): the walk multiplies others."""
     recipe = subject.recipe
-    if recipe.quantized or recipe.alpha == "in-q" or recipe.pv_sums != "fp32":
-        raise InputError(
-            f"{subject.opened.source}: the microscope does not follow {recipe.name}'s quantised operands; "
-            "attn-diag attribute says what each of them makes"
-        )
+    low_bit = recipe.quantized or recipe.alpha == "in-q" or recipe.pv_sums != "fp32"
+    if low_bit or rounds_dropout(recipe, subject.inputs.head):
+        what = "quantised operands" if low_bit else "rounded 1 / (1 - p) of dropout"
+        source = subject.opened.source
+        raise InputError(f"{source}: the microscope does not follow {recipe.name}'s {what}; use attn-diag attribute")
 
 
 def _refuse_sinks_beyond_the_walk(subject: MicroscopeSubject, block: RowBlock) -> None:

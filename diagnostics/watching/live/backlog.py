@@ -249,6 +249,8 @@ class Backlog:
     def _learn(self, frame: FrameType, met: Sequence[tuple[Observer, Any]], operator: OperatorCall | None) -> None:
         if not self.open or operator is None or not operator.name.startswith(_FAMILY) or not met:
             return
+        if operator.given.get("dropout_p"):  # what it kept is asked of the operator, not of a record
+            return
         if (found := running(frame)) is None:
             return
         module, site = found

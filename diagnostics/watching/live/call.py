@@ -317,7 +317,7 @@ class Part:
                 # Expanded axes hold one mask.
                 for axis in range(4):
                     part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 else part
-            if some_items and part.shape[0] == batch:
+            if some_items and (part.shape[0] == batch or name == KEPT):
                 part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
             if not some_heads:
                 pass

@@ -270,6 +270,8 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         _thread.tap, _thread.site = outer
         if site.ring:
             _thread.hops = None
+    if tap.operator is not None:
+        tap.operator.sequences = _sequences(met)
     if _thread.calls == before:  # no inner attention function was told of
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
         if site is SDPA:
@@ -318,6 +320,12 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
         observer.counts(one)
 
 
+def _sequences(met: list[tuple[Observer, Any]]) -> int | None:
+    """So many sequences, the first, are all that those look at who want the call; None: every one."""
+    wanted = [observer.sequences for observer, one in met if one.wanted]
+    return None if None in wanted else max((n for n in wanted if n is not None), default=None)
+
+
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _looking or _in_ring() or in_cuda_graph():
         return original(*args, **kwargs)
@@ -338,6 +346,7 @@ def _forward(call: OperatorCall) -> None:
 
 def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
     met = _met(call.module, made_by, call)
+    call.sequences = _sequences(met)
     _tell(met, lambda: {**call.fields(), "operator": call}, None)
     return met
 

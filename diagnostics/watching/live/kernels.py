@@ -6,13 +6,14 @@ package registers none. What a declaration does not mention is refused by the ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from attn_diag.captures.metadata import AlibiOrigin
+from attn_diag.watching.live.fused_dropout import kept_by_efficient, kept_by_flash
 from attn_diag.watching.live.paged_calls import of_kvcache, without_pages
 
 Given = Mapping[str, Any]
@@ -67,8 +68,16 @@ class FusedOperator:
     gradients: tuple[int, ...] = (0, 1, 2)
     """Which results of its backward are dQ, dK and dV."""
     packs: bool = False
+<<<<<<< HEAD
     """Whether q [total, H, D] (or [1, H, total, D]) with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after
     the other; its LSE is [H, total] then, or [1, H, total]."""
+=======
+    """Whether q [total, H, D] with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after the other; its LSE is
+    [H, total] then."""
+    kept: Callable[[Given, Sequence[Any], int], Tensor | None] | None = None
+    """Tells which probabilities of the first sequences a call with dropout kept, bool [sequences, Hq, Tq, Tk], from
+    what it was given and returned; None: nobody can."""
+>>>>>>> main
 
     @property
     def is_function(self) -> bool:
@@ -148,8 +157,8 @@ def _alters(value: object) -> bool:
     return isinstance(value, Tensor) or callable(value)
 
 
-def _of_torch(name: str, kernel: str, *devices: str, causal: str = "top-left") -> FusedOperator:
-    return FusedOperator(f"aten::{name}", f"torch SDPA {kernel}", f"aten::{name}_backward", devices, causal=causal)
+def _of_torch(name: str, kernel: str, *devices: str, **options: Any) -> FusedOperator:
+    return FusedOperator(f"aten::{name}", f"torch SDPA {kernel}", f"aten::{name}_backward", devices, **options)
 
 
 def _of_tokens(
@@ -270,8 +279,8 @@ def _of_sage(name: str) -> FusedOperator:
 
 
 OPERATORS = (
-    _of_torch("_scaled_dot_product_flash_attention", "flash", "CUDA", causal="bottom-right"),
-    _of_torch("_scaled_dot_product_efficient_attention", "efficient", "CUDA"),
+    _of_torch("_scaled_dot_product_flash_attention", "flash", "CUDA", causal="bottom-right", kept=kept_by_flash),
+    _of_torch("_scaled_dot_product_efficient_attention", "efficient", "CUDA", kept=kept_by_efficient),
     _of_torch("_scaled_dot_product_cudnn_attention", "cuDNN", "CUDA"),
     _of_torch("_scaled_dot_product_flash_attention_for_cpu", "flash on the CPU", "CPU"),
     _of_torch("_scaled_dot_product_fused_attention_overrideable", "of the device's backend", "XPU", "PrivateUse1"),

@@ -33,9 +33,11 @@ class OperatorCall:
         module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
         record: What was recorded of the call, where its tensors are copies.
         to_come: The gradient at what made its q, where that is recorded too.
+        sequences: So many sequences, the first, are all that anybody looks at; None: every one.
     """
 
     module = ""
+    sequences: int | None = None
     record: object | None = None
     to_come: GradientToCome | None = None
 
@@ -44,6 +46,7 @@ class OperatorCall:
     ) -> None:
         self.operator = operator
         results = result if isinstance(result, (list, tuple)) else (result,)
+        self._results: Sequence[Any] = results
         self._o: Any = results[operator.o] if len(results) > operator.o else None
         lse = results[operator.lse] if len(results) > operator.lse else None
         # Transformer Engine's comes with others, which autograd keeps.
@@ -99,6 +102,14 @@ class OperatorCall:
             self._differentiable = any(t.requires_grad for t in self.inputs)
         return self._differentiable
 
+    def kept(self) -> Tensor | None:
+        """Which probabilities it kept of those sequences, bool [B, Hq, Tq, Tk]; None without dropout, or not known."""
+        tells, given = self.operator.kept, self.given
+        if tells is None or not self._results or not self.is_cuda or not 0 < (given.get("dropout_p") or 0) < 1:
+            return None
+        batch = len(given["q"])
+        return tells(given, self._results, batch if self.sequences is None else min(batch, self.sequences))
+
     def recorded(self, record: object, *, differentiable: bool, to_come: GradientToCome | None) -> None:
         """Note that its tensors are copies, which nobody differentiates, of those of a call that is recorded."""
         self.record, self._differentiable, self.to_come = record, differentiable, to_come
@@ -125,6 +136,7 @@ class OperatorCall:
         found._given = plain | borders | {name: None if t is None else copy_whole(t) for name, t in whole.items()}
         found._given |= {"mask": None if mask is None else copy_of(mask), "refused": refusal(self.given)}
         found._o, found._call, found._differentiable = found.o, ({}, (), {}), self.differentiable
+        found._results = ()
         return found
 
     def fused(self, d: int, dv: int, rows: int) -> dict[str, Any]:
@@ -152,6 +164,8 @@ class OperatorCall:
         given = self.given
         causal = given.get("is_causal") or "none"
         left, right = (-1 if end is None or end < 0 else end for end in (given.get("left"), given.get("right")))
+        kept = self.kept()
+        dropout = {} if kept is None else {"dropout_mask": kept, "dropout_p": given["dropout_p"]}
         return self.fused(q.shape[-1], v.shape[-1], q.shape[-2]) | {
             "mask": given.get("mask"),
             "causal": self.operator.causal if causal is True else causal,
@@ -161,8 +175,9 @@ class OperatorCall:
             "sinks": given.get("sinks"),
             "alibi_slopes": self._slopes(q),
             "alibi_origin": given.get("alibi_origin", "row"),
-            "refused": refusal(given),
+            "refused": refusal({**given, "dropout_p": None} if dropout else given),
             **{name: given[name] for name in PACKING if given.get("packed")},
+            **dropout,
         }
 
     def _slopes(self, q: Tensor) -> Tensor | None:

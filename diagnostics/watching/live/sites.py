@@ -52,6 +52,9 @@ def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs:
         return {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
+    if site in (TRANSFORMERS, EAGER):
+        # A registered function may call them what it likes.
+        return {**bound.arguments, **kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))}
     return dict(bound.arguments)
 
 
@@ -63,6 +66,10 @@ def _signature(function: Function) -> inspect.Signature:
 # scaled_dot_product_attention's arguments with their defaults: the builtin has no signature that inspect could read.
 _SDPA = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
          "scale": None, "enable_gqa": False}  # fmt: skip
+
+
+# What transformers hands to an attention function, in its order; all else by name.
+_TRANSFORMERS = ("module", "query", "key", "value", "attention_mask")
 
 
 def unchanged(t: Tensor) -> Tensor:
@@ -111,7 +118,9 @@ def dropout_refusal(dropout: float | None) -> str | None:
 
 
 def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
-    """The call with which probabilities were kept, which those tell that were multiplied with v; else refused.
+    """The call with which probabilities were kept; refused where that is not known.
+
+    The fused operator underneath tells, or those that were multiplied with v.
 
     Args:
         found: The call.
@@ -120,7 +129,8 @@ def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
     """
     if not dropout:
         return found
-    kept = None if found.get("within") is not None else tap.kept(found["q"], found["k"], found["o"])
+    operator = found.get("within")
+    kept = tap.kept(found["q"], found["k"], found["o"]) if operator is None else operator.kept()
     if kept is None or dropout >= 1:
         return found | {"refused": found.get("refused") or dropout_refusal(dropout)}
     return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
