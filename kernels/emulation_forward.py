@@ -21,7 +21,7 @@ from attn_diag.kernels.emulation_operands import (
     values_product,
     working_dtype,
 )
-from attn_diag.kernels.exponential import exp2_polynomial, scaled_exponent
+from attn_diag.kernels.exponential import exp2_polynomial, scaled_difference, scaled_exponent
 from attn_diag.kernels.formats import parse, round_to, site_seed
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer
@@ -81,7 +81,7 @@ class Rounder:
 
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
 SCORES = ("scores", *OF_SCORES)
-_SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "softmax", "schedule")
+_SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "softmax", "schedule")
 _PROBS = (*_SOFTMAX, "probs", "probs_scale", "quantize_probs")
 _PRODUCT = (*_PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
@@ -349,7 +349,9 @@ def _exponential(
         return torch.exp2(
             difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
         )
-    exponent = scaled_exponent(scores, maxima, factor)
+    # Sums of FP8 products are cut off to 13 bits: a factor that is all but 1 costs them the last one.
+    by_difference = step == "rescale" and recipe.rescaling == "difference"
+    exponent = (scaled_difference if by_difference else scaled_exponent)(scores, maxima, factor)
     if recipe.exp == "exp2-fma":
         return torch.exp2(exponent)
     assert recipe.exp_degree is not None

@@ -65,6 +65,14 @@ def exponential(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     return torch.exp2(scaled_exponent(scores, maxima, factor))
 
 
+def scaled_difference(earlier: Tensor, later: Tensor, factor: float) -> Tensor:
+    """(m - m') factor log2 e as kernels rescale their sums: exactly 0 where the maximum stays."""
+    c = factor * math.log2(math.e)
+    if earlier.dtype == torch.float64:
+        return (earlier - later) * c
+    return (earlier - later) * float(torch.tensor(c, dtype=torch.float32))
+
+
 def scaled_exponent(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     """(S - m) factor log2 e by one fused multiply-add: product and sum are rounded together."""
     if scores.dtype == torch.float64:

@@ -89,6 +89,8 @@ class Geometry:
     """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
     """Whether they are counted two at a time."""
+    fp8: bool = False
+    """Whether q, k, v and P_bar are E4M3 codes, with a scale a head."""
     row_descriptors: bool = False
     """Whether dK/dV's row statistics come through descriptors too."""
     documents: int = 0

@@ -47,6 +47,7 @@ PRESETS = {
         Recipe(
             "cudnn",
             "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once",
+            rescaling="fused",
             alpha_in_backward="before-cast",
         ),
         Recipe(

@@ -137,6 +137,9 @@ class Recipe:
     the fraction (FlashAttention-4)."""
     exp_degree: int | None = None
     """The polynomial's degree."""
+    rescaling: Literal["difference", "fused"] = "difference"
+    """How the exponent of what old sums are multiplied by is made, beside "exp2-fma" and "polynomial": of m - m', which
+    is exactly 0 where the maximum stays, or by one fused multiply-add too."""
     probs: Format = "bf16"
     """P_bar, cast for P_bar V."""
     probs_scale: float = 1.0

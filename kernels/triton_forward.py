@@ -40,6 +40,7 @@ from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geo
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
+from attn_diag.kernels.triton_low_bit import cast_probs, head_scales, in_codes, is_fp8, rescaled_sums
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, fused, round_to
 from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
@@ -51,7 +52,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
                 G: tl.constexpr):  # fmt: skip
     """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
     acc, l, m, near, cast_sum = sums
-    _, _, _, b, hk, view, _, _, _ = task
+    _, _, _, b, hk, view, _, _, _, _ = task
     for i in tl.range(0, n_tiles, num_stages=G.stages):
         tile = first_tile + i
         if R.schedule.order == "descending":
@@ -64,7 +65,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
         m_new = next_maximum(m, top, repeated, R)
         rescale = rescaling(m, m_new, factor, R)
         p = exponential(s, m_new, factor, R)
-        cast = as_operand(p, tl.constexpr(R.probs))
+        cast = cast_probs(p, R, G)
         total = range_sum(p, cast, R)
         if R.row_sum_clamp is not None:
             total = tl.maximum(total, R.row_sum_clamp)
@@ -87,7 +88,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
     """Online softmax over ranges of several tiles: one maximum, one sum and one P_bar V for each range."""
     _, _, _, near, cast_sum = sums
     acc, l, m, _, _ = sums
-    _, _, _, b, hk, view, _, _, _ = task
+    _, _, _, b, hk, view, _, _, _, _ = task
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_DV: tl.constexpr = G.block_dv
     BLOCK_N: tl.constexpr = G.block_n
@@ -118,7 +119,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
         for tile in range(first, last):
             s = tile_scores(task, tile, True, R, G)
             p = exponential(s, m_new, factor, R)
-            cast = as_operand(p, tl.constexpr(R.probs))
+            cast = cast_probs(p, R, G)
             total += range_sum(p, cast, R)
             if G.rows:
                 cast_sum = dot_add(cast, ones, cast_sum, tl.constexpr(R.probs))
@@ -138,7 +139,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, o_ptr, unrounded_ptr, lse_ptr, rows_ptr, s_ptr, p_ptr, m_ptr,
-    slots_ptr, sinks_ptr,
+    slots_ptr, sinks_ptr, scales_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
@@ -207,7 +208,8 @@ def forward_kernel(
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
     sums = (acc, l, m, near, cast_sum)
-    task = (q, positions, keys, b, hk, view, scale, softcap, alibi)
+    units = head_scales(scales_ptr, b, h, heads, G)
+    task = (q, positions, keys, b, hk, view, scale, softcap, alibi, units)
     exact_l = l
     if G.ranges:
         sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)
@@ -238,6 +240,7 @@ def forward_kernel(
         l = round_to(l * shrink + own, tl.constexpr(R.row_sum))
         keys_l += beside_keys
 
+    acc = rescaled_sums(acc, units, R, G)
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
     o = acc * tl.div_rn(1.0, tl.where(unseen, 1.0, l))[:, None]
@@ -310,6 +313,9 @@ def forward(
     )
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     on_cpu = q.device.type == "cpu"
+    scales = q
+    if is_fp8(recipe):
+        geometry, q, k, v, scales = in_codes(geometry, q, k, v)
     out_format = DTYPES[recipe.out] if splits == 1 else torch.float32
     if on_cpu:
         # The interpreter's own BF16 is wrong: it gets BF16 numbers in fp32.
@@ -325,12 +331,12 @@ def forward(
     rows = new(5, splits, batch, heads, q_length) if geometry.rows else new(0)
     n_slots = n_slots if geometry.dump else 0
     scores = new(n_slots, k_length, dtype=_kept_scores(recipe, sequences))
-    probs = new(n_slots, k_length, dtype=DTYPES[recipe.probs])
+    probs = new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32))
     tile_max = new(n_slots, tiles)
     arguments = (
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
-        lse if sinks is None else sinks.contiguous(), *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
+        lse if sinks is None else sinks.contiguous(), scales, *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
         heads, heads // k_heads, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
         recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
@@ -353,7 +359,7 @@ def forward(
         lse,
         rows,
         scores.to(_kept_scores(recipe, sequences)),
-        probs.to(DTYPES[recipe.probs]),
+        probs.to(DTYPES.get(recipe.probs, torch.float32)),
         tile_max,
     )
 
@@ -383,6 +389,6 @@ def forward_like(
         new(*rows),
         new(5, *rows) if geometry.rows else new(0),
         new(n_slots, k_length, dtype=_kept_scores(recipe, sequences)),
-        new(n_slots, k_length, dtype=DTYPES[recipe.probs]),
+        new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32)),
         new(n_slots, -(-k_length // geometry.block_n)),
     )

@@ -99,7 +99,7 @@ def multiplicity_kernel(
             q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
             keys = source(k_ptr, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
             alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
-            task = (q, positions, keys, b, hk, view, scale, softcap, alibi)
+            task = (q, positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale

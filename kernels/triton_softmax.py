@@ -24,7 +24,10 @@ def exponential(s, m, factor, R: tl.constexpr):
 def rescaling(m, m_new, factor, R: tl.constexpr):
     """exp(factor (m - m_new)), [M]; 0 at the first keys of a row."""
     m_new = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if R.exp == "exp2-fma":
+    if R.exp == "exp2-fma" and R.rescaling == "fused":
+        c = factor * LOG2_E
+        rescale = tl.exp2(fused(m, c, -(m_new * c)))
+    elif R.exp == "exp2-fma":
         rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
     else:
         rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))

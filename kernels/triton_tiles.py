@@ -3,7 +3,7 @@
 In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
 descriptor, pointer, stride of a position, stride of a feature, row of the tensor where the sequence begins), ``view``
 is (number of keys, left, right), and ``task`` what a block of query rows needs to see its keys: (q, their positions,
-source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope).
+source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope, the head's FP8 scales).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_diag.kernels.geometry import Geometry
+from attn_diag.kernels.triton_low_bit import rescaled_products
 from attn_diag.kernels.triton_math import LOG2_E, dot, fused, round_to, tanh
 
 # No sequence is longer than this, see ``_ragged_descriptor``.
@@ -197,11 +198,12 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
 @triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
-    q, positions, keys, b, hk, view, scale, softcap, alibi = task
+    q, positions, keys, b, hk, view, scale, softcap, alibi, units = task
     start = tile * G.block_n
     cols = start + tl.arange(0, G.block_n)
     k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-    s = recipe_scores(dot(q, tl.trans(k), tl.constexpr(R.input)), scale, softcap, R, G)
+    products = rescaled_products(dot(q, tl.trans(k), tl.constexpr(R.input)), units, G)
+    s = recipe_scores(products, scale, softcap, R, G)
     s = biased(s, positions[:, None], cols[None, :], alibi, view[0], G)
     if MASKED:
         s = mask_scores(s, positions, cols, view, G)

@@ -15,8 +15,8 @@ from attn_diag.kernels.recipe import BACKWARD
 # What does not tell forwards apart here: the exponential changes less than 0.1 % of O's elements, a clamp on l acts on
 # rows that underflow only, and few heads have dropout.
 _LEFT_OUT = {
-    "name", "summary", "exp", "exp_degree", "row_sum_clamp", "lse_from", "seed", "schedule", "dropout_factor",
-    *BACKWARD,
+    "name", "summary", "exp", "exp_degree", "rescaling", "row_sum_clamp", "lse_from", "seed", "schedule",
+    "dropout_factor", *BACKWARD,
 }  # fmt: skip
 _SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
 _ALL_KEYS = 2**20

@@ -68,16 +68,11 @@ class FusedOperator:
     gradients: tuple[int, ...] = (0, 1, 2)
     """Which results of its backward are dQ, dK and dV."""
     packs: bool = False
-<<<<<<< HEAD
     """Whether q [total, H, D] (or [1, H, total, D]) with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after
     the other; its LSE is [H, total] then, or [1, H, total]."""
-=======
-    """Whether q [total, H, D] with ``cu_seqlens_q`` and ``cu_seqlens_k`` are documents one after the other; its LSE is
-    [H, total] then."""
     kept: Callable[[Given, Sequence[Any], int], Tensor | None] | None = None
     """Tells which probabilities of the first sequences a call with dropout kept, bool [sequences, Hq, Tq, Tk], from
     what it was given and returned; None: nobody can."""
->>>>>>> main
 
     @property
     def is_function(self) -> bool:
