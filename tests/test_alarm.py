@@ -154,6 +154,7 @@ def test_facts_that_need_no_statistics() -> None:
     broken = np.array([[0, 0], [0, 0], [0.25, 0], [0.5, 0], [0, 0]])
     found = replay(checks(np.arange(5.0) * 50, dw_q_share=share, nonfinite_rate=broken))
     assert [(a.kind, a.step, a.head) for a in found] == [("overwhelmed", 150, 1), ("nonfinite", 150, 0)]
+    assert "more than the gradient itself" in found[0].reason
     assert "50.0%" in found[1].reason
 
 

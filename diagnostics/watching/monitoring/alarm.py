@@ -248,6 +248,8 @@ class LayerState:
             # Averages, as the rule compares them: the check at that step may itself have been off by more.
             average, lowest = values["share_average"], values["share_lowest"]
             parts.append(f"averaged over checks {average:.2g}, lowest {lowest:.2g} at step {self.lowest_at[head]}")
+        elif kind == "overwhelmed":
+            parts.append("more than the gradient itself in two checks on end")
         told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}
         parts += [f"{text} {values[name]:.3g}" for name, text in told.items() if name in values]
         return "; ".join(parts)
