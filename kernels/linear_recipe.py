@@ -12,7 +12,7 @@ LinearFault = Literal[
 ]  # fmt: skip
 
 LINEAR_FAULTS: dict[LinearFault, str] = {
-    "no_inter_chunk": "the inter-chunk term is missing: o has nothing of the state before its chunk",
+    "no_inter_chunk": "the inter-chunk term is missing: nothing of the state before its chunk reaches a step",
     "boundary_write": "a chunk boundary is off by one: the last step of each chunk is not written to the state",
     "boundary_decay": "a chunk boundary is off by one: the decay of each chunk's last step is not applied to the state",
     "no_initial_state": "the initial state is not used",

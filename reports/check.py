@@ -76,7 +76,7 @@ def first_lines(found: CheckReport) -> Iterator[RenderableType]:
     """OK, or the gravest failure or its suspect; what to run next; what speaks for it and what else failed."""
     source = found.source
     if found.passed:
-        held = "as accepted before" if found.baseline_key else _as_good(found)
+        held = _as_accepted(found) if found.baseline_key else _as_good(found)
         if found.saved is not None:
             held = f"{found.saved} in {found.baseline}"
         cases = plural(len(found.cases), "case")
@@ -86,6 +86,17 @@ def first_lines(found: CheckReport) -> Iterator[RenderableType]:
     certainty = "certain" if first.kind in _CERTAIN and (first.suspect is None or first.kind == "fit") else "sure"
     what = _what(found, first)
     yield from lead(FAIL, f"{source} ({certainty}): {what}", _evidence(found, first), first.look_closer)
+
+
+def _as_accepted(found: CheckReport) -> str:
+    """As the baseline; of cases that it lacks, as good as a well-rounded kernel."""
+    new = [all(size.limit is None for size in case.sizes.values()) for case in found.cases if case.sizes]
+    lacking = sum(new)
+    if not lacking:
+        return "as accepted before"
+    if all(new):
+        return f"not in the baseline; {_as_good(found)}"
+    return f"as accepted before but for {lacking}, not in the baseline; {_as_good(found)}"
 
 
 def _as_good(found: CheckReport) -> str:

@@ -154,6 +154,7 @@ def test_facts_that_need_no_statistics() -> None:
     broken = np.array([[0, 0], [0, 0], [0.25, 0], [0.5, 0], [0, 0]])
     found = replay(checks(np.arange(5.0) * 50, dw_q_share=share, nonfinite_rate=broken))
     assert [(a.kind, a.step, a.head) for a in found] == [("overwhelmed", 150, 1), ("nonfinite", 150, 0)]
+    assert "more than the gradient itself" in found[0].reason
     assert "50.0%" in found[1].reason
 
 
@@ -170,6 +171,15 @@ def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("".join(c.to_json() + "\n" for c in stream) + '{"step": 6')
     assert list(map(str, replay(attn_diag.read_log(path)))) == [text]
+
+
+def test_an_alarm_compares_averages_and_blames_no_rounding_for_a_wrong_o() -> None:
+    # A fault, not a rounding, from the first check on at which the lowest average is taken.
+    share = np.array([[1e-3]] * 4 + [[0.4]] * 3)
+    (alarm,) = replay(checks(np.arange(7.0) * 5, dw_q_share=share, dw_q_over_floor=share * 1e3))
+    assert "rounding of O is" not in alarm.reason
+    # That check alone was off by 0.4: 0.02 is an average, and so is what it is compared with.
+    assert "averaged over checks 0.089, lowest 0.02 at step 20" in alarm.reason
 
 
 def test_a_check_survives_its_log() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,12 @@ CASE = BaselineCase(
     {"o": BaselineSize(1 / 3, 0.3, SequenceMean(0.0, None, None))},
 )  # fmt: skip
 ENTRY = BaselineEntry("fa2", "CPU", "torch 1", 0, False, "fa2", 1.0, {"normal": CASE})
+
+
+def damaged(**changes: Any) -> str:
+    """A file whose case has other numbers."""
+    entry = replace(ENTRY, cases={"normal": replace(CASE, **changes)})
+    return files.dump(BaselineFile({entry.key: entry}))
 
 
 def test_numbers_come_back_as_they_were_and_the_diff_is_stable(tmp_path: Path) -> None:
@@ -75,6 +82,10 @@ DAMAGED = {
     ),
     "an entry under another key": (
         files.dump(BaselineFile({"x": ENTRY})), "entry 'x' is not of that key",
+    ),
+    "a standard error below 0": (damaged(biases={"o_excess": SequenceMean(0.1, -1.0, 15.0)}), "'normal' of .* below 0"),
+    "an error below 0": (
+        damaged(sizes={"o": BaselineSize(-1.0, 0.3, SequenceMean(0.0, None, None))}), "'normal' of .* below 0",
     ),
     "an unknown field": ('{"schema": "attn-diag-baseline", "schema_version": 1, "more": 1}', "the first at more"),
     "nothing": ("", "not JSON"),
@@ -152,3 +163,16 @@ def test_the_entry_of_other_versions_is_compared_without_bits(tmp_path: Path) ->
     updated = attn_diag.check("fa2", baseline=path, update=True, cases=["normal"], backward=False, device="cpu")
     assert updated.saved == "saved"  # it was not there: the old one stays
     assert len(files.read(path).entries) == 2
+
+
+def test_a_case_that_the_baseline_lacks_is_not_called_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    attn_diag.check("fa2", baseline=path, save=True, cases=["normal"], backward=False, device="cpu")
+
+    def first(*cases: str) -> str:
+        found = attn_diag.check("fa2", baseline=path, cases=cases, backward=False, device="cpu")
+        return found.report(width=200).splitlines()[0]
+
+    assert first("normal").endswith("1 case, as accepted before")
+    assert first("ones").endswith("1 case, not in the baseline; as good as a well-rounded kernel")
+    assert "2 cases, as accepted before but for 1, not in the baseline" in first("normal", "ones")

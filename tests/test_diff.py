@@ -309,6 +309,25 @@ def test_a_label_alone_is_no_cure() -> None:
         assert note in entry.notes[0]
 
 
+def test_a_wrong_row_is_no_matter_of_chance() -> None:
+    """A row of zeros: too few rows carry it for a test of the size; two such on both sides are said to be untested."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(3))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    sound, one, many = o, o.clone(), o.clone()
+    one[:, :, 60] = 0
+    many[:, :, 0] = -9 * many[:, :, 0]
+    found = [attn_diag.inspect(q, k, v, o=x, causal=True) for x in (sound, one, many)]
+    assert [d.summary.labels for d in found] == [{"clean": 1}, {"wrong": 1}, {"wrong": 1}]
+    for (a, b), outcome, verdict in (((0, 1), "grew", "FAIL"), ((1, 0), "shrank", "BETTER")):
+        changed = compare(found[a], found[b])
+        assert changed.entries[0].outcomes == (outcome,)
+        assert changed.report().startswith(f"{verdict}: head 0")
+    both = compare(found[1], found[2])
+    assert both.entries[0].outcomes == ()
+    assert "Not tested in 1 head, wrong in both" in both.summary
+
+
 def renamed(diagnosis: Diagnosis, source: str, observation: str = "observed", **metadata: str) -> Diagnosis:
     (capture,) = diagnosis.captures
     (seen,) = capture.observations

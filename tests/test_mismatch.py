@@ -273,6 +273,21 @@ def test_other_tokens_or_layers_are_told() -> None:
         attn_diag.mismatch(one, replace(one, metadata=replace(one.metadata, layer=3)))
 
 
+def test_inputs_that_part_between_two_layers_are_no_rounding_where_x_was_not_captured() -> None:
+    """Values of other heads behind a layer that is the same in every bit; two layers further on that says nothing."""
+    first, second = _drawn(40, 0), _drawn(40, 1)
+    swapped = second | {"v": second["v"].flip(1)}
+    swapped["o"] = torch.nn.functional.scaled_dot_product_attention(*(swapped[n] for n in "qkv"), is_causal=True)
+    for layer, outcome in ((1, "finding"), (2, "rounding")):
+        train, rollout = (
+            [Capture.from_tensors(t, causal="top-left", layer=n) for n, t in ((0, first), (layer, other))]
+            for other in (second, swapped)
+        )
+        found = attn_diag.mismatch(train, rollout)
+        assert found.outcome == outcome
+        assert [(c.layer, c.kind) for c in found.causes] == ([(1, "unnamed-input")] if layer == 1 else [])
+
+
 def test_a_scale_that_is_in_q_is_none() -> None:
     """An engine that multiplies q by the scale states 1, and computes the same."""
     drawn = _drawn(40, 0)

@@ -54,6 +54,18 @@ def test_faults_are_named(fn: Any, quantity: str, words: str) -> None:
     assert words in found.failures[0].message
 
 
+def test_sinks_without_a_gradient_are_told() -> None:
+    def frozen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        return planted.sound(q, k, v, None if sinks is None else sinks.detach())
+
+    found = attn_diag.check(frozen, cases=["sink-logits"], device="cpu")
+    assert found.passed
+    assert [note for note in found.notes if "dSink was not judged" in note] == [
+        "sink-logits: autograd gives the sinks no gradient: dSink was not judged"
+    ]
+    assert not attn_diag.check(planted.sound, cases=["sink-logits"], device="cpu").notes
+
+
 def test_dsinks_is_the_gradient_of_the_sinks() -> None:
     case = case_of_capture(made(1))
     assert case.sinks is not None

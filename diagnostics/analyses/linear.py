@@ -169,6 +169,7 @@ class _Job:
         self.coarse: dict[str, Tensor] = {}
         self.beside: Beside = {}
         self.only: frozenset[str] | None = None
+        self.backward = False
         if self.compared:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
@@ -184,7 +185,9 @@ class _Job:
                 wrong = [q.cause for q in quantities if q.quantity in forward and q.answer == "wrong"]
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
-                others = [n for n in forward if n != name] if name in forward else []
+                self.backward = "o" in forward and name not in forward and not wrong
+                others = [n for n in outputs if n != name and (n in forward) == (name in forward)]
+                others = others if self.only is None else []
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
                 self.beside = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in places}
                 quantities.append(self._quantity(name, outputs[name], place))
@@ -330,7 +333,7 @@ class _Job:
         beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
-            cause = self.causes.of_wrong(name, observed, place, self.beside, self.only)
+            cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(

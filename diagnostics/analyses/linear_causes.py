@@ -23,7 +23,7 @@ _ONE = (0.6, 1.5)
 # An output tells faults apart where it is off, or a fault changes it, by so many times a well-rounded kernel's error;
 # then so much of that, squared, must not be left.
 _PLAIN, _OTHER = 4.0, 0.5
-# Of a head: outputs of the forward, and where the head is in them.
+# Of a head: the forward's other outputs, or the other gradients, and where the head is in them.
 Beside = Mapping[str, tuple[Tensor, Place]]
 _STEPWISE = {
     "decay_step": "each step's decay in the inputs' format",
@@ -39,11 +39,23 @@ CAUSES: dict[str, str] = {
     "factor": "it is multiplied by a number",
 }
 """Every cause that can be named, in words."""
+_OF_GRADIENTS = ("no_decay_gradient", "no_decay_gradient_of_states")
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
+
+
+def in_words(cause: str, *, backward: bool) -> str:
+    """A cause in words.
+
+    Args:
+        cause: A key of ``CAUSES``.
+        backward: Of a gradient behind a forward that is right: what the fault says is so of the backward alone.
+    """
+    alone = backward and cause in LINEAR_FAULTS and cause not in _OF_GRADIENTS
+    return f"in the backward alone, {CAUSES[cause]}" if alone else CAUSES[cause]
 
 
 @dataclass(frozen=True)
@@ -78,23 +90,32 @@ class Causes:
         self._found: list[tuple[str, int]] = []
 
     def of_wrong(
-        self, name: str, observed: Tensor, place: Place, beside: Beside, only: frozenset[str] | None
-    ) -> Cause | None:
+        self, name: str, observed: Tensor, place: Place, beside: Beside, only: frozenset[str] | None, *,
+        backward: bool = False,
+    ) -> Cause | None:  # fmt: skip
         """The fault that explains what no rounding makes.
 
         Args:
             name: The quantity.
             observed: The head's.
             place: Where the head is in the quantity's tensor.
-            beside: The other outputs of the forward, which a fault must have changed as it would.
+            beside: The other outputs of the forward, or the other gradients, which a fault must have changed as it
+                would.
             only: Of gradients behind a forward that is wrong the faults that this has; None: any.
+            backward: Of a gradient behind a forward that is right.
         """
         reference = self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
         faults = [one for one in self._faults() if only is None or one[0] in only]
-        faults = [one for one in faults if one[0] in _OF_BOUNDARY or not self._contradicted(one, beside)]
-        fault = self._best(faults, name, observed, place, FAULT_EXPLAINS)
+        forward = name in LINEAR_OUTPUTS
+        sound = [one for one in faults if (forward and one[0] in _OF_BOUNDARY) or not self._contradicted(one, beside)]
+        fault = self._best(sound, name, observed, place, FAULT_EXPLAINS)
+        if fault is None and not forward:
+            # A gradient with code of its own may have a fault that the others lack: then that is all of its error.
+            fault = self._best(faults, name, observed, place, _SURE)
+        if fault is not None and backward:
+            fault = replace(fault, words=fault.words.replace(CAUSES[fault.name], in_words(fault.name, backward=True)))
         if fault is not None and fault.explained > _SURE:
             return fault
         # Decays that are rounded coarsely look like a boundary that is off by one.
@@ -123,7 +144,8 @@ class Causes:
 
     def _contradicted(self, one: tuple[str, int], beside: Beside) -> bool:
         """Whether another output is plainly not what the fault would make of it."""
-        made, sound = (self._outputs(cause, one[1], forward=True) for cause in (one[0], ""))
+        forward = set(beside) <= set(LINEAR_OUTPUTS)
+        made, sound = (self._outputs(cause, one[1], forward=forward) for cause in (one[0], ""))
         for name, (observed, place) in beside.items():
             reference = self._run.reference.values[name][place]
             change, noise = made[name][place] - sound[name][place], sound[name][place] - reference

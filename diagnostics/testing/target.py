@@ -213,6 +213,9 @@ class Target:
             raise MisfitError(
                 f"it changed its input {found.overwritten[0]} in place, which its caller's backward needs unchanged"
             )
+        judged = {*GRADIENTS} <= {*found.outputs}
+        if judged and self.recipe is None and inputs.sinks is not None and OF_SINKS[0] not in found.outputs:
+            notes.append(f"{inputs.name}: autograd gives the sinks no gradient: dSink was not judged")
         return {n: (x.float() if n == "lse" else x).cpu() for n, x in found.outputs.items()}, notes
 
 

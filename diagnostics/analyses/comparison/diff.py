@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -17,9 +18,9 @@ from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
-from attn_diag.results.wording import head_name, plural, same
+from attn_diag.results.wording import SYMBOLS, head_name, plural, same, times
 from attn_diag.statistics.means import PRIMARY, adjust, require_level
-from attn_diag.statistics.sizes import Sizes, bonferroni_tail, size_changes
+from attn_diag.statistics.sizes import NO_MATTER, Sizes, bonferroni_tail, size_changes
 from attn_diag.statistics.welch import estimated, welch
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def _outcome(change: MeanChange) -> MeanOutcome:
     return "cured" if change.a_biased else "moved"
 
 
+_TOO_LARGE = {"nonfinite", "wrong", "lossy"}
 _STATED = ("causal", "scale", "window", "softcap", "dtype")
 # The worst first.
 PHRASES: dict[Outcome, str] = {
@@ -306,7 +308,9 @@ def head_outcomes(entry: HeadComparison) -> tuple[Outcome, ...]:
     """What happened to a head, the worst first.
 
     "became-biased" and "cured" take both: the verdict has gained (lost) the label, and the difference of a primary mean
-    is significant. Where labels differ and nothing else does beyond chance, the head is "relabelled".
+    is significant. Errors grew (shrank) too where B (A) alone is wrong: no rounding makes that, however few rows carry
+    it; beside a lossy head the label is a matter of a threshold. Where labels differ and nothing else does beyond
+    chance, the head is "relabelled".
     """
     found: set[Outcome] = set()
     means = {m.outcome for m in entry.means}
@@ -327,6 +331,10 @@ def head_outcomes(entry: HeadComparison) -> tuple[Outcome, ...]:
     if "moved" in means and not found:
         found.add("bias-moved")
     found.update(s.outcome for s in entry.sizes if s.outcome in ("grew", "shrank"))
+    if "wrong" in entry.gained and not _TOO_LARGE & {*entry.a_labels}:
+        found.add("grew")
+    if "wrong" in entry.lost and not _TOO_LARGE & {*entry.b_labels}:
+        found.add("shrank")
     if not found and set(entry.a_labels) != set(entry.b_labels):
         found.add("relabelled")
     return tuple(outcome for outcome in PHRASES if outcome in found)
@@ -357,6 +365,7 @@ def summarise(found: Comparison) -> str:
     rest = f" {len(found.unmatched)} could not be compared." if found.unmatched else ""
     if found.identical:
         return f"Nothing changed: every figure of {number} is the same."
+    rest = _untested(heads) + rest
     counts = [(words, found.counts[o]) for o, words in PHRASES.items() if found.counts.get(o) and o != "relabelled"]
     if alone := found.counts.get("relabelled"):
         rest = f" Labels alone differ in {alone}: near a threshold chance does that.{rest}"
@@ -367,3 +376,21 @@ def summarise(found: Comparison) -> str:
     unchanged = sum(not set(entry.outcomes) - {"relabelled"} for entry in heads)
     same = f"; {unchanged} unchanged beyond chance" if unchanged else ""
     return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{trend_words(found)}{rest}"
+
+
+def _untested(heads: Sequence[HeadComparison]) -> str:
+    """Of heads that are wrong in both, how much is beyond what could be tested; else nothing."""
+    sizes = [
+        [s for s in e.sizes if s.name.removesuffix("_factor") in SYMBOLS and s.outcome == "unknown" and s.ratio]
+        for e in heads
+        if "wrong" in e.a_labels and "wrong" in e.b_labels
+    ]
+    sizes = [[s for s in own if not 1 / NO_MATTER <= (s.ratio or 0.0) <= NO_MATTER] for own in sizes]
+    if not (count := sum(map(bool, sizes))):
+        return ""
+    most = max((s for own in sizes for s in own), key=lambda s: abs(math.log(s.ratio or 1.0)))
+    return (
+        f" Not tested in {plural(count, 'head')}, wrong in both, as few rows carry the error: "
+        f"{SYMBOLS[most.name.removesuffix('_factor')]} has up to {times(most.b)} times a well-rounded kernel's, was "
+        f"{times(most.a)}."
+    )

@@ -173,6 +173,22 @@ def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
+def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLayer) -> tuple[Place, str] | None:
+    """The same without x: what came in is what q, k, v and O of the layer before show, and two steps lie between."""
+    if before.layer != found.layer - 1:
+        return None  # what the layers between did is not known
+    came_in = max(float(getattr(before, name)) for name in ("q", "k", "v", "difference"))
+    worst = max(("q", "k", "v"), key=lambda name: float(getattr(result, name)))
+    size = float(getattr(result, worst))
+    if size <= max(2 * _ROUNDINGS * found.unit, _JUMP**2 * came_in):
+        return None
+    return "stream", (
+        f"{worst} differs by {percent(size)}, where q, k, v and O of layer {before.layer} differ by {percent(came_in)} "
+        "at most: something between (projection, bias, norm, position encoding, MLP) is another; not told which "
+        "(the attention's input x was not captured)"
+    )
+
+
 def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
     """Whether x, or q, k and v, differ by more than this layer's roundings and what came in explain."""
     limit = _ROUNDINGS * found.unit
@@ -187,7 +203,7 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
             "embedding, projection of O) is another"
         )
     if result.x is None and before:
-        return None  # what came in is not known
+        return _unseen_jump(found, result, before[-1])
     worst = max(("q", "k", "v"), key=lambda name: float(getattr(result, name)))
     size = float(getattr(result, worst))
     if size > max(limit, _JUMP * (result.x or 0.0)):

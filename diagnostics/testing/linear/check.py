@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
-from attn_diag.analyses.linear_causes import CAUSES
-from attn_diag.captures.linear import LinearCapture
+from attn_diag.analyses.linear_causes import in_words
+from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.results.baseline import BaselineEntry
@@ -294,7 +294,7 @@ class _Check:
         for quantity in gravest.values():
             kept = quantity.quantity in sizes and sizes[quantity.quantity].limit is not None
             if quantity.answer in _GRAVEST and not (quantity.answer == "lossy" and kept):
-                r.failures.append(_failure(r.case, quantity, closer))
+                r.failures.append(_failure(r.case, quantity, closer, backward=_is_of_backward(quantity, gravest)))
         biased = [h for h in observation.heads if "biased" in h.labels]
         if biased:
             said = next(x for x in biased[0].reasons if " in the mean, " in x).rstrip(".")
@@ -314,12 +314,19 @@ def gravest_of(quantities: Sequence[LinearQuantity]) -> dict[str, LinearQuantity
     return found
 
 
-def _failure(case: CheckedCase, q: LinearQuantity, closer: str | None) -> Failure:
+def _is_of_backward(q: LinearQuantity, gravest: Mapping[str, LinearQuantity]) -> bool:
+    """Whether a gradient is behind a forward that is right."""
+    forward = [gravest[name].answer for name in LINEAR_OUTPUTS if name in gravest]
+    return q.quantity not in LINEAR_OUTPUTS and "o" in gravest and "wrong" not in forward
+
+
+def _failure(case: CheckedCase, q: LinearQuantity, closer: str | None, *, backward: bool) -> Failure:
     # What the answer's own words say of a factor, a sign or zeros is said once.
     named = q.cause if q.cause not in ("zero", "sign", "factor") else None
     kind: Kind = q.answer  # type: ignore[assignment]
     words = f"{case.name}: {q.words.removesuffix('.')}"
-    return Failure(kind, case.name, q.quantity, words, None if named is None else CAUSES[named], closer, q.factor)
+    culprit = None if named is None else in_words(named, backward=backward)
+    return Failure(kind, case.name, q.quantity, words, culprit, closer, q.factor)
 
 
 def capture_of_linear_case(

@@ -22,7 +22,7 @@ from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import package_version
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
-from attn_diag.results.baseline import BaselineEntry, BaselineFile
+from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile
 from attn_diag.testing.target import RECIPE_DTYPES
 
 
@@ -41,7 +41,23 @@ def read(path: Path) -> BaselineFile:
         raise InputError(f"{path}: not a baseline that this attn-diag reads: {error}{hint}") from None
     if wrong := [key for key, entry in result.entries.items() if entry.key != key]:
         raise InputError(f"{path}: a damaged baseline: entry {wrong[0]!r} is not of that key; save it anew")
+    for key, entry in result.entries.items():
+        if case := next((name for name, case in entry.cases.items() if _is_impossible(case)), None):
+            raise InputError(
+                f"{path}: a damaged baseline: case {case!r} of entry {key!r} has an error or a standard error below 0, "
+                "or no degrees of freedom; it was edited: save it anew"
+            )
     return result
+
+
+def _is_impossible(case: BaselineCase) -> bool:
+    """Whether it holds numbers that no measurement gives, and that would hide a fault."""
+    means = [*case.biases.values(), *(size.log_ratio for size in case.sizes.values())]
+    return (
+        any(size.error < 0 or size.yardstick < 0 for size in case.sizes.values())
+        or any((mean.standard_error or 0.0) < 0 for mean in means)
+        or any(mean.degrees_of_freedom is not None and mean.degrees_of_freedom <= 0 for mean in means)
+    )
 
 
 def nearest(file: BaselineFile, subject: str, device: str, versions: str) -> BaselineEntry | None:

@@ -234,7 +234,8 @@ class LayerState:
     def _words(self, kind: Kind, head: int, values: dict[str, float]) -> str:
         share = values.get(f"{self.name}_share", values["share_average"])
         matrix = "dW_Q" if self.name == "dw_q" else "dQ"
-        parts = [f"the rounding of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
+        # A wrong O, too, is more than correct rounding makes: what made its error is for ``inspect`` to say.
+        parts = [f"the error of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
         if values.get("measured"):
             # Logs of before it do not have it.
             parts = [f"{matrix} is off by {share:.2g} of its norm"]
@@ -244,7 +245,11 @@ class LayerState:
             if (expected := values.get(f"{self.name}_expected_over_floor")) is not None:
                 parts.append(f"a well-rounded kernel is expected to leave {expected:.1f} times that")
         if kind == "rounding":
-            parts.append(f"up from about {values['share_lowest']:.2g} at step {self.lowest_at[head]}")
+            # Averages, as the rule compares them: the check at that step may itself have been off by more.
+            average, lowest = values["share_average"], values["share_lowest"]
+            parts.append(f"averaged over checks {average:.2g}, lowest {lowest:.2g} at step {self.lowest_at[head]}")
+        elif kind == "overwhelmed":
+            parts.append("more than the gradient itself in two checks on end")
         told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}
         parts += [f"{text} {values[name]:.3g}" for name, text in told.items() if name in values]
         return "; ".join(parts)
