@@ -177,10 +177,8 @@ def attention(
     backward_recipe = recipe if backward_recipe is None else backward_recipe
     wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
     recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
-    if is_fp8(Recipe.from_json(recipes[0])) and (instrument != "none" or borders[0] is not None or dim < LEAST_WIDTH):
-        raise RecipeNotSupportedError(
-            f"FP8 kernels have no instruments, no packed sequences and no D below {LEAST_WIDTH}: use the emulation"
-        )
+    if instrument != "none" or borders[0] is not None or dim < LEAST_WIDTH:
+        _refuse_fp8(recipes[0])
     left, right = window or (-1, -1)
     slots, n_slots = slots_of(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
@@ -329,6 +327,14 @@ def sink_gradients(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_fp8(recipe: str) -> None:
+    if is_fp8(Recipe.from_json(recipe)):
+        raise RecipeNotSupportedError(
+            f"FP8 kernels have no instruments, no packed sequences and no D below {LEAST_WIDTH}: use the emulation"
+        )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

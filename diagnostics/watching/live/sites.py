@@ -52,10 +52,8 @@ def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs:
         return {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    if site in (TRANSFORMERS, EAGER):
-        # A registered function may call them what it likes.
-        return {**bound.arguments, **kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))}
-    return dict(bound.arguments)
+    named = {**kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))} if site in (TRANSFORMERS, EAGER) else {}
+    return {**bound.arguments, **named}
 
 
 @cache
@@ -68,7 +66,7 @@ _SDPA = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_
          "scale": None, "enable_gqa": False}  # fmt: skip
 
 
-# What transformers hands to an attention function, in its order; all else by name.
+# What transformers hands on in this order, whatever a function calls it; all else by name.
 _TRANSFORMERS = ("module", "query", "key", "value", "attention_mask")
 
 
@@ -112,15 +110,8 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else t.dtype
 
 
-def dropout_refusal(dropout: float | None) -> str | None:
-    """Why a call with dropout is not analysed; None without any."""
-    return _refusals(dropout)
-
-
 def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
-    """The call with which probabilities were kept; refused where that is not known.
-
-    The fused operator underneath tells, or those that were multiplied with v.
+    """The call with what was kept, which the operator underneath or P times V tells; refused where nobody knows.
 
     Args:
         found: The call.
@@ -129,10 +120,10 @@ def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
     """
     if not dropout:
         return found
-    operator = found.get("within")
-    kept = tap.kept(found["q"], found["k"], found["o"]) if operator is None else operator.kept()
+    within = found.get("within")
+    kept = within.kept() if within is not None else tap.kept(found["q"], found["k"], found["o"])
     if kept is None or dropout >= 1:
-        return found | {"refused": found.get("refused") or dropout_refusal(dropout)}
+        return found | {"refused": found.get("refused") or refusals(dropout)}
     return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
 
 
@@ -142,7 +133,8 @@ def _unexpanded(mask: Tensor) -> LayOut:
     return partial(torch.sum, dim=axes, keepdim=True, dtype=torch.float32) if axes else unchanged
 
 
-def _refusals(dropout: float | None, **others: object) -> str | None:
+def refusals(dropout: float | None, **others: object) -> str | None:
+    """Why a call with dropout, or with any of ``others``, is not analysed; None without."""
     if dropout:
         return f"attention dropout {dropout:g} is on: run with dropout 0 to analyse it"
     present = [name for name, value in others.items() if value is not None]
@@ -261,7 +253,7 @@ def _read_eager(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         return None
     options = {**(a.get("kwargs") or {}), **a}
     dropout = options.get("dropout")
-    found["refused"] = None if found["refused"] == dropout_refusal(dropout) else found["refused"]
+    found["refused"] = None if found["refused"] == refusals(dropout) else found["refused"]
     found = with_dropout(found, dropout, tap)
     if options.get("position_bias") is not None and found["q"].dtype.itemsize == 2:
         # T5's softmax rounds to 16 bits what a fused kernel keeps in fp32: single rows look like mistakes.
@@ -290,7 +282,7 @@ def _read_transformers(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | 
         "lse_sink": "included" if lse is None or sinks is None else "excluded",  # FlexAttention's, of the keys alone
         "scale": options.get("scaling"),
         "softcap": options.get("softcap"),
-        "refused": _refusals(options.get("dropout")),
+        "refused": refusals(options.get("dropout")),
     }
     if isinstance(mask, Tensor) and mask.dim() == 4:
         # Some masks are longer than the keys of this layer.
@@ -368,7 +360,7 @@ def _read_flash_attn(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
         "softcap": a.get("softcap") or None,
         "alibi_slopes": slopes,
         "alibi_origin": "row" if slopes is None else alibi_origin(causal, window, k.shape[2]),
-        "refused": _refusals(a.get("dropout_p")),
+        "refused": refusals(a.get("dropout_p")),
     }
 
 

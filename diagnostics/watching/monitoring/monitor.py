@@ -21,7 +21,7 @@ from attn_diag.watching.live.linear_layers import is_run_compiled
 from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
-from attn_diag.watching.live.sites import dropout_refusal
+from attn_diag.watching.live.sites import refusals
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.declared import DeclaredLayers, DeclaredSample
@@ -241,7 +241,7 @@ class Monitor:
         key = call.place.layer, call.place.module
         by = self._declared
         # What is declared is fused, and no fused kernel says what it kept.
-        if (refused := call.refused or (by and dropout_refusal(call.dropout_p))) is not None:
+        if (refused := call.refused or (by and refusals(call.dropout_p))) is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
