@@ -1,0 +1,135 @@
+"""Small models of flash-linear-attention's own layers, trained on a GPU, and a call of their operator.
+
+Two layers, width 256, four heads of 64 features, trained on the bytes of this repository's documentation in BF16
+autocast. What the last layer handed its operator then, and dO, are kept; gates that the layer leaves to the kernel are
+computed here in fp32, by fla's own reference of them, so that the call can be stated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attn_diag.captures.linear import LinearCapture
+
+WIDTH, HEAD, HEADS, LAYERS, BATCH = 256, 64, 4, 2, 4
+# Operator -> fla's model, its options, and the module and name by which its layer calls the operator.
+MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "rwkv7": ("RWKV7", {"head_dim": HEAD}, "fla.layers.rwkv7", "chunk_rwkv7"),
+    "gated_delta_rule": (
+        "GatedDeltaNet", {"head_dim": HEAD, "num_heads": HEADS, "expand_v": 1.0},
+        "fla.layers.gated_deltanet", "chunk_gated_delta_rule",
+    ),
+    "kda": ("KDA", {"head_dim": HEAD, "num_heads": HEADS}, "fla.layers.kda", "chunk_kda"),
+    "gla": ("GLA", {"num_heads": HEADS, "expand_k": 1.0}, "fla.layers.gla", "chunk_gla"),
+    "delta_rule": ("DeltaNet", {"num_heads": HEADS}, "fla.layers.delta_net", "chunk_delta_rule"),
+    "retention": (
+        "RetNet", {"num_heads": HEADS, "expand_v": 1.0}, "fla.layers.multiscale_retention", "chunk_retention",
+    ),
+    "mamba2": (
+        "Mamba2", {"head_dim": HEAD, "expand": 1, "state_size": HEAD},
+        "fla.layers.mamba2", "mamba_chunk_scan_combined",
+    ),
+}  # fmt: skip
+# How a call is made, beside its tensors.
+_HOW = ("safe_gate", "lower_bound", "chunk_size")
+_ARGUMENTS = ("q", "r", "k", "v", "a", "b", "w", "x", "B", "C", "A")
+
+
+def trained_call(operator: str, steps: int, length: int, seed: int = 0) -> tuple[LinearCapture, dict[str, Any], float]:
+    """Train a model and keep a call of its last layer.
+
+    Args:
+        operator: Of ``MODELS``.
+        steps: Of training.
+        length: T, of training and of the call.
+        seed: Of the weights and of the text's places.
+
+    Returns:
+        The call's inputs and dO, how the layer has the kernel run, and the last loss.
+    """
+    name, options, module, function = MODELS[operator]
+    models: Any = import_module("fla.models")
+    torch.manual_seed(seed)
+    config = getattr(models, f"{name}Config")(
+        hidden_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=256, fuse_cross_entropy=False, **options
+    )
+    model = getattr(models, f"{name}ForCausalLM")(config).cuda()
+    # fla's Mamba-2 in training mode wants a convolution in CUDA; in the other it runs the same scan.
+    model.train(operator != "mamba2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    text, make = _text(), torch.Generator().manual_seed(seed)
+    loss = torch.zeros(())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        loss = _loss(model, _batch(text, BATCH, length, make))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    calls: list[tuple[dict[str, Any], list[Tensor]]] = []
+    space, original = vars(import_module(module)), vars(import_module(module))[function]
+    signature = inspect.signature(original)
+
+    def met(*args: Any, **kwargs: Any) -> Any:
+        result, gradient = original(*args, **kwargs), list[Tensor]()
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        o = result[0] if isinstance(result, tuple) else result
+        o.register_hook(gradient.append)
+        calls.append(({k: v.detach() if isinstance(v, Tensor) else v for k, v in bound.arguments.items()}, gradient))
+        return result
+
+    space[function] = met
+    try:
+        model.zero_grad()
+        # The mean of one sequence's losses, as large as in a batch of its like.
+        _loss(model, _batch(text, 1, length, make)).backward()
+    finally:
+        space[function] = original
+    given, gradient = calls[-1]
+    tensors = {**_stated(operator, given), "do": gradient[0]}
+    l2norm = bool(given.get("use_qk_l2norm_in_kernel"))
+    capture = LinearCapture.from_tensors(
+        operator, tensors, l2norm=l2norm, scale=given.get("scale"), layer=LAYERS - 1, step=steps, kernel=function
+    )
+    return capture, {n: given[n] for n in _HOW if given.get(n) is not None}, float(loss.detach())
+
+
+def _text() -> Tensor:
+    files = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
+
+
+def _batch(text: Tensor, batch: int, length: int, make: torch.Generator) -> Tensor:
+    starts = torch.randint(0, len(text) - length, (batch,), generator=make).tolist()
+    return torch.stack([text[s : s + length] for s in starts]).cuda()
+
+
+def _loss(model: Any, ids: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(ids, use_cache=False).logits
+    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _stated(operator: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The operator's arguments, with the gates that the kernel would make."""
+    found = {n: given[n] for n in _ARGUMENTS if isinstance(given.get(n), Tensor)}
+    if operator == "mamba2":
+        return found | {"dt": functional.softplus(given["dt"].float() + given["dt_bias"].float())}
+    g, beta = given.get("g"), given.get("beta")
+    if given.get("use_gate_in_kernel"):
+        gate, name = ("kda", "naive_kda_gate") if operator == "kda" else ("gated_delta_rule", "naive_gdn_gate")
+        g = getattr(import_module(f"fla.ops.{gate}.gate"), name)(g, given["A_log"], given.get("dt_bias"))
+    if given.get("use_beta_sigmoid_in_kernel"):
+        assert beta is not None
+        beta = beta.sigmoid()
+    return found | {n: t for n, t in (("g", g), ("beta", beta)) if t is not None}
