@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from attn_diag import InputError, capture_linear
 from attn_diag.captures.linear import LinearCapture
 
 WIDTH, HEAD, HEADS, LAYERS, BATCH = 256, 64, 4, 2, 4
@@ -43,65 +45,94 @@ _HOW = ("safe_gate", "lower_bound", "chunk_size")
 _ARGUMENTS = ("q", "r", "k", "v", "a", "b", "w", "x", "B", "C", "A")
 
 
-def trained_call(operator: str, steps: int, length: int, seed: int = 0) -> tuple[LinearCapture, dict[str, Any], float]:
-    """Train a model and keep a call of its last layer.
+@dataclass(frozen=True)
+class Trained:
+    """A model that was trained."""
 
-    Args:
-        operator: Of ``MODELS``.
-        steps: Of training.
-        length: T, of training and of the call.
-        seed: Of the weights and of the text's places.
+    operator: str
+    """Of ``MODELS``."""
+    model: Any
+    """fla's."""
+    ids: Tensor
+    """A sequence that it is called with, [1, T]."""
+    steps: int
+    """Of training."""
+    loss: float
+    """The last of training."""
 
-    Returns:
-        The call's inputs and dO, how the layer has the kernel run, and the last loss.
-    """
-    name, options, module, function = MODELS[operator]
-    models: Any = import_module("fla.models")
-    torch.manual_seed(seed)
-    config = getattr(models, f"{name}Config")(
-        hidden_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=256, fuse_cross_entropy=False, **options
-    )
-    model = getattr(models, f"{name}ForCausalLM")(config).cuda()
-    # fla's Mamba-2 in training mode wants a convolution in CUDA; in the other it runs the same scan.
-    model.train(operator != "mamba2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    text, make = _text(), torch.Generator().manual_seed(seed)
-    loss = torch.zeros(())
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        loss = _loss(model, _batch(text, BATCH, length, make))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    calls: list[tuple[dict[str, Any], list[Tensor]]] = []
-    space, original = vars(import_module(module)), vars(import_module(module))[function]
-    signature = inspect.signature(original)
+    @classmethod
+    def of(cls, operator: str, steps: int, length: int, seed: int = 0) -> Trained:
+        """Train a model.
 
-    def met(*args: Any, **kwargs: Any) -> Any:
-        result, gradient = original(*args, **kwargs), list[Tensor]()
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        o = result[0] if isinstance(result, tuple) else result
-        o.register_hook(gradient.append)
-        calls.append(({k: v.detach() if isinstance(v, Tensor) else v for k, v in bound.arguments.items()}, gradient))
-        return result
+        Args:
+            operator: Of ``MODELS``.
+            steps: Of training.
+            length: T, of training and of the sequence.
+            seed: Of the weights and of the text's places.
+        """
+        name, options, _, _ = MODELS[operator]
+        models: Any = import_module("fla.models")
+        torch.manual_seed(seed)
+        config = getattr(models, f"{name}Config")(
+            hidden_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=256, fuse_cross_entropy=False, **options
+        )
+        model = getattr(models, f"{name}ForCausalLM")(config).cuda()
+        # fla's Mamba-2 in training mode wants a convolution in CUDA; in the other it runs the same scan.
+        model.train(operator != "mamba2")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        text, make = _text(), torch.Generator().manual_seed(seed)
+        loss = torch.zeros(())
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+            loss = _loss(model, _batch(text, BATCH, length, make))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return cls(operator, model, _batch(text, 1, length, make), steps, float(loss.detach()))
 
-    space[function] = met
-    try:
-        model.zero_grad()
-        # The mean of one sequence's losses, as large as in a batch of its like.
-        _loss(model, _batch(text, 1, length, make)).backward()
-    finally:
-        space[function] = original
-    given, gradient = calls[-1]
-    tensors = {**_stated(operator, given), "do": gradient[0]}
-    l2norm = bool(given.get("use_qk_l2norm_in_kernel"))
-    capture = LinearCapture.from_tensors(
-        operator, tensors, l2norm=l2norm, scale=given.get("scale"), layer=LAYERS - 1, step=steps, kernel=function
-    )
-    return capture, {n: given[n] for n in _HOW if given.get(n) is not None}, float(loss.detach())
+    def as_captured(self) -> LinearCapture:
+        """The last layer's own call, by ``capture_linear``."""
+        with capture_linear() as calls:
+            self.model.zero_grad()
+            _loss(self.model, self.ids).backward()
+        if not calls:
+            raise InputError(f"no call of {self.operator} was captured: {dict(calls.refused)}")
+        return calls[-1]
+
+    def inputs(self) -> tuple[LinearCapture, dict[str, Any]]:
+        """What the last layer hands its operator, with dO, and how it has the kernel run."""
+        _, _, module, function = MODELS[self.operator]
+        calls: list[tuple[dict[str, Any], list[Tensor]]] = []
+        space = vars(import_module(module))
+        original = space[function]
+        signature = inspect.signature(original)
+
+        def met(*args: Any, **kwargs: Any) -> Any:
+            result, gradient = original(*args, **kwargs), list[Tensor]()
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            given |= given.pop("kwargs", {})
+            o = result[0] if isinstance(result, tuple) else result
+            o.register_hook(gradient.append)
+            calls.append(({k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}, gradient))
+            return result
+
+        space[function] = met
+        try:
+            self.model.zero_grad()
+            _loss(self.model, self.ids).backward()
+        finally:
+            space[function] = original
+        given, gradient = calls[-1]
+        capture = LinearCapture.from_tensors(
+            self.operator, {**_stated(self.operator, given), "do": gradient[0]}, kernel=function,
+            l2norm=bool(given.get("use_qk_l2norm_in_kernel")), scale=given.get("scale"), layer=LAYERS - 1,
+            step=self.steps,
+        )  # fmt: skip
+        return capture, {n: given[n] for n in _HOW if given.get(n) is not None}
 
 
 def _text() -> Tensor:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from linear_trained import MODELS, trained_call
+from linear_trained import MODELS, Trained
 from measuring import made_by, save
 
 from attn_diag import replay_linear
@@ -105,8 +105,11 @@ def captured(
     if inputs == "gaussian":
         call = gaussian_call(operator, seed, options)
     else:
-        call, how, loss = trained_call(operator, options.train_steps, options.steps, seed)
-        said |= {"loss": loss, "options": how}
+        trained = Trained.of(operator, options.train_steps, options.steps, seed)
+        call, how = trained.inputs()
+        own = f"{operator}_layer_{seed}"
+        said |= {"loss": trained.loss, "options": how}
+        said["as the layer calls it"] = attempted(lambda: judged(trained.as_captured(), own, options), own)
     made = ran(call, how)
     made.save(options.out / f"{operator}_{inputs}_{seed}.safetensors")
     return made, said | {"seconds_on_gpu": time.perf_counter() - begun}

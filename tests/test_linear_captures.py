@@ -118,6 +118,34 @@ def test_nan_and_what_float64_does_not_know() -> None:
     assert grown.labels == {"undecided"}
 
 
+def test_a_state_beyond_fp32_is_no_kernels_fault() -> None:
+    tensors: dict[str, Any] = rounded(linear_inputs("simple_gla", (1, 128, 1, 8, 8), 0))
+    # e^1 a step: e^128 is beyond fp32, and nothing for float64.
+    capture = LinearCapture("simple_gla", {**tensors, "g": torch.ones_like(tensors["g"])})
+    run = LinearRun(capture, torch.device("cpu"))
+    o = run.emulated(run.recipe)["o"].float()
+    assert not o.isfinite().all()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": o.bfloat16()}))
+    assert found.labels == {"undecided"}
+    assert "leaves the range of fp32" in found.heads[0].quantities[0].words
+    worse = torch.full_like(o, torch.nan).bfloat16()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": worse}))
+    assert found.labels == {"nonfinite"}
+
+
+@pytest.mark.parametrize("name", ["final_state", "dinitial_state"])
+def test_what_is_handed_back_in_16_bits_is_told_by_its_bits(name: str) -> None:
+    whole = emulated("simple_gla")
+    stored = whole.tensors[name].bfloat16().float()
+    found = attn_diag.inspect_linear(replace(whole, tensors={**whole.tensors, name: stored}))
+    (coarse,) = (q for q in found.heads[0].quantities if q.answer != "good")
+    assert (coarse.quantity, coarse.answer, coarse.cause) == (name, "lossy", "handed_back"), coarse.words
+    # Where a coarser site is behind it, that is named.
+    steps = emulated("simple_gla", 1, operands="fp32", state="bf16")
+    found = attn_diag.inspect_linear(steps)
+    assert {q.cause for q in found.heads[0].quantities if q.quantity == "final_state"} == {"state_step"}
+
+
 def test_files_keep_everything(tmp_path: Path) -> None:
     tensors = rounded(linear_inputs("rwkv7", (1, 20, 2, 8, 8), 0))
     named = {"r": tensors["q"], "w": tensors["g"], **{n: tensors[n] for n in ("k", "v", "a", "b")}}

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
-from attn_diag.head.quality import BEYOND
+from attn_diag.head.quality import AS_GOOD, BEYOND
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
+from attn_diag.reference import format_of, ulp
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
 FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
@@ -34,6 +35,7 @@ CAUSES: dict[str, str] = {
     **dict(LINEAR_FAULTS.items()),
     **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
     **_STEPWISE,
+    "handed_back": "its numbers in the inputs' format when they are handed back",
     "zero": "it is zero",
     "sign": "its sign is turned",
     "factor": "it is multiplied by a number",
@@ -44,6 +46,8 @@ _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_trans
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
+# Numbers of fp32 that all have the bits of a 16-bit format do so by no chance.
+_TOLD = 32
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Cause:
     @property
     def is_rounding(self) -> bool:
         """Whether it is a rounding site, not wrong mathematics."""
-        return self.name in LINEAR_SITES or self.name in _STEPWISE
+        return self.name in LINEAR_SITES or self.name in _STEPWISE or self.name == "handed_back"
 
 
 class Causes:
@@ -104,6 +108,28 @@ class Causes:
     def of_lossy(self, name: str, observed: Tensor, place: Place) -> Cause | None:
         """The rounding site that explains too large an error."""
         return self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+
+    def of_storage(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
+        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell.
+
+        Args:
+            observed: The head's, as it was captured.
+            true: Its reference.
+            allowed: The squared error that a sound kernel may have.
+        """
+        dtype = self._run.capture.tensors["q"].dtype
+        told = observed[observed != 0]
+        if (
+            observed.dtype.itemsize <= dtype.itemsize
+            or len(told) < _TOLD
+            or not torch.equal(told.to(dtype).to(told), told)
+        ):
+            return None
+        total = float((observed.double() - true).square().sum())
+        stored = float((ulp(true, format_of(dtype)).square() / 12).sum())
+        if not 0 < total <= AS_GOOD**2 * (allowed + stored):
+            return None  # something else makes more
+        return Cause("handed_back", min(1.0, stored / total), CAUSES["handed_back"])
 
     def as_stepwise(self, name: str, squared: float, place: Place) -> bool:
         """Whether a state that is rounded after every step leaves as much, as no kernel in chunks does.
