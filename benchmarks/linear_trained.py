@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attn_diag import InputError, capture_linear
+from attn_diag import InputError, Monitor, capture_linear
 from attn_diag.captures.linear import LinearCapture
 
 WIDTH, HEAD, HEADS, LAYERS, BATCH = 256, 64, 4, 2, 4
@@ -59,9 +60,11 @@ class Trained:
     """Of training."""
     loss: float
     """The last of training."""
+    monitor: Monitor | None = None
+    """What watched it."""
 
     @classmethod
-    def of(cls, operator: str, steps: int, length: int, seed: int = 0) -> Trained:
+    def of(cls, operator: str, steps: int, length: int, seed: int = 0, every: int | None = None) -> Trained:
         """Train a model.
 
         Args:
@@ -69,6 +72,7 @@ class Trained:
             steps: Of training.
             length: T, of training and of the sequence.
             seed: Of the weights and of the text's places.
+            every: Of so many steps the monitor looks at one; None: none.
         """
         name, options, _, _ = MODELS[operator]
         models: Any = import_module("fla.models")
@@ -82,15 +86,18 @@ class Trained:
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         text, make = _text(), torch.Generator().manual_seed(seed)
         loss = torch.zeros(())
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-            loss = _loss(model, _batch(text, BATCH, length, make))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        return cls(operator, model, _batch(text, 1, length, make), steps, float(loss.detach()))
+        with nullcontext() if every is None else Monitor(model, every) as monitor:
+            for step in range(steps):
+                for group in optimizer.param_groups:
+                    group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+                loss = _loss(model, _batch(text, BATCH, length, make))
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            if monitor is not None:
+                monitor.metrics(wait=True)
+        return cls(operator, model, _batch(text, 1, length, make), steps, float(loss.detach()), monitor)
 
     def as_captured(self) -> LinearCapture:
         """The last layer's own call, by ``capture_linear``."""

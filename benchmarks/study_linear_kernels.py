@@ -2,6 +2,7 @@
 
     pip install fla-core==0.6.0 flash-linear-attention==0.6.0 einops mamba-ssm
     python benchmarks/study_linear_kernels.py OUT [--operators rwkv7 kda …] [--inputs gaussian trained] [--replay]
+        [--monitored 300]
     python benchmarks/study_linear_kernels.py OUT --judge    # the captures that are in OUT, again, without a GPU
 
 OUT gets a capture and the verdict (JSON) of every operator, and a summary: per quantity answer, factor, error. An
@@ -33,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from linear_trained import MODELS, Trained
-from measuring import made_by, save
+from measuring import made_by, save, watched
 
 from attn_diag import replay_linear
 from attn_diag.analyses.linear import inspect_linear
@@ -161,6 +162,16 @@ def replayed(capture: LinearCapture, name: str, options: argparse.Namespace) -> 
     return {"words": one.words, "kernels": kernels, "seconds": seconds}
 
 
+def monitored(operator: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A model trained under the monitor."""
+    begun = time.perf_counter()
+    trained = Trained.of(operator, options.monitored, 256, seed, every=options.every)
+    assert trained.monitor is not None
+    seen = watched(trained.monitor)
+    print(f"{operator} monitored, loss {trained.loss:.3f}: {seen}", flush=True)
+    return {"loss": trained.loss, "seconds": time.perf_counter() - begun, **seen}
+
+
 def attempted(what: Callable[[], Any], name: str) -> Any:
     """What it returns, or that it raised."""
     try:
@@ -180,6 +191,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--train-steps", type=int, default=250)
+    parser.add_argument("--monitored", type=int, default=0, help="steps of a training under the monitor, of each model")
+    parser.add_argument("--every", type=int, default=50, help="steps from one look of the monitor to the next")
     parser.add_argument("--replay", action="store_true", help="the first capture of each operator, on the GPU")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a replayed function may take")
     parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
@@ -201,6 +214,12 @@ def main() -> None:
             name = f"{operator}_{inputs}_{seed}"
             summary[name] = attempted(partial(captured_and_judged, operator, inputs, seed, options), name)
             kept.write_text(json.dumps(summary, indent=2) + "\n")
+        for seed in range(options.seeds if options.monitored and operator in MODELS else 0):
+            name = f"{operator}_monitored_{seed}"
+            summary[name] = attempted(partial(monitored, operator, seed, options), name)
+            kept.write_text(json.dumps(summary, indent=2) + "\n")
+        if not jobs:
+            continue
         first = f"{operator}_{jobs[0][0]}_{jobs[0][1]}"
         if options.replay and (options.out / f"{first}.safetensors").exists():
             capture = load_linear(options.out / f"{first}.safetensors")

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from linear_models import VOCABULARY, walks
-from measuring import made_by, save
+from measuring import made_by, save, watched
 from planted_linear import DELTA_RULE, MAMBA, planted
 
 from attn_diag import Monitor
@@ -82,19 +82,8 @@ def run(name: str, arm: str, fault: str | None, steps: int, every: int, seed: in
             monitor.metrics(wait=True)
     finally:
         space[function] = original
-    layers = [layer for check in monitor.history for layer in check.layers]
-    factors: dict[str, float] = {}
-    for layer in layers:
-        for key, values in layer.values.items():
-            if key.endswith("_factor"):
-                largest = max((v for v in values.tolist() if v == v), default=0.0)
-                factors[key] = round(max(factors.get(key, 0.0), largest), 3)
-    return {
-        "loss": round(float(loss.detach()), 4), "checks": len(monitor.history), "layers": len(layers),
-        "largest_factors": factors, "seconds": round(time.perf_counter() - begun),
-        "alarms": [{"step": a.step, "layer": a.layer, "head": a.head, "kind": a.kind, "why": a.reason}
-                   for a in monitor.alarms],
-    }  # fmt: skip
+    seen = watched(monitor)
+    return {"loss": round(float(loss.detach()), 4), "seconds": round(time.perf_counter() - begun), **seen}
 
 
 def changed(operator: str, name: str, fault: str) -> Callable[..., Any]:

@@ -146,6 +146,26 @@ def test_what_is_handed_back_in_16_bits_is_told_by_its_bits(name: str) -> None:
     assert {q.cause for q in found.heads[0].quantities if q.quantity == "final_state"} == {"state_step"}
 
 
+def test_a_number_that_is_all_but_exact_by_chance_does_not_stand_out() -> None:
+    # Keys that are orthogonal: o is beta v, dbeta is do v; of step 9 exactly 4, where the others have some 0.01.
+    make, steps = torch.Generator().manual_seed(0), torch.eye(32)[None, :20, None]
+    tensors = {"q": steps, "k": steps, "v": torch.randn(1, 20, 1, 32, generator=make), "beta": torch.ones(1, 20, 1)}
+    tensors = {n: x.bfloat16() for n, x in tensors.items()}
+    do = torch.randn(1, 20, 1, 32, generator=make).bfloat16() * 2**-9
+    tensors["v"][0, 9], do[0, 9] = torch.eye(32)[:1], torch.eye(32)[:1] * 4
+    capture = LinearCapture("delta_rule", {**tensors, "do": do}, scale=1.0)
+    run = LinearRun(capture, torch.device("cpu"))
+    dbeta = run.emulated(run.recipe)["dbeta"].bfloat16()
+    off = dbeta.clone()
+    off[0, 9] = off[0, 9] * (1 + 2**-7)
+    assert off[0, 9] != dbeta[0, 9] == run.reference.values["dbeta"][0, 9]
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "dbeta": off}))
+    assert "wrong" not in found.labels, found.sentence
+    off[0, 9] = off[0, 9] * (1 + 2**-3)
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "dbeta": off}))
+    assert found.labels == {"wrong"}
+
+
 def test_files_keep_everything(tmp_path: Path) -> None:
     tensors = rounded(linear_inputs("rwkv7", (1, 20, 2, 8, 8), 0))
     named = {"r": tensors["q"], "w": tensors["g"], **{n: tensors[n] for n in ("k", "v", "a", "b")}}

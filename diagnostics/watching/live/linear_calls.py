@@ -189,7 +189,9 @@ class LinearCallRecord:
         if whole:
             gradients |= {f"d{name}": torch.zeros_like(self.tensors[name]) for name in self.without}
         made = self.gates.tensors
-        tensors = {**self.tensors, **{n: g for n, g in gradients.items() if n.removeprefix("d") not in made}, **made}
+        known = {n for n in self.tensors if n not in made} | {"o", "final_state"}
+        gradients = {n: g for n, g in gradients.items() if n.removeprefix("d") in known}
+        tensors = {**self.tensors, **gradients, **made}
         capture = LinearCapture.from_tensors(self.operator, tensors, **self.options, **metadata)
         if not self.gates.otherwise:
             return capture
