@@ -1,16 +1,18 @@
 """Hugging Face's own Qwen3-Next and Mamba-2 trained in plain torch under the monitor: in peace, and with a fault.
 
     python benchmarks/study_linear_transformers.py [--models qwen3_next mamba2] [--seeds 3] [--first 0] [--steps 300]
-        [--every 10] [--arms autocast bf16 fp16] [--faults …] [--json FILE]
+        [--every 10] [--arms whole bf16 autocast fp16] [--faults …] [--json FILE]
 
 Two layers of linear attention each, tiny, on tokens that follow from the one before (``tests/linear_models.py``). Arms:
-BF16 autocast, weights in BF16, and FP16 autocast with a scaler. Faults are lines of their functions that are changed
-(``tests/planted_linear.py``) from the middle of 80 steps on.
+BF16 autocast with the functions in fp32, as kernels compute (whole); weights in BF16 (bf16); BF16 autocast (autocast)
+and FP16 autocast with a scaler (fp16), under which torch rounds the functions' products to 16 bits as well. Faults are
+lines of their functions that are changed (``tests/planted_linear.py``) from the middle of 80 steps on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import warnings
@@ -68,12 +70,15 @@ def run(name: str, arm: str, fault: str | None, steps: int, every: int, seed: in
     scaler = torch.amp.GradScaler("cpu", enabled=arm == "fp16")
     dtype = torch.float16 if arm == "fp16" else torch.bfloat16
     space, original = vars(import_module(module)), vars(import_module(module))[function]
+    if arm == "whole":
+        space[function] = in_fp32(original)
     begun, loss = time.perf_counter(), torch.zeros(())
     try:
         with Monitor(model, every) as monitor:
             for step in range(steps):
                 if fault is not None and step == steps // 2:
-                    space[function] = changed(operator, name, fault)
+                    made = changed(operator, name, fault)
+                    space[function] = in_fp32(made) if arm == "whole" else made
                 optimizer.zero_grad()
                 loss = loss_of(model, walks(2, 96, seed * steps + step), dtype, autocast=arm != "bf16")
                 scaler.scale(loss).backward()
@@ -84,6 +89,17 @@ def run(name: str, arm: str, fault: str | None, steps: int, every: int, seed: in
         space[function] = original
     seen = watched(monitor)
     return {"loss": round(float(loss.detach()), 4), "seconds": round(time.perf_counter() - begun), **seen}
+
+
+def in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """It, out of reach of autocast."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def changed(operator: str, name: str, fault: str) -> Callable[..., Any]:
@@ -100,7 +116,7 @@ def loss_of(model: nn.Module, ids: Tensor, dtype: torch.dtype, *, autocast: bool
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--arms", nargs="*", default=["autocast", "bf16", "fp16"])
+    parser.add_argument("--arms", nargs="*", default=["whole", "bf16", "autocast", "fp16"])
     parser.add_argument("--faults", nargs="*", default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=0)

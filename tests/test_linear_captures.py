@@ -105,6 +105,14 @@ def test_a_truncating_kernel_is_biased() -> None:
     assert "towards" in " ".join(found.heads[0].reasons)
 
 
+def test_a_scale_a_hundredth_off_is_told_from_rounding() -> None:
+    capture = emulated("gated_delta_rule")
+    scaled = {n: (capture.tensors[n].float() * 1.01).to(capture.tensors[n].dtype) for n in ("o", "dq", "dv")}
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, **scaled}))
+    told = {q.quantity: (q.answer, q.cause) for q in found.heads[0].quantities if q.answer != "good"}
+    assert told == dict.fromkeys(scaled, ("wrong", "factor")), found.report()
+
+
 def test_nan_and_what_float64_does_not_know() -> None:
     capture = captured("gla", 3)
     o = capture.tensors["o"].clone()

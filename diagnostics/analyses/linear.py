@@ -358,19 +358,18 @@ class _Job:
         beside = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy()) or ratio
         # Of what cancelling terms may leave no cause is sought: sums along the sequence look alike by chance.
         too_large = all(r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
-        if too_large:
-            handed = self.causes.of_storage(observed, self.reference.values[name][place], float(allowed.sum()))
-            cause = handed or self.causes.of_lossy(name, observed.double(), place)
-        else:
-            cause = None
-        if cause is not None:
+        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum())) if too_large else None
+        if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
+        elif cause is not None:
+            said += f": {cause.words}, which explains {percent(cause.explained)} of it"
         beyond_allowed = beside.factor > LOSSY if cause else beside.low > _UNNAMED
         beyond_doubt = ratio.low > (LOSSY if cause else _UNNAMED) and ratio.groups >= MIN_GROUPS
         # A site that is found among the bits needs no further proof that the factor is no accident.
         proven = ratio.factor > LOSSY and cause is not None and cause.explained > _PROOF
         if beyond_allowed and (beyond_doubt or proven):
-            return _named(replace(found, answer="lossy", words=f"{said}."), cause)
+            rounding = cause is None or cause.is_rounding
+            return _named(replace(found, answer="lossy" if rounding else "wrong", words=f"{said}."), cause)
         if ratio.high <= AS_GOOD or ratio.factor <= AS_GOOD:
             return replace(found, words=f"{said}.")
         return _named(replace(found, answer="undecided", words=f"{said}."), cause)

@@ -17,6 +17,7 @@ from attn_diag.reference import format_of, ulp
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
 FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
+_FACTOR_EXPLAINS = 0.5
 # With a fault that explains as much, no site is looked for.
 _SURE = 0.97
 # The coefficient of a site that is there.
@@ -105,18 +106,39 @@ class Causes:
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
 
-    def of_lossy(self, name: str, observed: Tensor, place: Place) -> Cause | None:
-        """The rounding site that explains too large an error."""
-        return self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
-
-    def of_storage(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
-        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell.
+    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float) -> Cause | None:
+        """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
 
         Args:
+            name: The quantity.
             observed: The head's, as it was captured.
-            true: Its reference.
+            place: Where the head is in the quantity's tensor.
             allowed: The squared error that a sound kernel may have.
         """
+        if (stored := self._stored(observed, self._run.reference.values[name][place], allowed)) is not None:
+            return stored
+        observed = observed.double()
+        site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+        factor = self._factor(name, observed, place)
+        return max((c for c in (site, factor) if c is not None), key=lambda c: c.explained, default=None)
+
+    def _factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        reference = self._run.reference.values[name][place]
+        size, error = float(reference.square().sum()), float((observed - reference).square().sum())
+        if not size or not error:
+            return None
+        factor = float((observed * reference).sum()) / size
+        sound = self._outputs("", CHUNKS[-2], forward=name in LINEAR_OUTPUTS)[name][place]
+        own = float((sound * reference).sum()) / size
+        explained = 1 - float((observed - factor * reference).square().sum()) / error
+        # Truncation moves a number by less than an ulp, which is 2^-p of it at most, p its explicit bits.
+        ulp_of_one = 2.0 ** -format_of(self._run.capture.tensors["q"].dtype).precision
+        if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
+            return None
+        return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
+
+    def _stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
+        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell."""
         dtype = self._run.capture.tensors["q"].dtype
         told = observed[observed != 0]
         if (

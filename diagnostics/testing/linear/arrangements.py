@@ -257,14 +257,15 @@ def _packed(s: LinearSetting) -> list[LinearPath] | str:
     if not s.function.takes_packed:
         return "no argument cu_seqlens"
     count, length, _ = s.sizes
-    # The items one after the other, and each cut in two of unlike lengths: as many sequences, each with its own state.
+    # The items one after the other, each with its own state.
     ends = torch.arange(count + 1, dtype=torch.int32) * length
 
     def joined(name: str, x: Tensor) -> Tensor:
         own = name.removeprefix("d")
         return x if own in STATES or own in OF_HEADS else x.flatten(0, 1)[None]
 
-    packed = replace(s.changed(joined), tensors={**s.changed(joined).tensors, "cu_seqlens": ends})
+    tensors = {n: joined(n, x) for n, x in s.base.tensors.items()}
+    packed = replace(s.base, tensors={**tensors, "cu_seqlens": ends})
     return [LinearPath(f"{count} sequences in one", packed, _whole, joined)]
 
 
