@@ -211,9 +211,15 @@ def _batch_size(s: LinearSetting) -> list[LinearPath]:
 
 def _shared(s: LinearSetting) -> list[LinearPath] | str:
     heads = s.sizes[2]
-    if heads % 2 or s.base.operator in ("rwkv7", "dplr", "iplr"):
-        return "there is one head" if heads < 2 else "a and b are given a head"
-    few = {n: x[:, :, : heads // 2] if n in ("q", "k") else x for n, x in s.base.tensors.items()}
+    if heads < 2:
+        return "there is one head"
+    if s.base.operator in ("rwkv7", "dplr", "iplr"):
+        return "a and b are given a head"
+    # Each key head twice: of one alone no mapping would be wrong.
+    few = {
+        n: x if n in ("q", "k") else _by_heads(n, x, lambda y: torch.cat([y, y.flip(0)]))
+        for n, x in s.base.tensors.items()
+    }
     many = {n: x.repeat_interleave(2, 2) if n in ("q", "k") else x for n, x in few.items()}
 
     def select(name: str, x: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ def _shared(s: LinearSetting) -> list[LinearPath] | str:
         return x.double().view(*x.shape[:2], -1, 2, x.shape[3]).sum(3) if name in ("dq", "dk") else x
 
     one, other = replace(s.base, tensors=few), replace(s.base, tensors=many)
-    return [LinearPath(f"{heads // 2} key heads for {heads}", one, _whole, select, other)]
+    return [LinearPath(f"{heads} key heads for {2 * heads}", one, _whole, select, other)]
 
 
 def _strides(s: LinearSetting) -> list[LinearPath] | str:
