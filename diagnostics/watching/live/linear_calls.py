@@ -232,7 +232,7 @@ class LinearRecorder:
             except TypeError:
                 return function(*args, **kwargs)  # which says what is wrong
             first = None if bound.arguments.get("cu_seqlens") is not None else self._sequences
-            turned = has_values_first({**bound.arguments, **bound.arguments.get("kwargs", {})})
+            turned = has_values_first(bound)
             aliases = _alias(operator, bound, slots, first, turned=turned)
             self._inside = True
             try:

@@ -8,6 +8,7 @@ in.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,10 @@ class Gates:
     """The same as plain torch makes them, in their own 16 bits."""
 
 
-def has_values_first(given: Mapping[str, Any]) -> bool:
-    """Whether a function that is given this has its states as [V, K]."""
-    return VALUES_FIRST in given or any(given.get(name) for name in _TURNED)
+def has_values_first(bound: inspect.BoundArguments) -> bool:
+    """Whether a function that is called with this has its states as [V, K]."""
+    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    return VALUES_FIRST in bound.signature.parameters or any(given.get(name) for name in _TURNED)
 
 
 @torch.no_grad()
