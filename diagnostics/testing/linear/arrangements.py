@@ -370,14 +370,15 @@ LINEAR_ARRANGEMENTS = {
                           "rounding", _packed),
         LinearArrangement("chunk-size", "the size of the chunks", "computes something else in other chunks", "rounding",
                           _chunk_size),
+        # Before those that are called without autograd themselves.
+        LinearArrangement("no-grad", "a call without autograd", "computes something else without autograd", "rounding",
+                          _without_autograd),
         LinearArrangement("prefill", "two calls, the state handed on", "does not go on from a state as it left it",
                           "rounding", _prefill),
         LinearArrangement("solo-row", "a call a step, the state handed on", "decodes something else than it trains",
                           "rounding", _solo_row),
         LinearArrangement("recurrent", "the operator's other function", "is not the other function's mathematics",
                           "rounding", _recurrent),
-        LinearArrangement("no-grad", "a call without autograd", "computes something else without autograd", "rounding",
-                          _without_autograd),
         LinearArrangement("compiled", "torch.compile instead of eager", "is miscompiled", "rounding", _compiled),
     )
 }  # fmt: skip

@@ -71,10 +71,13 @@ def _decay(operator: str, given: Mapping[str, Any]) -> Tensor:
     like = (g.shape[2], -1) if operator == "kda" else (g.shape[2],)
     raised = g if bias is None else g + bias.float().view(like)
     rate = None if a_log is None else a_log.float().exp().view(g.shape[2], *([1] if operator == "kda" else []))
+    made: Tensor
     if bound is not None and operator == "kda":
-        return float(bound) * (raised if rate is None else rate * raised).sigmoid()
-    assert rate is not None
-    return -rate * functional.softplus(raised)
+        made = float(bound) * (raised if rate is None else rate * raised).sigmoid()
+    else:
+        assert rate is not None
+        made = -rate * functional.softplus(raised)
+    return made
 
 
 def _steps(given: Mapping[str, Any]) -> Gates:
