@@ -76,7 +76,8 @@ def run(name: str, arm: str, fault: str | None, steps: int, every: int, seed: in
     try:
         with Monitor(model, every) as monitor:
             for step in range(steps):
-                if fault is not None and step == steps // 2:
+                # Between two looks: the monitor puts back what it found.
+                if fault is not None and step == steps // 2 + 1:
                     made = changed(operator, name, fault)
                     space[function] = in_fp32(made) if arm == "whole" else made
                 optimizer.zero_grad()

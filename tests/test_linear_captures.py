@@ -113,6 +113,14 @@ def test_a_scale_a_hundredth_off_is_told_from_rounding() -> None:
     assert told == dict.fromkeys(scaled, ("wrong", "factor")), found.report()
 
 
+def test_a_last_state_in_the_other_order_is_named() -> None:
+    capture = emulated("kda")
+    turned = capture.tensors["final_state"].mT.contiguous()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "final_state": turned}))
+    (wrong,) = (q for q in found.heads[0].quantities if q.answer == "wrong")
+    assert (wrong.quantity, wrong.cause) == ("final_state", "transposed"), wrong.words
+
+
 def test_nan_and_what_float64_does_not_know() -> None:
     capture = captured("gla", 3)
     o = capture.tensors["o"].clone()

@@ -212,3 +212,13 @@ def test_packed_sequences_with_states_of_their_own() -> None:
     options: dict[str, Any] = {"only": ["packed"], "shape": (2, 1, 40, 16)}
     assert attn_diag.invariance_linear(packed(resets=True), "gla", **options).passed
     assert attn_diag.invariance_linear(packed(resets=False), "gla", **options).failed == ("packed",)
+
+
+def test_what_autograd_changes_is_not_put_down_to_decoding() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+        x = {"q": q, "k": k if torch.is_grad_enabled() else k * 1.05, "v": v, "g": g, "initial_state": initial_state}
+        o, state = recurrent(x, scale=16**-0.5)
+        return o.bfloat16(), state.float()
+
+    found = attn_diag.invariance_linear(function, "gla", only=["prefill", "no-grad"], shape=(1, 1, 40, 16))
+    assert found.failed[0] == "no-grad"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
-from attn_diag.head.linear import CHUNKS, LinearRun, Place
+from attn_diag.head.linear import CHUNKS, STATES, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
 from attn_diag.reference import format_of, ulp
@@ -37,6 +37,7 @@ CAUSES: dict[str, str] = {
     **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
     **_STEPWISE,
     "handed_back": "its numbers in the inputs' format when they are handed back",
+    "transposed": "it is transposed ([V, K] for [K, V])",
     "zero": "it is zero",
     "sign": "its sign is turned",
     "factor": "it is multiplied by a number",
@@ -97,6 +98,8 @@ class Causes:
         reference = self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
+        if name in STATES and (turned := _transposed(observed, reference)) is not None:
+            return turned
         faults = [one for one in self._faults() if only is None or one[0] in only]
         faults = [one for one in faults if one[0] in _OF_BOUNDARY or not self._contradicted(one, beside)]
         fault = self._best(faults, name, observed, place, FAULT_EXPLAINS)
@@ -279,6 +282,14 @@ def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
     names = ("do", "dfinal_state", "cu_seqlens")
     kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
     return replace(capture, tensors=kept | {"g": g})
+
+
+def _transposed(observed: Tensor, reference: Tensor) -> Cause | None:
+    if reference.shape[-1] != reference.shape[-2] or not observed.isfinite().all():
+        return None
+    error, left = (float((x - reference).square().sum()) for x in (observed, observed.mT))
+    explained = 1 - left / error if error else 0.0
+    return Cause("transposed", explained, CAUSES["transposed"]) if explained > FAULT_EXPLAINS else None
 
 
 def _simple(observed: Tensor, reference: Tensor) -> Cause | None:
