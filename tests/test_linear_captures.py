@@ -121,6 +121,17 @@ def test_a_last_state_in_the_other_order_is_named() -> None:
     assert (wrong.quantity, wrong.cause) == ("final_state", "transposed"), wrong.words
 
 
+def test_a_gradient_of_zeros_is_wrong_however_small_it_should_be() -> None:
+    # Decays of e^-10 a step: the gradient is far below what terms that cancel may leave.
+    tensors: dict[str, Any] = rounded(linear_inputs("gated_delta_rule", (1, 96, 1, 32, 32), 0))
+    tensors |= {"g": tensors["g"] - 10, "do": torch.randn(1, 96, 1, 32, generator=torch.Generator().manual_seed(1))}
+    capture = LinearCapture("gated_delta_rule", tensors)
+    run = LinearRun(capture, torch.device("cpu"))
+    for dg, labels in ((run.emulated(run.recipe)["dg"].float(), {"clean"}), (torch.zeros(1, 96, 1), {"wrong"})):
+        found = attn_diag.inspect_linear(replace(capture, tensors={**tensors, "dg": dg}))
+        assert found.labels == labels, found.report()
+
+
 def test_nan_and_what_float64_does_not_know() -> None:
     capture = captured("gla", 3)
     o = capture.tensors["o"].clone()

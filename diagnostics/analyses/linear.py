@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_causes import Beside, Cause, Causes
-from attn_diag.analyses.linear_findings import adjusted, capital, findings_of, sentence_of, stated
+from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import cancelled, mean_away, near, unusable
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
@@ -266,6 +266,8 @@ class _Job:
         known = self.reference.bounds[name][place].isfinite()
         if (without := unusable(symbol, observed, known, [o[name][place] for o in self.others])) is not None:
             return stated(name, *without)
+        if (zero := all_zero(name, symbol, head, true, [o[name][place] for o in self.others])) is not None:
+            return zero
         size = float(true.norm())
         error = float((observed - true).norm())
         relative = error / size if size else None
