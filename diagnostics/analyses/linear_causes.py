@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
-from attn_diag.head.linear import CHUNKS, STATES, LinearRun, Place
+from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
 from attn_diag.reference import format_of, ulp
@@ -98,7 +98,7 @@ class Causes:
         reference = self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
-        if name in STATES and (turned := _transposed(observed, reference)) is not None:
+        if name == "final_state" and (turned := _transposed(observed, reference)) is not None:
             return turned
         faults = [one for one in self._faults() if only is None or one[0] in only]
         faults = [one for one in faults if one[0] in _OF_BOUNDARY or not self._contradicted(one, beside)]
