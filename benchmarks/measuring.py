@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag import Monitor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.files import write_atomically
 from attn_diag.head.machine import describe_tool
@@ -91,3 +92,18 @@ def in_fresh_process(file: str, *arguments: object) -> Any:
     """The JSON that a script prints which is given these arguments, in a process of its own."""
     command = [sys.executable, file, *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def watched(monitor: Monitor) -> dict[str, Any]:
+    """What a monitor saw: checks, layers, the largest factor of each quantity, alarms."""
+    layers = [layer for check in monitor.history for layer in check.layers]
+    factors: dict[str, float] = {}
+    for layer in layers:
+        for key, values in layer.values.items():
+            if key.endswith("_factor"):
+                largest = max((v for v in values.tolist() if v == v), default=0.0)
+                factors[key] = round(max(factors.get(key, 0.0), largest), 3)
+    alarms = [
+        {"step": a.step, "layer": a.layer, "head": a.head, "kind": a.kind, "why": a.reason} for a in monitor.alarms
+    ]
+    return {"checks": len(monitor.history), "layers": len(layers), "largest_factors": factors, "alarms": alarms}

@@ -1,47 +1,53 @@
-"""flash-linear-attention's chunked kernels judged on a GPU; captures and verdicts are kept.
+"""flash-linear-attention's chunked kernels, and Mamba-2's own, judged on a GPU; captures and verdicts are kept.
 
-    pip install fla-core==0.6.0 flash-linear-attention==0.6.0 einops
-    python benchmarks/study_linear_kernels.py OUT [--operators rwkv7 kda …] [--steps 1024] [--heads 4] [--seeds 1]
+    pip install fla-core==0.6.0 flash-linear-attention==0.6.0 einops mamba-ssm
+    python benchmarks/study_linear_kernels.py OUT [--operators rwkv7 kda …] [--inputs gaussian trained] [--replay]
+        [--monitored 300]
     python benchmarks/study_linear_kernels.py OUT --judge    # the captures that are in OUT, again, without a GPU
 
-OUT gets a capture and the verdict (JSON) of every operator, and summary.json: per quantity answer, factor, error. The
-first call of a kernel is autotuned, a minute or two for all. The backward of the gated delta rule refuses Triton 3.4 to
-3.7.0 on Hopper, where its gradients are wrong (fla #640); here the refusal is lifted, to see whether the verdict names
-it. Inputs: N(0,1) with k of length 1, decays as linear attention's models have them (log decay about -0.05 and -0.003).
+OUT gets a capture and the verdict (JSON) of every operator, and a summary: per quantity answer, factor, error. An
+operator's function for decoding (fused_recurrent_*) runs on the same inputs, as observation "recurrent". With
+``--replay`` the first capture of each operator goes through ``replay_linear`` as well, on the GPU.
+
+Inputs: *gaussian*, N(0,1) with k of length 1, the decays of half of the heads as at the start of training, those of the
+other half as trained models have them (log decay about -0.05 and -0.003); *trained*, those of a model of fla's layers
+that was trained (``linear_trained.py``). The backward of the gated delta rule refuses Triton 3.4 to 3.7.0 on Hopper,
+where its gradients are wrong (fla #640); here the refusal is lifted, to see whether the verdict names it. Of the
+configurations that a kernel would be tuned over, the one nearest to four warps and the fewest stages runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from measuring import made_by, save
+from linear_trained import MODELS, Trained
+from measuring import made_by, save, watched
 
+from attn_diag import replay_linear
 from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
+from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
-# Operator -> module and function of fla, and what it calls our arguments.
-KERNELS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "rwkv7": ("fla.ops.rwkv7", "chunk_rwkv7", {"q": "r", "g": "w"}),
-    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
-    "kda": ("fla.ops.kda", "chunk_kda", {}),
-    "gla": ("fla.ops.gla", "chunk_gla", {}),
-    "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla", {}),
-    "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
-    "retention": ("fla.ops.retention", "chunk_retention", {}),
-}
+HEAD = 64
+# Operator -> the functions for training and, where there is one, for decoding.
+KERNELS: dict[str, tuple[str, ...]] = {
+    name: tuple(f"fla.ops.{name}:{how}_{name}" for how in ("chunk", "fused_recurrent"))
+    for name in ("rwkv7", "gated_delta_rule", "kda", "gla", "simple_gla", "delta_rule", "retention")
+} | {"mamba2": ("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",)}
 
 
 def lift_the_refusal() -> None:
@@ -50,70 +56,145 @@ def lift_the_refusal() -> None:
     module.TRITON_ABOVE_3_7_1 = True
 
 
-def run(
-    function: Callable[..., Any], tensors: dict[str, Tensor], do: Tensor, names: dict[str, str]
-) -> dict[str, Tensor]:
-    """What the kernel returns, and its gradients."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
-    given = {names.get(name, name): t for name, t in leaves.items()}
-    known = inspect.signature(function).parameters
-    o, state = function(**{n: t for n, t in given.items() if n in known}, output_final_state=True)
-    (o * do).sum().backward()
-    found = {"o": o.detach(), "final_state": state.detach()}
-    return found | {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
+def run_one_configuration() -> None:
+    """Have kernels run in one configuration, without timing any; others' processes find it in Triton's cache."""
+    tuner: Any = import_module("triton.runtime.autotuner").Autotuner
+
+    def rank(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        del self, args, meta
+        return [abs(config.num_warps - 4) * 100.0 + config.num_stages] * 3
+
+    tuner._bench = rank
 
 
-def captured(operator: str, kind: str, seed: int, options: argparse.Namespace) -> LinearCapture:
-    """One call of the kernel, kept."""
-    module, name, names = KERNELS[operator]
-    shape = (1, options.steps, options.heads, 64, 64)
-    make = torch.Generator().manual_seed(seed)
-    tensors = {n: t.cuda() for n, t in rounded(linear_inputs(operator, shape, seed, kind=kind)).items()}
-    tensors["initial_state"] = (torch.randn(1, options.heads, 64, 64, generator=make) * 0.1).cuda()
-    do = torch.randn(1, options.steps, options.heads, 64, generator=make).bfloat16().cuda()
-    found = run(getattr(import_module(module), name), tensors, do, names)
-    torch.cuda.synchronize()
-    capture = LinearCapture.from_tensors(operator, {**tensors, "do": do, **found}, kernel=f"fla {name}")
-    capture.save(options.out / f"{operator}_{kind}_{seed}.safetensors")
-    return capture
+def gaussian_call(operator: str, seed: int, options: argparse.Namespace) -> LinearCapture:
+    """Inputs and dO of N(0,1), with the decays of two kinds; an initial state."""
+    heads = options.heads // 2
+    shape, make = (1, options.steps, heads, HEAD, HEAD), torch.Generator().manual_seed(seed)
+    halves = [linear_inputs(operator, shape, seed * 2 + i, kind=kind) for i, kind in enumerate(("normal", LONG))]
+    if operator == "mamba2":
+        halves[1]["A"] /= 32
+    tensors = rounded({n: torch.cat([half[n] for half in halves], 0 if n == "A" else 2) for n in halves[0]})
+    tensors["initial_state"] = torch.randn(1, options.heads, HEAD, HEAD, generator=make) * 0.1
+    tensors["do"] = torch.randn(1, options.steps, options.heads, HEAD, generator=make).bfloat16()
+    return LinearCapture.from_tensors(operator, tensors, kernel=KERNELS[operator][0])
+
+
+def ran(call: LinearCapture, how: dict[str, Any]) -> LinearCapture:
+    """The call with what the operator's functions return for it, gradients where they have a backward."""
+    tensors = dict(call.tensors)
+    for name in KERNELS[call.operator]:
+        function = LinearFunction.of(name, call.operator, device=torch.device("cuda"))
+        training = name == KERNELS[call.operator][0]
+        function = replace(function, options=how if training else None)
+        try:
+            found, _ = function.run(call, gradients=training)
+        except Exception as error:
+            if training:
+                raise
+            print(f"    {name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        tensors |= {n if training else f"recurrent.{n}": t for n, t in found.items()}
+    return replace(call, tensors=tensors)
+
+
+def captured(
+    operator: str, inputs: str, seed: int, options: argparse.Namespace
+) -> tuple[LinearCapture, dict[str, Any]]:
+    """One call of the kernel, kept, and what is to be said of it."""
+    begun, said, how = time.perf_counter(), dict[str, Any](), dict[str, Any]()
+    if inputs == "gaussian":
+        call = gaussian_call(operator, seed, options)
+    else:
+        trained = Trained.of(operator, options.train_steps, options.steps, seed)
+        call, how = trained.inputs()
+        own = f"{operator}_layer_{seed}"
+        said |= {"loss": trained.loss, "options": how}
+        said["as the layer calls it"] = attempted(lambda: judged(trained.as_captured(), own, options), own)
+    made = ran(call, how)
+    made.save(options.out / f"{operator}_{inputs}_{seed}.safetensors")
+    return made, said | {"seconds_on_gpu": time.perf_counter() - begun}
 
 
 def judged(capture: LinearCapture, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Its verdict, kept and printed."""
     begun = time.perf_counter()
-    verdict = inspect_linear(capture)
+    verdict = inspect_linear(capture, device="cpu")
     seconds = time.perf_counter() - begun
     (options.out / f"{name}.json").write_text(verdict.to_json())
-    head = [q for h in verdict.heads for q in h.quantities]
-    by_name = {n: [q for q in head if q.quantity == n] for n in dict.fromkeys(q.quantity for q in head)}
-    rows: dict[str, dict[str, Any]] = {
-        n: {
-            "answers": sorted({q.answer for q in qs}),
-            "causes": sorted({str(q.cause) for q in qs if q.cause}),
-            "factor": [q.factor for q in qs],
-            "relative_error": [q.relative_error for q in qs],
-        }
-        for n, qs in by_name.items()
-    }
     print(f"{name}: {verdict.sentence} ({seconds:.1f} s)", flush=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for observation in verdict.captures[0].observations:
+        quantities = [q for head in observation.heads for q in head.quantities]
+        prefix = "recurrent." if observation.name == "recurrent" else ""
+        for n in dict.fromkeys(q.quantity for q in quantities):
+            qs = [q for q in quantities if q.quantity == n]
+            rows[f"{prefix}{n}"] = {
+                "answers": sorted({q.answer for q in qs}),
+                "causes": sorted({str(q.cause) for q in qs if q.cause}),
+                "factor": [q.factor for q in qs],
+                "relative_error": [q.relative_error for q in qs],
+            }
     for n, row in rows.items():
         worst = max((f for f in row["factor"] if f is not None), default=float("nan"))
         error = max((f for f in row["relative_error"] if f is not None), default=float("nan"))
-        print(
-            f"    {n:15} {'/'.join(row['answers']):12} factor {worst:.3g}, off {error:.2e} {row['causes'] or ''}",
-            flush=True,
-        )
+        answers = "/".join(row["answers"])
+        print(f"    {n:24} {answers:12} factor {worst:.3g}, off {error:.2e} {row['causes'] or ''}", flush=True)
     return {"sentence": verdict.sentence, "labels": sorted(verdict.labels), "quantities": rows, "seconds": seconds}
+
+
+def captured_and_judged(operator: str, inputs: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One call, and its verdict."""
+    capture, said = captured(operator, inputs, seed, options)
+    return {**said, **judged(capture, f"{operator}_{inputs}_{seed}", options)}
+
+
+def replayed(capture: LinearCapture, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What ``replay_linear`` says on the GPU."""
+    begun = time.perf_counter()
+    chunked = {n: t for n, t in capture.tensors.items() if not n.startswith("recurrent.")}
+    found = replay_linear(replace(capture, tensors=chunked), against="installed", device="cuda", limit_s=options.limit)
+    seconds = time.perf_counter() - begun
+    (options.out / f"{name}_replay.json").write_text(found.to_json())
+    one = found.captures[0]
+    kernels = {k.name: [k.outcome, k.stage, k.message, list(k.labels), k.deterministic] for k in one.kernels}
+    print(f"{name} replayed: {one.words} ({seconds:.1f} s)\n    {kernels}", flush=True)
+    return {"words": one.words, "kernels": kernels, "seconds": seconds}
+
+
+def monitored(operator: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A model trained under the monitor."""
+    begun = time.perf_counter()
+    trained = Trained.of(operator, options.monitored, 256, seed, every=options.every)
+    assert trained.monitor is not None
+    seen = watched(trained.monitor)
+    print(f"{operator} monitored, loss {trained.loss:.3f}: {seen}", flush=True)
+    return {"loss": trained.loss, "seconds": time.perf_counter() - begun, **seen}
+
+
+def attempted(what: Callable[[], Any], name: str) -> Any:
+    """What it returns, or that it raised."""
+    try:
+        return what()
+    except Exception as error:
+        traceback.print_exc(limit=-3)
+        print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+        return {"raised": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--operators", nargs="*", default=list(KERNELS))
-    parser.add_argument("--kinds", nargs="*", default=["normal", LONG])
-    parser.add_argument("--steps", type=int, default=1024)
+    parser.add_argument("--inputs", nargs="*", default=["gaussian", "trained"])
+    parser.add_argument("--steps", type=int, default=1024, help="T")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--train-steps", type=int, default=250)
+    parser.add_argument("--monitored", type=int, default=0, help="steps of a training under the monitor, of each model")
+    parser.add_argument("--every", type=int, default=50, help="steps from one look of the monitor to the next")
+    parser.add_argument("--replay", action="store_true", help="the first capture of each operator, on the GPU")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a replayed function may take")
     parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -122,17 +203,28 @@ def main() -> None:
         save(made_by() | found, options.out / "summary.json")
         return
     lift_the_refusal()
+    run_one_configuration()
     summary: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    kept = options.out / f"summary_{'_'.join(options.operators)}.json"
     for operator in options.operators:
-        for kind in options.kinds:
-            for seed in range(options.seeds):
-                try:
-                    name = f"{operator}_{kind}_{seed}"
-                    summary[name] = judged(captured(operator, kind, seed, options), name, options)
-                except Exception as error:
-                    summary[name] = {"raised": f"{type(error).__name__}: {error}"}
-                    print(f"{operator} {kind} {seed}: {type(error).__name__}: {error}", flush=True)
-                (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        trainable = operator in MODELS and "trained" in options.inputs
+        jobs = [(inputs, seed) for inputs in options.inputs if inputs != "trained" for seed in range(options.seeds)]
+        jobs += [("trained", seed) for seed in range(options.seeds if trainable else 0)]
+        for inputs, seed in jobs:
+            name = f"{operator}_{inputs}_{seed}"
+            summary[name] = attempted(partial(captured_and_judged, operator, inputs, seed, options), name)
+            kept.write_text(json.dumps(summary, indent=2) + "\n")
+        for seed in range(options.seeds if options.monitored and operator in MODELS else 0):
+            name = f"{operator}_monitored_{seed}"
+            summary[name] = attempted(partial(monitored, operator, seed, options), name)
+            kept.write_text(json.dumps(summary, indent=2) + "\n")
+        if not jobs:
+            continue
+        first = f"{operator}_{jobs[0][0]}_{jobs[0][1]}"
+        if options.replay and (options.out / f"{first}.safetensors").exists():
+            capture = load_linear(options.out / f"{first}.safetensors")
+            summary[f"{first}_replay"] = attempted(partial(replayed, capture, first, options), f"{first} replayed")
+            kept.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 if __name__ == "__main__":

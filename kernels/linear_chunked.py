@@ -101,6 +101,8 @@ class LinearHeads:
     """[N, K, V]."""
     scale: float
     normalize: bool = False
+    skip: Tensor | None = None
+    """What is added to o before it is rounded, [N, T, V]."""
 
 
 def run_linear(
@@ -252,6 +254,8 @@ class _Kernel:
         out = torch.cat(outs, 1)[:, : self.x.q.shape[1]]
         if self.x.normalize:
             out = out / self._sums()
+        if self.x.skip is not None:
+            out = out + self.x.skip
         return self.stored(out, self.recipe.out), state, states
 
     def _sums(self) -> Tensor:

@@ -20,7 +20,8 @@ may be fewer than those of v and of everything else (grouped values): each is sh
 arXiv 2503.14456, eq. 17; gated delta rule, 2412.06464; KDA, 2510.26692; GLA, 2312.06635; RetNet, 2307.08621.
 
 ``l2norm`` divides q and k by sqrt(x.x + 1e-6), as fla's kernels do on request. ``normalize`` divides o by
-scale q_t . sum k + 1e-10, which linear_attn does unless told not to: one more column of v, of ones.
+scale q_t . sum k + 1e-10, which linear_attn does unless told not to: one more column of v, of ones. mamba2's D, where
+it is given, adds D v to o (the skip connection that its kernels add before they round).
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ LINEAR_OPERATORS = {
         LinearOperator("simple_gla", ("q", "k", "v"), ("g", "g_gamma")),
         LinearOperator("retention", ("q", "k", "v"), ("g_gamma",)),
         LinearOperator("linear_attn", ("q", "k", "v")),
-        LinearOperator("mamba2", ("q", "k", "v", "dt", "A"), unit_scale=True),
+        LinearOperator("mamba2", ("q", "k", "v", "dt", "A"), ("D",), unit_scale=True),
     )
 }
 # One number a head.
-OF_HEADS = ("g_gamma", "A")
+OF_HEADS = ("g_gamma", "A", "D")
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,17 @@ class _Heads:
         outputs = {"o": found.o, "final_state": last}
         if found.gradients:
             outputs |= self._pulled_back(found.gradients, k, w, beta, dt)
+        if "D" in call.tensors:
+            self._skip(outputs, v, inner)
         return _Part(outputs, found.states.value, found.norms, found.drives)
+
+    def _skip(self, outputs: dict[str, Bounded], v: Bounded, do: Bounded | None) -> None:
+        """Add D v to o, and what follows to the gradients."""
+        skip = self._given("D")
+        outputs["o"] = outputs["o"] + skip * v
+        if do is not None:
+            outputs["dv"] = outputs["dv"] + skip * do
+            outputs["dD"] = (do * v).sum(2)
 
     def _divided(self, recurrence: Recurrence, do: Bounded | None, values: int) -> _Part:
         """O = O' / (l + epsilon), with l the last column."""

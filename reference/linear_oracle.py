@@ -129,6 +129,8 @@ def _run(
             total = [s + e for s, e in zip(total, k, strict=True)]
             under = Node(scale) * _dot(q, total) + Node(mpf(1e-10))
             out = [e / under for e in out]
+        if "D" in x:
+            out = [e + x["D"] * n for e, n in zip(out, v, strict=True)]
         outs.append(out)
     return outs, state
 

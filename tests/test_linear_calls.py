@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,20 @@ from attn_diag.watching.live.linear_calls import capture_linear
 def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As fla's, recurrent in float64."""
-    del use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens, kwargs
+    del use_qk_l2norm_in_kernel, cu_seqlens
+    if use_gate_in_kernel:
+        rate, bias = kwargs["A_log"].double().exp()[:, None], kwargs["dt_bias"].double().view(g.shape[2:])
+        g = -rate * torch.nn.functional.softplus(g.double() + bias)
+    beta = beta.double().sigmoid() if use_beta_sigmoid_in_kernel else beta
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    given |= {} if initial_state is None else {"initial_state": initial_state}
+    if initial_state is not None:
+        given["initial_state"] = initial_state.mT if state_v_first else initial_state
     o, state = recurrent(given, scale=q.shape[3] ** -0.5 if scale is None else scale)
+    state = state.mT if state_v_first else state
     return o.to(v.dtype), state.float() if output_final_state else None
 
 
@@ -80,12 +89,72 @@ def test_what_a_capture_cannot_say_is_refused_and_the_model_goes_on(
     fla: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capture_linear() as calls:
-        fla.chunk_kda(**inputs("kda"), use_gate_in_kernel=True)
+        fla.chunk_kda(**inputs("kda"), reverse=True)
         with pytest.raises(TypeError, match="beta"):
             fla.chunk_kda(*[inputs("kda")[n] for n in "qkvg"])
     assert not calls
-    assert "gate made in the kernel" in capsys.readouterr().err
+    assert "a reversed sequence" in capsys.readouterr().err
     assert sum(calls.refused.values()) == 1
+
+
+def test_gates_that_a_kernel_makes_are_made_for_the_capture(fla: Any) -> None:
+    x, make = inputs("kda"), torch.Generator().manual_seed(0)
+    x["g"] = torch.randn(x["g"].shape, generator=make).bfloat16().requires_grad_()
+    x["beta"] = torch.randn(x["beta"].shape, generator=make).bfloat16().requires_grad_()
+    given = {"A_log": torch.rand(2, generator=make) - 4, "dt_bias": torch.randn(32, generator=make) - 2}
+    state = (torch.randn(1, 2, 16, 16, generator=make) * 0.3).requires_grad_()
+    switches = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first"), True)
+    with capture_linear() as calls:
+        o, last = fla.chunk_kda(**x, **given, **switches, initial_state=state, output_final_state=True)
+        (o.float().square().sum() + last.square().sum()).backward()
+    (call,) = calls
+    assert {"dq", "dk", "dv", "dinitial_state", "final_state"} <= set(call.tensors)
+    # What autograd has is the gradient of what went into the gates.
+    assert not {"dg", "dbeta"} & set(call.tensors)
+    found = attn_diag.inspect_linear(call)
+    assert found.labels == {"clean"}, found.report()
+
+
+@pytest.mark.parametrize("in_16_bits", [True, False])
+def test_mamba2_of_transformers_is_met_with_its_skip_and_its_steps(
+    in_16_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    scan, make = inspect.unwrap(module.mamba2_chunk_scan), torch.Generator().manual_seed(0)
+
+    @functools.wraps(scan)
+    def whole(x: Tensor, dt: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        """As a kernel, which makes dt in fp32."""
+        return scan(x, dt.float(), *rest, **kwargs)
+
+    monkeypatch.setattr(module, "mamba2_chunk_scan", scan if in_16_bits else whole)
+    x, b, c = (torch.randn(1, 96, h, 16, generator=make).bfloat16().requires_grad_() for h in (4, 2, 2))
+    dt, bias = (torch.randn(1, 96, 4, generator=make) - 2).bfloat16().requires_grad_(), torch.randn(4, generator=make)
+    with capture_linear() as calls:
+        o, last = module.mamba2_chunk_scan(
+            x,
+            dt,
+            -torch.rand(4, generator=make),
+            b,
+            c,
+            32,
+            D=torch.ones(4),
+            dt_bias=bias,
+            dt_softplus=True,
+            dt_limit=(0.0, 0.5),
+            return_final_states=True,
+        )
+        (o.square().sum() + last.square().sum()).backward()
+    (call,) = calls
+    assert {"D", "dq", "dk", "dv", "final_state", "dfinal_state"} <= set(call.tensors)
+    assert "ddt" not in call.tensors
+    assert call.tensors["dt"].max() == 0.5
+    found = attn_diag.inspect_linear(call)
+    assert found.labels <= {"clean", "undecided"}, found.report()
+    # In fp32 to the last digits, with either dt: the right one was taken.
+    assert all(
+        q.relative_error < 1e-6 for head in found.heads for q in head.quantities if not q.quantity.startswith("d")
+    )
 
 
 def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:

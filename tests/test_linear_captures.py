@@ -121,6 +121,33 @@ def test_a_truncating_kernel_is_biased() -> None:
     assert "towards" in " ".join(found.heads[0].reasons)
 
 
+def test_a_scale_a_hundredth_off_is_told_from_rounding() -> None:
+    capture = emulated("gated_delta_rule")
+    scaled = {n: (capture.tensors[n].float() * 1.01).to(capture.tensors[n].dtype) for n in ("o", "dq", "dv")}
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, **scaled}))
+    told = {q.quantity: (q.answer, q.cause) for q in found.heads[0].quantities if q.answer != "good"}
+    assert told == dict.fromkeys(scaled, ("wrong", "factor")), found.report()
+
+
+def test_a_last_state_in_the_other_order_is_named() -> None:
+    capture = emulated("kda")
+    turned = capture.tensors["final_state"].mT.contiguous()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "final_state": turned}))
+    (wrong,) = (q for q in found.heads[0].quantities if q.answer == "wrong")
+    assert (wrong.quantity, wrong.cause) == ("final_state", "transposed"), wrong.words
+
+
+def test_a_gradient_of_zeros_is_wrong_however_small_it_should_be() -> None:
+    # Decays of e^-10 a step: the gradient is far below what terms that cancel may leave.
+    tensors: dict[str, Any] = rounded(linear_inputs("gated_delta_rule", (1, 96, 1, 32, 32), 0))
+    tensors |= {"g": tensors["g"] - 10, "do": torch.randn(1, 96, 1, 32, generator=torch.Generator().manual_seed(1))}
+    capture = LinearCapture("gated_delta_rule", tensors)
+    run = LinearRun(capture, torch.device("cpu"))
+    for dg, labels in ((run.emulated(run.recipe)["dg"].float(), {"clean"}), (torch.zeros(1, 96, 1), {"wrong"})):
+        found = attn_diag.inspect_linear(replace(capture, tensors={**tensors, "dg": dg}))
+        assert found.labels == labels, found.report()
+
+
 def test_nan_and_what_float64_does_not_know() -> None:
     capture = captured("gla", 3)
     o = capture.tensors["o"].clone()
@@ -132,6 +159,54 @@ def test_nan_and_what_float64_does_not_know() -> None:
     tensors |= {"a": tensors["a"] * 40, "b": -tensors["b"] * 40}
     grown = attn_diag.inspect_linear(operator="iplr", **tensors, o=torch.zeros_like(tensors["v"]))
     assert grown.labels == {"undecided"}
+
+
+def test_a_state_beyond_fp32_is_no_kernels_fault() -> None:
+    tensors: dict[str, Any] = rounded(linear_inputs("simple_gla", (1, 128, 1, 8, 8), 0))
+    # e^1 a step: e^128 is beyond fp32, and nothing for float64.
+    capture = LinearCapture("simple_gla", {**tensors, "g": torch.ones_like(tensors["g"])})
+    run = LinearRun(capture, torch.device("cpu"))
+    o = run.emulated(run.recipe)["o"].float()
+    assert not o.isfinite().all()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": o.bfloat16()}))
+    assert found.labels == {"undecided"}
+    assert "leaves the range of fp32" in found.heads[0].quantities[0].words
+    worse = torch.full_like(o, torch.nan).bfloat16()
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "o": worse}))
+    assert found.labels == {"nonfinite"}
+
+
+@pytest.mark.parametrize("name", ["final_state", "dinitial_state"])
+def test_what_is_handed_back_in_16_bits_is_told_by_its_bits(name: str) -> None:
+    whole = emulated("simple_gla")
+    stored = whole.tensors[name].bfloat16().float()
+    found = attn_diag.inspect_linear(replace(whole, tensors={**whole.tensors, name: stored}))
+    (coarse,) = (q for q in found.heads[0].quantities if q.answer != "good")
+    assert (coarse.quantity, coarse.answer, coarse.cause) == (name, "lossy", "handed_back"), coarse.words
+    # Where a coarser site is behind it, that is named.
+    steps = emulated("simple_gla", 1, operands="fp32", state="bf16")
+    found = attn_diag.inspect_linear(steps)
+    assert {q.cause for q in found.heads[0].quantities if q.quantity == "final_state"} == {"state_step"}
+
+
+def test_a_number_that_is_all_but_exact_by_chance_does_not_stand_out() -> None:
+    # Keys that are orthogonal: o is beta v, dbeta is do v; of step 9 exactly 4, where the others have some 0.01.
+    make, steps = torch.Generator().manual_seed(0), torch.eye(32)[None, :20, None]
+    tensors = {"q": steps, "k": steps, "v": torch.randn(1, 20, 1, 32, generator=make), "beta": torch.ones(1, 20, 1)}
+    tensors = {n: x.bfloat16() for n, x in tensors.items()}
+    do = torch.randn(1, 20, 1, 32, generator=make).bfloat16() * 2**-9
+    tensors["v"][0, 9], do[0, 9] = torch.eye(32)[:1], torch.eye(32)[:1] * 4
+    capture = LinearCapture("delta_rule", {**tensors, "do": do}, scale=1.0)
+    run = LinearRun(capture, torch.device("cpu"))
+    dbeta = run.emulated(run.recipe)["dbeta"].bfloat16()
+    off = dbeta.clone()
+    off[0, 9] = off[0, 9] * (1 + 2**-7)
+    assert off[0, 9] != dbeta[0, 9] == run.reference.values["dbeta"][0, 9]
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "dbeta": off}))
+    assert "wrong" not in found.labels, found.sentence
+    off[0, 9] = off[0, 9] * (1 + 2**-3)
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "dbeta": off}))
+    assert found.labels == {"wrong"}
 
 
 def test_files_keep_everything(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import Run
+from linear_kernels import recurrent
 from planted_linear import DELTA_RULE, MAMBA, foreign, planted
 from torch import Tensor
 
@@ -173,3 +176,49 @@ def test_another_function_and_later_tokens() -> None:
     found = attn_diag.invariance_linear(fine, "gla", recurrent=other, only=["recurrent"], shape=shape)
     assert found.failed == ("recurrent",)
     assert attn_diag.invariance_linear(fine, "gla", recurrent="recipe:16", only=["recurrent"], shape=shape).passed
+
+
+def test_another_functions_coarser_rounding_is_told_from_wrong_mathematics() -> None:
+    def scaled(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+        return fine(q, k, v, g, scale * 1.01)
+
+    shape, only = (1, 2, 64, 16), ["recurrent"]
+    found = attn_diag.invariance_linear(fine, "gla", recurrent=gla, only=only, shape=shape)
+    assert found.passed, found.headline
+    found = attn_diag.invariance_linear(fine, "gla", recurrent=scaled, only=only, shape=shape)
+    assert found.failed == ("recurrent",)
+    assert "it is 1.01 times what it should be" in found.headline
+
+
+def test_packed_sequences_with_states_of_their_own() -> None:
+    def packed(*, resets: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        def function(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            whole = {"q": q, "k": k, "v": v, "g": g}
+            if cu_seqlens is None:
+                o, state = recurrent({**whole, "initial_state": initial_state}, scale=16**-0.5)
+                return o.bfloat16(), state.float()
+            outs, states = [], []
+            for n, (i, j) in enumerate(pairwise(cu_seqlens.tolist())):
+                own = initial_state[n, None] if resets or n == 0 else states[-1]
+                o, state = recurrent({**{m: x[:, i:j] for m, x in whole.items()}, "initial_state": own}, scale=16**-0.5)
+                outs.append(o)
+                states.append(state)
+            return torch.cat(outs, 1).bfloat16(), torch.cat(states).float()
+
+        return function
+
+    options: dict[str, Any] = {"only": ["packed"], "shape": (2, 1, 40, 16)}
+    assert attn_diag.invariance_linear(packed(resets=True), "gla", **options).passed
+    assert attn_diag.invariance_linear(packed(resets=False), "gla", **options).failed == ("packed",)
+
+
+def test_what_autograd_changes_is_not_put_down_to_decoding() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+        x = {"q": q, "k": k if torch.is_grad_enabled() else k * 1.05, "v": v, "g": g, "initial_state": initial_state}
+        o, state = recurrent(x, scale=16**-0.5)
+        return o.bfloat16(), state.float()
+
+    found = attn_diag.invariance_linear(function, "gla", only=["prefill", "no-grad"], shape=(1, 1, 40, 16))
+    assert found.failed[0] == "no-grad"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_causes import Beside, Cause, Causes
-from attn_diag.analyses.linear_findings import adjusted, capital, findings_of, sentence_of, stated
-from attn_diag.analyses.linear_noise import cancelled, mean_away, near
+from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
+from attn_diag.analyses.linear_noise import cancelled, mean_away, near, unusable
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
@@ -38,7 +38,7 @@ from attn_diag.results.linear import (
     LinearObservation,
     LinearQuantity,
 )
-from attn_diag.results.wording import LINEAR_SYMBOLS, number, percent, plural, ranges, times
+from attn_diag.results.wording import LINEAR_SYMBOLS, number, percent, ranges, times
 from attn_diag.statistics.means import FLAT_BAND_99, require_level
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
@@ -267,12 +267,10 @@ class _Job:
         head = tensor.to(self.device)[place]
         observed, true = head.double(), self.reference.values[name][place]
         known = self.reference.bounds[name][place].isfinite()
-        broken = int((~observed.isfinite() & known).sum())
-        if broken:
-            words = f"{symbol} holds NaN or Inf in {plural(broken, 'element')} where the reference is finite."
-            return stated(name, "nonfinite", words)
-        if not known.all():
-            return stated(name, "undecided", f"{symbol}: float64 does not know the truth, the state grows too large.")
+        if (without := unusable(symbol, observed, known, [o[name][place] for o in self.others])) is not None:
+            return stated(name, *without)
+        if (zero := all_zero(name, symbol, head, true, [o[name][place] for o in self.others])) is not None:
+            return zero
         size = float(true.norm())
         error = float((observed - true).norm())
         relative = error / size if size else None
@@ -289,7 +287,9 @@ class _Job:
         yard = largest.sum(1)
         # What a sound kernel may have besides: no accusation, but no acquittal either.
         allowed = yard + self._rows(torch.zeros_like(true) + cancelled(self.run, name, place)).sum(1)
-        coarse = torch.maximum(self._rows((self.coarse[name][place] - true).square()).sum(1), allowed)
+        # Where a row is one number, the emulated one may happen to be all but exact: half an ulp is any kernel's.
+        one = 3.0 * least[:, 0] if least.shape[1] == 1 else torch.zeros_like(allowed)
+        coarse = torch.maximum(self._rows((self.coarse[name][place] - true).square()).sum(1), allowed).maximum(one)
         blocks = np.arange(len(squares)) // (_STATE_BLOCK if name in STATES else _BLOCK)
         ratio = paired_ratio(squares.cpu().numpy(), yard.cpu().numpy(), blocks)
         if name in STATES and ratio is not None:
@@ -302,7 +302,7 @@ class _Job:
             name, "good", "", relative, math.sqrt(float(yard.sum())) / size if size else None,
             None if ratio is None else ratio.factor, None if ratio is None else (ratio.low, ratio.high),
             None, None, *mean, )  # fmt: skip
-        return self._answered(found, symbol, ratio, squares, allowed, coarse, observed, place)
+        return self._answered(found, symbol, ratio, squares, allowed, coarse, head, place)
 
     def _mean(
         self, observed: Tensor, true: Tensor, fmt: FloatFormat, place: Place
@@ -333,7 +333,9 @@ class _Job:
         beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
-            cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
+            cause = self.causes.of_wrong(
+                name, observed.double(), place, self.beside, self.only, backward=self.backward
+            )
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(
@@ -363,15 +365,18 @@ class _Job:
         beside = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy()) or ratio
         # Of what cancelling terms may leave no cause is sought: sums along the sequence look alike by chance.
         too_large = all(r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
-        cause = self.causes.of_lossy(name, observed, place) if too_large else None
-        if cause is not None:
+        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum())) if too_large else None
+        if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
+        elif cause is not None:
+            said += f": {cause.words}, which explains {percent(cause.explained)} of it"
         beyond_allowed = beside.factor > LOSSY if cause else beside.low > _UNNAMED
         beyond_doubt = ratio.low > (LOSSY if cause else _UNNAMED) and ratio.groups >= MIN_GROUPS
         # A site that is found among the bits needs no further proof that the factor is no accident.
         proven = ratio.factor > LOSSY and cause is not None and cause.explained > _PROOF
         if beyond_allowed and (beyond_doubt or proven):
-            return _named(replace(found, answer="lossy", words=f"{said}."), cause)
+            rounding = cause is None or cause.is_rounding
+            return _named(replace(found, answer="lossy" if rounding else "wrong", words=f"{said}."), cause)
         if ratio.high <= AS_GOOD or ratio.factor <= AS_GOOD:
             return replace(found, words=f"{said}.")
         return _named(replace(found, answer="undecided", words=f"{said}."), cause)

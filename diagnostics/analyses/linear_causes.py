@@ -11,11 +11,13 @@ from torch import Tensor
 
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
-from attn_diag.head.quality import BEYOND
+from attn_diag.head.quality import AS_GOOD, BEYOND
 from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
+from attn_diag.reference import format_of, ulp
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
 FAULT_EXPLAINS, SITE_EXPLAINS = 0.8, 0.25
+_FACTOR_EXPLAINS = 0.5
 # With a fault that explains as much, no site is looked for.
 _SURE = 0.97
 # The coefficient of a site that is there.
@@ -34,6 +36,8 @@ CAUSES: dict[str, str] = {
     **dict(LINEAR_FAULTS.items()),
     **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
     **_STEPWISE,
+    "handed_back": "its numbers in the inputs' format when they are handed back",
+    "transposed": "it is transposed ([V, K] for [K, V])",
     "zero": "it is zero",
     "sign": "its sign is turned",
     "factor": "it is multiplied by a number",
@@ -45,6 +49,8 @@ _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_trans
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
+# Numbers of fp32 that all have the bits of a 16-bit format do so by no chance.
+_TOLD = 32
 
 
 def in_words(cause: str, *, backward: bool) -> str:
@@ -72,7 +78,7 @@ class Cause:
     @property
     def is_rounding(self) -> bool:
         """Whether it is a rounding site, not wrong mathematics."""
-        return self.name in LINEAR_SITES or self.name in _STEPWISE
+        return self.name in LINEAR_SITES or self.name in _STEPWISE or self.name == "handed_back"
 
 
 class Causes:
@@ -107,6 +113,8 @@ class Causes:
         reference = self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
+        if name == "final_state" and (turned := _transposed(observed, reference)) is not None:
+            return turned
         faults = [one for one in self._faults() if only is None or one[0] in only]
         forward = name in LINEAR_OUTPUTS
         sound = [one for one in faults if (forward and one[0] in _OF_BOUNDARY) or not self._contradicted(one, beside)]
@@ -122,9 +130,52 @@ class Causes:
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
 
-    def of_lossy(self, name: str, observed: Tensor, place: Place) -> Cause | None:
-        """The rounding site that explains too large an error."""
-        return self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float) -> Cause | None:
+        """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
+
+        Args:
+            name: The quantity.
+            observed: The head's, as it was captured.
+            place: Where the head is in the quantity's tensor.
+            allowed: The squared error that a sound kernel may have.
+        """
+        if (stored := self._stored(observed, self._run.reference.values[name][place], allowed)) is not None:
+            return stored
+        observed = observed.double()
+        site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
+        factor = self._factor(name, observed, place)
+        return max((c for c in (site, factor) if c is not None), key=lambda c: c.explained, default=None)
+
+    def _factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        reference = self._run.reference.values[name][place]
+        size, error = float(reference.square().sum()), float((observed - reference).square().sum())
+        if not size or not error:
+            return None
+        factor = float((observed * reference).sum()) / size
+        sound = self._outputs("", CHUNKS[-2], forward=name in LINEAR_OUTPUTS)[name][place]
+        own = float((sound * reference).sum()) / size
+        explained = 1 - float((observed - factor * reference).square().sum()) / error
+        # Truncation moves a number by less than an ulp, which is 2^-p of it at most, p its explicit bits.
+        ulp_of_one = 2.0 ** -format_of(self._run.capture.tensors["q"].dtype).precision
+        if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
+            return None
+        return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
+
+    def _stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
+        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell."""
+        dtype = self._run.capture.tensors["q"].dtype
+        told = observed[observed != 0]
+        if (
+            observed.dtype.itemsize <= dtype.itemsize
+            or len(told) < _TOLD
+            or not torch.equal(told.to(dtype).to(told), told)
+        ):
+            return None
+        total = float((observed.double() - true).square().sum())
+        stored = float((ulp(true, format_of(dtype)).square() / 12).sum())
+        if not 0 < total <= AS_GOOD**2 * (allowed + stored):
+            return None  # something else makes more
+        return Cause("handed_back", min(1.0, stored / total), CAUSES["handed_back"])
 
     def as_stepwise(self, name: str, squared: float, place: Place) -> bool:
         """Whether a state that is rounded after every step leaves as much, as no kernel in chunks does.
@@ -253,6 +304,14 @@ def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
     names = ("do", "dfinal_state", "cu_seqlens")
     kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
     return replace(capture, tensors=kept | {"g": g})
+
+
+def _transposed(observed: Tensor, reference: Tensor) -> Cause | None:
+    if reference.shape[-1] != reference.shape[-2] or not observed.isfinite().all():
+        return None
+    error, left = (float((x - reference).square().sum()) for x in (observed, observed.mT))
+    explained = 1 - left / error if error else 0.0
+    return Cause("transposed", explained, CAUSES["transposed"]) if explained > FAULT_EXPLAINS else None
 
 
 def _simple(observed: Tensor, reference: Tensor) -> Cause | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
+from attn_diag.reference import format_of
 from attn_diag.results.diagnosis import LABELS, Label
 from attn_diag.results.linear import (
     LinearDiagnosedCapture,
@@ -21,6 +24,8 @@ _Key = tuple[str, str, Label, str | None]
 # A mean that is smaller beside the error's size is stated and called no bias, however sure it is: a released kernel
 # (flash-linear-attention's RWKV-7 on an H200) has one beyond a fiftieth, and the yardstick is not calibrated on those.
 _MATTERS = 0.25
+# So many zeros are no accident.
+_ZEROS = 8
 
 
 def adjusted(found: Sequence[LinearDiagnosedCapture], level: float) -> tuple[list[LinearDiagnosedCapture], int]:
@@ -124,6 +129,15 @@ def sentence_of(findings: Sequence[LinearFinding], found: Sequence[LinearDiagnos
 def capital(text: str) -> str:
     """A quantity's name at the start of a sentence."""
     return text[:1].upper() + text[1:] if text.startswith("the ") else text
+
+
+def all_zero(name: str, symbol: str, observed: Tensor, true: Tensor, sound: Sequence[Tensor]) -> LinearQuantity | None:
+    """The answer where all numbers are zero and should not be: however small they are, no rounding makes that."""
+    least = 2.0 ** format_of(observed.dtype).min_exponent
+    if observed.any() or int((true.abs() >= least).sum()) < _ZEROS or not all(bool(x.any()) for x in sound):
+        return None
+    words = f"{symbol} is 100 % off, which no rounding makes: it is zero, which explains 100 % of the squared error."
+    return replace(stated(name, "wrong", words), relative_error=1.0, cause="zero", explained=1.0)
 
 
 def stated(name: str, answer: Answer, words: str) -> LinearQuantity:

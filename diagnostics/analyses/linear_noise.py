@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from attn_diag.head.linear import LinearRun, Place
 from attn_diag.reference import format_of
+from attn_diag.results.quality import Answer
+from attn_diag.results.wording import plural
 from attn_diag.statistics.means import mean_test, two_way
 
 _NEAR, _CHUNK = 17, 64
@@ -73,3 +76,24 @@ def mean_away(excess: npt.NDArray[np.float64], block: int) -> tuple[float | None
     test = two_way(one, other, cells, excess.size, 0.01)
     p = float(test.p_value)
     return float(test.mean) / float(np.sqrt(np.square(excess).mean())), p if math.isfinite(p) else None
+
+
+def unusable(symbol: str, observed: Tensor, known: Tensor, sound: Sequence[Tensor]) -> tuple[Answer, str] | None:
+    """The answer and its words where numbers are not finite, or the truth is not known; None: all are.
+
+    Args:
+        symbol: The quantity's name at the start of a sentence.
+        observed: A head's.
+        known: Where float64 knows the truth.
+        sound: What well-rounded kernels return.
+    """
+    broken = int((~observed.isfinite() & known).sum())
+    overflown = max((int((~x.isfinite()).sum()) for x in sound), default=0)
+    if broken > 2 * overflown:
+        return "nonfinite", f"{symbol} holds NaN or Inf in {plural(broken, 'element')} where the reference is finite."
+    if broken or overflown:
+        many = f"{symbol} holds NaN or Inf in {plural(broken, 'element')}, a well-rounded kernel's in {overflown}"
+        return "undecided", f"{many}: the state leaves the range of fp32."
+    if not known.all():
+        return "undecided", f"{symbol}: float64 does not know the truth, the state grows too large."
+    return None

@@ -161,6 +161,7 @@ class LinearRun:
             fmt = self.format or "fp32"
             q, k = (x + (rounded_to(x.detach(), fmt) - x.detach()) for x in (q, k))
         values, g = v.transpose(0, 1), of("g")
+        skip = values * given["D"][:, None, None] if "D" in given else None
         if "dt" in given:
             dt = of("dt")
             assert dt is not None
@@ -174,7 +175,7 @@ class LinearRun:
         if initial is None:
             initial = v.new_zeros(heads, q.shape[2], v.shape[2])
         scale = capture.call.used_scale
-        return LinearHeads(q, k, values, g, of("beta"), of("a"), of("b"), initial, scale, capture.normalize)
+        return LinearHeads(q, k, values, g, of("beta"), of("a"), of("b"), initial, scale, capture.normalize, skip)
 
 
 def _faulty(initial: Tensor, fault: LinearFault) -> Tensor:

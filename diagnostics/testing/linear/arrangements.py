@@ -211,9 +211,15 @@ def _batch_size(s: LinearSetting) -> list[LinearPath]:
 
 def _shared(s: LinearSetting) -> list[LinearPath] | str:
     heads = s.sizes[2]
-    if heads % 2 or s.base.operator in ("rwkv7", "dplr", "iplr"):
-        return "there is one head" if heads < 2 else "a and b are given a head"
-    few = {n: x[:, :, : heads // 2] if n in ("q", "k") else x for n, x in s.base.tensors.items()}
+    if heads < 2:
+        return "there is one head"
+    if s.base.operator in ("rwkv7", "dplr", "iplr"):
+        return "a and b are given a head"
+    # Each key head twice: of one alone no mapping would be wrong.
+    few = {
+        n: x if n in ("q", "k") else _by_heads(n, x, lambda y: torch.cat([y, y.flip(0)]))
+        for n, x in s.base.tensors.items()
+    }
     many = {n: x.repeat_interleave(2, 2) if n in ("q", "k") else x for n, x in few.items()}
 
     def select(name: str, x: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ def _shared(s: LinearSetting) -> list[LinearPath] | str:
         return x.double().view(*x.shape[:2], -1, 2, x.shape[3]).sum(3) if name in ("dq", "dk") else x
 
     one, other = replace(s.base, tensors=few), replace(s.base, tensors=many)
-    return [LinearPath(f"{heads // 2} key heads for {heads}", one, _whole, select, other)]
+    return [LinearPath(f"{heads} key heads for {2 * heads}", one, _whole, select, other)]
 
 
 def _strides(s: LinearSetting) -> list[LinearPath] | str:
@@ -257,14 +263,15 @@ def _packed(s: LinearSetting) -> list[LinearPath] | str:
     if not s.function.takes_packed:
         return "no argument cu_seqlens"
     count, length, _ = s.sizes
-    # The items one after the other, and each cut in two of unlike lengths: as many sequences, each with its own state.
+    # The items one after the other, each with its own state.
     ends = torch.arange(count + 1, dtype=torch.int32) * length
 
     def joined(name: str, x: Tensor) -> Tensor:
         own = name.removeprefix("d")
         return x if own in STATES or own in OF_HEADS else x.flatten(0, 1)[None]
 
-    packed = replace(s.changed(joined), tensors={**s.changed(joined).tensors, "cu_seqlens": ends})
+    tensors = {n: joined(n, x) for n, x in s.base.tensors.items()}
+    packed = replace(s.base, tensors={**tensors, "cu_seqlens": ends})
     return [LinearPath(f"{count} sequences in one", packed, _whole, joined)]
 
 
@@ -363,14 +370,15 @@ LINEAR_ARRANGEMENTS = {
                           "rounding", _packed),
         LinearArrangement("chunk-size", "the size of the chunks", "computes something else in other chunks", "rounding",
                           _chunk_size),
+        # Before those that are called without autograd themselves.
+        LinearArrangement("no-grad", "a call without autograd", "computes something else without autograd", "rounding",
+                          _without_autograd),
         LinearArrangement("prefill", "two calls, the state handed on", "does not go on from a state as it left it",
                           "rounding", _prefill),
         LinearArrangement("solo-row", "a call a step, the state handed on", "decodes something else than it trains",
                           "rounding", _solo_row),
         LinearArrangement("recurrent", "the operator's other function", "is not the other function's mathematics",
                           "rounding", _recurrent),
-        LinearArrangement("no-grad", "a call without autograd", "computes something else without autograd", "rounding",
-                          _without_autograd),
         LinearArrangement("compiled", "torch.compile instead of eager", "is miscompiled", "rounding", _compiled),
     )
 }  # fmt: skip

@@ -70,6 +70,6 @@ def linear_inputs(
 
 
 def rounded(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """What a training run passes: everything in ``dtype`` but g, g_gamma, A, dt, and states, which stay fp32."""
-    kept = ("g", "g_gamma", "A", "dt", "initial_state")
+    """What a training run passes: everything in ``dtype`` but g, g_gamma, A, D, dt, and states, which stay fp32."""
+    kept = ("g", "g_gamma", "A", "D", "dt", "initial_state")
     return {name: x if name in kept else x.to(dtype) for name, x in tensors.items()}

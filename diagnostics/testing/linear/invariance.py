@@ -18,7 +18,8 @@ from attn_diag.head.linear import LinearRun
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reference import format_of, ulp
 from attn_diag.reference.linear import OF_HEADS
-from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding
+from attn_diag.results.invariance import Invariance, OwnError, PathDifference, PathFinding, Status
+from attn_diag.results.linear import LinearDiagnosis
 from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
@@ -196,12 +197,28 @@ class _Run:
         differences = _compared(path, first, second, expected)
         status = self.rulings.status(item, differences)
         words = words_of(item, status, differences)
+        if path.function is not None and path.function is self.setting.recurrent:
+            status, words = self._split(item, status, words, path, second)
         return PathFinding(item.name, item.shows, path.name, item.promise, status, words, tuple(differences))
+
+    def _split(
+        self, item: LinearArrangement, status: Status, words: str, path: LinearPath, outputs: Outputs
+    ) -> tuple[Status, str]:
+        """Of another function what is wrong mathematics, however small, and what coarser rounding, however large."""
+        found = self._inspected(path.capture, outputs)
+        if status != "same" and found.labels & {"wrong", "nonfinite"}:
+            return "fault", f"it {item.fault}: {found.findings[0].words.rstrip('.')}"
+        if status == "fault":
+            coarse = [f for f in found.findings if f.label == "lossy"]
+            return "rounding", f"coarser rounding: {coarse[0].words.rstrip('.')}" if coarse else f"rounding: {words}"
+        return status, words
+
+    def _inspected(self, capture: LinearCapture, outputs: Outputs) -> LinearDiagnosis:
+        return inspect_linear_captures([with_outputs(capture, outputs)], device=self.setting.function.device.type)
 
     def _wrong(self, outputs: Outputs) -> str | None:
         """What ``inspect`` calls wrong in the call itself."""
-        made = with_outputs(self.setting.base, outputs)
-        found = inspect_linear_captures([made], device=self.setting.function.device.type)
+        found = self._inspected(self.setting.base, outputs)
         return found.findings[0].words.rstrip(".") if found.labels & {"wrong", "nonfinite"} else None
 
     def _judged(self, found: Sequence[PathFinding], wrong: str | None) -> tuple[Literal["pass", "fail"], str]:

@@ -30,6 +30,12 @@ from attn_diag.work import Progress
 
 # flash-linear-attention's functions for training and for decoding.
 _FLA = ("chunk", "fused_recurrent")
+# Where an operator's functions are, if not in fla.ops.OPERATOR under its name.
+_ELSEWHERE = {
+    "dplr": ("fla.ops.generalized_delta_rule", "dplr_delta_rule"),
+    "iplr": ("fla.ops.generalized_delta_rule", "iplr_delta_rule"),
+}
+_MAMBA2 = "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined"
 
 
 def replay_linear(
@@ -119,15 +125,30 @@ def _functions(
             names.append(name)
             continue
         names.append(RECIPE)
-        for how in _FLA:
-            fla = f"fla.ops.{operator}:{how}_{operator}"
-            if find_spec("fla") is None or find_spec(f"fla.ops.{operator}") is None:
-                not_here.append(f"{fla} (not installed)")
+        for known in _known(operator):
+            if not _here(known.partition(":")[0]):
+                not_here.append(f"{known} (not installed)")
             elif where.type != "cuda":
-                not_here.append(f"{fla} (needs a GPU)")
+                not_here.append(f"{known} (needs a GPU)")
             else:
-                names.append(fla)
+                names.append(known)
     return list(dict.fromkeys(names)), not_here
+
+
+def _known(operator: str) -> tuple[str, ...]:
+    """Released functions of an operator, MODULE:FUNCTION."""
+    if operator == "mamba2":
+        return (_MAMBA2,)
+    module, name = _ELSEWHERE.get(operator, (f"fla.ops.{operator}", operator))
+    return tuple(f"{module}:{how}_{name}" for how in _FLA)
+
+
+def _here(module: str) -> bool:
+    """Whether a module is installed; a package that cannot be imported itself is not."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 @dataclass

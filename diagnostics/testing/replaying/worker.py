@@ -38,7 +38,8 @@ from attn_diag.testing.target import GRADIENTS, MisfitError, NoGradientError, Pl
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
     r"no (available kernel|viable backend|kernel image)|support|must (be|match)|should be|requires?\b|expected|"
-    r"not implemented|not compiled|out of (memory|resource)|too (large|many resources)|invalid configuration",
+    r"not implemented|not compiled|please (upgrade|install)|out of (memory|resource)|too (large|many resources)|"
+    r"invalid configuration",
     re.IGNORECASE,
 )
 _REFUSALS = (InputError, NotImplementedError, ImportError, AssertionError, ValueError, TypeError)

@@ -1,8 +1,9 @@
-"""Calls of linear attention met where they run: flash-linear-attention's functions, by their names.
+"""Calls of linear attention met where they run: released functions, by their names.
 
-``chunk_kda``, ``fused_recurrent_rwkv7``, ``naive_recurrent_gla`` and their kin are found in every module that has them
-under their own name, and put back afterwards. A call's arguments are read by the function's own signature; what it
-cannot be judged by is refused with the reason. Gradients are those that autograd hands to the arguments.
+flash-linear-attention's ``chunk_kda``, ``fused_recurrent_rwkv7``, ``naive_recurrent_gla`` and their kin, and those of
+transformers and mamba_ssm, are found in every module that has them under their own name, and put back afterwards. A
+call's arguments are read by the function's own signature; what it cannot be judged by is refused with the reason.
+Gradients are those that autograd hands to the arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,24 @@ from torch import Tensor
 from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.printing import say
-from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS
+from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, linear_reference
 from attn_diag.watching.live.functions import namespaces
+from attn_diag.watching.live.linear_gates import Gates, gates, has_values_first
 
 _NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
+# Others', whose names say less.
+_ELSEWHERE = {
+    "torch_chunk_gated_delta_rule": "gated_delta_rule", "torch_recurrent_gated_delta_rule": "gated_delta_rule",
+    "mamba2_chunk_scan": "mamba2", "mamba_chunk_scan_combined": "mamba2",
+}  # fmt: skip
 # Of autograd's graph of one call: recurrences in torch have ten a step.
 _MOST_NODES = 100_000
 _SWITCHES = ("use_qk_l2norm_in_kernel", "normalize")
 # What changes the mathematics in a way that a capture does not state, where it is given and not False.
 _REFUSED = {
-    "gv": "a decay of v", "reverse": "a reversed sequence", "use_gate_in_kernel": "a gate made in the kernel",
-    "use_beta_sigmoid_in_kernel": "a sigmoid of beta made in the kernel", "state_v_first": "states in [V, K] order",
-    VALUES_FIRST: "states in [V, K] order", "cp_context": "a sequence that several ranks share",
-    "head_first": "heads before steps", "D": "D x, added in the kernel", "z": "a gate in the kernel",
-    "dt_bias": "a bias of dt in the kernel", "dt_softplus": "a softplus of dt in the kernel",
+    "gv": "a decay of v", "reverse": "a reversed sequence", "cp_context": "a sequence that several ranks share",
+    "head_first": "heads before steps", "z": "a gate of o in the kernel", "seq_idx": "numbers of packed sequences",
 }  # fmt: skip
 
 
@@ -133,16 +137,21 @@ def replace_functions(
 
 
 def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """fla's functions in loaded modules, with their operators."""
+    """Released functions in loaded modules, with their operators."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("fla.ops") and module is not None:
-            for name, value in list(vars(module).items()):
+        if module is None or not module_name.startswith(("fla.ops", "transformers.models.", "mamba_ssm.")):
+            continue
+        space = vars(module)
+        if module_name.startswith("fla.ops"):
+            for name, value in list(space.items()):
                 found = _NAME.fullmatch(name)
                 if found is None or not callable(value):
                     continue
                 operator = _OPERATORS.get(found[1], found[1])
                 if operator in LINEAR_OPERATORS:
                     yield operator, value
+        else:
+            yield from ((operator, space[name]) for name, operator in _ELSEWHERE.items() if callable(space.get(name)))
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,8 @@ class LinearCallRecord:
     """dO and the gradients of arguments."""
     without: tuple[str, ...] = ()
     """Arguments that need a gradient and do not lead to o nor the last state: theirs is zero."""
+    gates: Gates = field(default_factory=Gates)
+    """Arguments that the function makes itself: their gradients are not those of what is captured."""
 
     def capture(self, **metadata: Any) -> LinearCapture:
         """It as a capture.
@@ -177,7 +188,20 @@ class LinearCallRecord:
         gradients = dict(self.gradients) if whole else {}
         if whole:
             gradients |= {f"d{name}": torch.zeros_like(self.tensors[name]) for name in self.without}
-        return LinearCapture.from_tensors(self.operator, {**self.tensors, **gradients}, **self.options, **metadata)
+        made = self.gates.tensors
+        known = {n for n in self.tensors if n not in made} | {"o", "final_state"}
+        gradients = {n: g for n, g in gradients.items() if n.removeprefix("d") in known}
+        tensors = {**self.tensors, **gradients, **made}
+        capture = LinearCapture.from_tensors(self.operator, tensors, **self.options, **metadata)
+        if not self.gates.otherwise:
+            return capture
+        other = replace(capture, tensors={**capture.tensors, **self.gates.otherwise})
+        return min(capture, other, key=_apart)
+
+
+def _apart(capture: LinearCapture) -> float:
+    """How far o is from its reference."""
+    return float((capture.tensors["o"].double() - linear_reference(capture.call).values["o"]).norm())
 
 
 class LinearRecorder:
@@ -208,14 +232,17 @@ class LinearRecorder:
             except TypeError:
                 return function(*args, **kwargs)  # which says what is wrong
             first = None if bound.arguments.get("cu_seqlens") is not None else self._sequences
-            aliases = _alias(operator, bound, slots, first)
+            turned = has_values_first(bound)
+            aliases = _alias(operator, bound, slots, first, turned=turned)
             self._inside = True
             try:
                 result = function(*bound.args, **bound.kwargs)
             finally:
                 self._inside = False
             try:
-                self._record(operator, function, bound, slots, result, first, place, aliases)
+                self._record(operator, function, bound, slots, result, first, place, aliases, turned=turned)
+            except InputError as error:
+                self.refuse(f"{function.__name__} {error}")
             except Exception as error:
                 self.refuse(f"{type(error).__name__}: {error}")
             return result
@@ -236,6 +263,8 @@ class LinearRecorder:
         first: int | None,
         place: Any,
         aliases: Mapping[str, Tensor],
+        *,
+        turned: bool,
     ) -> None:
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -253,30 +282,35 @@ class LinearRecorder:
             return
         tensors: dict[str, Any] = {}
         for theirs, value in given.items():
-            ours = known.get(theirs, theirs)
+            ours = _ours(known, theirs)
             if ours in wanted and isinstance(value, Tensor):
                 # What follows may change it in place.
-                tensors[ours] = _kept(ours, value, first)
+                tensors[ours] = _kept(ours, value, first, turned=turned)
+        made = gates(operator, given)
+        made = Gates(*({n: _kept(n, t, first) for n, t in each.items()} for each in (made.tensors, made.otherwise)))
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
         tensors["o"] = _kept("o", o, first)
         if isinstance(state, Tensor):
-            turned = VALUES_FIRST in inspect.signature(function).parameters
-            tensors["final_state"] = _kept("final_state", state.mT if turned else state, first)
+            tensors["final_state"] = _kept("final_state", state, first, turned=turned)
             if state.requires_grad:
-                keep = functools.partial(_keep, slots, "dfinal_state", first)
                 state.register_hook(  # type: ignore[no-untyped-call]
-                    lambda gradient: keep(gradient.mT if turned else gradient)
+                    functools.partial(_keep, slots, "dfinal_state", first, turned=turned)
                 )
         if o.requires_grad:
             o.register_hook(functools.partial(_keep, slots, "do", first))
         options = {"scale": given.get("scale"), "l2norm": bool(given.get(_SWITCHES[0])), "kernel": function.__name__}
         options["normalize"] = bool(given.get(_SWITCHES[1]))
-        without = _unreached([o, state], {name: alias for name, alias in aliases.items() if name in tensors})
-        self.calls.append(LinearCallRecord(operator, function.__name__, place, tensors, options, slots, without))
+        asked = {n: alias for n, alias in aliases.items() if n in tensors and n not in made.tensors}
+        without = _unreached([o, state], asked)
+        self.calls.append(LinearCallRecord(operator, function.__name__, place, tensors, options, slots, without, made))
+
+
+def _ours(known: Mapping[str, str], theirs: str) -> str:
+    return "initial_state" if theirs == VALUES_FIRST else known.get(theirs, theirs)
 
 
 def _alias(
-    operator: str, bound: inspect.BoundArguments, slots: dict[str, Tensor], first: int | None
+    operator: str, bound: inspect.BoundArguments, slots: dict[str, Tensor], first: int | None, *, turned: bool
 ) -> dict[str, Tensor]:
     """Give the call views of its tensors: their gradients are this call's alone, whatever else uses the tensors."""
     known = ALIASES[""] | ALIASES.get(operator, {})
@@ -284,10 +318,10 @@ def _alias(
     for name, value in bound.arguments.items():
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             alias = value.view_as(value)
-            ours = known.get(name, name)
+            ours = _ours(known, name)
             left_out = functools.partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
             alias.register_hook(  # type: ignore[no-untyped-call]
-                functools.partial(_keep, slots, f"d{ours}", first, left_out=left_out)
+                functools.partial(_keep, slots, f"d{ours}", first, left_out=left_out, turned=turned)
             )
             bound.arguments[name] = aliases[ours] = alias
     return aliases
@@ -309,16 +343,16 @@ def _unreached(outputs: Sequence[Any], aliases: Mapping[str, Tensor]) -> tuple[s
 
 def _keep(
     slots: dict[str, Tensor], name: str, first: int | None, gradient: Tensor | None,
-    left_out: Callable[[], Tensor] | None = None,
+    left_out: Callable[[], Tensor] | None = None, *, turned: bool = False,
 ) -> None:  # fmt: skip
     # A function that leaves a gradient out hands None on, which leaves it zero.
     if gradient is None and left_out is not None:
         gradient = left_out()
     if gradient is not None:
-        slots[name] = _kept(name, gradient, first)
+        slots[name] = _kept(name, gradient, first, turned=turned)
 
 
-def _kept(name: str, tensor: Tensor, first: int | None) -> Tensor:
-    """A copy, of the ``first`` sequences."""
-    part = tensor.detach()
+def _kept(name: str, tensor: Tensor, first: int | None, *, turned: bool = False) -> Tensor:
+    """A copy, of the ``first`` sequences; a state that is ``turned`` as [K, V]."""
+    part = tensor.detach().mT if turned and name.endswith("_state") else tensor.detach()
     return (part if name.removeprefix("d") in OF_HEADS or first is None else part[:first]).clone()
