@@ -91,8 +91,6 @@ class Geometry:
     """Whether they are counted two at a time."""
     fp8: bool = False
     """Whether q, k, v and P_bar are E4M3 codes, with a scale a head."""
-    row_descriptors: bool = False
-    """Whether dK/dV's row statistics come through descriptors too."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"

@@ -47,7 +47,6 @@ from attn_diag.kernels.triton_tiles import (
     backward_lse,
     backward_scores,
     described,
-    described_rows,
     key_tiles,
     load_tile,
     load_values,
@@ -206,7 +205,7 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
         q = load_tile(queries, b, h, start, q_length, G.block_m, G)
-        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, start, offs, q_length, R, G)
+        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, offs, q_length, R, G)
         s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
         positions = offs + shift
         s, slope = backward_scores(
@@ -240,10 +239,7 @@ def dkdv_kernel(
     k_heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
     scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys; the query heads that share it are added one after the other.
-
-    ``lse_ptr`` and ``delta_ptr`` are descriptors where packed tiles come through them, see ``tile_statistics``.
-    """
+    """dK and dV of one block of keys; the query heads that share it are added one after the other."""
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_DV: tl.constexpr = G.block_dv
@@ -377,7 +373,7 @@ def backward(
             given, lse, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
         )
     dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
-        *described(columns, q, k, v, do), q, k, v, do, *described_rows(columns, lse, delta), dk, dv, *strides,
+        *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides,
         *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip

@@ -19,18 +19,15 @@ def row_statistics(lse_ptr, delta_ptr, row, here):
 
 
 @triton.jit
-def tile_statistics(lse_rows, delta_rows, first, start, offs, length, R: tl.constexpr, G: tl.constexpr):
-    """As ``row_statistics``, of rows ``start`` + [0, M) = ``offs`` of a sequence whose first row is ``first``.
+def tile_statistics(lse_rows, delta_rows, first, offs, length, R: tl.constexpr, G: tl.constexpr):
+    """As ``row_statistics``, of rows ``offs`` of a sequence whose first row is ``first``.
 
-    From descriptors of all rows where the geometry has it so; what ``anchor_kernel`` has written is ready for use.
+    What ``anchor_kernel`` has written is ready for use. Rows of documents are aligned to nothing: where a tile has
+    fewer of them than threads (D = 128), Triton 3.6 has every thread copy by itself all that it needs of them, and dK
+    and dV take 1.7 times as long. (One-dimensional descriptors of them end in an illegal instruction there.)
     """
-    if G.row_descriptors:
-        row = (first + start).to(tl.int32)
-        lse = tl.where(offs < length, lse_rows.load([row]), float("inf"))
-        delta = tl.where(offs < length, delta_rows.load([row]), 0.0)
-    else:
-        lse = tl.load(lse_rows + first + offs, mask=offs < length, other=float("inf"))
-        delta = tl.load(delta_rows + first + offs, mask=offs < length, other=0.0)
+    lse = tl.load(lse_rows + first + offs, mask=offs < length, other=float("inf"))
+    delta = tl.load(delta_rows + first + offs, mask=offs < length, other=0.0)
     if not (G.alibi == "behind" and R.backward_scores != "as-forward"):
         lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
     return lse, delta

@@ -87,10 +87,7 @@ class Sequences:
 
     def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
         """The geometry of a kernel for these sequences."""
-        # Pointers to rows of documents are aligned to nothing; where a tile has fewer rows than threads, Triton 3.6 has
-        # every thread copy by itself all that it needs of them: dK and dV took twice the time.
-        descriptors = geometry.tma and self.packed and geometry.block_m < 32 * geometry.warps
-        geometry = replace(geometry, documents=self._at_once, row_descriptors=descriptors)
+        geometry = replace(geometry, documents=self._at_once)
         if self.slopes is None:
             return geometry
         alibi: Any = visibility.alibi_origin

@@ -221,13 +221,6 @@ def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) 
     return [made(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
 
 
-def described_rows(geometry: Geometry, *rows: Tensor) -> list[Any]:
-    """Descriptors of block_m numbers from any row on, of statistics of packed rows; else the tensors."""
-    if not geometry.row_descriptors:
-        return list(rows)
-    return [TensorDescriptor(t, [t.numel()], [1], [geometry.block_m]) for t in rows]
-
-
 def _ragged_descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
     """Of rows that end where a document does, wherever that is: TMA fills with zeros behind it.
 

@@ -122,9 +122,8 @@ def inspect_linear_captures(
     chosen = list(captures)
     for capture in chosen:
         if not capture.observations:
-            raise InputError(
-                f"{capture.source}: nothing to judge: add what the operator returned (o, final_state, dq, …)"
-            )
+            why = "nothing to judge: add what the operator returned (o, final_state, dq, …)"
+            raise InputError(f"{capture.source}: {why}")
     jobs = [_Job(capture, where, heads) for capture in chosen]
     done, total = 0, sum(len(job.heads) * len(job.capture.observations) for job in jobs)
     found = []
@@ -141,9 +140,8 @@ def inspect_linear_captures(
         found.append(job.diagnosed(observations))
     found, tests = adjusted(found, level)
     findings = findings_of(found)
-    return LinearDiagnosis(
-        describe_tool(where), sentence_of(findings, found), findings, tuple(found), tests, level, tuple(unreadable)
-    )
+    sentence, tool = sentence_of(findings, found), describe_tool(where)
+    return LinearDiagnosis(tool, sentence, findings, tuple(found), tests, level, tuple(unreadable))
 
 
 @dataclass
@@ -186,14 +184,13 @@ class _Job:
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
                 self.backward = "o" in forward and name not in forward and not wrong
-                others = [n for n in outputs if n != name and (n in forward) == (name in forward)]
-                others = others if self.only is None else []
+                alike = [n for n in outputs if n != name and (n in forward) == (name in forward)]
+                others = alike if self.only is None else []
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
                 self.beside = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in places}
                 quantities.append(self._quantity(name, outputs[name], place))
         broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
-        labels: list[Label] = []
-        reasons: list[str] = []
+        labels, reasons = list[Label](), list[str]()
         for answer in ("nonfinite", "wrong", "lossy", "undecided"):
             own = [q for q in quantities if q.answer == answer]
             if own and (answer != "undecided" or not labels):
@@ -333,9 +330,7 @@ class _Job:
         beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
-            cause = self.causes.of_wrong(
-                name, observed.double(), place, self.beside, self.only, backward=self.backward
-            )
+            cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(

@@ -110,7 +110,7 @@ class Causes:
             only: Of gradients behind a forward that is wrong the faults that this has; None: any.
             backward: Of a gradient behind a forward that is right.
         """
-        reference = self._run.reference.values[name][place]
+        observed, reference = observed.double(), self._run.reference.values[name][place]
         if (simple := _simple(observed, reference)) is not None:
             return simple
         if name == "final_state" and (turned := _transposed(observed, reference)) is not None:
