@@ -92,7 +92,7 @@ class Trained:
                     group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
                 loss = _loss(model, _batch(text, BATCH, length, make))
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             if monitor is not None:
@@ -103,7 +103,7 @@ class Trained:
         """The last layer's own call, by ``capture_linear``."""
         with capture_linear() as calls:
             self.model.zero_grad()
-            _loss(self.model, self.ids).backward()
+            _loss(self.model, self.ids).backward()  # type: ignore[no-untyped-call]
         if not calls:
             raise InputError(f"no call of {self.operator} was captured: {dict(calls.refused)}")
         return calls[-1]
@@ -130,7 +130,7 @@ class Trained:
         space[function] = met
         try:
             self.model.zero_grad()
-            _loss(self.model, self.ids).backward()
+            _loss(self.model, self.ids).backward()  # type: ignore[no-untyped-call]
         finally:
             space[function] = original
         given, gradient = calls[-1]

@@ -37,7 +37,8 @@ def delta(
     for n, part in enumerate(parts):
         fresh = q.new_zeros(v.shape[2], q.shape[3], values) if initial_state is None else initial_state[n].float()
         start = fresh if resets or not packed or state is None else state
-        o, state = _sequence(*(x[0 if packed else n, part] for x in whole), start, chunk, written)
+        queries, keys, wanted, gate, write = (x[0 if packed else n, part] for x in whole)
+        o, state = _sequence(queries, keys, wanted, gate, write, start, chunk, written)
         outs.append(o)
         lasts.append(state)
     o = torch.cat(outs)[None] if packed else torch.stack(outs)
@@ -119,7 +120,7 @@ def restless(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_s
 
 def whole_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Maybe = None) -> Pair:
     t = q.shape[1] // 16 * 16
-    o, last = delta(*(x[:, :t] for x in (q, k, v, g, beta)), initial_state)
+    o, last = delta(q[:, :t], k[:, :t], v[:, :t], g[:, :t], beta[:, :t], initial_state)
     return torch.cat([o, torch.zeros_like(v[:, t:])], 1), last
 
 

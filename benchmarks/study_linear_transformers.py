@@ -82,7 +82,7 @@ def run(name: str, arm: str, fault: str | None, steps: int, every: int, seed: in
                     space[function] = in_fp32(made) if arm == "whole" else made
                 optimizer.zero_grad()
                 loss = loss_of(model, walks(2, 96, seed * steps + step), dtype, autocast=arm != "bf16")
-                scaler.scale(loss).backward()
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 scaler.step(optimizer)
                 scaler.update()
             monitor.metrics(wait=True)

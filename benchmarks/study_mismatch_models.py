@@ -171,7 +171,8 @@ def decoded(model: Any, ids: Tensor, engine: str) -> Tensor:
 def logprobs(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """Of the tokens after the first, float64 [B, T - 1]; logits in fp32."""
     logits = hidden.float() @ model.get_output_embeddings().weight.detach().float().T
-    return logits[:, :-1].double().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    every: Tensor = logits[:, :-1].double().log_softmax(-1)
+    return every.gather(2, ids[:, 1:, None])[..., 0]
 
 
 def captured(model: Any, folder: Path, run: Callable[[], Tensor]) -> tuple[Tensor, list[Capture]]:

@@ -98,7 +98,7 @@ def memory_efficient(call: Call, *, causal: bool) -> dict[str, Tensor]:
         scores = scores.masked_fill(hidden, -torch.inf)
     row_max = torch.full_like(scores[..., :1], -torch.inf)
     out = torch.zeros_like(q)
-    for tile in torch.arange(k.shape[2]).split(64):
+    for tile in torch.split(torch.arange(k.shape[2]), 64):
         seen = scores[..., tile]
         top = torch.maximum(row_max, seen.amax(-1, keepdim=True))
         probs = cast(cast((seen - top).exp()) * factor) * call.kept[..., tile]

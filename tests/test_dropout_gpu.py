@@ -45,7 +45,7 @@ def call(backend: SDPBackend, shape: tuple[int, ...], p: float, *, kv_heads: int
     torch.manual_seed(seed)
     with sdpa_kernel(backend):
         o = scaled_dot_product_attention(q, k, v, dropout_p=p, enable_gqa=heads != kv_heads, **options)
-    o.backward(torch.randn(o.shape, generator=g).bfloat16().cuda())
+    o.backward(torch.randn(o.shape, generator=g).bfloat16().cuda())  # type: ignore[no-untyped-call]
     return o.detach()
 
 
@@ -123,9 +123,10 @@ def test_cudnn_s_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_monitor_watches_a_model_that_drops(compiled: bool) -> None:
     torch.manual_seed(0)
-    config: Any = GPT2Config(n_layer=2, n_head=4, n_embd=128, vocab_size=64, n_positions=256, attn_pdrop=0.1,
-                             attn_implementation="sdpa")  # fmt: skip
-    model: Any = GPT2LMHeadModel(config).cuda().bfloat16().train()
+    made: Any = GPT2LMHeadModel
+    config = GPT2Config(n_layer=2, n_head=4, n_embd=128, vocab_size=64, n_positions=256, attn_pdrop=0.1)
+    config._attn_implementation = "sdpa"
+    model: Any = made(config).cuda().bfloat16().train()
     ids = torch.randint(0, 64, (4, 256), device="cuda")
     run = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -91,7 +91,7 @@ def test_planted_defects_are_found_and_named(defect: str) -> None:
 def test_a_backward_that_is_wrong_alone_is_not_told_as_a_fault_of_the_forward() -> None:
     sound, faulty = captured("gla", 1), captured("gla", 1, "no_inter_chunk")
     gradients = {name: faulty.tensors[name] for name in ("dq", "dk", "dv", "dg")}
-    found = attn_diag.inspect_linear(replace(sound, tensors=sound.tensors | gradients))
+    found = attn_diag.inspect_linear(replace(sound, tensors={**sound.tensors, **gradients}))
     answers = {q.quantity: q for q in found.heads[0].quantities}
     assert answers["o"].answer == "good"
     assert answers["dv"].cause == "no_inter_chunk"
@@ -99,7 +99,7 @@ def test_a_backward_that_is_wrong_alone_is_not_told_as_a_fault_of_the_forward() 
     # A fault that explains most of one gradient's error, and would have changed the others too, is not it.
     apart = faulty.tensors["dv"].float() - sound.tensors["dv"].float()
     near = (sound.tensors["dv"].float() + 0.8 * apart).bfloat16()
-    found = attn_diag.inspect_linear(replace(sound, tensors=sound.tensors | {"dv": near}))
+    found = attn_diag.inspect_linear(replace(sound, tensors={**sound.tensors, "dv": near}))
     (wrong,) = [q for q in found.heads[0].quantities if q.answer == "wrong"]
     assert (wrong.quantity, wrong.cause) == ("dv", None)
 

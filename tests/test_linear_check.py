@@ -199,7 +199,7 @@ def test_packed_sequences_with_states_of_their_own() -> None:
             if cu_seqlens is None:
                 o, state = recurrent({**whole, "initial_state": initial_state}, scale=16**-0.5)
                 return o.bfloat16(), state.float()
-            outs, states = [], []
+            outs, states = list[torch.Tensor](), list[torch.Tensor]()
             for n, (i, j) in enumerate(pairwise(cu_seqlens.tolist())):
                 own = initial_state[n, None] if resets or n == 0 else states[-1]
                 o, state = recurrent({**{m: x[:, i:j] for m, x in whole.items()}, "initial_state": own}, scale=16**-0.5)

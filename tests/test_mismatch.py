@@ -175,7 +175,8 @@ def test_attention_that_float64_is_not_for_is_replaced_or_named(name: str, monke
     def fails(*_: object, **__: object) -> tuple[Tensor, None]:
         raise TypeError("16 bits alone")
 
-    model, ids = transformers_model("llama", "sdpa").model, torch.arange(12)[None]
+    model: Any = transformers_model("llama", "sdpa").model
+    ids = torch.arange(12)[None]
     right = ForcedModel(model, ids, torch.float64, {}).run().logprobs
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, fails)
     model.config._attn_implementation = name
@@ -277,7 +278,8 @@ def test_inputs_that_part_between_two_layers_are_no_rounding_where_x_was_not_cap
     """Values of other heads behind a layer that is the same in every bit; two layers further on that says nothing."""
     first, second = _drawn(40, 0), _drawn(40, 1)
     swapped = second | {"v": second["v"].flip(1)}
-    swapped["o"] = torch.nn.functional.scaled_dot_product_attention(*(swapped[n] for n in "qkv"), is_causal=True)
+    q, k, v = (swapped[n] for n in "qkv")
+    swapped["o"] = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     for layer, outcome in ((1, "finding"), (2, "rounding")):
         train, rollout = (
             [Capture.from_tensors(t, causal="top-left", layer=n) for n, t in ((0, first), (layer, other))]

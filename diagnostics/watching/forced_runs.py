@@ -70,14 +70,14 @@ class ForcedModel:
     def __init__(
         self, model: nn.Module, input_ids: Tensor, dtype: torch.dtype | None, inputs: Mapping[str, Any]
     ) -> None:
-        made = copy.deepcopy(model).eval()
+        made: Any = copy.deepcopy(model).eval()
         for module in made.modules():
             # A wrapper that a framework put there (accelerate) holds the original, and would run that one's modules.
             if hasattr(vars(module).get("forward"), "__wrapped__"):
                 del module.forward
-        self._model: Any = made if dtype is None else made.to(dtype)
+        self._model = made if dtype is None else made.to(dtype)
         if dtype is not None and _is_narrow(_implementation(made)):
-            self._model.set_attn_implementation("eager")
+            made.set_attn_implementation("eager")
         self._dtype = dtype
         self._ids, self._inputs = input_ids, dict(inputs)
         self._layers: dict[int, int] = {}

@@ -38,7 +38,8 @@ def kept_by_flash(given: Mapping[str, Any], results: Sequence[Any], sequences: i
         )
     if not torch.equal(o.transpose(1, 2), results[0].detach()[:sequences]):
         return None
-    return (signed >= 0)[:, :, :rows, :keys]
+    kept: Tensor = (signed >= 0)[:, :, :rows, :keys]
+    return kept
 
 
 def kept_by_efficient(given: Mapping[str, Any], results: Sequence[Any], sequences: int) -> Tensor:
@@ -49,4 +50,5 @@ def kept_by_efficient(given: Mapping[str, Any], results: Sequence[Any], sequence
     q, k, p = given["q"], given["k"], given["dropout_p"]
     seed, offset = (int(state) for state in results[2:4])
     numbers = q.new_empty(sequences, q.shape[1], q.shape[2], k.shape[2], dtype=torch.float32)
-    return torch.ops.aten._fill_mem_eff_dropout_mask_(numbers, p, seed, offset) > p
+    kept: Tensor = torch.ops.aten._fill_mem_eff_dropout_mask_(numbers, p, seed, offset) > p
+    return kept
