@@ -72,7 +72,12 @@ def is_fp8(recipe: Recipe) -> bool:
 
 
 def in_codes(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor) -> tuple[Geometry, Tensor, Tensor, Tensor, Tensor]:
-    """The geometry, E4M3 codes of q, k and v (interpreted: fp32 that holds them), and their scales [B, Hq, 3]."""
+    """The geometry, E4M3 codes of q, k and v (interpreted: fp32 that holds them), and their scales [B, Hq, 3].
+
+    Raises ValueError below ``LEAST_WIDTH`` features of q.
+    """
+    if q.shape[3] < LEAST_WIDTH:
+        raise ValueError(f"FP8 kernels take D from {LEAST_WIDTH} on, got {q.shape[3]}; use the emulation")
     (q, of_q), (k, of_k), (v, of_v) = (_codes(t) for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scales = torch.stack([of_q, of_k.repeat_interleave(group, 1), of_v.repeat_interleave(group, 1)], 2)
