@@ -53,7 +53,7 @@ def many() -> Diagnosis:
 HEADLINES = {
     "failing_step500_L2H7": (
         "LOSSY: layer 2, head 7, step 500 (the kernel's fault: scores, row sum, O's accumulator in BF16).",
-        "dQ has 11.6 and O 6.83 times the error of a well-rounded kernel. dQ: all rows follow from the O that the "
+        "dQ has 11.5 and O 6.83 times the error of a well-rounded kernel. dQ: all rows follow from the O that the "
         "kernel returned: its forward is to blame, not its backward.",
     ),
     "gpt2_step637_L2H6": (
