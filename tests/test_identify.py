@@ -415,6 +415,33 @@ def test_a_broken_output_is_not_called_a_kernels(case: str, dtype: str) -> None:
     assert fast is None or fast.flaw
 
 
+@cache
+def of_a_tensor_core() -> attn_diag.Capture:
+    """Eight rows of up to 2,048 keys as a Hopper tensor core sums their products: fp32 sums miss 0.5 %."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(1, 1, 2048, 128, generator=generator).bfloat16() for _ in range(2))
+    q = torch.randn(1, 1, 8, 128, generator=generator).bfloat16()
+    tensors = {"q": q, "k": k, "v": v, "q_positions": torch.linspace(1024, 2047, 8).long()}
+    capture = attn_diag.Capture.from_tensors(tensors, causal="top-left")
+    head = read_head(capture, 0, 0, CPU, NonFiniteCensus()).head
+    recipe = replace(preset("fa2", "bf16", 128), accumulation="nvidia-tensor-core")
+    tensors["o"] = emulate_head(recipe, head).o[None, None]
+    return attn_diag.Capture.from_tensors(tensors, causal="top-left")
+
+
+def test_long_rows_are_recognised_by_a_tensor_cores_sums() -> None:
+    known = some(recognise(of_a_tensor_core(), "observed", 0, 0))
+    assert (known.words, known.agreement) == ("fa2 with a tensor core's sums", 1)
+    # The recipe that analyses go on with has fp32 sums.
+    assert known.recipe == preset("fa2", "bf16", 128)
+
+
+def test_long_rows_are_identified_by_a_tensor_cores_sums() -> None:
+    result = attn_diag.identify(of_a_tensor_core(), device="cpu")
+    assert (result.outcome, result.recipes) == ("identified", ("fa2",))
+    assert "100.000 % of O's elements bit for bit, with sums of products as a Hopper tensor core" in result.verdict
+
+
 @pytest.mark.parametrize("key", [*MADE_BY, *ALIKE, *BY_HARDWARE])
 def test_genuine_outputs_have_no_flaw(key: str) -> None:
     assert found(key).flaw is None

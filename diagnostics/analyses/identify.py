@@ -229,7 +229,10 @@ class _Report:
             who = " or ".join(names) or looks
             return f"{who}, but {flaw.words}; elsewhere it has {share(flaw.agreement)} of O's bits."
         if outcome == "unnamed":
-            return f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements)."
+            return (
+                f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements"
+                f"{self._summed})."
+            )
         differ = f"they differ in {contested} of {self.elements} elements" if contested else "their bits are the same"
         if outcome == "ambiguous":
             together = " or ".join(names)
@@ -240,7 +243,7 @@ class _Report:
                     f"{together}: with sums of products as a Hopper tensor core makes them each has every bit of "
                     f"{hardware[0].elements} elements{other}; this input does not tell them apart."
                 )
-            nearest = f"{names[0]} comes nearest with {equal} of O's elements"
+            nearest = f"{names[0]} comes nearest with {equal} of O's elements{self._summed}"
             if hardware:
                 nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)"
             return f"{together}: {nearest}, but this input does not tell them apart: {differ}."
@@ -254,7 +257,12 @@ class _Report:
         named = {r.group for r in as_good if r.recipe is not None}
         others = {r.schedule for r in as_good if r.group not in named}
         unnamed = f"; this input does not exclude {len(others)} schedules that no preset has" if others else ""
-        return f"{names[0]} reproduces {equal} of O's elements bit for bit{unnamed}."
+        return f"{names[0]} reproduces {equal} of O's elements bit for bit{self._summed}{unnamed}."
+
+    @property
+    def _summed(self) -> str:
+        """How the best recipe's products are summed, where not in fp32; with a space before."""
+        return ", with sums of products as a Hopper tensor core makes them" if self.found.best.cut_off else ""
 
     def _notes(self) -> tuple[str, ...]:
         found = self.found

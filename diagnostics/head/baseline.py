@@ -123,11 +123,14 @@ class Recognised:
     """The names of all recipes that fit as well."""
     flaw: str = ""
     """Where its O is not the recipe's, in words; empty: nowhere."""
+    cut_off: bool = False
+    """Whether the agreement is that of sums of products as a Hopper tensor core makes them, not of fp32 sums."""
 
     @property
     def words(self) -> str:
-        """The name, and where O is not as it says."""
-        return f"{self.name}, but {self.flaw}" if self.flaw else self.name
+        """The name, how its products are summed, and where O is not as it says."""
+        named = f"{self.name} with a tensor core's sums" if self.cut_off else self.name
+        return f"{named}, but {self.flaw}" if self.flaw else named
 
 
 def recognise(capture: Capture, observation: str, batch: int, head: int) -> Recognised | None:
@@ -155,13 +158,14 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
     for fine in (True, False):
         trials = subject.run([r for r in recipes if (r.scores == "fp32") == fine], rows)
         trials = search.ranked(trials, capture.head_dim)
-        best = trials[0]
         nearest = min(nearest, *(_distance(t.out, subject.observed[rows]) for t in trials))
-        if best.match.agreement >= search.threshold(subject.fmt, best.match.equal.numel()):
-            names = [t.recipe.name for t in trials if best.match.compare(t.match).p_value > search.LEVEL]
-            flaw = find_flaw(subject, best, rows)
-            named = " or ".join(dict.fromkeys(names))
-            return Recognised(best.recipe, best.match.agreement, named, "" if flaw is None else flaw.words)
+        if fit := search.fitting(subject, trials, rows)[0]:
+            best = fit[0]
+            names = [t.recipe.name for t in fit if best.match.compare(t.match).p_value > search.LEVEL]
+            with_fp32_sums = next(t for t in trials if t.recipe == best.recipe)
+            flaw = find_flaw(subject, with_fp32_sums, rows, misses_many=best.cut_off)
+            named, words = " or ".join(dict.fromkeys(names)), "" if flaw is None else flaw.words
+            return Recognised(best.recipe, best.match.agreement, named, words, best.cut_off)
     few = rows[:: max(1, len(rows) // _FEW_ROWS)]
     narrow, _ = search.low_bit_trials(subject, few, rows, scores_alone=nearest < _NEAR)
     for trial in narrow[:1]:

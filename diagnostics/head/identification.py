@@ -117,31 +117,32 @@ def identify_head(
     coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
     if not len(final):
         return None
-    trials, tried = search.search(subject, coarse, final)
-    sampled, flaw = _flaws(subject, trials[0], final, rows)
+    trials, compared, tried = search.search(subject, coarse, final)
+    sampled, flaw = _flaws(subject, trials[0], compared, rows)
     judge = _Judge(capture, observation, batch, head, subject, device)
     elements = trials[0].match.equal.numel()
     least = search.threshold(subject.fmt, elements, trials[0].recipe)
     # What the right recipe may miss too is set aside, not held against the kernel.
     broken = None if flaw is None or flaw.chance else flaw
-    found = IdentifiedHead(subject, len(final), trials, tried, least, broken)
+    found = IdentifiedHead(subject, len(compared), trials, tried, least, broken)
     judge.choose(found, sampled)
     return found
 
 
 def _flaws(
-    subject: SearchedHead, best: Trial, final: torch.Tensor, rows: int | None
+    subject: SearchedHead, best: Trial, compared: torch.Tensor, rows: int | None
 ) -> tuple[Flaw | None, Flaw | None]:
     """What the best recipe does not explain: in the rows compared, and in as many as can be looked at."""
     if best.recipe.quantized:
         return None, None  # what it misses is codes that turned
     length, keys = len(subject.observed), len(subject.inputs.head.k)
     count = rows or min(length, _WHOLE_SCORES // keys)
-    found = find_flaw(subject, best, final)
-    if count <= len(final):
+    found = find_flaw(subject, best, compared)
+    if count <= len(compared):
         return found, found
-    every, _ = search.usable_rows(subject.inputs, subject.observed, search.spread_rows(length, count, final.device))
-    return found, find_flaw(subject, subject.run([best.recipe], every)[0], every) or found
+    every, _ = search.usable_rows(subject.inputs, subject.observed, search.spread_rows(length, count, compared.device))
+    of_all = find_flaw(subject, subject.run([best.recipe], every)[0], every, misses_many=best.cut_off)
+    return found, of_all or found
 
 
 @dataclass

@@ -135,6 +135,12 @@ LEVEL = 0.01
 # The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
 # truncation, which are not modelled, now and then move O across a rounding boundary.
 _MISSED_BF16 = 0.002
+# At most so many does the right recipe miss on long rows, where fp32 sums stand for the tensor core's: 0.3 to 1.4 % of
+# 1,024 to 16,384 keys (H100); with sums cut off as there flash, cuDNN and this project's kernels miss at most 0.33 %.
+_MISSED_BY_SUMS = 0.03
+# So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
+# as long.
+_TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS = {"cpu": 2**15, "cuda": 2**18}, 8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
 # With so much fewer bits on a few rows they are not looked at further.
@@ -150,11 +156,15 @@ _FINALISTS, _COARSE_LEVEL, _LEADERS = 8, 1e-3, 4
 
 @dataclass(frozen=True)
 class Trial:
-    """A recipe that was run on the compared rows: what it returned ([R, Dv], the recipe's format) and how it fits."""
+    """A recipe that was run on the compared rows: what it returned ([R, Dv], the recipe's format) and how it fits.
+
+    ``cut_off``: it was run with sums of products as a Hopper tensor core makes them, whatever the recipe says.
+    """
 
     recipe: Recipe
     out: Tensor
     match: Match
+    cut_off: bool = False
 
 
 @dataclass
@@ -172,13 +182,14 @@ class SearchedHead:
         """D of q and k."""
         return self.inputs.head.q.shape[1]
 
-    def run(self, recipes: Iterable[Recipe], rows: Tensor) -> list[Trial]:
-        """Every recipe on ``rows`` (int64 [R], ascending), in the order given."""
+    def run(self, recipes: Iterable[Recipe], rows: Tensor, *, cut_off: bool = False) -> list[Trial]:
+        """Every recipe on ``rows`` (int64 [R], ascending), in the order given; ``cut_off``: see ``Trial``."""
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
 
         def trial(recipe: Recipe) -> Trial:
-            out = emulate_rows(_in_one_block(recipe), head, rows)
-            return Trial(recipe, out, Match(out == expected))
+            run = replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe
+            out = emulate_rows(_in_one_block(run), head, rows)
+            return Trial(recipe, out, Match(out == expected), cut_off)
 
         trials = []
         for done in map_in_order(trial, list(recipes), parallel=rows.device.type == "cpu"):
@@ -225,24 +236,52 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
     )
 
 
-def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], int]:
-    """The finalists on the final rows, best first, and how many recipes were tried altogether.
+def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[list[Trial], Tensor]:
+    """The trials on ``rows`` if the best of them fits; else those near it with a tensor core's sums, if one fits so.
 
-    First the presets' rounding sites; where none of them fits, kernels below 16 bits, then every mixture of the former.
+    Args:
+        subject: The head.
+        trials: Best first.
+        rows: Query rows that they were run on, int64 [R].
+
+    Returns:
+        Trials, best first, none where nothing fits; and the rows on which these were run.
+    """
+
+    def fits(best: Match) -> bool:
+        return best.agreement >= threshold(subject.fmt, best.equal.numel())
+
+    if fits(trials[0].match):
+        return trials, rows
+    near = [t.recipe for t in trials if 1 - t.match.agreement <= _MISSED_BY_SUMS]
+    if not near:
+        return [], rows
+    most = _TENSOR_CORE_SCORES[rows.device.type] // len(subject.inputs.head.k)
+    some = rows[spread_rows(len(rows), max(_TENSOR_CORE_ROWS, most), rows.device)]
+    again = ranked(subject.run(near, some, cut_off=True), subject.head_dim)
+    return (again, some) if fits(again[0].match) else ([], rows)
+
+
+def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tuple[list[Trial], Tensor, int]:
+    """The finalists, best first, the rows on which they were compared, and how many recipes were tried altogether.
+
+    First the presets' rounding sites, with sums in fp32, then with a tensor core's; where none of them fits, kernels
+    below 16 bits, then every mixture of the former. Rows are the final ones, or some of them.
     """
     d = subject.head_dim
     found = families(subject.fmt, d)
     trials, tried = _tried(subject, coarse_rows, final_rows, found, [r for r in found if r.scores == "fp32"])
+    fit, compared = fitting(subject, trials, final_rows)
+    if fit:
+        return fit, compared, tried
     best = trials[0].match
-    if best.agreement >= threshold(subject.fmt, best.equal.numel()):
-        return trials, tried
     narrow, tried_narrow = low_bit_trials(subject, coarse_rows, final_rows)
     tried += tried_narrow
     if narrow and narrow[0].match.agreement >= threshold(subject.fmt, best.equal.numel(), narrow[0].recipe):
-        return ranked([*narrow, *trials], d), tried
+        return ranked([*narrow, *trials], d), final_rows, tried
     more, tried_more = _tried(subject, coarse_rows, final_rows, mixtures(subject.fmt, d), [])
     known_already = {t.recipe for t in trials}
-    return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), tried + tried_more
+    return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), final_rows, tried + tried_more
 
 
 def low_bit_trials(
