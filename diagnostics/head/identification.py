@@ -137,7 +137,7 @@ def _flaws(
         return None, None  # what it misses is codes that turned
     length, keys = len(subject.observed), len(subject.inputs.head.k)
     count = rows or min(length, _WHOLE_SCORES // keys)
-    found = find_flaw(subject, best, compared)
+    found = find_flaw(subject, best, compared, misses_many=best.cut_off)
     if count <= len(compared):
         return found, found
     every, _ = search.usable_rows(subject.inputs, subject.observed, search.spread_rows(length, count, compared.device))
@@ -159,13 +159,13 @@ class _Judge:
     def choose(self, found: IdentifiedHead, flaw: Flaw | None) -> None:
         """Complete what was found; ``flaw``: in the rows compared."""
         d, best = self.capture.head_dim, found.best
-        good, threshold = [t.match for t in found.trials], found.threshold
+        good, threshold = [search.counted(t, best) for t in found.trials], found.threshold
         broken = found.flaw is not None
         if flaw is not None:
             if best.match.agreement < threshold and (not flaw.place or 2 * int(flaw.kept.sum()) < flaw.kept.numel()):
                 return
             # Whole rows or whole features are kept: a matrix again.
-            good = [Match(m.equal[flaw.kept.any(1)][:, flaw.kept.any(0)]) for m in good]
+            good = [Match(t.match.equal[flaw.kept.any(1)][:, flaw.kept.any(0)]) for t in found.trials]
             threshold = search.threshold(self.subject.fmt, max(good[0].equal.numel(), 1))
         first = good[0]
         found.as_good = [
