@@ -83,7 +83,10 @@ MUTANTS: dict[str, Callable[[HeadDiagnosis], HeadDiagnosis]] = {
     "no gradients": lambda h: replace(h, propagation=replace(h.propagation, dq=None, dw_q=None)),
     "biased": lambda h: replace(
         h,
-        bias=replace(h.bias, delta_excess=replace(h.bias.delta_excess, p_adjusted=1e-9)),  # type: ignore[type-var]
+        bias=replace(
+            h.bias,
+            delta_excess=replace(h.bias.delta_excess, p_adjusted=1e-9, well_rounded_mean=0.0),  # type: ignore[type-var]
+        ),
     ),
 }
 

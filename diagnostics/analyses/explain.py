@@ -9,13 +9,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from attn_diag.analyses.verdict import (
-    DQ_ERROR_ABOVE,
-    LOSSY_ABOVE,
-    ROUNDS_ELSEWHERE_ABOVE,
-    beyond_reference,
-    explained_by_rounding,
-)
+from attn_diag.analyses.means import beyond_reference, excuse
+from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE, ROUNDS_ELSEWHERE_ABOVE
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import (
     BiasEstimate,
@@ -241,8 +236,8 @@ def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
     tests = {n: e for n in PRIMARY if (e := getattr(head.bias, n)) is not None and e.p_adjusted is not None}
     blurred = [n for n, e in tests.items() if beyond_reference(e)]
     found = [n for n, e in tests.items() if n not in blurred and (e.p_adjusted or 0.0) <= level]
-    rounding = head.rounding_bias.delta
-    natural = [n for n in found if n == "delta" and rounding and explained_by_rounding(rounding, tests[n], level)]
+    excused = {n: excuse(n, tests[n], head.rounding_bias, level) for n in found}
+    natural = {n: why for n, why in excused.items() if why is not None}
     guilty = [n for n in found if n not in natural]
     if not tests:
         yield "Not tested: there is no output whose mean error could be tested."
@@ -255,11 +250,10 @@ def _bias(head: HeadDiagnosis, level: float, sequences: int) -> Iterator[str]:
     elif "undecided" not in head.verdict.labels:
         yield "No bias, a mean error that differs from zero beyond chance, was found: adjusted p is above"
         yield f"{level:g} in {len(tests) - len(natural)} tests ({chance})."
-    if natural:
-        assert rounding is not None
+    for name, why in natural.items():
         yield (
-            f"The mean error of delta, {tests['delta'].mean:.2g}, differs from zero too, but correct rounding of O "
-            f"alone makes {rounding.mean:.2g} on this input: no fault of the kernel."
+            f"The mean error of {_TESTED[name]}, {tests[name].mean:.2g}, differs from zero too, but {why}: no fault of "
+            "the kernel."
         )
     if blurred:
         names = ", ".join(_TESTED[n] for n in blurred)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from attn_diag.analyses.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
 from attn_diag.analyses.quality import beside_truth
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
@@ -33,9 +34,6 @@ LOSSY_ABOVE = 2.0
 DQ_ERROR_ABOVE = 0.02
 # Unexplained part of dQ's error: at most 0.03 for fused backwards that cast dS and dQ, 0.14 and more for others.
 ROUNDS_ELSEWHERE_ABOVE = 0.1
-# A mean is not tested where the reference's own error may be more than this part of its standard error.
-REFERENCE_BELOW = 0.01
-
 _NAMES = {
     "delta": "delta",
     "delta_excess": "delta beyond correct rounding of O",
@@ -71,18 +69,6 @@ _SUGGESTIONS: dict[Label, str] = {
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
-
-
-def beyond_reference(estimate: BiasEstimate) -> bool:
-    """Whether the reference's own error may matter beside the standard error, so that the test decides nothing.
-
-    It may not where it is as small beside the mean itself: an error that is the same everywhere has a standard error of
-    next to 0, and is no less certain for that.
-    """
-    bound, error, mean = estimate.reference_bound, estimate.standard_error, estimate.mean
-    if bound is None or error is None:
-        return False
-    return bound > REFERENCE_BELOW * max(error, abs(mean or 0.0))
 
 
 def judge(
@@ -142,7 +128,7 @@ def judge(
     if biased[0]:
         labels.append("biased")
     delta = tests.get("delta")
-    if delta is not None and sequences < MIN_SEQUENCES and _leans_on_few(delta, level):
+    if delta is not None and sequences < MIN_SEQUENCES and leans_on_few(delta, level):
         labels.append("undecided")
         listed = together([f"row {r.row} ({r.share:.0%})" for r in top_rows[:3]])
         reasons.append(
@@ -285,49 +271,24 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
 def _biased(
     tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str, declared: Mapping[str, bool]
 ) -> tuple[bool, list[str]]:
-    """Whether a primary test rejects, and the sentence for each that does.
-
-    delta's total mean error alone is no kernel's fault where correct rounding of O has the same significant
-    mean: the null for a nearest-even kernel is "no bias beyond correct rounding".
-    """
-    found, words = False, []
+    """Whether a primary test rejects a mean that is the kernel's own, and the sentence for each that rejects."""
+    guilty, words = False, []
     for name, estimate in tests.items():
-        if estimate.p_adjusted is None or estimate.p_adjusted > level:
+        if not found(estimate, level):
             continue
         sentence = (
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} "
             f"({in_units(estimate.mean_ulp, floors=name.startswith('delta'))}); an unbiased kernel has such a mean "
-            f"{chance(estimate.p_adjusted)}; {scope}"
+            f"{chance(estimate.p_adjusted or 0.0)}; {scope}"
         )
         if estimate.t is None:
             sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
-        rounding = rounding_bias.delta if name == "delta" else None
-        if rounding is not None and explained_by_rounding(rounding, estimate, level):
-            words.append(f"{sentence}; correct rounding of O alone gives {rounding.mean:.3g}: no fault of the kernel.")
-        elif declared.get(name):
-            words.append(f"{sentence}; no further off than the declared recipe's mean may be: no fault of the kernel.")
-        else:
-            found = True
-            words.append(f"{sentence}.")
-    return found, words
-
-
-def _leans_on_few(estimate: BiasEstimate, level: float) -> bool:
-    """Whether a test found nothing, but had too few terms to say so.
-
-    A test that did find something has paid for its few terms with its standard error. An excess of a kernel close to
-    correct rounding has few terms by nature, and a bias that is the same in all rows rests on the most copied key
-    alone.
-    """
-    found = estimate.p_adjusted is not None and estimate.p_adjusted <= level
-    return not found and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
-
-
-def explained_by_rounding(rounding: BiasEstimate, total: BiasEstimate, level: float) -> bool:
-    """Whether correct rounding of O alone has a mean like that of delta's ``total`` error, and as significant."""
-    significant = rounding.p_value is not None and rounding.p_value <= level
-    same_sign = (rounding.mean or 0.0) * (total.mean or 0.0) > 0
-    return significant and same_sign and abs(rounding.mean or 0.0) >= abs(total.mean or 0.0) / 2
+        excused = excuse(name, estimate, rounding_bias, level)
+        if excused is None and declared.get(name):
+            excused = "no further off than the declared recipe's mean may be"
+        guilty |= excused is None
+        words.append(f"{sentence}." if excused is None else f"{sentence}; {excused}: no fault of the kernel.")
+    return guilty, words
 
 
 def _context(

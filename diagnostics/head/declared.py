@@ -341,10 +341,9 @@ _MEANS_APART = 1e-4
 
 
 def mean_sums(
-    declared: DeclaredKernel, out: Tensor | None, delta: Tensor | None, reference: Tensor, rows: Tensor
+    runs: Sequence[dict[str, Tensor]], out: Tensor | None, delta: Tensor | None, reference: Tensor, rows: Tensor
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Sums of O, of O away from zero and of delta: observed, the recipe's, and every draw's, [2 + N] each by test."""
-    runs = [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
+    """Sums of O, of O away from zero and of delta: observed, and of every run, [1 + N] each by test."""
     sign = reference[rows].sign()
     found: dict[str, npt.NDArray[np.float64]] = {}
     if out is not None:
@@ -358,6 +357,10 @@ def mean_sums(
 
 
 def mean_is_the_recipes(sums: npt.NDArray[np.float64]) -> bool:
-    """Whether an observed mean is as near the declared recipe's as another sound kernel's; ``sums`` as above."""
+    """Whether an observed mean is as near the declared recipe's as another sound kernel's.
+
+    Args:
+        sums: Of ``mean_sums``: observed, the recipe's, and those of draws of it.
+    """
     # The difference of two kernels has twice the variance of one, as a stochastic draw has.
     return not _apart(float(sums[0] - sums[1]), float(np.std(sums[2:], ddof=1)), len(sums) - 2)

@@ -18,7 +18,7 @@ from attn_diag.head.block_sums import adds_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
-from attn_diag.head.declared import DeclaredKernel, beside_declared, mean_sums
+from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import ELEMENT_LIMIT, LOSSY, QuantitySample, RowEffect, shared_deltas
 from attn_diag.head.streaming import ObservedHead, StreamedHead
@@ -187,12 +187,16 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
 
 
 def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:
-    """See ``mean_sums``; empty where nothing is declared."""
-    declared, errors = passed.declared(seen), passed.errors.get(seen.name)
-    if declared is None:
+    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel; empty without either."""
+    declared, errors, other = passed.declared(seen), passed.errors.get(seen.name), passed.counterfactuals
+    if declared is not None:
+        runs = [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
+    elif isinstance(other, Counterfactuals):
+        runs = [other.outputs()]
+    else:
         return {}
     delta = None if errors is None else errors.delta
-    return mean_sums(declared, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
+    return mean_sums(runs, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
 
 
 def rows_without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:

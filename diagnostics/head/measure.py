@@ -109,8 +109,8 @@ class HeadMeasurement:
     """Of its sink's gradient; None without one."""
     effects: dict[str, RowEffect] = field(default_factory=dict)
     """LSE and a captured delta, by what their errors make of dQ."""
-    declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    """Of a declared kernel, see ``mean_sums``."""
+    mean_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    """By test, observed and of what it is held against, see ``judging.measure_means``."""
 
 
 def measure_head(
@@ -188,7 +188,8 @@ def _measure(
     result.sink = sink_terms(passed, seen.outputs)
     if len(kept_rows):
         result.effects = judging.measure_effects(passed, seen, kept_rows)
-        result.declared_sums = judging.measure_means(passed, seen, kept_rows)
+        tested = torch.from_numpy(result.tested).to(kept_rows.device)
+        result.mean_sums = judging.measure_means(passed, seen, tested)
     return result
 
 

@@ -111,6 +111,9 @@ class BiasEstimate:
     """The mean that the test would find with 80 % power."""
     reference_bound: Number | None = None
     """The float64 reference's own error, and the rounding of sums, moved ``mean`` by no more; null: not known."""
+    well_rounded_mean: Number | None = None
+    """The mean of a well-rounded kernel of this format on the same input, of primary tests: a mean that it has too, by
+    half and more, is no fault of the kernel. Null: not known; null also in documents written before this was stated."""
 
 
 @dataclass(frozen=True)

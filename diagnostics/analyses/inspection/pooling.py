@@ -12,7 +12,8 @@ import torch
 
 from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.verdict import beyond_reference, judge
+from attn_diag.analyses.means import beyond_reference, with_well_rounded
+from attn_diag.analyses.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
 from attn_diag.head.figure_sums import errors_by_feature
@@ -55,7 +56,7 @@ class Entry:
     nearly_uniform: bool = False
     """Whether rows attend to all their keys nearly alike."""
     declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    """Of a declared kernel, see ``HeadMeasurement``."""
+    """Of a declared kernel, see ``HeadMeasurement.mean_sums``."""
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
@@ -169,6 +170,9 @@ def pool(
             # The same in every sequence, and so perhaps in every row: these are many more signs.
             biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
     biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
+    sums = _mean_sums(parts)
+    declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
+    biases |= {n: with_well_rounded(biases[n], *sums[n]) for n in sums.keys() & biases.keys() - declared.keys()}
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     noise = [p.noise for p in parts if p.noise is not None]
@@ -208,8 +212,7 @@ def pool(
     in_doubt = sum(p.in_doubt for p in parts)
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
     remarks = tuple(_remarks(parts, sequences, independent))
-    sums = {n: np.sum([p.declared_sums[n] for p in parts], axis=0) for n in parts[0].declared_sums}
-    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, sums)
+    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, declared)
 
 
 def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
@@ -220,6 +223,12 @@ def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> B
     # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
     rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
     return replace(estimate, reference_bound=sum(known) / estimate.n + rounding)
+
+
+def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, npt.NDArray[np.float64]]:
+    """``HeadMeasurement.mean_sums`` of all parts that have rows."""
+    known = [p.mean_sums for p in parts if p.mean_sums]
+    return {name: np.sum([of_part[name] for of_part in known], axis=0) for name in known[0]} if known else {}
 
 
 @dataclass(frozen=True)

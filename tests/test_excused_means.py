@@ -1,0 +1,63 @@
+"""A mean error that a well-rounded kernel has too is told, and is no fault of the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import some
+from torch import Tensor
+from verdicts.inputs import draw
+
+import attn_diag
+from attn_diag.analyses.means import excuse
+from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis, RoundingBias
+
+NOTHING = RoundingBias(None, None)
+
+
+@pytest.mark.parametrize(("other", "excused"), [(None, False), (0.4, False), (0.5, True), (-1.0, False), (2.0, True)])
+def test_half_of_the_mean_and_its_sign(other: float | None, excused: bool) -> None:
+    estimate = BiasEstimate(n=8, mean=1.0, p_adjusted=1e-6, well_rounded_mean=other)
+    assert (excuse("o_excess", estimate, NOTHING, 0.01) is not None) == excused
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """BF16 numbers toward zero: the upper half of each fp32 number's bits."""
+    return (x.float().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def judged() -> HeadDiagnosis:
+    """What is said of a head whose O is cut off."""
+    x = draw("gaussian", "independent", heads=1, t_q=96, d=32, seed=3)
+    scores = (x.q.double() @ x.k.double().transpose(-1, -2)) * x.scale
+    if x.causal != "none":
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+    o = cut_off(scores.softmax(-1) @ x.v.double())
+    found = attn_diag.inspect(
+        x.q, x.k, x.v, do=x.do, o=o, causal=x.causal if x.causal != "none" else False, scale=x.scale, device="cpu"
+    )
+    return found.captures[0].observations[0].heads[0]
+
+
+def test_a_mean_of_its_own_is_the_kernels() -> None:
+    head = judged()
+    assert "biased" in some(head.verdict).labels
+    away = some(head.bias.o_away_excess)
+    assert some(away.mean) < 0
+    assert abs(some(away.well_rounded_mean)) < abs(some(away.mean)) / 2
+
+
+def test_a_mean_that_a_well_rounded_kernel_shares_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = Counterfactuals.outputs
+
+    def nearer_zero(self: Counterfactuals, *args: object, **kwargs: object) -> dict[str, Tensor]:
+        found = outputs(self, *args, **kwargs)  # type: ignore[arg-type]
+        return {**found, "o": found["o"] * (1 - 2.0**-9)}
+
+    monkeypatch.setattr(Counterfactuals, "outputs", nearer_zero)
+    verdict = some(judged().verdict)
+    assert "biased" not in verdict.labels
+    said = next(reason for reason in verdict.reasons if "O's magnitude" in reason)
+    assert "a well-rounded kernel has -" in said
+    assert said.endswith("on this input: no fault of the kernel.")
