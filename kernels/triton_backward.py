@@ -32,17 +32,17 @@ from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_gradients import (
-    anchor_kernel,
     end_range,
     end_sum,
     finished,
     row_statistics,
     score_gradients,
+    statistics_kernel,
     tile_statistics,
 )
 from attn_diag.kernels.triton_instruments import dump_gradients
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
-from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, first_block, head_slope
 from attn_diag.kernels.triton_tiles import (
     backward_lse,
     backward_scores,
@@ -200,12 +200,12 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
     """
     dk, dv, dk_part, dv_part = sums
     k, v, cols = columns
-    queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi = rows
+    queries, gradients, statistics, b, h, q_length, shift, alibi = rows
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_m
         offs = start + tl.arange(0, G.block_m)
         q = load_tile(queries, b, h, start, q_length, G.block_m, G)
-        lse, delta = tile_statistics(lse_ptr, delta_ptr, row_base, offs, q_length, R, G)
+        lse, delta = tile_statistics(statistics, start, G.block_m)
         s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
         positions = offs + shift
         s, slope = backward_scores(
@@ -232,12 +232,12 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
 
 @triton.jit
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, statistics_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_ob, stride_oh, stride_ot, stride_wb, stride_wh, stride_wt,
     k_heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    scale, softcap, R: tl.constexpr, G: tl.constexpr,
+    blocks, scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys; the query heads that share it are added one after the other."""
     BLOCK_N: tl.constexpr = G.block_n
@@ -248,7 +248,7 @@ def dkdv_kernel(
     b = bh // k_heads
     hk = bh % k_heads
     item = b
-    q_total = q_length
+    q_blocks = 0
     q_first = 0
     k_first = 0
     if G.documents:
@@ -257,6 +257,7 @@ def dkdv_kernel(
         shift = shift * (k_length - q_length)
         if k_length == 0:
             return
+        q_blocks = first_block(q_first, item, G.block_m)
     start = block * BLOCK_N
     cols = start + tl.arange(0, BLOCK_N)
     view = (k_length, left, right)
@@ -278,9 +279,9 @@ def dkdv_kernel(
         h = hk * group + g
         queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
         gradients = source(do_desc, do_ptr, b, h, q_first, stride_gb, stride_gh, stride_gt, stride_gd, G)
-        row_base = (b * k_heads * group + h).to(tl.int64) * q_total + q_first
+        statistics = statistics_ptr + ((b * k_heads * group + h).to(tl.int64) * blocks + q_blocks) * (2 * G.block_m)
         alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
-        rows = (queries, gradients, lse_ptr, delta_ptr, b, h, row_base, q_length, shift, alibi)
+        rows = (queries, gradients, statistics, b, h, q_length, shift, alibi)
         sums = (dk, dv, dk_part, dv_part)
         if G.right:
             sums = _walk_queries(sums, columns, rows, view, scale, softcap, begin, whole - begin, True, R, G)
@@ -367,14 +368,14 @@ def backward(
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows
         )
     launch_rows("dq", dq, dq.stride()[:3], rows)
-    if columns.alibi == "behind" and recipe.backward_scores != "as-forward":
-        given, lse = lse, torch.empty_like(lse)
-        anchor_kernel[(sequences.blocks(q_length, columns.block_m), batch * heads)](
-            given, lse, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
-        )
+    blocks = sequences.blocks(q_length, columns.block_m)
+    statistics = new(batch, heads, blocks, columns.block_m, 2)
+    statistics_kernel[(blocks, batch * heads)](
+        lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
+    )
     dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
-        *described(columns, q, k, v, do), q, k, v, do, lse, delta, dk, dv, *strides,
-        *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, scale, softcap or 0.0,
+        *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
+        *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,
         R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))

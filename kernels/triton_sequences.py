@@ -23,34 +23,36 @@ from attn_diag.kernels.recipe import Recipe
 @triton.jit
 def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: tl.constexpr,
                 CHUNK: tl.constexpr):  # fmt: skip
-    """Where the ``tile``-th block of BLOCK rows lies, of all that documents have: no document's last goes on.
+    """Where the ``tile``-th block of BLOCK rows lies, of all that documents can have: see ``first_block``.
 
     CHUNK: documents whose borders are read at once. ``cu_ptr``: borders of the tensor with the blocks, of ``total``
     rows; ``other_ptr``: of the other one.
 
     Returns (document, block in it, its first row, its rows, its first row in the other tensor, its rows there); no rows
-    where there are fewer blocks.
+    where the document has fewer blocks.
     """
-    document = 0
-    first = 0
-    blocks = 0
+    document = -1
     for chunk in range(0, documents + 1, CHUNK):
         i = chunk + tl.arange(0, CHUNK)
-        begin = tl.load(cu_ptr + tl.minimum(i, documents))
-        end = tl.load(cu_ptr + tl.minimum(i + 1, documents))
-        end = tl.where(i == documents, total, tl.minimum(end, total))
-        here = tl.where(i <= documents, tl.cdiv(tl.maximum(end - begin, 0), BLOCK), 0)
-        ends = blocks + tl.cumsum(here, 0)
-        before = (ends <= tile) & (i <= documents)
-        document += tl.sum(before.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(before, ends, 0), 0))
-        blocks += tl.sum(here, 0)
-    begin = tl.load(cu_ptr + tl.minimum(document, documents))
+        begin = tl.load(cu_ptr + i, mask=i <= documents, other=0)
+        document += tl.sum(((i <= documents) & (first_block(begin, i, BLOCK) <= tile)).to(tl.int32), 0)
+    begin = tl.load(cu_ptr + document)
     end = tl.load(cu_ptr + tl.minimum(document + 1, documents))
     end = tl.where(document == documents, total, tl.minimum(end, total))
-    other = tl.load(other_ptr + tl.minimum(document, documents))
+    other = tl.load(other_ptr + document)
     other_end = tl.minimum(tl.load(other_ptr + tl.minimum(document + 1, documents)), other_total)
-    return document, tile - first, begin, tl.maximum(end - begin, 0), other, tl.maximum(other_end - other, 0)
+    block = tile - first_block(begin, document, BLOCK)
+    rows = tl.where(block * BLOCK < end - begin, end - begin, 0)
+    return document, block, begin, rows, other, tl.maximum(other_end - other, 0)
+
+
+@triton.jit
+def first_block(begin, document, BLOCK: tl.constexpr):
+    """Of the blocks of all documents, the first that may be of the one that begins at row ``begin``.
+
+    A document has at most one block more than its rows fill, so that those before it have no more than this in all.
+    """
+    return begin // BLOCK + document
 
 
 @triton.jit
@@ -83,7 +85,7 @@ class Sequences:
         """Documents that a block of rows looks at at once to find its own: a warp's threads do, if there are so few."""
         if self.cu_q is None:
             return 0
-        return next((n for n in (32, 256) if len(self.cu_q) <= n), 1024)
+        return 32 if len(self.cu_q) <= 32 else 512
 
     def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
         """The geometry of a kernel for these sequences."""
