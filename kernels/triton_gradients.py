@@ -30,7 +30,7 @@ def statistics_kernel(
     lse_ptr, delta_ptr, out_ptr, heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
     scale, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """(L log2 e, delta) of the rows of one block, for dK and dV: [B, Hq, blocks, block_m, 2], and (inf, 0) past the end.
+    """(L log2 e, delta) of the rows of one block, for dK and dV: [B, Hq, blocks, block_m, 2]; (inf, 0) past the end.
 
     L has in it the part of ALiBi's bias that tells rows from the first of their tile: in dK/dV a thread holds many rows
     and few keys, and would do again for every block of keys what is done once here. Side by side and in whole blocks
