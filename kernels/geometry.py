@@ -93,6 +93,8 @@ class Geometry:
     """Whether q, k, v and P_bar are E4M3 codes, with a scale a head."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
+    paged: bool = False
+    """Whether the documents' keys lie in pages."""
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"
     """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 

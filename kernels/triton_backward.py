@@ -42,7 +42,7 @@ from attn_diag.kernels.triton_gradients import (
 )
 from attn_diag.kernels.triton_instruments import dump_gradients
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, round_to
-from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, first_block, head_slope
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, first_block, head_slope, sequence_of
 from attn_diag.kernels.triton_tiles import (
     backward_lse,
     backward_scores,
@@ -131,14 +131,12 @@ def dq_kernel(
     b = bh // heads
     h = bh % heads
     hk = h // group
-    item = b
     q_total = q_length
-    q_first = 0
-    k_first = 0
+    item, block, q_first, q_length, k_first, k_length = sequence_of(
+        block, b, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, BLOCK_M, G
+    )
     if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M, G.documents)
-        item, block, q_first, q_length, k_first, k_length = found
-        shift = shift * (k_length - q_length)
+        shift *= k_length - q_length
         if q_length == 0:
             return
     offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -247,14 +245,12 @@ def dkdv_kernel(
     bh = tl.program_id(1)
     b = bh // k_heads
     hk = bh % k_heads
-    item = b
+    item, block, k_first, k_length, q_first, q_length = sequence_of(
+        block, b, k_length, q_length, cu_k_ptr, cu_q_ptr, documents, BLOCK_N, G
+    )
     q_blocks = 0
-    q_first = 0
-    k_first = 0
     if G.documents:
-        found = document_of(cu_k_ptr, cu_q_ptr, block, documents, k_length, q_length, BLOCK_N, G.documents)
-        item, block, k_first, k_length, q_first, q_length = found
-        shift = shift * (k_length - q_length)
+        shift *= k_length - q_length
         if k_length == 0:
             return
         q_blocks = first_block(q_first, item, G.block_m)

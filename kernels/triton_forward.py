@@ -42,9 +42,9 @@ from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
 from attn_diag.kernels.triton_low_bit import cast_probs, head_scales, in_codes, is_fp8, rescaled_sums
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, fused, round_to
-from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, head_slope, sequence_of
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
-from attn_diag.kernels.triton_tiles import described, key_tiles, load_tile, load_values, source, tile_scores
+from attn_diag.kernels.triton_tiles import described, key_source, key_tiles, load_tile, load_values, source, tile_scores
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def forward_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    split_keys, stride_dump, dump_tiles, scale, softcap, R: tl.constexpr, G: tl.constexpr,
+    table_ptr, stride_table, page_size, split_keys, stride_dump, dump_tiles, scale, softcap, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one head (and, with split-KV, one split of the keys).
 
@@ -157,14 +157,12 @@ def forward_kernel(
     b = bh // heads
     h = bh % heads
     hk = h // group
-    item = b
     q_total = q_length
-    q_first = 0
-    k_first = 0
+    item, block, q_first, q_length, k_first, k_length = sequence_of(
+        block, b, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, BLOCK_M, G
+    )
     if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M, G.documents)
-        item, block, q_first, q_length, k_first, k_length = found
-        shift = shift * (k_length - q_length)
+        shift *= k_length - q_length
         if q_length == 0:
             return
     offs = block * G.block_m + tl.arange(0, G.block_m)
@@ -174,8 +172,9 @@ def forward_kernel(
     view = (k_length, left, right)
 
     queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
-    keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
-    values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
+    pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
+    keys = key_source(k_desc, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
+    values = key_source(v_desc, v_ptr, b, hk, k_first, pages, stride_vb, stride_vh, stride_vt, stride_vd, G)
     alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
     q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
 
@@ -295,16 +294,17 @@ def forward(
     level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
     sinks: Tensor | None = None, sequences: Sequences = DENSE,
 ) -> ForwardOutputs:  # fmt: skip
-    """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv], any strides.
+    """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv] (in pages: see
+    ``triton_sequences``), any strides.
 
     ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
     ``unrounded``: keep O in fp32 too. ``sinks`` [Hq] fp32: logits in the softmax's denominator; L has them in it.
     """
-    (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
+    (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     fast = has_tensor_memory(q.device)
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level,
-        tma=fast and all(fits_descriptor(t) for t in (q, k, v)), packed=fast, value_dim=v.shape[3],
+        tma=fast and sequences.table is None and all(fits_descriptor(t) for t in (q, k, v)), packed=fast, value_dim=v.shape[3],
     )  # fmt: skip
     geometry = replace(
         sequences.extended(geometry, recipe, visibility),
@@ -338,7 +338,7 @@ def forward(
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         lse if sinks is None else sinks.contiguous(), scales, *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
         heads, heads // k_heads, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
-        recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
+        *sequences.pages(k), recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
     grid = (sequences.blocks(q_length, geometry.block_m), batch * heads, splits)
@@ -377,7 +377,7 @@ def forward_like(
     geometry = forward_geometry(
         recipe, q.shape[-1], visibility, softcap=softcap is not None, level=level, value_dim=v.shape[3]
     )
-    k_length, n_slots = k.shape[2], n_slots if geometry.dump else 0
+    k_length, n_slots = sequences.most_keys(k), n_slots if geometry.dump else 0
     rows = q.shape[:3]
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_diag.kernels.triton_math import LOG2_E, round_to
-from attn_diag.kernels.triton_sequences import document_of, head_slope
+from attn_diag.kernels.triton_sequences import head_slope, sequence_of
 from attn_diag.kernels.triton_tiles import backward_lse
 
 
@@ -39,13 +39,12 @@ def statistics_kernel(
     """
     block = tl.program_id(0)
     bh = tl.program_id(1)
-    item = bh // heads
     first = bh.to(tl.int64) * q_length
     at = (bh.to(tl.int64) * tl.num_programs(0) + block) * G.block_m + tl.arange(0, G.block_m)
-    if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, G.block_m, G.documents)
-        item, block, begin, q_length, _, _ = found
-        first += begin
+    item, block, begin, q_length, _, _ = sequence_of(
+        block, bh // heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, G.block_m, G
+    )
+    first += begin
     start = block * G.block_m
     offs = start + tl.arange(0, G.block_m)
     lse, delta = row_statistics(lse_ptr, delta_ptr, first + offs, offs < q_length)
