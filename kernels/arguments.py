@@ -14,8 +14,11 @@ from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level
 INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, one_batch: bool = True) -> None:
+    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``.
+
+    ``one_batch``: k and v have the batch of q; not so where they are pages.
+    """
     named = {"q": q, "k": k, "v": v}
     if any(t.ndim != 4 for t in named.values()):
         raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))
@@ -30,7 +33,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             + "; cast them, or run under torch.autocast"
         )
     (batch, heads, _, dim), (k_batch, k_heads, _, k_dim) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3] or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
+    if k.shape[:3] != v.shape[:3] or (one_batch and k_batch != batch) or k_dim != dim or not k_heads or heads % k_heads:
         raise ValueError(
             "k [B, Hk, Tk, D] must have q's B and D, v [B, Hk, Tk, Dv] k's B, H and T, and Hq be a multiple of Hk, got "
             + _shapes(named)

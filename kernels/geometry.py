@@ -147,7 +147,7 @@ def dkdv_geometry(
 ) -> Geometry:
     """Tiles of the dK/dV kernel."""
     widest = max(head_dim, value_dim or 0)
-    tiles = (128, 64, 4, 2) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
+    tiles = (64, 64, 4, 3) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
     return _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
 
 

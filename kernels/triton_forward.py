@@ -143,7 +143,8 @@ def forward_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    table_ptr, stride_table, page_size, split_keys, stride_dump, dump_tiles, scale, softcap, R: tl.constexpr, G: tl.constexpr,
+    table_ptr, stride_table, page_size, split_keys, stride_dump, dump_tiles, scale, softcap,
+    R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one head (and, with split-KV, one split of the keys).
 
@@ -302,16 +303,18 @@ def forward(
     """
     (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     fast = has_tensor_memory(q.device)
+    tma = fast and sequences.table is None and all(fits_descriptor(t) for t in (q, k, v))
     geometry = forward_geometry(
-        recipe, head_dim, visibility, softcap=softcap is not None, level=level,
-        tma=fast and sequences.table is None and all(fits_descriptor(t) for t in (q, k, v)), packed=fast, value_dim=v.shape[3],
+        recipe, head_dim, visibility, softcap=softcap is not None, level=level, tma=tma, packed=fast,
+        value_dim=v.shape[3],
     )  # fmt: skip
+    splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     geometry = replace(
         sequences.extended(geometry, recipe, visibility),
-        unrounded=unrounded and not geometry.split,
-        sink=sinks is not None and not geometry.split,
+        split=splits > 1,
+        unrounded=unrounded and splits == 1,
+        sink=sinks is not None and splits == 1,
     )
-    splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     on_cpu = q.device.type == "cpu"
     scales = q
     if is_fp8(recipe):

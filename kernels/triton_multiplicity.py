@@ -164,7 +164,7 @@ def multiplicities(
     chunks = -(-k_length // (geometry.block_n * _CHUNK))
     multiplicity_kernel[(sequences.blocks(q_length, geometry.block_m), batch * heads, chunks)](
         q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
-        *seen, *sequences.pages(k), scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry, num_warps=geometry.warps,
-        num_stages=geometry.stages,
+        *seen, *sequences.pages(k), scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry,
+        num_warps=geometry.warps, num_stages=geometry.stages,
     )  # fmt: skip
     return out
