@@ -44,7 +44,16 @@ from attn_diag.kernels.triton_low_bit import cast_probs, head_scales, in_codes, 
 from attn_diag.kernels.triton_math import as_operand, dot, dot_add, fused, round_to
 from attn_diag.kernels.triton_sequences import DENSE, Sequences, head_slope, sequence_of
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
-from attn_diag.kernels.triton_tiles import described, key_source, key_tiles, load_tile, load_values, source, tile_scores
+from attn_diag.kernels.triton_tiles import (
+    described,
+    key_source,
+    key_tiles,
+    load_rest,
+    load_tile,
+    load_values,
+    source,
+    tile_scores,
+)  # fmt: skip
 
 
 @triton.jit
@@ -178,6 +187,9 @@ def forward_kernel(
     values = key_source(v_desc, v_ptr, b, hk, k_first, pages, stride_vb, stride_vh, stride_vt, stride_vd, G)
     alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
     q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
+    q_rest = q
+    if G.rest_d:
+        q_rest = load_rest(queries, b, h, block * G.block_m, q_length, G.block_m, False, G)
 
     row = bh.to(tl.int64) * q_total + q_first + offs
     any_slot = False
@@ -209,7 +221,7 @@ def forward_kernel(
 
     sums = (acc, l, m, near, cast_sum)
     units = head_scales(scales_ptr, b, h, heads, G)
-    task = (q, positions, keys, b, hk, view, scale, softcap, alibi, units)
+    task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, units)
     exact_l = l
     if G.ranges:
         sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)

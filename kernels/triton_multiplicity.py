@@ -91,13 +91,20 @@ def multiplicity_kernel(
             h = bh % heads
             hk = h // group
             dims = tl.arange(0, G.block_d)
-            at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-            at += (q_first + rows).to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
-            q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
+            first_at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+            first_at += (q_first + rows).to(tl.int64)[:, None] * stride_qt
+            q = tl.load(
+                first_at + dims[None, :] * stride_qd, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0
+            )
+            q_rest = q
+            if G.rest_d:
+                dims = tl.arange(0, G.rest_d)
+                at = first_at + (G.block_d + dims)[None, :] * stride_qd
+                q_rest = tl.load(at, mask=here[:, None] & (G.block_d + dims < G.head_dim)[None, :], other=0.0)
             pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
             keys = key_source(k_ptr, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
             alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
-            task = (q, positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
+            task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
@@ -147,6 +154,8 @@ def multiplicities(
     # Sixty-four gathered rows at a time; the tile's width changes no score.
     geometry = forward_geometry(recipe, head_dim, visibility, softcap=softcap is not None, level="none")
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
+    if geometry.block_d > 256:
+        geometry = replace(geometry, warps=8, stages=1)
     geometry = sequences.extended(geometry, recipe, visibility)
     seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
     documents = 1 if sequences.cu_q is None else len(sequences.cu_q) - 1
