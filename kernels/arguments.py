@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_diag.kernels.backend import BackendError, check_backend
 from attn_diag.kernels.formats import Format
-from attn_diag.kernels.geometry import GRADIENT_DIM, HEAD_DIMS, VALUE_DIM, Causal, Level
+from attn_diag.kernels.geometry import HEAD_DIMS, MOST_VALUES, Causal, Level
 
 INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -38,22 +38,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, one_batch: bool = True) ->
             "k [B, Hk, Tk, D] must have q's B and D, v [B, Hk, Tk, Dv] k's B, H and T, and Hq be a multiple of Hk, got "
             + _shapes(named)
         )
-    for name, width, most in (("the head dimension", dim, HEAD_DIMS[1]), ("v's head dimension", v.shape[3], VALUE_DIM)):
+    for name, width, most in (
+        ("the head dimension", dim, HEAD_DIMS[1]),
+        ("v's head dimension", v.shape[3], MOST_VALUES),
+    ):
         if not HEAD_DIMS[0] <= width <= most:
             advice = "pad q, k and v with zeros" if width < HEAD_DIMS[0] else "use attn_diag.kernels.emulate_head"
             raise ValueError(f"{name} must be {HEAD_DIMS[0]} to {most}, got {width}; {advice}")
     if not q.numel() or not k.numel():
         raise ValueError("q, k and v must not be empty, got " + _shapes(named))
     check_backend(q.device)
-
-
-def check_gradients(q: Tensor, v: Tensor) -> None:
-    """Raise ValueError where the backward cannot take what it may be asked for."""
-    if max(q.shape[3], v.shape[3]) > GRADIENT_DIM:
-        raise ValueError(
-            f"gradients are there for D and Dv up to {GRADIENT_DIM}, got {q.shape[3]} and {v.shape[3]}: ask for none "
-            "(no do, torch.no_grad()), or use attn_diag.kernels.emulate_head"
-        )
 
 
 def checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:

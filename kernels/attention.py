@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attn_diag.kernels.arguments import (
     INPUTS,
-    check_gradients,
     check_options,
     check_tensors,
     checked_borders,
@@ -25,13 +24,13 @@ from attn_diag.kernels.arguments import (
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.emulation import RecipeNotSupportedError
 from attn_diag.kernels.formats import Format
-from attn_diag.kernels.geometry import GRADIENT_DIM, Causal, Level, Visibility
+from attn_diag.kernels.geometry import Causal, Level, Visibility
 from attn_diag.kernels.pages import Pages
 from attn_diag.kernels.presets import preset
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING, Recipe
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
-from attn_diag.kernels.triton_low_bit import ELEMENTS, LEAST_WIDTH, QUANTIZER, is_fp8
+from attn_diag.kernels.triton_low_bit import ELEMENTS, LEAST_WIDTH, MOST_WIDTH, QUANTIZER, is_fp8
 from attn_diag.kernels.triton_sequences import Sequences
 
 
@@ -123,9 +122,9 @@ def attention(
 
     Args:
         q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``; packed also [total, Hq, D]), BF16 or FP16, any strides, D
-            from 16 to 576 (with gradients to 256).
+            from 16 to 576.
         k: [B, Hk, Tk, D], Hq a multiple of Hk; same dtype and device.
-        v: [B, Hk, Tk, Dv], Dv from 16 to 512 (with gradients to 256), D's own or not (192 and 128 in
+        v: [B, Hk, Tk, Dv], Dv from 16 to 512, D's own or not (192 and 128 in
             DeepSeek's MLA; absorbed, 576 and 512: v is k[..., :512]).
         causal: "none", "top-left" (as SDPA's is_causal) or "bottom-right" (as FlashAttention >= 2.1).
         window: (left, right) keys around the diagonal, inclusive, -1 for unlimited.
@@ -178,8 +177,6 @@ def attention(
     elif layout == "BTHD" and pages is None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     check_tensors(q, k, v, one_batch=pages is None)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        check_gradients(q, v)
     if sinks is not None:
         sinks = checked_sinks(sinks, q)
     borders: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -198,7 +195,7 @@ def attention(
     backward_recipe = recipe if backward_recipe is None else backward_recipe
     wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
     recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
-    if instrument != "none" or borders[0] is not None or not LEAST_WIDTH <= dim <= GRADIENT_DIM:
+    if instrument != "none" or borders[0] is not None or not LEAST_WIDTH <= dim <= MOST_WIDTH:
         _refuse_fp8(recipes[0])
     left, right = window or (-1, -1)
     slots, n_slots = slots_of(q, instrument, dump_rows)
@@ -360,7 +357,7 @@ _forward_op.register_autograd(_gradients, setup_context=_save)
 def _refuse_fp8(recipe: str) -> None:
     if is_fp8(Recipe.from_json(recipe)):
         raise RecipeNotSupportedError(
-            f"FP8 kernels have no instruments, no packed sequences and D from {LEAST_WIDTH} to {GRADIENT_DIM}: use "
+            f"FP8 kernels have no instruments, no packed sequences and D from {LEAST_WIDTH} to {MOST_WIDTH}: use "
             "the emulation"
         )
 

@@ -12,8 +12,7 @@ Level = Literal["none", "rows", "tiles", "full"]
 AlibiOrigin = Literal["row", "first-key", "last-key"]
 
 HEAD_DIMS = (16, 576)
-# The widest V, and the widest of all that the backward takes.
-VALUE_DIM, GRADIENT_DIM = 512, 256
+MOST_VALUES = 512
 _MANTISSA = {"bf16": 7, "fp16": 10}
 
 
@@ -144,6 +143,7 @@ def dq_geometry(
     """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
     widest = max(head_dim, value_dim or 0)
     tiles = (64, 64, 4, 3) if widest <= 64 else (128, 64, 8, 3) if widest <= 128 else (64, 32, 4, 2)
+    tiles = tiles if widest <= 256 else (64, 32, 8, 1)
     geometry = _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
     return replace(geometry, dump=level in ("tiles", "full"))
 
@@ -154,6 +154,7 @@ def dkdv_geometry(
     """Tiles of the dK/dV kernel."""
     widest = max(head_dim, value_dim or 0)
     tiles = (64, 64, 4, 3) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
+    tiles = tiles if widest <= 256 else (32, 64, 8, 1)
     return _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
 
 
