@@ -6,7 +6,7 @@ Times are medians of CUDA-graph replays in milliseconds (forward: with what it n
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
 more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, 32 sequences
 of 4096 keys in pages of 64, two key heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of
-which are v): forward alone, against D = 256 for as many products.
+which are v) against D = 256, for as many products.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def absorbed(rows: int, keys: int, heads: int) -> dict[str, float]:
     """One latent for all heads; the dense call has 256 features of q, k and v."""
     visibility = Visibility("bottom-right")
     (q, *_), (latent, *_) = normal(4, heads, rows, 576), normal(4, 1, keys, 576)
-    mla = Call((q, latent, latent[..., :512], q), visibility, forward_only=True)
-    dense = Call((q[..., :256].contiguous(), *(latent[..., :256].contiguous(),) * 2, q), visibility, forward_only=True)
-    return row(mla, dense, (576 + 512) / (2 * 256))
+    narrow_q, narrow = (t[..., :256].contiguous() for t in (q, latent))
+    mla = Call((q, latent, latent[..., :512], q[..., :512].contiguous()), visibility)
+    return row(mla, Call((narrow_q, narrow, narrow, narrow_q), visibility), (576 + 512) / (2 * 256))
 
 
 def main() -> None:
