@@ -82,7 +82,8 @@ class Pages:
         """O [1, Hq, rows, Dv] in the layout of the q that was given."""
         if self.layout[0] != "B":
             return o[0].transpose(0, 1) if self.layout == "THD" else o.transpose(1, 2) if self.layout == "1THD" else o
-        apart = o[0].unflatten(1, (len(self.lengths), -1))  # [Hq, B, Tq, Dv]
+        count, (_, heads, rows, dim) = len(self.lengths), o.shape
+        apart = o[0].view(heads, count, rows // count, dim)
         return apart.transpose(0, 1) if self.layout == "BHTD" else apart.permute(1, 2, 0, 3)
 
 

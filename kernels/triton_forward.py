@@ -124,7 +124,7 @@ def forward(
         rows[2] = 2.0  # nobody watched: every row may repeat its maximum
     if splits > 1:
         factor = scale if recipe.alpha == "in-exponent" and softcap is None else 1.0
-        o, lse, rows = merge_splits(o.unflatten(0, (splits, batch)), lse, rows, factor, DTYPES[recipe.out], sinks)
+        o, lse, rows = merge_splits(o.view(splits, batch, *o.shape[1:]), lse, rows, factor, DTYPES[recipe.out], sinks)
         full_o = o if unrounded else full_o
     else:
         lse, rows = lse[0], rows[:, 0] if geometry.rows else rows

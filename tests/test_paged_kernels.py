@@ -36,7 +36,7 @@ class Pool:
     lengths: Tensor
 
     def run(self, **more: Any) -> tuple[Tensor, Any]:
-        given = {"page_table": self.table, "cache_seqlens": self.lengths, "instrument": "rows", **more}
+        given: dict[str, Any] = {"page_table": self.table, "cache_seqlens": self.lengths, "instrument": "rows", **more}
         return attention(self.q, self.k, self.v, **given)  # type: ignore[no-any-return]
 
     def contiguous(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +124,7 @@ def test_long_caches(dim: int, size: int, name: str, device: str) -> None:
 
 def test_layouts_and_caches_without_a_table(device: str) -> None:
     cache = pool(device, lengths=(40, 9, 21))
-    paged = {"page_table": cache.table, "cache_seqlens": cache.lengths}
+    paged: dict[str, Any] = {"page_table": cache.table, "cache_seqlens": cache.lengths}
     out, _ = cache.run(causal="bottom-right")
     tokens = attention(cache.q.transpose(1, 2), cache.k, cache.v, causal="bottom-right", layout="BTHD", **paged)
     assert torch.equal(tokens, out.transpose(1, 2))
@@ -160,7 +160,7 @@ def test_a_dump_of_pages_is_inspected(device: str) -> None:
 
 
 def test_captures_with_pages_run_on_the_kernels(device: str) -> None:
-    tensors = drawn(rows=3, lengths=(37, 5)).tensors()
+    tensors: dict[str, Any] = {**drawn(rows=3, lengths=(37, 5)).tensors()}
     q, k, v = (tensors.pop(name).to(device) for name in "qkv")
     found = attn_diag.inspect(q, k, v, causal="bottom-right", engine="triton", device=device, **tensors)
     (observation,) = found.captures[0].observations
@@ -207,15 +207,16 @@ def test_opcheck_and_one_graph(device: str) -> None:
 def test_what_cannot_be_is_refused(device: str) -> None:
     cache = pool(device, lengths=(9, 20))
     q, k, v = cache.q, cache.k, cache.v
-    paged = {"page_table": cache.table, "cache_seqlens": cache.lengths}
-    for message, change in {
+    paged: dict[str, Any] = {"page_table": cache.table, "cache_seqlens": cache.lengths}
+    refused: dict[str, dict[str, Any]] = {
         "page_table needs cache_seqlens": {"cache_seqlens": None},
         "both say how many keys": {"cu_seqlens_k": cache.lengths},
         r"page_table must have shape \[2, pages of a sequence\], got \[1, 3\]": {"page_table": cache.table[:1]},
         r"cache_seqlens must have shape \[2\], one length a sequence, got \[1\]": {"cache_seqlens": cache.lengths[:1]},
         "instrument='full' is not there for a cache in pages": {"instrument": "full"},
         "without a page_table k and v need one item a sequence, 2, got 9": {"page_table": None},
-    }.items():
+    }
+    for message, change in refused.items():
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, **{**paged, **change})
     with pytest.raises(TypeError, match="cache_seqlens must be int32"):
