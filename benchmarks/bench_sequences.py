@@ -1,6 +1,6 @@
 """The Triton kernels on packed sequences, with ALiBi, on pages and absorbed MLA, against their dense call, on one GPU.
 
-    python benchmarks/bench_sequences.py [--json FILE]
+    python benchmarks/bench_sequences.py [--parts 64 128 mla] [--json FILE]
 
 Times are medians of CUDA-graph replays in milliseconds (forward: with what it needs of the borders), on N(0,1) BF16
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
@@ -122,9 +122,13 @@ def absorbed(rows: int, keys: int, heads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = options_of(__doc__).parse_args()
+    parser = options_of(__doc__)
+    parser.add_argument("--parts", nargs="+", default=["64", "128", "mla"], choices=["64", "128", "mla"], help="of it")
+    options = parser.parse_args()
     result: dict[str, Any] = made_by("cuda")
     for heads, dim in HEADS:
+        if str(dim) not in options.parts:
+            continue
         rows = {f"packed, {name}": packed(lengths, heads, dim) for name, lengths in PACKED.items()}
         for length, batch in ((1024, 8), (4096, 4)):
             for causal in ("top-left", "none"):
@@ -134,11 +138,10 @@ def main() -> None:
         result[f"{heads} heads of {dim}"] = rows
         print(heads, dim, json.dumps(rows, indent=1), flush=True)
         save(result, options.json)
-    result["absorbed MLA"] = {
-        "4x16 heads, 1024 rows, 4096 keys": absorbed(1024, 4096, 16),
-        "4x16 heads, 64 rows, 16384 keys": absorbed(64, 16384, 16),
-    }
-    save(result, options.json)
+    if "mla" in options.parts:
+        shapes = {"1024 rows, 4096 keys": (1024, 4096), "64 rows, 16384 keys": (64, 16384)}
+        result["absorbed MLA"] = {f"4x16 heads, {name}": absorbed(*shape, 16) for name, shape in shapes.items()}
+        save(result, options.json)
 
 
 if __name__ == "__main__":
