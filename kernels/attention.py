@@ -357,7 +357,7 @@ _forward_op.register_autograd(_gradients, setup_context=_save)
 def _refuse_fp8(recipe: str) -> None:
     if is_fp8(Recipe.from_json(recipe)):
         raise RecipeNotSupportedError(
-            f"FP8 kernels have no instruments, no packed sequences and D from {LEAST_WIDTH} to {MOST_WIDTH}: use "
+            f"FP8 kernels have no instruments, no packed sequences and no D outside {LEAST_WIDTH} to {MOST_WIDTH}: use "
             "the emulation"
         )
 

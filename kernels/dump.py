@@ -71,10 +71,10 @@ class Dump:
 
     page_table: Tensor | None = field(default=None, repr=False)
     """As in the call, int32. The rows of q are those of packed sequences then, and k is [pages, Hk, page size, D]."""
-    v: Tensor | None = field(default=None, repr=False)
-    """[pages, Hk, page size, Dv], of a call with pages alone."""
     cache_seqlens: Tensor | None = field(default=None, repr=False)
     """As in the call, int32 [B]."""
+    v: Tensor | None = field(default=None, repr=False)
+    """[pages, Hk, page size, Dv], of a call with pages alone."""
 
     @property
     def has_backward(self) -> bool:

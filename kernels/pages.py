@@ -30,7 +30,7 @@ class Pages:
     lengths: Tensor
     """Keys of each sequence, int32 [B], contiguous."""
     layout: str
-    """Of the given q: "BHTD", "BTHD", or "THD" where it was packed."""
+    """Of the given q: "BHTD" or "BTHD"; where it was packed "THD", "1HTD" or "1THD"."""
 
     @staticmethod
     def of(

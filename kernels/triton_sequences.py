@@ -43,11 +43,13 @@ def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BL
             i = chunk + tl.arange(0, G.documents)
             begin = tl.load(cu_ptr + i, mask=i <= documents, other=0)
             item += tl.sum(((i <= documents) & (first_block(begin, i, BLOCK) <= block)).to(tl.int32), 0)
+        # Borders on a GPU are not checked: whatever they are, nothing is written outside.
+        item = tl.maximum(item, 0)
         first = tl.load(cu_ptr + item)
         end = tl.load(cu_ptr + tl.minimum(item + 1, documents))
         length = tl.where(item == documents, length, tl.minimum(end, length)) - first
         block -= first_block(first, item, BLOCK)
-        length = tl.where(block * BLOCK < length, length, 0)
+        length = tl.where((block >= 0) & (block * BLOCK < length), length, 0)
         if G.paged:
             other_length = tl.load(other_ptr + item, mask=item < documents, other=0)
         else:

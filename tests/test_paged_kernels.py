@@ -145,18 +145,17 @@ def test_layouts_and_caches_without_a_table(device: str) -> None:
 
 def test_a_dump_of_pages_is_inspected(device: str) -> None:
     cache = pool(device, rows=8, lengths=(40, 60))
-    for layout in ("BHTD", "BTHD"):
-        q = cache.q if layout == "BHTD" else cache.q.transpose(1, 2)
-        given: dict[str, Any] = {"page_table": cache.table, "cache_seqlens": cache.lengths, "layout": layout}
-        _, dump = attention(q, cache.k, cache.v, causal="bottom-right", instrument="rows", **given)
-        for wrong in (False, True):
-            if wrong:
-                dump.page_table = some(dump.page_table).roll(1, 0)
-                dump.cache_seqlens = torch.tensor([40, 40], dtype=torch.int32)
-            found = attn_diag.inspect(q, cache.k, cache.v, dump=dump, layout=layout, device="cpu")
-            (observation,) = found.captures[0].observations
-            labels = {label for head in observation.heads for label in some(head.verdict).labels}
-            assert ("wrong" in labels) == wrong
+    q = cache.q.transpose(1, 2)
+    paged: dict[str, Any] = {"page_table": cache.table, "cache_seqlens": cache.lengths, "layout": "BTHD"}
+    _, dump = attention(q, cache.k, cache.v, causal="bottom-right", instrument="rows", **paged)
+    for wrong in (False, True):
+        if wrong:
+            dump.page_table = some(dump.page_table).roll(1, 0)
+            dump.cache_seqlens = torch.tensor([40, 40], dtype=torch.int32)
+        found = attn_diag.inspect(q, cache.k, cache.v, dump=dump, layout="BTHD", device="cpu")
+        (observation,) = found.captures[0].observations
+        labels = {label for head in observation.heads for label in some(head.verdict).labels}
+        assert ("wrong" in labels) == wrong
 
 
 def test_captures_with_pages_run_on_the_kernels(device: str) -> None:
