@@ -1,10 +1,12 @@
-"""The Triton kernels on packed sequences and with ALiBi, against their dense call of as many pairs, on one GPU.
+"""The Triton kernels on packed sequences, with ALiBi, on pages and absorbed MLA, against their dense call, on one GPU.
 
-    python benchmarks/bench_sequences.py [--json FILE]
+    python benchmarks/bench_sequences.py [--parts 64 128 mla] [--json FILE]
 
 Times are medians of CUDA-graph replays in milliseconds (forward: with what it needs of the borders), on N(0,1) BF16
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
-more or fewer pairs than the dense call, the time is divided by their number.
+more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, 32 sequences
+of 4096 keys in pages of 64, two key heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of
+which are v) against D = 256, for as many products.
 """
 
 from __future__ import annotations
@@ -44,14 +46,17 @@ class Call:
     tensors: tuple[Tensor, ...]
     visibility: Visibility
     sequences: Sequences = DENSE
+    forward_only: bool = False
 
     def times(self) -> tuple[float, float]:
-        """Milliseconds of the forward and of the backward."""
+        """Milliseconds of the forward and of the backward (NaN where there is none)."""
         q, k, v, do = self.tensors
         recipe = preset("fa2", head_dim=q.shape[-1])
         more: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "softcap": None, "sequences": self.sequences}
         found = forward(q, k, v, recipe, self.visibility, **more)
         again = lambda: forward(q, k, v, recipe, self.visibility, **more)  # noqa: E731
+        if self.forward_only:
+            return replay_ms(again), float("nan")
         back = lambda: backward(q, k, v, found.o, found.lse, do, recipe, self.visibility, **more)  # noqa: E731
         return replay_ms(again), replay_ms(back)
 
@@ -68,7 +73,7 @@ def row(special: Call, dense: Call, pairs: float = 1.0) -> dict[str, float]:
     c, d = (c + again) / 2, (d + back_again) / 2
     found = {"forward [ms]": a, "backward [ms]": b, "dense forward [ms]": c, "dense backward [ms]": d,
              "forward ratio (<= 1.25)": a / c / pairs, "backward ratio (<= 1.25)": b / d / pairs}  # fmt: skip
-    return {name: round(value, 4) for name, value in found.items()}
+    return {name: round(value, 4) for name, value in found.items() if value == value}
 
 
 def packed(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, float]:
@@ -91,16 +96,51 @@ def alibi(shape: tuple[int, int, int, int], causal: str) -> dict[str, float]:
     return row(Call(tensors, visibility, Sequences(slopes=slopes)), Call(tensors, visibility))
 
 
+def pages(rows: int, heads: int, dim: int) -> dict[str, float]:
+    """A cache in pages, in an order of chance, against the same sequences' keys as a batch."""
+    count, keys, size, kv_heads = 32, 4096, 64, 2
+    q, k, v, do = (t.transpose(1, 2) for t in normal(count, keys, heads, dim))
+    q, k, v = q[:, :, :rows], k[:, :kv_heads], v[:, :kv_heads]
+    table = torch.randperm(count * keys // size, device="cuda").int().view(count, -1)
+    pools = tuple(t.transpose(1, 2).reshape(-1, size, kv_heads, dim)[table.flatten().argsort()] for t in (k, v))
+    borders, lengths = torch.arange(count + 1, device="cuda").int() * rows, torch.full((count,), keys, device="cuda")
+    visibility = Visibility("bottom-right")
+    packed_q = q.transpose(0, 1).flatten(1, 2)[None]
+    sequences = Sequences(borders, lengths.int(), table=table)
+    tensors = (packed_q, *(t.transpose(1, 2) for t in pools), packed_q)
+    paged = Call(tensors, visibility, sequences, forward_only=True)
+    return row(paged, Call((q, k.contiguous(), v.contiguous(), do), visibility, forward_only=True))
+
+
+def absorbed(rows: int, keys: int, heads: int) -> dict[str, float]:
+    """One latent for all heads; the dense call has 256 features of q, k and v."""
+    visibility = Visibility("bottom-right")
+    (q, *_), (latent, *_) = normal(4, heads, rows, 576), normal(4, 1, keys, 576)
+    narrow_q, narrow = (t[..., :256].contiguous() for t in (q, latent))
+    mla = Call((q, latent, latent[..., :512], q[..., :512].contiguous()), visibility)
+    return row(mla, Call((narrow_q, narrow, narrow, narrow_q), visibility), (576 + 512) / (2 * 256))
+
+
 def main() -> None:
-    options = options_of(__doc__).parse_args()
+    parser = options_of(__doc__)
+    parser.add_argument("--parts", nargs="+", default=["64", "128", "mla"], choices=["64", "128", "mla"], help="of it")
+    options = parser.parse_args()
     result: dict[str, Any] = made_by("cuda")
     for heads, dim in HEADS:
+        if str(dim) not in options.parts:
+            continue
         rows = {f"packed, {name}": packed(lengths, heads, dim) for name, lengths in PACKED.items()}
         for length, batch in ((1024, 8), (4096, 4)):
             for causal in ("top-left", "none"):
                 rows[f"ALiBi, {batch}x{length}, causal {causal}"] = alibi((batch, heads, length, dim), causal)
+        for few in (1, 8):
+            rows[f"pages, {few} rows"] = pages(few, heads, dim)
         result[f"{heads} heads of {dim}"] = rows
         print(heads, dim, json.dumps(rows, indent=1), flush=True)
+        save(result, options.json)
+    if "mla" in options.parts:
+        shapes = {"1024 rows, 4096 keys": (1024, 4096), "64 rows, 16384 keys": (64, 16384)}
+        result["absorbed MLA"] = {f"4x16 heads, {name}": absorbed(*shape, 16) for name, shape in shapes.items()}
         save(result, options.json)
 
 

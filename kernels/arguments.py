@@ -9,13 +9,16 @@ from torch import Tensor
 
 from attn_diag.kernels.backend import BackendError, check_backend
 from attn_diag.kernels.formats import Format
-from attn_diag.kernels.geometry import HEAD_DIMS, Causal, Level
+from attn_diag.kernels.geometry import HEAD_DIMS, MOST_VALUES, Causal, Level
 
 INPUTS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, one_batch: bool = True) -> None:
+    """Raise TypeError, ValueError or BackendError unless the kernels can take q, k and v; see ``attention``.
+
+    ``one_batch``: k and v have the batch of q; not so where they are pages.
+    """
     named = {"q": q, "k": k, "v": v}
     if any(t.ndim != 4 for t in named.values()):
         raise ValueError("q, k and v must have shape [B, H, T, D], got " + _shapes(named))
@@ -30,14 +33,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             + "; cast them, or run under torch.autocast"
         )
     (batch, heads, _, dim), (k_batch, k_heads, _, k_dim) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3] or k_batch != batch or k_dim != dim or not k_heads or heads % k_heads:
+    if k.shape[:3] != v.shape[:3] or (one_batch and k_batch != batch) or k_dim != dim or not k_heads or heads % k_heads:
         raise ValueError(
             "k [B, Hk, Tk, D] must have q's B and D, v [B, Hk, Tk, Dv] k's B, H and T, and Hq be a multiple of Hk, got "
             + _shapes(named)
         )
-    if wrong := [n for n in (dim, v.shape[3]) if not HEAD_DIMS[0] <= n <= HEAD_DIMS[1]]:
-        advice = "pad q, k and v with zeros" if wrong[0] < HEAD_DIMS[0] else "use attn_diag.kernels.emulate_head"
-        raise ValueError(f"the head dimension must be {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {wrong[0]}; {advice}")
+    for name, width, most in (
+        ("the head dimension", dim, HEAD_DIMS[1]),
+        ("v's head dimension", v.shape[3], MOST_VALUES),
+    ):
+        if not HEAD_DIMS[0] <= width <= most:
+            advice = "pad q, k and v with zeros" if width < HEAD_DIMS[0] else "use attn_diag.kernels.emulate_head"
+            raise ValueError(f"{name} must be {HEAD_DIMS[0]} to {most}, got {width}; {advice}")
     if not q.numel() or not k.numel():
         raise ValueError("q, k and v must not be empty, got " + _shapes(named))
     check_backend(q.device)

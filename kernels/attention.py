@@ -25,11 +25,12 @@ from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.emulation import RecipeNotSupportedError
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.geometry import Causal, Level, Visibility
+from attn_diag.kernels.pages import Pages
 from attn_diag.kernels.presets import preset
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING, Recipe
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
-from attn_diag.kernels.triton_low_bit import ELEMENTS, LEAST_WIDTH, QUANTIZER, is_fp8
+from attn_diag.kernels.triton_low_bit import ELEMENTS, LEAST_WIDTH, MOST_WIDTH, QUANTIZER, is_fp8
 from attn_diag.kernels.triton_sequences import Sequences
 
 
@@ -84,7 +85,8 @@ def attention(
     scale: float | None = ..., softcap: float | None = ..., recipe: str | Recipe = ...,
     backward_recipe: str | Recipe | None = ..., instrument: Literal["none"] = ..., dump_rows: Tensor | None = ...,
     layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., page_table: Tensor | None = ...,
+    cache_seqlens: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
@@ -93,6 +95,7 @@ def attention(
     backward_recipe: str | Recipe | None = ..., instrument: Literal["rows", "tiles", "full"],
     dump_rows: Tensor | None = ..., layout: Literal["BHTD", "BTHD"] = ..., sinks: Tensor | None = ...,
     alibi_slopes: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    page_table: Tensor | None = ..., cache_seqlens: Tensor | None = ...,
 ) -> tuple[Tensor, Dump]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -112,14 +115,17 @@ def attention(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Dump]:
     """softmax(scale Q K^T) V by Triton kernels that round where the recipe says, differentiable in q, k, v and sinks.
 
     Args:
         q: [B, Hq, Tq, D] (or [B, Tq, Hq, D], see ``layout``; packed also [total, Hq, D]), BF16 or FP16, any strides, D
-            from 16 to 256.
+            from 16 to 576.
         k: [B, Hk, Tk, D], Hq a multiple of Hk; same dtype and device.
-        v: [B, Hk, Tk, Dv], Dv from 16 to 256, D's own or not (192 and 128 in DeepSeek's MLA).
+        v: [B, Hk, Tk, Dv], Dv from 16 to 512, D's own or not (192 and 128 in
+            DeepSeek's MLA; absorbed, 576 and 512: v is k[..., :512]).
         causal: "none", "top-left" (as SDPA's is_causal) or "bottom-right" (as FlashAttention >= 2.1).
         window: (left, right) keys around the diagonal, inclusive, -1 for unlimited.
         scale: alpha; default D**-0.5.
@@ -137,6 +143,12 @@ def attention(
             where the last ends. Each is a sequence of its own; O is 0 behind the last.
         cu_seqlens_k: Of k's and v's rows; default ``cu_seqlens_q``. On a CUDA device the numbers of both are not
             checked, as that would wait for it: they must begin at 0 and never fall.
+        page_table: Of a cache in pages: int32 [B, pages of a sequence], the pages that a sequence's keys lie in, in
+            order. k and v are [pages, page size, Hk, D] then, whatever ``layout`` says of q; with ``cu_seqlens_q`` the
+            sequences are its documents. There are no gradients, and of instruments "rows" alone, whose dump is that of
+            packed sequences. On a CUDA device the numbers are not checked: every page has to be there.
+        cache_seqlens: int32 [B], how many keys each sequence has; needed beside ``page_table``. Alone: of Tk keys only
+            so many are looked at.
 
     Returns:
         O [B, Hq, Tq, Dv] in q's layout and the recipe's ``out`` format; with instrumentation (O, Dump). Its bits are
@@ -153,18 +165,24 @@ def attention(
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    if layout not in ("BHTD", "BTHD"):
+        raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
+    pages = None
+    if page_table is not None or cache_seqlens is not None:
+        pages = Pages.of(q, k, v, layout, cu_seqlens_q, cu_seqlens_k, page_table, cache_seqlens, instrument)
+        q, k, v = pages.q, pages.k, pages.v
     tokens = cu_seqlens_q is not None and q.ndim == k.ndim == v.ndim == 3  # [total, H, D]
     if tokens:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    elif layout == "BTHD":
+    elif layout == "BTHD" and pages is None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    elif layout != "BHTD":
-        raise ValueError(f"layout must be BHTD or BTHD, got {layout!r}")
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, one_batch=pages is None)
     if sinks is not None:
         sinks = checked_sinks(sinks, q)
-    borders: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if cu_seqlens_q is not None:
+    borders: tuple[Tensor | None, Tensor | None] = (None, None)
+    if pages is not None:
+        borders = (pages.borders, None)
+    elif cu_seqlens_q is not None:
         borders = checked_borders(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, q, k)
     elif cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k needs cu_seqlens_q: give both, or neither")
@@ -177,24 +195,29 @@ def attention(
     backward_recipe = recipe if backward_recipe is None else backward_recipe
     wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
     recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
-    if instrument != "none" or borders[0] is not None or dim < LEAST_WIDTH:
+    if instrument != "none" or borders[0] is not None or not LEAST_WIDTH <= dim <= MOST_WIDTH:
         _refuse_fp8(recipes[0])
     left, right = window or (-1, -1)
     slots, n_slots = slots_of(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
     o, _, lse, rows, scores, probs, tile_max = torch.ops.attn_diag.attention_forward(
         q, k, v, slots, n_slots, *recipes, causal, left, right, scale, softcap, instrument, key, sinks,
-        alibi_slopes, *borders,
+        alibi_slopes, *borders, *((None, None) if pages is None else (pages.table, pages.lengths)),
     )  # fmt: skip
-    out: Tensor = o[0].transpose(0, 1) if tokens else o.transpose(1, 2) if layout == "BTHD" else o
+    if pages is not None:
+        out: Tensor = pages.restored(o)
+    else:
+        out = o[0].transpose(0, 1) if tokens else o.transpose(1, 2) if layout == "BTHD" else o
     if instrument == "none":
         return out
     dump = Dump(
         level=instrument, recipe_json=recipes[0], q=q, k=k, o=o.detach(), lse=lse, causal=causal, window=(left, right),
         scale=scale, softcap=softcap, sinks=None if sinks is None else sinks.detach(), alibi_slopes=alibi_slopes,
-        cu_seqlens_q=borders[0], cu_seqlens_k=borders[1], rows=rows, slots=slots, raw_scores=scores, raw_probs=probs,
-        tile_max=tile_max,
+        cu_seqlens_q=borders[0], cu_seqlens_k=borders[1], rows=rows, slots=slots, raw_scores=scores,
+        raw_probs=probs, tile_max=tile_max,
     )  # fmt: skip
+    if pages is not None:
+        dump.page_table, dump.cache_seqlens, dump.v = pages.table, pages.lengths, v
     if key:
         _DUMPS[key] = dump
     return out, dump
@@ -231,6 +254,7 @@ _OPTIONS = (
 # The place of ``key`` among them; after it come tensors that most calls do not have.
 _KEY = 8
 _SEQUENCES = "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None"
+_PAGES = "Tensor? page_table=None, Tensor? cache_seqlens=None"
 
 
 def _sinks(arguments: Sequence[Any]) -> Tensor | None:
@@ -239,15 +263,15 @@ def _sinks(arguments: Sequence[Any]) -> Tensor | None:
 
 def _sequences(tensors: Sequence[Any]) -> Sequences:
     """From what follows ``key`` (and sinks)."""
-    slopes, cu_q, cu_k = (*tensors, None, None, None)[:3]
-    return Sequences(cu_q, cu_k, slopes)
+    slopes, cu_q, cu_k, table, lengths = (*tensors, *[None] * 5)[:5]
+    return Sequences(cu_q, cu_k if table is None else lengths, slopes, table)
 
 
 @torch.library.custom_op(
     "attn_diag::attention_forward",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? slots, int n_slots, {_OPTIONS}, Tensor? sinks=None, "
-    f"{_SEQUENCES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_SEQUENCES}, {_PAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, n_slots: int, *arguments: Any
@@ -333,7 +357,8 @@ _forward_op.register_autograd(_gradients, setup_context=_save)
 def _refuse_fp8(recipe: str) -> None:
     if is_fp8(Recipe.from_json(recipe)):
         raise RecipeNotSupportedError(
-            f"FP8 kernels have no instruments, no packed sequences and no D below {LEAST_WIDTH}: use the emulation"
+            f"FP8 kernels have no instruments, no packed sequences and no D outside {LEAST_WIDTH} to {MOST_WIDTH}: use "
+            "the emulation"
         )
 
 

@@ -69,6 +69,13 @@ class Dump:
     cu_seqlens_k: Tensor | None = field(default=None, repr=False)
     """Likewise, of the keys; columns of ``scores``, ``probs``, ``dprobs`` and ``dscores`` are rows of k."""
 
+    page_table: Tensor | None = field(default=None, repr=False)
+    """As in the call, int32. The rows of q are those of packed sequences then, and k is [pages, Hk, page size, D]."""
+    cache_seqlens: Tensor | None = field(default=None, repr=False)
+    """As in the call, int32 [B]."""
+    v: Tensor | None = field(default=None, repr=False)
+    """[pages, Hk, page size, Dv], of a call with pages alone."""
+
     @property
     def has_backward(self) -> bool:
         """Whether the backward has run, so that ``delta`` is there."""
@@ -135,7 +142,8 @@ class Dump:
         from attn_diag.kernels.triton_sequences import Sequences
 
         row_max, _, near, *_ = self.rows
-        sequences = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.alibi_slopes)
+        keys = self.cu_seqlens_k if self.page_table is None else self.cache_seqlens
+        sequences = Sequences(self.cu_seqlens_q, keys, self.alibi_slopes, self.page_table)
         return multiplicities(
             self.q.detach(), self.k.detach(), near, row_max, self.recipe, self.visibility, scale=self.scale,
             softcap=self.softcap, sequences=sequences,

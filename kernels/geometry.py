@@ -11,7 +11,8 @@ Causal = Literal["none", "top-left", "bottom-right"]
 Level = Literal["none", "rows", "tiles", "full"]
 AlibiOrigin = Literal["row", "first-key", "last-key"]
 
-HEAD_DIMS = (16, 256)
+HEAD_DIMS = (16, 576)
+MOST_VALUES = 512
 _MANTISSA = {"bf16": 7, "fp16": 10}
 
 
@@ -48,7 +49,7 @@ class Geometry:
     head_dim: int
     """D."""
     block_d: int
-    """head_dim, padded to a power of two."""
+    """head_dim, padded to a power of two; beyond 256 the largest power of two in it."""
     block_m: int
     """Query rows of a tile."""
     block_n: int
@@ -71,6 +72,8 @@ class Geometry:
     """V's features: D, or another number (192 and 128 in DeepSeek's MLA)."""
     block_dv: int
     """value_dim, padded to a power of two."""
+    rest_d: int = 0
+    """The features of q and k behind those, padded likewise; 0: there are none."""
     range_tiles: int = 1
     """Tiles of a key range."""
     ranges: bool = False
@@ -93,6 +96,8 @@ class Geometry:
     """Whether q, k, v and P_bar are E4M3 codes, with a scale a head."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
+    paged: bool = False
+    """Whether the documents' keys lie in pages."""
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"
     """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 
@@ -113,6 +118,8 @@ def forward_geometry(
         block_n = min(block_n, 64)
     wide = block_d * block_n > 64 * 128  # 64 rows of it would not leave registers for a second block on the core
     block_m, warps, stages = (128, 8, 2) if wide else (64, 4, 3 if block_n <= 64 else 2)
+    if block_d > 256:  # two stages are more than shared memory holds
+        block_m, stages = 64, 1
     if recipe.schedule.order == "diagonal-first":
         block_m = recipe.schedule.query_block
         warps = 8 if block_m >= 128 else 4
@@ -136,6 +143,7 @@ def dq_geometry(
     """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
     widest = max(head_dim, value_dim or 0)
     tiles = (64, 64, 4, 3) if widest <= 64 else (128, 64, 8, 3) if widest <= 128 else (64, 32, 4, 2)
+    tiles = tiles if widest <= 256 else (64, 32, 8, 1)
     geometry = _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
     return replace(geometry, dump=level in ("tiles", "full"))
 
@@ -145,7 +153,8 @@ def dkdv_geometry(
 ) -> Geometry:
     """Tiles of the dK/dV kernel."""
     widest = max(head_dim, value_dim or 0)
-    tiles = (128, 64, 4, 2) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
+    tiles = (64, 64, 4, 3) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
+    tiles = tiles if widest <= 256 else (32, 64, 8, 1)
     return _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
 
 
@@ -157,8 +166,17 @@ def _geometry(
     left, right = (reach is not None for reach in visibility.reach())
     mantissa = _MANTISSA[recipe.input]
     value_dim = value_dim or head_dim
-    blocks = (value_dim, padded(value_dim))
-    return Geometry(head_dim, padded(head_dim), *tiles, left, right, softcap, mantissa, tma, *blocks)
+    block_d, rest_d = chunks(head_dim)
+    blocks = (value_dim, padded(value_dim), rest_d)
+    return Geometry(head_dim, block_d, *tiles, left, right, softcap, mantissa, tma, *blocks)
+
+
+def chunks(head_dim: int) -> tuple[int, int]:
+    """The features of q and k as a power of two, and beyond 256 a second one: 576 = 512 + 64, which is not 1024."""
+    whole = padded(head_dim)
+    if head_dim <= 256 or head_dim == whole:
+        return whole, 0
+    return whole // 2, padded(head_dim - whole // 2)
 
 
 def padded(head_dim: int) -> int:

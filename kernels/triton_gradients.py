@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_diag.kernels.triton_math import LOG2_E, round_to
-from attn_diag.kernels.triton_sequences import document_of, head_slope
+from attn_diag.kernels.triton_sequences import head_slope, sequence_of
 from attn_diag.kernels.triton_tiles import backward_lse
 
 
@@ -19,43 +19,38 @@ def row_statistics(lse_ptr, delta_ptr, row, here):
 
 
 @triton.jit
-def tile_statistics(lse_rows, delta_rows, first, offs, length, R: tl.constexpr, G: tl.constexpr):
-    """As ``row_statistics``, of rows ``offs`` of a sequence whose first row is ``first``.
-
-    What ``anchor_kernel`` has written is ready for use. Rows of documents are aligned to nothing: where a tile has
-    fewer of them than threads (D = 128), Triton 3.6 has every thread copy by itself all that it needs of them, and dK
-    and dV take 1.7 times as long. (One-dimensional descriptors of them end in an illegal instruction there.)
-    """
-    lse = tl.load(lse_rows + first + offs, mask=offs < length, other=float("inf"))
-    delta = tl.load(delta_rows + first + offs, mask=offs < length, other=0.0)
-    if not (G.alibi == "behind" and R.backward_scores != "as-forward"):
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
-    return lse, delta
+def tile_statistics(statistics, start, BLOCK: tl.constexpr):
+    """(L log2 e, delta) [BLOCK] of the rows from ``start`` on, as ``statistics_kernel`` has written them."""
+    rows = start + tl.arange(0, BLOCK)
+    return tl.split(tl.load(statistics + 2 * rows[:, None] + tl.arange(0, 2)[None, :]))
 
 
 @triton.jit
-def anchor_kernel(
-    lse_ptr, out_ptr, heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes, scale,
-    R: tl.constexpr, G: tl.constexpr,
+def statistics_kernel(
+    lse_ptr, delta_ptr, out_ptr, heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
+    scale, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """L log2 e of rows with the part of ALiBi's bias that tells them from the first of their tile, for dK and dV.
+    """(L log2 e, delta) of the rows of one block, for dK and dV: [B, Hq, blocks, block_m, 2]; (inf, 0) past the end.
 
-    There a thread holds many rows and few keys: what is done once here it would do again for every block of keys.
+    L has in it the part of ALiBi's bias that tells rows from the first of their tile: in dK/dV a thread holds many rows
+    and few keys, and would do again for every block of keys what is done once here. Side by side and in whole blocks
+    they are one copy of as many numbers as there are threads: of fewer, or of rows of documents, which are aligned to
+    nothing, Triton 3.6 has every thread copy by itself all that it needs, and at D = 128 the registers run out.
     """
     block = tl.program_id(0)
     bh = tl.program_id(1)
-    item = bh // heads
     first = bh.to(tl.int64) * q_length
-    if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, G.block_m, G.documents)
-        item, block, begin, q_length, _, _ = found
-        first += begin
+    at = (bh.to(tl.int64) * tl.num_programs(0) + block) * G.block_m + tl.arange(0, G.block_m)
+    item, block, begin, q_length, _, _ = sequence_of(
+        block, bh // heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, G.block_m, G
+    )
+    first += begin
     start = block * G.block_m
     offs = start + tl.arange(0, G.block_m)
-    here = offs < q_length
-    lse, _ = row_statistics(lse_ptr, lse_ptr, first + offs, here)
+    lse, delta = row_statistics(lse_ptr, delta_ptr, first + offs, offs < q_length)
     alibi = head_slope(slopes_ptr, item, bh % heads, stride_slopes, G)
-    tl.store(out_ptr + first + offs, backward_lse(lse, offs, start, alibi, scale, R, G), mask=here)
+    tl.store(out_ptr + 2 * at, backward_lse(lse, offs, start, alibi, scale, R, G))
+    tl.store(out_ptr + 2 * at + 1, delta)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from attn_diag.kernels.triton_rounding import round_bits
 
 QUANTIZER, ELEMENTS = "fp8", "e4m3"
 # Products of FP8 on a tensor core take 32 features at a time.
-LEAST_WIDTH = 32
+LEAST_WIDTH, MOST_WIDTH = 32, 256
 
 
 @triton.jit

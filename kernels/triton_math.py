@@ -75,6 +75,16 @@ def dot(a, b, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def dot_more(a, b, products, FORMAT: tl.constexpr):
+    """``products + a @ b``, of ``products`` that ``dot`` made: the sum goes on over more features."""
+    if INTERPRETED:
+        products = products + dot(a, b, FORMAT)
+    else:
+        products = dot_add(a, b, products, FORMAT)
+    return products
+
+
+@triton.jit
 def dot_add(a, b, accumulator, FORMAT: tl.constexpr):
     """``accumulator + a @ b``; on a GPU the tensor core adds into the accumulator."""
     if INTERPRETED or FORMAT == "fp32":

@@ -23,8 +23,8 @@ from torch import Tensor
 from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import round_to
-from attn_diag.kernels.triton_sequences import DENSE, Sequences, document_of, head_slope
-from attn_diag.kernels.triton_tiles import key_tiles, source, tile_scores
+from attn_diag.kernels.triton_sequences import DENSE, Sequences, head_slope, sequence_of
+from attn_diag.kernels.triton_tiles import key_source, key_tiles, tile_scores
 
 WINDOW = tl.constexpr(1e-3)
 # More scores than this near the maximum: more than itself. Counts are whole, held in fp32.
@@ -57,22 +57,19 @@ def multiplicity_kernel(
     q_ptr, k_ptr, max_ptr, rows_ptr, counts_ptr, out_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    scale, softcap, unit,
+    table_ptr, stride_table, page_size, scale, softcap, unit,
     CHUNK: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Adds what block_m gathered rows of one head find in CHUNK tiles of keys to ``out_ptr`` [4, B, Hq, Tq]."""
     BLOCK_M: tl.constexpr = G.block_m
     bh = tl.program_id(1)
-    item = bh // heads
-    block = tl.program_id(0)
     counted = bh
     q_total = q_length
-    q_first = 0
-    k_first = 0
+    item, block, q_first, q_length, k_first, k_length = sequence_of(
+        tl.program_id(0), bh // heads, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, BLOCK_M, G
+    )
     if G.documents:
-        found = document_of(cu_q_ptr, cu_k_ptr, block, documents, q_length, k_length, BLOCK_M, G.documents)
-        item, block, q_first, q_length, k_first, k_length = found
-        shift = shift * (k_length - q_length)
+        shift *= k_length - q_length
         if item >= documents:
             return
         counted = bh * documents + item
@@ -94,12 +91,20 @@ def multiplicity_kernel(
             h = bh % heads
             hk = h // group
             dims = tl.arange(0, G.block_d)
-            at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-            at += (q_first + rows).to(tl.int64)[:, None] * stride_qt + dims[None, :] * stride_qd
-            q = tl.load(at, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0)
-            keys = source(k_ptr, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
+            first_at = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+            first_at += (q_first + rows).to(tl.int64)[:, None] * stride_qt
+            q = tl.load(
+                first_at + dims[None, :] * stride_qd, mask=here[:, None] & (dims < G.head_dim)[None, :], other=0.0
+            )
+            q_rest = q
+            if G.rest_d:
+                dims = tl.arange(0, G.rest_d)
+                at = first_at + (G.block_d + dims)[None, :] * stride_qd
+                q_rest = tl.load(at, mask=here[:, None] & (G.block_d + dims < G.head_dim)[None, :], other=0.0)
+            pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
+            keys = key_source(k_ptr, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
             alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
-            task = (q, positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
+            task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:
                 factor = scale
@@ -145,10 +150,12 @@ def multiplicities(
 
     ``near``, ``row_max`` [B, Hq, Tq] fp32 from the forward. No host synchronisation.
     """
-    (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
+    (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     # Sixty-four gathered rows at a time; the tile's width changes no score.
     geometry = forward_geometry(recipe, head_dim, visibility, softcap=softcap is not None, level="none")
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
+    if geometry.block_d > 256:
+        geometry = replace(geometry, warps=8, stages=1)
     geometry = sequences.extended(geometry, recipe, visibility)
     seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
     documents = 1 if sequences.cu_q is None else len(sequences.cu_q) - 1
@@ -166,7 +173,7 @@ def multiplicities(
     chunks = -(-k_length // (geometry.block_n * _CHUNK))
     multiplicity_kernel[(sequences.blocks(q_length, geometry.block_m), batch * heads, chunks)](
         q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
-        *seen, scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry, num_warps=geometry.warps,
-        num_stages=geometry.stages,
+        *seen, *sequences.pages(k), scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry,
+        num_warps=geometry.warps, num_stages=geometry.stages,
     )  # fmt: skip
     return out

@@ -1,9 +1,12 @@
-"""The sequences of a call beyond its tensors' shapes: borders of packed documents, and ALiBi's slopes.
+"""The sequences of a call beyond its tensors' shapes: borders of packed documents, keys in pages, ALiBi's slopes.
 
 Packed documents are rows of one tensor, q [1, H, total, D]; document i has the rows cu_seqlens[i] to
 cu_seqlens[i + 1] - 1. A grid has as many blocks of rows as documents can have in all, whatever their lengths, so that
 the host need not know these; a block finds its document by itself. Rows behind the last document count as one more,
 which sees nothing of the other tensor, so that they are written too (0; L = -inf).
+
+Keys in pages are those of documents of query rows: k is [pages, Hk, page size, D], and instead of borders a document
+has a number of keys, and a row of the page table.
 """
 
 from __future__ import annotations
@@ -21,36 +24,48 @@ from attn_diag.kernels.recipe import Recipe
 
 
 @triton.jit
-def document_of(cu_ptr, other_ptr, tile, documents, total, other_total, BLOCK: tl.constexpr,
-                CHUNK: tl.constexpr):  # fmt: skip
-    """Where the ``tile``-th block of BLOCK rows lies, of all that documents have: no document's last goes on.
+def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BLOCK: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
+    """The sequence that a block of BLOCK rows is of, and where it lies.
 
-    CHUNK: documents whose borders are read at once. ``cu_ptr``: borders of the tensor with the blocks, of ``total``
-    rows; ``other_ptr``: of the other one.
+    ``cu_ptr``: documents' borders in the tensor with the blocks (of all that documents can have, see ``first_block``),
+    of ``length`` rows; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages.
 
-    Returns (document, block in it, its first row, its rows, its first row in the other tensor, its rows there); no rows
-    where there are fewer blocks.
+    Returns (batch item or document, block in it, its first row, its rows, its first row in the other tensor, its rows
+    there); no rows where the document has fewer blocks.
     """
-    document = 0
+    item = b
     first = 0
-    blocks = 0
-    for chunk in range(0, documents + 1, CHUNK):
-        i = chunk + tl.arange(0, CHUNK)
-        begin = tl.load(cu_ptr + tl.minimum(i, documents))
-        end = tl.load(cu_ptr + tl.minimum(i + 1, documents))
-        end = tl.where(i == documents, total, tl.minimum(end, total))
-        here = tl.where(i <= documents, tl.cdiv(tl.maximum(end - begin, 0), BLOCK), 0)
-        ends = blocks + tl.cumsum(here, 0)
-        before = (ends <= tile) & (i <= documents)
-        document += tl.sum(before.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(before, ends, 0), 0))
-        blocks += tl.sum(here, 0)
-    begin = tl.load(cu_ptr + tl.minimum(document, documents))
-    end = tl.load(cu_ptr + tl.minimum(document + 1, documents))
-    end = tl.where(document == documents, total, tl.minimum(end, total))
-    other = tl.load(other_ptr + tl.minimum(document, documents))
-    other_end = tl.minimum(tl.load(other_ptr + tl.minimum(document + 1, documents)), other_total)
-    return document, tile - first, begin, tl.maximum(end - begin, 0), other, tl.maximum(other_end - other, 0)
+    other = 0
+    if G.documents:
+        item = -1
+        for chunk in range(0, documents + 1, G.documents):
+            i = chunk + tl.arange(0, G.documents)
+            begin = tl.load(cu_ptr + i, mask=i <= documents, other=0)
+            item += tl.sum(((i <= documents) & (first_block(begin, i, BLOCK) <= block)).to(tl.int32), 0)
+        # Borders on a GPU are not checked: whatever they are, nothing is written outside.
+        item = tl.maximum(item, 0)
+        first = tl.load(cu_ptr + item)
+        end = tl.load(cu_ptr + tl.minimum(item + 1, documents))
+        length = tl.where(item == documents, length, tl.minimum(end, length)) - first
+        block -= first_block(first, item, BLOCK)
+        length = tl.where((block >= 0) & (block * BLOCK < length), length, 0)
+        if G.paged:
+            other_length = tl.load(other_ptr + item, mask=item < documents, other=0)
+        else:
+            other = tl.load(other_ptr + item)
+            other_end = tl.load(other_ptr + tl.minimum(item + 1, documents))
+            other_length = tl.maximum(tl.minimum(other_end, other_length) - other, 0)
+    return item, block, first, length, other, other_length
+
+
+@triton.jit
+def first_block(begin, document, BLOCK: tl.constexpr):
+    """Of the blocks of all documents, the first that may be of the one that begins at row ``begin``.
+
+    A document has at most one block more than its rows fill, so that those before it have no more than this in all.
+    """
+    return begin // BLOCK + document
 
 
 @triton.jit
@@ -69,9 +84,11 @@ class Sequences:
     cu_q: Tensor | None = None
     """Borders of q's documents, int32 [documents + 1], contiguous."""
     cu_k: Tensor | None = None
-    """Of k's and v's."""
+    """Of k's and v's; where these lie in pages, how many keys each document has, int32 [documents]."""
     slopes: Tensor | None = None
     """ALiBi's, fp32 [Hq], or [B, Hq] ([documents, Hq])."""
+    table: Tensor | None = None
+    """Of keys in pages: which pages each document's keys lie in, int32 [documents, most pages], contiguous."""
 
     @property
     def packed(self) -> bool:
@@ -83,11 +100,11 @@ class Sequences:
         """Documents that a block of rows looks at at once to find its own: a warp's threads do, if there are so few."""
         if self.cu_q is None:
             return 0
-        return next((n for n in (32, 256) if len(self.cu_q) <= n), 1024)
+        return 32 if len(self.cu_q) <= 32 else 512
 
     def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
         """The geometry of a kernel for these sequences."""
-        geometry = replace(geometry, documents=self._at_once)
+        geometry = replace(geometry, documents=self._at_once, paged=self.table is not None)
         if self.slopes is None:
             return geometry
         alibi: Any = visibility.alibi_origin
@@ -96,6 +113,16 @@ class Sequences:
         # A bias comes after the scores' rounding: rounded, m is not their maximum any more.
         near = geometry.track_near and recipe.row_max == "fp32"
         return replace(geometry, alibi=alibi, track_near=near)
+
+    def most_keys(self, k: Tensor) -> int:
+        """The keys of k [B, Hk, Tk, D]; of one in pages, how many a document can have."""
+        return k.shape[2] if self.table is None else k.shape[2] * self.table.shape[1]
+
+    def pages(self, k: Tensor) -> tuple[Tensor, int, int]:
+        """What the kernels take from "table_ptr" to "page_size"."""
+        if self.table is None:
+            return torch.empty(0, dtype=torch.int32, device=k.device), 0, 0
+        return self.table, self.table.stride(0), k.shape[2]
 
     def blocks(self, length: int, block: int) -> int:
         """Blocks of rows (at most) of a tensor of ``length`` rows, the rest behind the last document included."""
@@ -107,7 +134,7 @@ class Sequences:
         self, recipe: Recipe, visibility: Visibility, q: Tensor, k: Tensor, *, scale: float, softcap: float | None
     ) -> tuple[Any, ...]:
         """What the kernels take from "q_length" to "stride_slopes"."""
-        lengths = q.shape[2], k.shape[2]
+        lengths = q.shape[2], self.most_keys(k)
         # Of documents a kernel knows the lengths itself: it multiplies their difference by this shift.
         view = visibility.arguments(*((0, 1) if self.packed else lengths))
         unused = torch.empty(0, device=q.device)

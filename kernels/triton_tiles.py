@@ -1,9 +1,11 @@
 """Tiles of q, k and v, and the scores of a tile: what the forward, the backward and the second pass share.
 
 In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
-descriptor, pointer, stride of a position, stride of a feature, row of the tensor where the sequence begins), ``view``
-is (number of keys, left, right), and ``task`` what a block of query rows needs to see its keys: (q, their positions,
-source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope, the head's FP8 scales).
+descriptor, pointer, stride of a position, stride of a feature, row of the tensor where the sequence begins, pages),
+where pages are (the sequence's row of the page table, keys of a page, stride of a page), ``view`` is (number of keys,
+left, right), and ``task`` what a block of query rows needs to see its keys: (q and its features behind block_d, where
+there are any; their positions, source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope,
+the head's FP8 scales).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_diag.kernels.geometry import Geometry
 from attn_diag.kernels.triton_low_bit import rescaled_products
-from attn_diag.kernels.triton_math import LOG2_E, dot, fused, round_to, tanh
+from attn_diag.kernels.triton_math import LOG2_E, dot, dot_more, fused, round_to, tanh
 
 # No sequence is longer than this, see ``_ragged_descriptor``.
 _RAGGED = tl.constexpr(2**30)
@@ -29,34 +31,63 @@ def source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G: tl
     ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if G.documents:
         ptr += first.to(tl.int64) * stride_t
-    return desc, ptr, stride_t, stride_d, first
+    return desc, ptr, stride_t, stride_d, first, (0, 0, 0)
+
+
+@triton.jit
+def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stride_d, G: tl.constexpr):
+    """As ``source``, of k or v, which may lie in pages: ``pages`` is (the sequence's row of the table, page size)."""
+    if G.paged:
+        table, size = pages
+        found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, size, stride_b))
+    else:
+        found = source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G)
+    return found
 
 
 @triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """Positions [start, start + BLOCK) of q or k: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
-    return _load(source, b, h, start, length, BLOCK, G.head_dim, G.block_d, G)
+    return _load(source, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, False, G)
+
+
+@triton.jit
+def load_keys(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile``, of k, which may lie in pages."""
+    return _load(source, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, G.paged, G)
+
+
+@triton.jit
+def load_rest(source, b, h, start, length, BLOCK: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile``, of the features behind block_d: [BLOCK, rest_d]."""
+    return _load(source, b, h, start, length, BLOCK, G.block_d, G.head_dim, G.rest_d, PAGED, G)
 
 
 @triton.jit
 def load_values(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """As ``load_tile``, of v or dO: [BLOCK, block_dv], zero beyond V's features."""
-    return _load(source, b, h, start, length, BLOCK, G.value_dim, G.block_dv, G)
+    """As ``load_keys``, of v, or of dO, for keys in no pages: [BLOCK, block_dv], zero beyond V's features."""
+    return _load(source, b, h, start, length, BLOCK, 0, G.value_dim, G.block_dv, G.paged, G)
 
 
 @triton.jit
-def _load(source, b, h, start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-          G: tl.constexpr):  # fmt: skip
-    desc, ptr, stride_t, stride_d, first = source
-    if G.tma and G.documents:
+def _load(source, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
+          BLOCK_D: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """Features FIRST to FIRST + BLOCK_D, of DIM in all."""
+    desc, ptr, stride_t, stride_d, first, pages = source
+    if G.tma and FIRST == 0 and G.documents:
         tile = tl.reshape(desc.load([_RAGGED, first + length, h, _RAGGED - length + start, 0]), [BLOCK, BLOCK_D])
-    elif G.tma:
+    elif G.tma and FIRST == 0:
         tile = tl.reshape(desc.load([b, h, start, 0]), [BLOCK, BLOCK_D])
     else:
         offs = start + tl.arange(0, BLOCK)
-        dims = tl.arange(0, BLOCK_D)
+        dims = FIRST + tl.arange(0, BLOCK_D)
         here = (offs < length)[:, None] & (dims < DIM)[None, :]
-        tile = tl.load(ptr + offs.to(tl.int64)[:, None] * stride_t + dims[None, :] * stride_d, mask=here, other=0.0)
+        at = offs.to(tl.int64) * stride_t
+        if PAGED:
+            table, size, stride_page = pages
+            page = tl.load(table + offs // size, mask=offs < length, other=0)
+            at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
+        tile = tl.load(ptr + at[:, None] + dims[None, :] * stride_d, mask=here, other=0.0)
     return tile
 
 
@@ -198,11 +229,16 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
 @triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
-    q, positions, keys, b, hk, view, scale, softcap, alibi, units = task
+    queries, positions, keys, b, hk, view, scale, softcap, alibi, units = task
+    q, q_rest = queries
     start = tile * G.block_n
     cols = start + tl.arange(0, G.block_n)
-    k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-    products = rescaled_products(dot(q, tl.trans(k), tl.constexpr(R.input)), units, G)
+    k = load_keys(keys, b, hk, start, view[0], G.block_n, G)
+    products = dot(q, tl.trans(k), tl.constexpr(R.input))
+    if G.rest_d:
+        k_rest = load_rest(keys, b, hk, start, view[0], G.block_n, G.paged, G)
+        products = dot_more(q_rest, tl.trans(k_rest), products, tl.constexpr(R.input))
+    products = rescaled_products(products, units, G)
     s = recipe_scores(products, scale, softcap, R, G)
     s = biased(s, positions[:, None], cols[None, :], alibi, view[0], G)
     if MASKED:

@@ -176,7 +176,9 @@ def test_shapes_and_devices_are_checked(device: str) -> None:
         attention(q[0], k, v)
     with pytest.raises(ValueError, match="Hq be a multiple of Hk"):
         attention(torch.cat([q, q[:, :1]], 1), k, v)
-    with pytest.raises(ValueError, match="head dimension must be 16 to 256, got 8"):
+    with pytest.raises(ValueError, match="v's head dimension must be 16 to 512, got 544"):
+        attention(q, k, v.repeat(1, 1, 1, 17))
+    with pytest.raises(ValueError, match="head dimension must be 16 to 576, got 8"):
         attention(q[..., :8], k[..., :8], v[..., :8])
     with pytest.raises(ValueError, match="must not be empty"):
         attention(q[:, :, :0], k, v)
@@ -231,8 +233,9 @@ def test_inspect_runs_recipes_on_the_kernels(device: str) -> None:
     assert {some(head.verdict).labels for head in ran.captures[0].observations[0].heads} == {("clean",)}
     with pytest.raises(attn_diag.InputError, match="no explicit mask"):
         attn_diag.inspect(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool), engine="triton", device=device)
-    absorbed = [t.repeat(1, 1, 1, 18) for t in (q, k)]
-    with pytest.raises(attn_diag.InputError, match=r"must be 16 to 256, got 576; use attn_diag.kernels.emulate_head"):
-        attn_diag.inspect(absorbed[0], absorbed[1], v, causal=True, engine="triton", device=device)
+    wide = [torch.cat([t, torch.randn(1, 2, 40, 256).to(t)], -1) for t in (q, k)]
+    ran = attn_diag.inspect(wide[0], wide[1], v, do=v, causal=True, engine="triton", device=device)
+    labels = {label for head in ran.captures[0].observations[0].heads for label in some(head.verdict).labels}
+    assert not labels & {"wrong", "lossy", "biased"}
     with pytest.raises(attn_diag.InputError, match="engine must be emulation or triton"):
         attn_diag.inspect(q, k, v, engine="cuda", device=device)

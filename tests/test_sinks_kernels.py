@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 RECIPES: dict[str, Recipe] = {
     "splits": replace(FA2, schedule=Schedule(key_tile=64, split_keys=64)),
+    "one split": replace(FA2, schedule=Schedule(key_tile=64, split_keys=256)),
     "stale": replace(FA2, softmax=SoftmaxRule("stale", threshold=2.0)),
     "fp16": preset("fa2", "fp16"),
     **{name: preset(name) for name in ("qiu2025", "bf16-forward", "lowp-row-sum", "delta-from-dp", "cudnn")},

@@ -31,6 +31,8 @@ quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:
 CUDNN = preset("cudnn")
 SHAPES: dict[str, dict[str, Any]] = {
     "causal": {"T": 200, "causal": "top-left"},
+    "absorbed": {"T": 20, "Tk": 170, "D": 576, "Dv": 512, "causal": "bottom-right"},
+    "wider": {"T": 70, "D": 300, "Dv": 272},
     "none-63": {"T": 63},
     "cross-top-left": {"T": 77, "Tk": 333, "causal": "top-left"},
     "cross-bottom-right": {"T": 63, "Tk": 333, "D": 80, "causal": "bottom-right"},

@@ -160,7 +160,11 @@ def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallT
     made |= {} if dump.delta is None else {"delta": dump.delta}
     made |= {} if dump.sinks is None else {"sinks": dump.sinks}
     made |= {} if dump.alibi_slopes is None else {"alibi_slopes": dump.alibi_slopes}
-    if dump.cu_seqlens_q is not None:
+    if dump.v is not None:  # in pages: the dump's rows are those of packed sequences, whatever was given
+        q, k, v, made["o"] = dump.q, dump.k.transpose(1, 2), dump.v.transpose(1, 2), dump.o
+        made |= {"page_table": dump.page_table, "cache_seqlens": dump.cache_seqlens, "layout": "BHTD"}
+        made |= {"cu_seqlens_q": dump.cu_seqlens_q}
+    elif dump.cu_seqlens_q is not None:
         made |= {"cu_seqlens_q": dump.cu_seqlens_q, "cu_seqlens_k": dump.cu_seqlens_k}
     (capture,) = captures_of(q, k, v, {**call, **made}, function="inspect")
     return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))

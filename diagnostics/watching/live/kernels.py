@@ -175,7 +175,13 @@ def _slopes(given: Given) -> Given:
 
 
 def _ours(given: Given) -> Given:
-    return {} if given.get("alibi_slopes") is None else {"alibi_origin": "row"}
+    """Keys in pages are given to it as [pages, Hk, page size, D]."""
+    said: dict[str, Any] = {} if given.get("alibi_slopes") is None else {"alibi_origin": "row"}
+    if given.get("page_table") is not None:
+        q, k, v = (given[name] for name in "qkv")
+        said |= {"q": q[0].transpose(0, 1), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+        said["layouts"] = {"q": "BTHD", "k": "BTHD", "o": "BHTD"}
+    return said
 
 
 def _chunked(given: Given) -> Given:
