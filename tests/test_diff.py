@@ -326,7 +326,7 @@ def test_a_wrong_row_is_no_matter_of_chance() -> None:
 
 
 def test_more_of_a_wrong_error_is_no_matter_of_chance_on_the_same_inputs() -> None:
-    """A row is off by 2 % in one run and by 80 % in the other, or two rows are; on other inputs nothing is called OK."""
+    """A row is off by a fifth, then nine times too large, or another one is; on other inputs nothing is called OK."""
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(3))
     other = torch.randn(1, 1, 96, 32, generator=make).bfloat16()

@@ -84,8 +84,8 @@ class SizeChange:
     high: Number | None
     """Chance alone leaves the ratio at or below this; null likewise."""
     outcome: SizeOutcome
-    """grew, shrank: beyond these bounds (of nonfinite_rows: at all; without bounds, a quantity that is wrong on one side
-    alone, or on both on the same inputs with twice the error). other inputs: a figure of the inputs alone
+    """grew, shrank: beyond these bounds (of nonfinite_rows: at all; without bounds, a quantity that is wrong on one
+    side alone, or on both on the same inputs with twice the error). other inputs: a figure of the inputs alone
     (conditioning, repeated_maxima) differs. unknown: no bounds, or a figure is missing."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.analyses.comparison.matching import match as match_heads
-from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.analyses.comparison.of_wrong import judged_where_wrong, untested_words
+from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.analyses.comparison.trends import find_trends, trend_words
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.captures.places import place
@@ -379,4 +378,3 @@ def summarise(found: Comparison) -> str:
     unchanged = sum(not set(entry.outcomes) - {"relabelled"} for entry in heads)
     same = f"; {unchanged} unchanged beyond chance" if unchanged else ""
     return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{trend_words(found)}{rest}"
-

@@ -255,10 +255,16 @@ def _seen_sink(rows: RunRows, semantics: HeadSemantics) -> float | None:
     return logit if math.isfinite(logit) and logit > float(lse.min()) - 12 else None
 
 
+def split_sizes(length: int) -> list[int]:
+    """Keys of a split that are tried: usual sizes, and what divides ``length`` into usual numbers of them."""
+    counts = {-(-length // count) for count in _SPLIT_COUNTS if count < length}
+    return sorted({size for size in _SPLIT_SIZES if size < length} | counts)
+
+
 def _merges(stated: Stated) -> Iterator[tuple[OtherComputation, list[Tensor]]]:
     length = stated[0][1].bias.shape[1]
     counts = [count for count in _SPLIT_COUNTS if count < length]
-    sizes = sorted({size for size in _SPLIT_SIZES if size < length} | {-(-length // count) for count in counts})
+    sizes = split_sizes(length)
     blocks = [blocks_of(s, rows) for rows, s in stated]
     for size, count in [(size, 0) for size in sizes] + [(None, count) for count in counts]:
         partials = [Partials.of(rows, s, b, size, count) for (rows, s), b in zip(stated, blocks, strict=True)]

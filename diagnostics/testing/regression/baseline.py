@@ -51,8 +51,8 @@ def read(path: Path) -> BaselineFile:
                 f"{path}: a damaged baseline: case {case!r} of entry {key!r} has an error or a standard error below 0, "
                 "or no degrees of freedom; it was edited: save it anew"
             )
-        for name, case in entry.cases.items():
-            for quantity, size in case.sizes.items():
+        for name, kept in entry.cases.items():
+            for quantity, size in kept.sizes.items():
                 if _contradicts_itself(size):
                     raise InputError(
                         f"{path}: a damaged baseline: in case {name!r} of entry {key!r} the error of {quantity} is "
