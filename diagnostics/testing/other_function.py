@@ -20,6 +20,8 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import OtherMetadata, better_reading, out_fit, scaled_reading
 from attn_diag.head.bounded_mask import words_of
+from attn_diag.head.other_slopes import with_other_slopes
+from attn_diag.reference import format_of
 from attn_diag.results.wording import number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.target import MisfitError, Target
@@ -28,6 +30,8 @@ from attn_diag.testing.target import MisfitError, Target
 _UNEVEN = 0.02
 # What V holds in FP16, so that O shows a weight of 2^-28 to one part in a hundred.
 _UNIT_FP16 = 2.0**14
+# Other slopes leave so much less of O's error, at least, and no more than two roundings of O.
+_BEATS = 4.0
 # A fit knows a scale to so much of it, or better.
 _FITTED = 2e-3
 # Rows of a longer call would cost V = e_j too many calls, and tell no more.
@@ -87,6 +91,8 @@ def fit_of(
     reading = better_reading(capture, DEFAULT_OBSERVATION, device, stated)
     if reading is not None:
         return stated.error, _of_reading(capture, reading, stated.error)
+    if (slopes := wrong_slopes(case, o, device)) is not None:
+        return stated.error, slopes
     words = None if target is None else mask_fault(case, target)
     if target is not None and words is not None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
@@ -119,6 +125,21 @@ def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
         return None
     reading = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
     return None if reading is None else _of_reading(capture, reading, stated.error)
+
+
+def wrong_slopes(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
+    """The other ALiBi slopes that take most of O's error away; None where none do, or neither has any."""
+    capture = _capture(case, o)
+    stated = out_fit(capture, DEFAULT_OBSERVATION, device)
+    if stated is None:
+        return None
+    fits = [(out_fit(other, DEFAULT_OBSERVATION, device), words) for words, other in with_other_slopes(capture)]
+    known = [(fit.error, words) for fit, words in fits if fit is not None and fit.ok]
+    if not known:
+        return None
+    error, words = min(known)
+    close = error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision
+    return OtherFunction(stated.error, f"has {words}") if close else None
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:
