@@ -3,12 +3,15 @@
 A trainer that runs recipe fa2, and an engine on the same inputs: healthy kernels in several schedules, and kernels of
 this file, written apart from the recipes that the analysis emulates, that round one thing more coarsely.
 
-    python benchmarks/study_mismatch_rounding.py --seeds 20 --json benchmarks/results/mismatch_rounding_cpu.json
+    cd benchmarks
+    python study_mismatch_rounding.py --seeds 20 --of healthy --json results/mismatch_rounding_cpu.json
+    python study_mismatch_rounding.py --seeds 10 --of coarse --json results/mismatch_rounding_cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import tempfile
 import time
@@ -207,19 +210,21 @@ def judged(found: attn_diag.Mismatch, words: tuple[str, ...] | None, kind: str =
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--of", choices=["healthy", "coarse", "all"], default="all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    started, cases = time.monotonic(), list[dict[str, Any]]()
+    started = time.monotonic()
     every: list[tuple[str, Callable[[CaseInputs], Tensor], tuple[str, ...] | None, str]] = [
         *((name, kernel, None, "") for name, kernel in HEALTHY.items()),
         *((name, kernel, words, "") for name, (kernel, words) in COARSE.items()),
         *((name, Tiled(), (" of rollout hold", "FP8" if "E4M3" in name else "INT8"), name) for name in STORED),
     ]
     for name, kernel, words, stored in every:
-        mine = []
-        for seed in range(options.first, options.first + options.seeds):
+        if options.of == ("coarse" if words is None else "healthy"):
+            continue
+        mine: list[dict[str, Any]] = []
+        for seed in range(options.seeds):
             case, inputs = drawn(seed), None
             if stored:
                 of, how = STORED[stored]
@@ -234,9 +239,11 @@ def main() -> None:
             f"{name:42} {dict(Counter(c['said'] for c in mine))} factor {factors[0]:.2f} to {factors[-1]:.2f} "
             f"{dict(others.most_common(2))}", flush=True,
         )  # fmt: skip
-        cases += mine
-    if options.json is not None:
-        save({**made_by(), "seconds": round(time.monotonic() - started), "cases": cases}, options.json)
+        if options.json is not None:
+            # Kernels that another run of the study looked at stay.
+            before = json.loads(options.json.read_text())["cases"] if options.json.exists() else []
+            kept = [c for c in before if c["kernel"] != name]
+            save({**made_by(), "seconds": round(time.monotonic() - started), "cases": [*kept, *mine]}, options.json)
 
 
 if __name__ == "__main__":

@@ -128,3 +128,25 @@ def test_numbers_of_8_bits_are_known(scale: float) -> None:
         assert format_below(((x / scale).to(dtype).float() * scale).bfloat16().double()) == words
     step = x.abs().amax(1, keepdim=True) / 127
     assert format_below(((x / step).round() * step).bfloat16().double()) == "INT8"
+
+
+def _ring(case: CaseInputs) -> Tensor:
+    """Hops of 32 keys, the first keys first; each one's O and the merged O are stored in BF16."""
+    q, k, v = (x.float() for x in (case.q, case.k, case.v))
+    scores = (q @ k.mT * case.scale).masked_fill(torch.ones(192, 192, dtype=torch.bool).triu(1), -torch.inf)
+    total, running = torch.zeros_like(q), torch.full((*q.shape[:3], 1), -torch.inf)
+    for begin in range(0, 192, 32):
+        part = scores[..., begin : begin + 32]
+        top = part.amax(-1, keepdim=True)
+        probs = (part - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        size = probs.sum(-1, keepdim=True)
+        o = (probs.bfloat16().float() @ v[..., begin : begin + 32, :] / size.clamp(min=1e-30)).bfloat16().float()
+        both = torch.logaddexp(running, top + size.log())
+        total = (total + (top + size.log() - both).exp().nan_to_num(0.0) * (o - total)).bfloat16().float()
+        running = both
+    return total.bfloat16()
+
+
+def test_the_format_and_order_of_a_rings_merges_are_named(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, normal(1), _ring)
+    assert "the O of each split of keys, and the merged O after each, in BF16 (splits of 32 keys)" in said

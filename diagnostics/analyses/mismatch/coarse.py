@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from attn_diag.reference import FloatFormat, Masking, format_of, round_nearest_e
 
 # Where so much of the squared error is left, the site is not what makes it; the next one must leave so many times more.
 _EXPLAINS, _BEATS = 0.25, 2.0
+# What leaves no more than this is sure, and merges, which take long, are not looked at.
+_SURE = 0.02
 # Sites are compared on so many rows of so many heads first.
 _ROWS, _HEADS = 64, 2
 # Of the nearest so many are tried with other exponentials and row sums.
@@ -40,6 +43,7 @@ _SMALLEST_SPLIT = 32
 _NARROW_PROBS = {"FP8 (E4M3)": "e4m3", "FP8 (E5M2)": "e5m2"}
 _UNFUSED = ("unfused:fp32:fp32", "unfused:scores:cast", "unfused:q:cast", "unfused:shifted:cast")
 
+Order = Literal["together", "ascending", "descending"]
 Predict = Callable[[RunRows, HeadSemantics], Tensor]
 
 
@@ -89,7 +93,10 @@ def coarse_site(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> tuple[Coa
         return None
     few = [_few(rows, semantics) for rows, semantics in stated[:_HEADS]]
     before = _left(few, out_of_few_of)
-    found = sorted(((_left(few, site.predict), site) for site in _sites(stated, fmt, out)), key=lambda one: one[0])
+    found = [(_left(few, site.predict), site) for site in _sites(stated, fmt, out)]
+    if min(left for left, _ in found) > _SURE * before:
+        found += [(_left(few, site.predict), site) for site in _merges(stated, fmt, out)]
+    found.sort(key=lambda one: one[0])
     again = [replace(site, predict=predict) for _, site in found[:_LEADERS] for predict in site.again]
     found = sorted([*found, *((_left(few, site.predict), site) for site in again)], key=lambda one: one[0])
     left, best = found[0]
@@ -167,11 +174,6 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
         for schedule in schedules(len(rows.known), diagonal=False):
             recipe = replace(change.apply(fa2), schedule=replace(schedule, query_block=2**20))
             yield site_of(change.words, describe_schedule(schedule), recipe)
-    for size in split_sizes(len(rows.known)):
-        if size >= _SMALLEST_SPLIT:
-            words = f"the O of each split of keys in {one} before they are merged"
-            predict = partial(_partials_rounded, recipe=fa2, size=size, fmt=fmt, out=out)
-            yield CoarseSite(words, words, f"splits of {size} keys", predict)
     for names, how in product(("v", "k", "q", "kv"), _STORED):
         words = f"{' and '.join(names)} in {how}"
         yield CoarseSite(words, words, "", partial(_stored, names=names, quantized=_STORED[how]))
@@ -181,6 +183,21 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
             predict = partial(_stored_whole, scales=by, quantize=quantize)
             words = f"{' and '.join(names)} in {kind} (a scale a tensor)"
             yield CoarseSite(words, words, "", predict)
+
+
+def _merges(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[CoarseSite]:
+    """Splits of keys whose O is stored before they are merged, as a ring's hops are; each takes a run a split."""
+    one, rows = fmt.name.upper(), stated[0][0]
+    fa2 = preset(RECIPE, fmt.name, rows.q.shape[1])
+    merges: dict[str, Order] = {
+        f"the O of each split of keys in {one} before they are merged": "together",
+        f"the O of each split of keys, and the merged O after each, in {one}": "ascending",
+        f"the O of each split, and the merged O after each, the last keys first, in {one}": "descending",
+    }
+    for size, (words, order) in product(split_sizes(len(rows.known)), merges.items()):
+        if size >= _SMALLEST_SPLIT:
+            predict = partial(_partials_rounded, recipe=fa2, size=size, fmt=fmt, out=out, order=order)
+            yield CoarseSite(words, words, f"splits of {size} keys", predict)
 
 
 def _kind(words: str) -> str:
@@ -204,17 +221,22 @@ def _unfused(rows: RunRows, semantics: HeadSemantics, *, fmt: FloatFormat, way: 
 
 
 def _partials_rounded(
-    rows: RunRows, semantics: HeadSemantics, *, recipe: Recipe, size: int, fmt: FloatFormat, out: FloatFormat
-) -> Tensor:
+    rows: RunRows, semantics: HeadSemantics, *, recipe: Recipe, size: int, fmt: FloatFormat, out: FloatFormat,
+    order: Order,
+) -> Tensor:  # fmt: skip
     lse = Partials.of(rows, semantics, blocks_of(semantics, rows), size, 0).lse
-    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
     place = torch.arange(semantics.bias.shape[1], device=rows.o.device)
     numbers = (place - rows.cached[:, None]).clamp(min=0).div(size, rounding_mode="floor")
-    total = torch.zeros_like(rows.o)
-    # A sink is the last of the splits, and adds nothing to O.
-    for split in range(int(numbers.max()) + 1):
+    splits = list(range(int(numbers.max()) + 1))
+    total, running = torch.zeros_like(rows.o), torch.full_like(lse[0], -torch.inf)
+    if semantics.sink is not None:
+        running = lse[-1]  # it is the last of the splits, and adds nothing to O
+    for split in splits[::-1] if order == "descending" else splits:
         own = replace(semantics, bias=semantics.bias.masked_fill(numbers != split, -torch.inf), sink=None)
-        total += weights[split][:, None] * _returned(recipe, rows, own, fmt, fmt).nan_to_num(0.0)
+        part = _returned(recipe, rows, own, fmt, fmt).nan_to_num(0.0)
+        both = torch.logaddexp(running, lse[split])
+        total = total + (lse[split] - both).exp().nan_to_num(0.0)[:, None] * (part - total)
+        total, running = total if order == "together" else round_nearest_even(total, fmt), both
     return round_nearest_even(total, out)
 
 
