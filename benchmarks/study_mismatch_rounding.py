@@ -211,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--of", choices=["healthy", "coarse", "all"], default="all")
+    parser.add_argument("--kernels", nargs="*", default=[""], help="how the names of those looked at begin")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -221,7 +222,7 @@ def main() -> None:
         *((name, Tiled(), (" of rollout hold", "FP8" if "E4M3" in name else "INT8"), name) for name in STORED),
     ]
     for name, kernel, words, stored in every:
-        if options.of == ("coarse" if words is None else "healthy"):
+        if options.of == ("coarse" if words is None else "healthy") or not name.startswith(tuple(options.kernels)):
             continue
         mine: list[dict[str, Any]] = []
         for seed in range(options.seeds):

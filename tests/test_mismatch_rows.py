@@ -150,3 +150,19 @@ def _ring(case: CaseInputs) -> Tensor:
 def test_the_format_and_order_of_a_rings_merges_are_named(tmp_path: Path) -> None:
     said = mismatch(tmp_path, normal(1), _ring)
     assert "the O of each split of keys, and the merged O after each, in BF16 (splits of 32 keys)" in said
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [
+        (-3.0, "a mask that hides keys by adding -3 to their scores"),
+        (0.0, "no causal mask: each row sees all keys after its own"),
+    ],
+)
+def test_hidden_keys_are_no_sink(hidden: float, words: str, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        scores = case.q.float() @ case.k.float().mT * case.scale + torch.full((192, 192), hidden).triu(1)
+        return (scores.softmax(-1) @ case.v.float()).bfloat16()
+
+    said = mismatch(tmp_path, normal(2), engine)
+    assert said.startswith(f"FAIL the runs part in layer 0: rollout computes with {words}"), said

@@ -1,7 +1,8 @@
 """Errors of wrong quantities: no rounding makes them, and few rows may carry them, of which no test can be made.
 
-On the same inputs both are off the same truth, so that twice the error is more, whatever rows it lies in. On other
-inputs it may be these: then nothing is said to have changed, and what differs is told.
+On the same inputs both are off the same truth, so that twice the error is more, whatever rows it lies in, and whatever
+the other side's is called. On other inputs it may be these: then nothing is said to have changed, and what differs is
+told.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def judged_where_wrong(
         outcome: SizeOutcome = size.outcome
         if outcome == "unknown" and size.a is not None and size.b is not None:
             more = math.inf if size.ratio is None else size.ratio
-            if after == "wrong" and (before in _SOUND or (before == "wrong" and same_inputs and more > _MORE)):
+            if after == "wrong" and (before in _SOUND or (same_inputs and more > _MORE)):
                 outcome = "grew"
-            elif before == "wrong" and (after in _SOUND or (after == "wrong" and same_inputs and more < 1 / _MORE)):
+            elif before == "wrong" and (after in _SOUND or (same_inputs and more < 1 / _MORE)):
                 outcome = "shrank"
         yield replace(size, outcome=outcome)
 

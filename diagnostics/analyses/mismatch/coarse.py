@@ -174,13 +174,15 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
         for schedule in schedules(len(rows.known), diagonal=False):
             recipe = replace(change.apply(fa2), schedule=replace(schedule, query_block=2**20))
             yield site_of(change.words, describe_schedule(schedule), recipe)
+    of_fa2 = partial(_cast_otherwise, recipe=fa2, fmt=fmt, out=out, how="")
+    yield CoarseSite("O in FP8 (E4M3)", "O in FP8 (E4M3)", "", lambda r, s: _e4m3(of_fa2(r, s), 1.0))
     for names, how in product(("v", "k", "q", "kv"), _STORED):
         words = f"{' and '.join(names)} in {how}"
-        yield CoarseSite(words, words, "", partial(_stored, names=names, quantized=_STORED[how]))
+        yield CoarseSite(words, words, "", partial(_stored, of=of_fa2, fmt=fmt, names=names, how=how))
     for kind, (quantize, largest) in _WHOLE.items():
         for names in ("v", "k", "kv"):
             by = {name: _scale_of(stated, name, largest) for name in names}
-            predict = partial(_stored_whole, scales=by, quantize=quantize)
+            predict = partial(_stored_whole, of=of_fa2, fmt=fmt, scales=by, quantize=quantize)
             words = f"{' and '.join(names)} in {kind} (a scale a tensor)"
             yield CoarseSite(words, words, "", predict)
 
@@ -274,19 +276,24 @@ def _scale_of(stated: Stated, name: str, of: float) -> Tensor:
     return _largest(torch.cat([x.flatten() for x in every]), None, of)
 
 
-def _stored(rows: RunRows, semantics: HeadSemantics, *, names: str, quantized: Callable[[Tensor], Tensor]) -> Tensor:
-    blocks = tuple(
-        (at, quantized(k) if "k" in names else k, quantized(v) if "v" in names else v) for at, k, v in rows.blocks
-    )
-    q = quantized(rows.q) if "q" in names else rows.q
-    return out_of_few(semantics, replace(rows, q=q, blocks=blocks))
+def _stored(rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, names: str, how: str) -> Tensor:
+    """With these of q, k and v quantised, each head by itself, and widened to the inputs' format again."""
+
+    def stored(name: str, x: Tensor) -> Tensor:
+        return round_nearest_even(_STORED[how](x), fmt) if name in names else x
+
+    blocks = tuple((at, stored("k", k), stored("v", v)) for at, k, v in rows.blocks)
+    return of(replace(rows, q=stored("q", rows.q), blocks=blocks), semantics)
 
 
 def _stored_whole(
-    rows: RunRows, semantics: HeadSemantics, *, scales: dict[str, Tensor], quantize: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    def of(name: str, x: Tensor) -> Tensor:
-        return quantize(x, scales[name]) if name in scales else x
+    rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, scales: dict[str, Tensor],
+    quantize: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """The same with one scale for all heads."""
 
-    blocks = tuple((at, of("k", k), of("v", v)) for at, k, v in rows.blocks)
-    return out_of_few(semantics, replace(rows, blocks=blocks))
+    def stored(name: str, x: Tensor) -> Tensor:
+        return round_nearest_even(quantize(x, scales[name]), fmt) if name in scales else x
+
+    blocks = tuple((at, stored("k", k), stored("v", v)) for at, k, v in rows.blocks)
+    return of(replace(rows, blocks=blocks), semantics)
