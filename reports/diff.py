@@ -70,6 +70,8 @@ def _verdict(found: Comparison) -> str:
     outcomes = set(found.outcomes)
     if outcomes & _WORSE:
         return "FAIL"
+    if any(entry.untested for entry in found.entries if entry.head is not None):
+        return "UNDECIDED"
     return "BETTER" if outcomes & _BETTER else "OK"
 
 

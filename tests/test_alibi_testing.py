@@ -14,6 +14,7 @@ from planted_slopes import captured, computed, drawn
 
 import attn_diag
 from attn_diag import Capture
+from attn_diag.errors import InputError
 from attn_diag.reference import Masking
 
 
@@ -77,3 +78,34 @@ def test_a_fault_of_slopes_is_hunted_down_and_its_script_shows_it(
     script = found.findings[0].script
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
+
+
+SLOPES = alibi_functions.SLOPES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "slopes", "words"),
+    [
+        ("sound", SLOPES, None),
+        ("off_by_one_head", SLOPES, "it has ALiBi slopes off by one head: O fits those of the head before"),
+        ("sound", None, "it has ALiBi's usual slopes, which the capture does not state: O fits them"),
+        ("sound", [1.5 * slope for slope in SLOPES], "it returns an O"),
+    ],
+)
+def test_probe_knows_slopes(name: str, slopes: list[float] | None, words: str | None) -> None:
+    """What is given are the kernel's own slopes or not; of a factor of 1.5 no known mistake is made up."""
+    found = attn_diag.probe(
+        getattr(alibi_functions, name), shape=(2, 4, 96, 32), causal="top-left", alibi_slopes=slopes, device="cpu",
+        probes=["normal", "unit-vectors", "length"],
+    )  # fmt: skip
+    assert found.outcome == ("ok" if words is None else "fail"), found.report()
+    assert words is None or str(found.suspect).startswith(words), found.report()
+    assert found.assumptions.alibi_slopes == (None if slopes is None else tuple(slopes))
+    assert attn_diag.ProbeReport.from_json(found.to_json()) == found
+
+
+def test_slopes_that_cannot_be_probed_are_refused() -> None:
+    with pytest.raises(InputError, match=r"alibi_slopes must be 4 finite numbers, one a head .* got \[3\]"):
+        attn_diag.probe("fa2", alibi_slopes=[0.5, 0.25, 0.125])
+    with pytest.raises(InputError, match=r"batch, constant-rows, .* are no probes of a kernel with alibi_slopes"):
+        attn_diag.probe("fa2", alibi_slopes=SLOPES, probes=["batch"])

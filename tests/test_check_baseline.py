@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile, BaselineSize, SequenceMean
 from attn_diag.testing.regression import baseline as files
+from attn_diag.testing.regression import figures
 
 CASE = BaselineCase(
     "a1", "b2", ("o",), True, {"o_excess": SequenceMean(0.1 + 0.2, 1e-17 / 3, 15.0)},
@@ -87,6 +90,13 @@ DAMAGED = {
     "an error below 0": (
         damaged(sizes={"o": BaselineSize(-1.0, 0.3, SequenceMean(0.0, None, None))}), "'normal' of .* below 0",
     ),
+    "a log ratio that its errors do not give": (
+        damaged(sizes={"o": BaselineSize(0.3, 0.3, SequenceMean(3.0, 0.01, 15.0))}),
+        "in case 'normal' of .* error of o is 0.3 beside a yardstick's of 0.3, which give no log_ratio of 3;",
+    ),
+    "the same of one sequence": (
+        damaged(sizes={"dq": BaselineSize(0.4, 0.3, SequenceMean(-0.1, None, None))}), "give no log_ratio of -0.1",
+    ),
     "an unknown field": ('{"schema": "attn-diag-baseline", "schema_version": 1, "more": 1}', "the first at more"),
     "nothing": ("", "not JSON"),
 }  # fmt: skip
@@ -104,6 +114,30 @@ def test_damaged_and_foreign_files_are_refused_and_left_alone(tmp_path: Path, te
     with pytest.raises(InputError, match=words):
         files.store(path, ENTRY, replace=True)
     assert path.read_text() == text
+
+
+def test_no_errors_of_sequences_contradict_their_mean_ratio(tmp_path: Path) -> None:
+    """Heavy tails, zeros, few sequences, any rounding added: the bound is one of mathematics."""
+    generator = random.Random(0)
+    sizes = {}
+    for draw in range(2000):
+        n, half = generator.choice([1, 2, 3, 16]), generator.choice([0.01, 0.3, 10.0])
+        pairs = [(generator.choice([0.0, 1.0]) * generator.lognormvariate(0, 3), generator.lognormvariate(0, 3))
+                 for _ in range(n)]  # fmt: skip
+        error, yardstick = (math.sqrt(sum(p[i] ** 2 for p in pairs) / n) for i in (0, 1))
+        mean = figures._mean([math.log(math.hypot(e, half) / math.hypot(y, half)) for e, y in pairs])
+        sizes[f"{draw}"] = BaselineSize(error, yardstick, mean)
+    path = tmp_path / "b.json"
+    path.write_text(damaged(sizes=sizes))
+    assert files.read(path).entries
+    for size in list(sizes.values())[:50]:
+        ratio = size.log_ratio
+        reach = (ratio.standard_error or 0.0) * (ratio.degrees_of_freedom or 0.0)
+        whole = math.log(size.error / size.yardstick) if size.error else -math.inf
+        moved = replace(size, log_ratio=replace(ratio, mean=max(whole, 0.0) + reach + 0.01))
+        path.write_text(damaged(sizes={"o": moved}))
+        with pytest.raises(InputError, match="give no log_ratio of"):
+            files.read(path)
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_label_alone_is_no_cure() -> None:
 
 
 def test_a_wrong_row_is_no_matter_of_chance() -> None:
-    """A row of zeros: too few rows carry it for a test of the size; two such on both sides are said to be untested."""
+    """A row of zeros: too few rows carry it for a test of the size."""
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(3))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -323,9 +323,48 @@ def test_a_wrong_row_is_no_matter_of_chance() -> None:
         changed = compare(found[a], found[b])
         assert changed.entries[0].outcomes == (outcome,)
         assert changed.report().startswith(f"{verdict}: head 0")
-    both = compare(found[1], found[2])
-    assert both.entries[0].outcomes == ()
-    assert "Not tested in 1 head, wrong in both" in both.summary
+
+
+def test_more_of_a_wrong_error_is_no_matter_of_chance_on_the_same_inputs() -> None:
+    """A row is off by a fifth, then nine times too large, or another one is; on other inputs nothing is called OK."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(3))
+    other = torch.randn(1, 1, 96, 32, generator=make).bfloat16()
+
+    def found(query: Tensor, by: float, rows: slice = slice(60, 61)) -> Diagnosis:
+        o = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=True)
+        o[:, :, rows] *= 1 + by
+        return attn_diag.inspect(query, k, v, o=o, causal=True)
+
+    little, much, elsewhere = found(q, 0.2), found(q, 8.0), found(q, 8.0, slice(2, 3))
+    assert [d.summary.labels for d in (little, much, elsewhere)] == [{"wrong": 1}] * 3
+    for b in (much, elsewhere):
+        assert compare(little, b).entries[0].outcomes == ("grew",)
+        assert compare(little, b).report().startswith("FAIL: head 0: errors grew (O ")
+        assert compare(b, little).report().startswith("BETTER: head 0: errors shrank (O ")
+    assert compare(little, found(q, 0.25)).report().startswith("UNDECIDED: Not tested in 1 head, wrong in both")
+    on_other = compare(little, found(other, 8.0))
+    assert on_other.entries[0].outcomes == ()
+    assert on_other.report().startswith("UNDECIDED: Not tested in 1 head, wrong in both")
+
+
+def test_a_quantity_that_became_wrong_beside_another_is_told() -> None:
+    make = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    dq, dk, dv = (g.clone() for g in torch.autograd.grad(o, leaves, do))
+    dk[:, :, 40] *= 9
+
+    def found(out: Tensor) -> Diagnosis:
+        return attn_diag.inspect(q, k, v, o=out, do=do, dq=dq, dk=dk, dv=dv, causal=True)
+
+    o = o.detach()
+    worse = o.clone()
+    worse[:, :, 60] *= 3
+    changed = compare(found(o), found(worse))
+    assert changed.entries[0].a_labels[0] == changed.entries[0].b_labels[0] == "wrong"
+    assert changed.report().startswith("FAIL: head 0: errors grew (O "), changed.report()
 
 
 def renamed(diagnosis: Diagnosis, source: str, observation: str = "observed", **metadata: str) -> Diagnosis:

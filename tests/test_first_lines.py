@@ -23,6 +23,7 @@ import attn_diag
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.base import Result
+from attn_diag.testing.suspects import sound
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +95,17 @@ def of_heads_and_rows_swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def of_mixed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2).reshape(x.shape) for x in (q, k, v))
     return kernel()(q, k, v)
+
+
+def hiding_by(value: float) -> Fn:
+    """Causal, with a mask that adds a number."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+        s = s + torch.full_like(s[0, 0], value).triu(1)
+        return round_nearest_even((s.softmax(-1) @ v.double()).contiguous(), format_of(q.dtype)).to(q.dtype)
+
+    return attention
 
 
 # Planted kernel, the outcome, and what the first line must say.
@@ -194,6 +206,39 @@ def test_the_command_that_is_printed_is_right() -> None:
         assert found.outcome == "ok", found.report()
     near = attn_diag.probe(named("scale-1-over-root-33"), shape=SHAPE, device="cpu", scale=33**-0.5, probes=["normal"])
     assert near.outcome == "ok"
+
+
+@pytest.mark.parametrize("value", [-0.3, -9.0, -20.0])
+def test_a_mask_that_adds_a_number_is_no_sink(value: float) -> None:
+    """Of -9 a few first rows look like a sink's; of -20 O is right but in probes with a V of unit vectors."""
+    few = ["unit-vectors", "normal"]
+    found = attn_diag.probe(hiding_by(value), shape=SHAPE, causal="top-left", device="cpu", probes=few)
+    assert found.suspect is not None
+    assert found.suspect.startswith(f"it hides keys by adding {value:g} to their scores"), found.report()
+
+
+def test_hidden_keys_are_told_from_a_shifted_mask() -> None:
+    def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q.double() @ k.double().mT * q.shape[-1] ** -0.5 + torch.full_like(q[0, 0] @ k[0, 0].mT, -5.0).triu(2)
+        return nearest(s.softmax(-1) @ v.double()).to(q.dtype)
+
+    found = attn_diag.probe(both, shape=SHAPE, causal="top-left", device="cpu", probes=["normal"])
+    assert "one key" not in str(found.suspect)
+    assert "keys 0 to t+1" in str(found.suspect)
+    assert "hides keys by adding -5 to their scores" in str(found.suspect)
+
+
+def test_a_change_that_makes_no_kernel_worse_is_known() -> None:
+    assert all(sound(words, 384) for words in ("P̄ is not cast", "tiles of 32 keys", "keys in reversed order"))
+    assert not any(sound(words, 384) for words in ("the cast of P̄ truncates", "l sums the cast P̄"))
+
+
+def test_an_uncast_p_is_no_culprit() -> None:
+    """In FP16 a mask of -20 shows in no O that can be asked for, and P is rightly not cast."""
+    fn = hiding_by(-20.0)
+    found = attn_diag.probe(fn, causal="top-left", dtype=torch.float16, device="cpu", probes=["outliers"])
+    assert found.outcome == "fail"
+    assert str(found.suspect).startswith("O is further off than its roundings allow"), found.report()
 
 
 @pytest.mark.parametrize("target", ["sdpa", "sdpa:math", "fa2", "cudnn", "flex", "lowp-row-sum"])

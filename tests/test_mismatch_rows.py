@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.analyses.mismatch.storage import format_below
 from attn_diag.kernels import preset
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.target import emulate
@@ -18,11 +19,14 @@ from attn_diag.testing.target import emulate
 CPU, FA2 = torch.device("cpu"), preset("fa2")
 
 
-def mismatch(folder: Path, case: CaseInputs, engine: Callable[[CaseInputs], Tensor]) -> str:
-    """The first sentence on a trainer that runs fa2, and an engine on the same inputs."""
-    for run, o in (("train", emulate(FA2, case, CPU)["o"]), ("rollout", engine(case))):
+def mismatch(
+    folder: Path, case: CaseInputs, engine: Callable[[CaseInputs], Tensor], other: CaseInputs | None = None
+) -> str:
+    """The first sentence on a trainer that runs fa2, and an engine on the same inputs, or on others."""
+    given = other or case
+    for run, inputs, o in (("train", case, emulate(FA2, case, CPU)["o"]), ("rollout", given, engine(given))):
         (folder / run).mkdir()
-        tensors = {"q": case.q, "k": case.k, "v": case.v, "o": o}
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": o}
         attn_diag.Capture.from_tensors(tensors, causal="top-left", layer=0).save(folder / run / "layer0.safetensors")
     found = attn_diag.mismatch(folder / "train", folder / "rollout")
     return " ".join(found.report().partition("\n\n")[0].split())
@@ -69,3 +73,96 @@ def test_truncation_is_no_other_scale(seed: int, tmp_path: Path) -> None:
 def test_other_tiles_are_rounding(tmp_path: Path, *, saturated: bool) -> None:
     said = mismatch(tmp_path, normal(510, saturated=saturated), _other_tiles)
     assert said.startswith("OK "), said
+
+
+def test_v_stored_in_fp8_is_no_rounding(tmp_path: Path) -> None:
+    """The engine's capture holds what its cache does, and its kernel is well rounded on that."""
+    case = normal(3)
+    scale = float(case.v.abs().max()) / 448
+    cached = replace(case, v=((case.v.float() / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16())
+    said = mismatch(tmp_path, case, lambda c: emulate(FA2, c, CPU)["o"], cached)
+    assert said.startswith("FAIL the runs part in layer 0: v of rollout holds numbers of FP8 (E4M3) alone (2."), said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out": "bf16:toward-zero"}, "the last cast of O truncates"),
+        ({"probs": "bf16:toward-zero"}, "the cast of P̄ truncates"),
+        ({"accumulator": "bf16", "tile": 32}, "the accumulator of O in BF16 (32-key tiles descending)"),
+        (
+            {"accumulator": "bf16", "tile": 40},
+            "no coarser rounding and no other semantics that was tried explains that",
+        ),
+    ],
+)
+def test_a_coarser_rounding_is_named_or_said_to_be_unknown(
+    changes: dict[str, str | int], words: str, tmp_path: Path
+) -> None:
+    sites = {site: how for site, how in changes.items() if site != "tile"}
+    schedule = replace(FA2.schedule, key_tile=int(changes.get("tile", FA2.schedule.key_tile)))
+    recipe = replace(FA2, schedule=schedule, **sites)  # type: ignore[arg-type]
+    said = mismatch(tmp_path, normal(0), lambda c: emulate(recipe, c, CPU)["o"])
+    assert said.startswith("FAIL the runs part in layer 0: rollout's O is 1."), said
+    assert words in said
+
+
+def test_k_and_v_in_fp8_inside_the_kernel_are_named(tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        k, v = (x.to(torch.float8_e4m3fn).bfloat16() for x in (case.k, case.v))
+        return emulate(FA2, replace(case, k=k, v=v), CPU)["o"]
+
+    assert "kernel's: k and v in FP8 (E4M3)" in mismatch(tmp_path, normal(1), engine)
+
+
+def test_numbers_of_16_bits_are_not_taken_for_fewer() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    for given in (x, torch.ones_like(x), torch.zeros_like(x), x[:0], x.sign() * x.abs().sqrt().bfloat16().double()):
+        assert format_below(given) is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0137])
+def test_numbers_of_8_bits_are_known(scale: float) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    for dtype, words in ((torch.float8_e4m3fn, "FP8 (E4M3)"), (torch.float8_e5m2, "FP8 (E5M2)")):
+        assert format_below(((x / scale).to(dtype).float() * scale).bfloat16().double()) == words
+    step = x.abs().amax(1, keepdim=True) / 127
+    assert format_below(((x / step).round() * step).bfloat16().double()) == "INT8"
+
+
+def _ring(case: CaseInputs) -> Tensor:
+    """Hops of 32 keys, the first keys first; each one's O and the merged O are stored in BF16."""
+    q, k, v = (x.float() for x in (case.q, case.k, case.v))
+    scores = (q @ k.mT * case.scale).masked_fill(torch.ones(192, 192, dtype=torch.bool).triu(1), -torch.inf)
+    total, running = torch.zeros_like(q), torch.full((*q.shape[:3], 1), -torch.inf)
+    for begin in range(0, 192, 32):
+        part = scores[..., begin : begin + 32]
+        top = part.amax(-1, keepdim=True)
+        probs = (part - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        size = probs.sum(-1, keepdim=True)
+        o = (probs.bfloat16().float() @ v[..., begin : begin + 32, :] / size.clamp(min=1e-30)).bfloat16().float()
+        both = torch.logaddexp(running, top + size.log())
+        total = (total + (top + size.log() - both).exp().nan_to_num(0.0) * (o - total)).bfloat16().float()
+        running = both
+    return total.bfloat16()
+
+
+def test_the_format_and_order_of_a_rings_merges_are_named(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, normal(1), _ring)
+    assert "the O of each split of keys, and the merged O after each, in BF16 (splits of 32 keys)" in said
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [
+        (-3.0, "a mask that hides keys by adding -3 to their scores"),
+        (0.0, "no causal mask: each row sees all keys after its own"),
+    ],
+)
+def test_hidden_keys_are_no_sink(hidden: float, words: str, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        scores = case.q.float() @ case.k.float().mT * case.scale + torch.full((192, 192), hidden).triu(1)
+        return (scores.softmax(-1) @ case.v.float()).bfloat16()
+
+    said = mismatch(tmp_path, normal(2), engine)
+    assert said.startswith(f"FAIL the runs part in layer 0: rollout computes with {words}"), said

@@ -371,3 +371,14 @@ def test_each_observation_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations
     assert len(found) == 2
     assert all("0.9 times the true one" in observation.heads[0].quantities[0].words for observation in found)
+
+
+@pytest.mark.parametrize("value", [-3.0, -7.0])
+def test_keys_hidden_by_a_number_are_no_sink(value: float) -> None:
+    head = inputs("gaussian", masking=Masking("top-left"))
+    scores = head.scale * head.q @ head.k.T
+    scores = scores + torch.full_like(scores, value).triu(1)
+    observed = rounded(scores.softmax(1) @ head.v)
+    words = words_of(head, "o", observed)
+    assert f"hiding keys by adding {value:g} to their scores" in words
+    assert "sink" not in words

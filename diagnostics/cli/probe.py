@@ -25,6 +25,9 @@ def probe(
     shape: Annotated[str | None, typer.Option(metavar="B,H,T,D", help="Of one call (default 4,4,384,64).")] = None,
     causal: Annotated[str, typer.Option(help="What fn masks: none, top-left or bottom-right.")] = "none",
     scale: Annotated[float | None, typer.Option(help="What fn uses (default 1/sqrt(D)).")] = None,
+    alibi_slopes: Annotated[
+        str | None, typer.Option(metavar="S,S,…", help="Of a kernel with ALiBi: its slopes, one a head.")
+    ] = None,
     probes: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, separated by commas.")] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     fail_on: Annotated[
@@ -53,6 +56,7 @@ def probe(
         found = run(
             target, name=target, dtype=dtypes[dtype], causal=causal,
             shape=DEFAULT_SHAPE if shape is None else shape_of(shape), scale=scale, probes=listed(probes), seed=seed,
+            alibi_slopes=None if alibi_slopes is None else _numbers(alibi_slopes),
             level=level, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(found)
@@ -60,3 +64,11 @@ def probe(
         complain(f"no verdict: {found.summary[0]}")
         return 2
     return 1 if found.outcome == "fail" or wanted & found.labels else 0
+
+
+def _numbers(given: str) -> list[float]:
+    """Numbers between commas. Raises InputError where one is none."""
+    try:
+        return [float(part) for part in given.split(",")]
+    except ValueError:
+        raise InputError(f"--alibi-slopes must be numbers between commas, one a head, got {given!r}") from None

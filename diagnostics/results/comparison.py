@@ -9,6 +9,8 @@ from attn_diag.results.base import Number, Result, SideBySide, Tool
 from attn_diag.results.estimates import Label
 
 MeanOutcome = Literal["became biased", "cured", "grew", "shrank", "reversed", "moved", "none", "untested"]
+# Up to this factor a quantity is as good as can be (``analyses.verdict``), and a ratio no change.
+NO_MATTER = 1.1
 TrendOutcome = Literal["grows", "shrinks", "since", "throughout", "none"]
 SizeOutcome = Literal["grew", "shrank", "none", "other inputs", "unknown"]
 Outcome = Literal[
@@ -82,7 +84,8 @@ class SizeChange:
     high: Number | None
     """Chance alone leaves the ratio at or below this; null likewise."""
     outcome: SizeOutcome
-    """grew, shrank: beyond these bounds (of nonfinite_rows: at all). other inputs: a figure of the inputs alone
+    """grew, shrank: beyond these bounds (of nonfinite_rows: at all; without bounds, a quantity that is wrong on one
+    side alone, or on both on the same inputs with twice the error). other inputs: a figure of the inputs alone
     (conditioning, repeated_maxima) differs. unknown: no bounds, or a figure is missing."""
 
 
@@ -132,6 +135,16 @@ class HeadComparison:
     def lost(self) -> tuple[Label, ...]:
         """Labels of A that B has not."""
         return tuple(label for label in self.a_labels if label not in self.b_labels)
+
+    @property
+    def untested(self) -> tuple[SizeChange, ...]:
+        """Of a head that is wrong in both, the quantities whose error is another and could not be tested."""
+        if not ("wrong" in self.a_labels and "wrong" in self.b_labels):
+            return ()
+        other = [s for s in self.sizes if s.outcome == "unknown" and s.ratio is not None and s.name.endswith("_factor")]
+        return tuple(
+            s for s in other if s.name != "noise_factor" and not 1 / NO_MATTER <= (s.ratio or 0.0) <= NO_MATTER
+        )
 
 
 @dataclass(frozen=True)

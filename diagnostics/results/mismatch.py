@@ -9,8 +9,8 @@ from attn_diag.results.base import Number, Result, Tool
 
 RunName = Literal["train", "rollout"]
 CauseKind = Literal[
-    "scale", "window", "mask", "sink", "softcap", "position", "norm", "weights", "merge", "lse-base", "coarse",
-    "unnamed-o", "unnamed-input",
+    "scale", "window", "mask", "sink", "softcap", "position", "norm", "weights", "storage", "merge", "lse-base",
+    "coarse", "unnamed-o", "unnamed-input",
 ]  # fmt: skip
 MismatchLabel = Literal["semantics", "rounding", "unnamed"]
 Place = Literal["stream", "projection", "attention"]
@@ -66,9 +66,10 @@ class MismatchCause:
     """The model's number of the layer."""
     kind: CauseKind
     """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
-    weights: another w_q; merge: splits merged through a narrow LSE;
-    coarse: an error of O beyond a well-rounded kernel's that nothing tried explains; unnamed-o: the same, where several
-    explanations are as good; unnamed-input: q, k, v or x differ by more than rounding, and nothing tried says why."""
+    weights: another w_q; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged through
+    a narrow LSE; coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its
+    emulation explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x
+    differ by more than rounding, and nothing tried says why."""
     label: MismatchLabel
     """semantics: the two compute something else; rounding: one rounds more; unnamed: not told which."""
     side: RunName | Literal["both"]

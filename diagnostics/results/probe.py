@@ -142,6 +142,8 @@ class ProbeAssumptions:
     """Another choice that does fit; null where the assumed one does, or none was found."""
     words: str | None = None
     """What fn computes instead, in words that follow its name; null where it computes what was assumed."""
+    alibi_slopes: tuple[Number, ...] | None = None
+    """ALiBi's slopes, one a head; null: none."""
 
 
 @dataclass(frozen=True, repr=False)

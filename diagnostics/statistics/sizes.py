@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attn_diag.results.comparison import SizeChange, SizeOutcome
+from attn_diag.results.comparison import NO_MATTER, SizeChange, SizeOutcome
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import same
@@ -33,8 +33,6 @@ from attn_diag.statistics.welch import Estimated
 
 # Rows that are NaN or Inf are no matter of chance.
 _COUNTED = "nonfinite_rows"
-# As in analyses.verdict: up to this factor a quantity is as good as can be.
-NO_MATTER = 1.1
 # Figures of the inputs alone: whatever changes them changed the inputs.
 _OF_INPUTS = ("conditioning", "repeated_maxima")
 

@@ -25,6 +25,8 @@ class Again:
     """alpha."""
     shape: tuple[int, int, int, int] = USUAL_SHAPE
     """[B, H, T, D] of one call."""
+    slopes: tuple[float, ...] = ()
+    """ALiBi's, one a head; none."""
 
     def command(self, name: str, also: Sequence[str] = ()) -> str:
         """A command, or the call in Python, about the same kernel and inputs, with further options."""
@@ -34,6 +36,8 @@ class Again:
             "--causal": "" if self.causal == "none" else self.causal,
             "--scale": "" if math.isclose(self.scale, self.shape[3] ** -0.5) else f"{self.scale:.9g}",
         }
+        if self.slopes:
+            own["--alibi-slopes"] = ",".join(f"{slope:.9g}" for slope in self.slopes)
         if name == "check":
             own["--head-dim"] = "" if self.shape[3] == USUAL_SHAPE[3] else str(self.shape[3])
         elif self.shape != USUAL_SHAPE:
@@ -52,6 +56,8 @@ def _keyword(option: str) -> str:
         return f", dtype=torch.{_TORCH[value]}"
     if name == "shape":
         return f", shape=({value.replace(',', ', ')})"
+    if name == "alibi_slopes":
+        return f", alibi_slopes=[{value.replace(',', ', ')}]"
     if name in ("probes", "only", "allow"):
         return f", {name}={value.split(',')!r}"
     return f", {name}={value!r}" if name == "causal" else f", {name}={value}"

@@ -19,12 +19,19 @@ from attn_diag.captures.metadata import Causal
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import OtherMetadata, better_reading, out_fit, scaled_reading
+from attn_diag.head.bounded_mask import words_of
+from attn_diag.head.other_slopes import with_other_slopes
+from attn_diag.reference import format_of
 from attn_diag.results.wording import number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.target import MisfitError, Target
 
 # Equal scores give every key seen the same weight, rounded once: far from the half of another count of keys.
 _UNEVEN = 0.02
+# What V holds in FP16, so that O shows a weight of 2^-28 to one part in a hundred.
+_UNIT_FP16 = 2.0**14
+# Other slopes leave so much less of O's error, at least, and no more than two roundings of O.
+_BEATS = 4.0
 # A fit knows a scale to so much of it, or better.
 _FITTED = 2e-3
 # Rows of a longer call would cost V = e_j too many calls, and tell no more.
@@ -84,6 +91,8 @@ def fit_of(
     reading = better_reading(capture, DEFAULT_OBSERVATION, device, stated)
     if reading is not None:
         return stated.error, _of_reading(capture, reading, stated.error)
+    if (slopes := wrong_slopes(case, o, device)) is not None:
+        return stated.error, slopes
     words = None if target is None else mask_fault(case, target)
     if target is not None and words is not None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
@@ -116,6 +125,21 @@ def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
         return None
     reading = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
     return None if reading is None else _of_reading(capture, reading, stated.error)
+
+
+def wrong_slopes(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
+    """The other ALiBi slopes that take most of O's error away; None where none do, or neither has any."""
+    capture = _capture(case, o)
+    stated = out_fit(capture, DEFAULT_OBSERVATION, device)
+    if stated is None:
+        return None
+    fits = [(out_fit(other, DEFAULT_OBSERVATION, device), words) for words, other in with_other_slopes(capture)]
+    known = [(fit.error, words) for fit, words in fits if fit is not None and fit.ok]
+    if not known:
+        return None
+    error, words = min(known)
+    close = error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision
+    return OtherFunction(stated.error, f"has {words}") if close else None
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:
@@ -187,22 +211,32 @@ def mask_fault(case: CaseInputs, target: Target) -> str | None:
         return None
     if seen is None or isinstance(seen, str):
         return seen
-    right = _causal(seen) if case.causal != "none" else torch.ones_like(seen)
-    if torch.equal(seen, right):
-        return None
-    return f"{_mask_words(seen, right)}; it should see {'all keys' if case.causal == 'none' else 'keys 0 to t'}"
+    right = _causal(seen.keys) if case.causal != "none" else torch.ones_like(seen.keys)
+    said = []
+    if not torch.equal(seen.keys, right):
+        should = "all keys" if case.causal == "none" else "keys 0 to t"
+        said.append(f"{_mask_words(seen.keys, right)}; it should see {should}")
+    if seen.leaks is not None:
+        said.append(f"hides keys by {words_of(seen.leaks)}")
+    return " and ".join(said) or None
 
 
-def _causal(like: Tensor) -> Tensor:
-    return torch.ones_like(like).tril()
+@dataclass(frozen=True)
+class SeenKeys:
+    """What a row sees of equal scores."""
+
+    keys: Tensor
+    """bool [T, T]: the keys that weigh most in their row, all alike."""
+    leaks: float | None = None
+    """All others weigh exp of this of them; None: nothing."""
 
 
-def seen_keys(case: CaseInputs, target: Target) -> Tensor | str | None:
-    """Which keys each row of a kernel's first head sees, asked with equal scores and V = e_j, D keys a call.
+def seen_keys(case: CaseInputs, target: Target) -> SeenKeys | str | None:
+    """Which keys each row of a kernel's first head sees, asked with equal scores and unit vectors V, D keys a call.
 
     Returns:
-        [T, T] bool; words where V shows in another head's O; None where the weights are not one number for all keys
-        that a row sees, and for other lengths of keys than of rows.
+        The keys; words where V shows in another head's O; None where the weights are not one number for all keys that a
+        row sees and another, or 0, for the rest, and for other lengths of keys than of rows.
     """
     case = replace(case, sinks=None, dropout_mask=None, dropout_p=None)  # with which no row's weights are even
     count, dim = min(case.q.shape[2], _LONGEST), case.v.shape[3]
@@ -210,22 +244,42 @@ def seen_keys(case: CaseInputs, target: Target) -> Tensor | str | None:
         return None
     group = case.q.shape[1] // case.k.shape[1]
     zeros = torch.zeros_like(case.q[:, :, :count])
+    unit = _UNIT_FP16 if case.v.dtype == torch.float16 else 1.0
     weights = torch.zeros(count, count, dtype=torch.float64)
     for first in range(0, count, dim):
         part = list(range(first, min(first + dim, count)))
         v = torch.zeros_like(case.v[:, :, :count])
-        v[0, 0, part, range(len(part))] = 1
+        v[0, 0, part, range(len(part))] = unit
         given = replace(case, q=zeros, k=torch.zeros_like(case.k[:, :, :count]), v=v, do=None)
         o = target.call(given).outputs["o"].double().cpu()
-        weights[:, part] = o[0, 0, :, : len(part)]
+        weights[:, part] = o[0, 0, :, : len(part)] / unit
         o[0, :group] = 0
         if bool((o.nan_to_num() != 0).any()):
             batch, head = (o.nan_to_num() != 0).any(3).any(2).nonzero()[0].tolist()
             return f"mixes heads: V of sequence 0, head 0 shows in O of sequence {batch}, head {head}"
-    seen = weights > 0
-    even = torch.where(seen, 1.0 / seen.sum(1, keepdim=True).clamp(min=1), 0.0)
-    sane = bool(weights.isfinite().all()) and bool((weights - even).abs().le(_UNEVEN * even).all())
-    return seen if sane and bool(seen.any()) else None
+    return _levels(weights)
+
+
+def _levels(weights: Tensor) -> SeenKeys | None:
+    """The keys that weigh most, and what the others weigh of them; None where either are not all alike."""
+    most = weights.amax(1, keepdim=True)
+    if not bool(weights.isfinite().all()) or bool((weights < 0).any()) or not bool((most > 0).any()):
+        return None
+    ratio = torch.where(most > 0, weights / most.clamp(min=1e-300), 0.0)
+    seen = ratio > 1 - 2 * _UNEVEN
+    rest = ratio[~seen & (most > 0)]
+    share = float(rest.median()) if rest.numel() else 0.0
+    # A row without a key that it sees is all hidden ones, alike.
+    if not bool((rest - share).abs().le(2 * _UNEVEN * share).all()):
+        return None
+    even = 1.0 / (seen.sum(1, keepdim=True) + share * (~seen).sum(1, keepdim=True)).clamp(min=1)
+    if not bool((weights - even).abs()[seen].le((_UNEVEN * even).expand_as(seen)[seen]).all()):
+        return None
+    return SeenKeys(seen, math.log(share) if share > 0 else None)
+
+
+def _causal(like: Tensor) -> Tensor:
+    return torch.ones_like(like).tril()
 
 
 def _mask_words(seen: Tensor, right: Tensor) -> str:

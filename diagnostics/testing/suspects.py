@@ -153,6 +153,13 @@ def changes(recipe: Recipe, keys: int, *, backward: bool = False) -> Iterator[tu
             yield change.seen_as or change.words, changed
 
 
+def sound(words: str, keys: int) -> bool:
+    """Whether a change of the forward in these words, as of ``changes``, makes no kernel worse: a schedule, an uncast
+    P_bar."""
+    known = (c for recipe in PRESETS for c in _forward(preset(recipe), keys))
+    return any(words == (c.seen_as or c.words) and (c is UNCAST_P or set(c.fields) == {"schedule"}) for c in known)
+
+
 def _forward(recipe: Recipe, keys: int) -> list[RecipeChange]:
     low = recipe.input
     opposite = "ascending" if recipe.schedule.order == "descending" else "descending"

@@ -81,7 +81,8 @@ def _error(
 
 def outside_causes(found: Mismatch, outside: Sequence[OutsideError]) -> Iterator[MismatchCause]:
     """The first place at which one run is further from train's model than the other, where nothing is named yet."""
-    named = {c.layer: c.kind for c in found.causes if c.kind in ("position", "weights", "norm", "unnamed-input")}
+    of_inputs = ("position", "weights", "norm", "storage", "unnamed-input")
+    named = {c.layer: c.kind for c in found.causes if c.kind in of_inputs}
     layers = [layer.layer for layer in found.layers]
     # Errors of the stream stay in it: what is told at one place may have arisen since the last that shows nothing.
     first: int | None = None

@@ -48,8 +48,8 @@ class SplitDifference:
         Where x of the first layer is the same in every bit, v has to be too.
         """
         first = self.found.layers[0]
-        weights = any(c.layer == first.layer and c.kind == "weights" for c in self.found.causes)
-        return not (first.x == 0 and first.v > 0 and not weights)
+        of_v = any(c.layer == first.layer and c.kind in ("weights", "storage") for c in self.found.causes)
+        return not (first.x == 0 and first.v > 0 and not of_v)
 
 
 def repairs_of_logprobs(made: SplitDifference) -> Iterator[MismatchRepair]:

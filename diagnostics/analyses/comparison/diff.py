@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attn_diag.analyses.comparison.matching import HeadPlace
 from attn_diag.analyses.comparison.matching import match as match_heads
+from attn_diag.analyses.comparison.of_wrong import judged_where_wrong, untested_words
 from attn_diag.analyses.comparison.read import read_diagnosis
 from attn_diag.analyses.comparison.trends import find_trends, trend_words
 from attn_diag.captures.files import CAPTURE_SUFFIXES
@@ -18,9 +18,9 @@ from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Comparison, HeadComparison, MeanChange, MeanOutcome, Outcome, Side, SizeChange
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, HeadDiagnosis
-from attn_diag.results.wording import SYMBOLS, head_name, plural, same, times
+from attn_diag.results.wording import head_name, plural, same
 from attn_diag.statistics.means import PRIMARY, adjust, require_level
-from attn_diag.statistics.sizes import NO_MATTER, Sizes, bonferroni_tail, size_changes
+from attn_diag.statistics.sizes import Sizes, bonferroni_tail, size_changes
 from attn_diag.statistics.welch import estimated, welch
 
 if TYPE_CHECKING:
@@ -161,9 +161,9 @@ def _entry(
         b_observation=b.observation.name,
         a_labels=a.head.verdict.labels,
         b_labels=b.head.verdict.labels,
-        same_inputs=same_inputs(a, b),
+        same_inputs=(same_input := same_inputs(a, b)),
         means=tuple(means),
-        sizes=tuple(sizes),
+        sizes=tuple(judged_where_wrong(sizes, a.head, b.head, same_inputs=same_input is True)),
         outcomes=(),
         a_step=a.step,
         b_step=b.step,
@@ -365,32 +365,16 @@ def summarise(found: Comparison) -> str:
     rest = f" {len(found.unmatched)} could not be compared." if found.unmatched else ""
     if found.identical:
         return f"Nothing changed: every figure of {number} is the same."
-    rest = _untested(heads) + rest
+    untested = untested_words(heads)
     counts = [(words, found.counts[o]) for o, words in PHRASES.items() if found.counts.get(o) and o != "relabelled"]
     if alone := found.counts.get("relabelled"):
         rest = f" Labels alone differ in {alone}: near a threshold chance does that.{rest}"
     if not counts:
         pooled = [o for e in found.entries if e.head is None for o in e.outcomes if o != "relabelled"]
         only = f" (all heads pooled: {', '.join(PHRASES[o] for o in dict.fromkeys(pooled))})" if pooled else ""
-        return f"Nothing changed beyond chance in {number}{only}.{trend_words(found)}{rest}"
+        what = f"{untested} Nothing else changed" if untested else "Nothing changed"
+        return f"{what} beyond chance in {number}{only}.{trend_words(found)}{rest}"
+    rest = (f" {untested}" if untested else "") + rest
     unchanged = sum(not set(entry.outcomes) - {"relabelled"} for entry in heads)
     same = f"; {unchanged} unchanged beyond chance" if unchanged else ""
     return f"Of {number}: {', '.join(f'{n} {words}' for words, n in counts)}{same}.{trend_words(found)}{rest}"
-
-
-def _untested(heads: Sequence[HeadComparison]) -> str:
-    """Of heads that are wrong in both, how much is beyond what could be tested; else nothing."""
-    sizes = [
-        [s for s in e.sizes if s.name.removesuffix("_factor") in SYMBOLS and s.outcome == "unknown" and s.ratio]
-        for e in heads
-        if "wrong" in e.a_labels and "wrong" in e.b_labels
-    ]
-    sizes = [[s for s in own if not 1 / NO_MATTER <= (s.ratio or 0.0) <= NO_MATTER] for own in sizes]
-    if not (count := sum(map(bool, sizes))):
-        return ""
-    most = max((s for own in sizes for s in own), key=lambda s: abs(math.log(s.ratio or 1.0)))
-    return (
-        f" Not tested in {plural(count, 'head')}, wrong in both, as few rows carry the error: "
-        f"{SYMBOLS[most.name.removesuffix('_factor')]} has up to {times(most.b)} times a well-rounded kernel's, was "
-        f"{times(most.a)}."
-    )

@@ -45,11 +45,17 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words, place="projection"))
+    if (stored := found.storage) is not None:
+        which, side = " and ".join(stored.which), _RUNS[stored.side]
+        apart = " and ".join(percent(float(getattr(result, name))) for name in stored.which)
+        does = "holds" if len(stored.which) == 1 else "hold"
+        words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
+        causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
     if (
-        not any(c.kind in ("position", "weights", "norm") for c in causes)
+        not any(c.kind in ("position", "weights", "norm", "storage") for c in causes)
         and (jump := _jump(found, result, before)) is not None
     ):
         causes.append(_cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
@@ -75,7 +81,13 @@ def _cause(
     layer: int, kind: CauseKind, side: RunName | str, words: str, *, fitted: bool = False,
     explained: float | None = None, alternative: str = "", place: Place = "attention",
 ) -> MismatchCause:  # fmt: skip
-    labels = {"merge": "rounding", "coarse": "rounding", "unnamed-o": "unnamed", "unnamed-input": "unnamed"}
+    labels = {
+        "merge": "rounding",
+        "coarse": "rounding",
+        "storage": "rounding",
+        "unnamed-o": "unnamed",
+        "unnamed-input": "unnamed",
+    }
     return MismatchCause(
         layer, kind, labels.get(kind, "semantics"), side, words, "fitted" if fitted else "stated", explained,  # type: ignore[arg-type]
         alternative, place,
@@ -91,12 +103,19 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
         return
     off = f"{side}'s O is {times(fit.factor)} times as far from float64 as a well-rounded kernel's"
     kind: CauseKind = "coarse"
+    if fit.site is not None:
+        where = f" ({fit.site.where})" if fit.site.where else ""
+        yield _cause(layer, kind, side, f"{off}: {fit.site.words}{where}", fitted=True, explained=fit.site_explains)
+        return
     if fit.nearest:
         kind, told = "unnamed-o", fit.nearest
     elif fit.relative > TOLERANCE:
         kind, told = "unnamed-o", "no rounding makes that, and no other semantics that was tried explains it"
     else:
-        told = "no other semantics that was tried explains that: it rounds more, or computes what was not tried"
+        told = (
+            "no coarser rounding and no other semantics that was tried explains that: it rounds more coarsely than its "
+            "format, or computes what was not tried"
+        )
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.mismatch.coarse import CoarseSite, coarse_site, well_rounded_square
 from attn_diag.analyses.mismatch.hypotheses import OtherComputation, Stated, hypotheses
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import expected_square, out_of_few
@@ -34,6 +35,10 @@ class LayerFit:
     """Rms error over that of a well-rounded kernel, under what is stated."""
     coarse: bool
     """Whether that is more than rounding at the usual sites leaves, beyond its uncertainty."""
+    site: CoarseSite | None
+    """The coarser rounding that makes it; None: none is known, or none was looked for."""
+    site_explains: float
+    """The part of the squared error that it takes away."""
     relative: float
     """Norm of the error over that of O."""
     best: OtherComputation | None
@@ -59,11 +64,13 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     sampled = [(_sample(rows), semantics, rows) for rows, semantics in _spread(stated)]
     chosen = [(rows.select(at), semantics.of_rows(at)) for at, semantics, rows in sampled]
     expected = torch.cat([expected_square(s, r, fmt, out) for r, s in chosen])
-    before = torch.cat([_square(r, out_of_few(s, r)) for r, s in chosen])
+    truth = torch.cat([out_of_few(s, r) for r, s in chosen])
+    before = (torch.cat([r.o for r, _ in chosen]) - truth).square().sum(1)
+    well = well_rounded_square(chosen, fmt, out, truth)
     usable = before.isfinite() & expected.isfinite()
-    against = _ratio(before[usable], expected[usable])
+    against = _ratio(before[usable], (expected if well is None else well)[usable])
     if against is None:
-        return LayerFit(0.0, False, 0.0, None, 0.0, None, "", "")
+        return LayerFit(0.0, False, None, 0.0, 0.0, None, 0.0, None, "", "")
     coarse = against.low > LOSSY
     tried = []
     for hypothesis, outs in hypotheses(chosen):
@@ -96,10 +103,14 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     elif not named and _beyond(kept, left) and total <= _MOST * float(kept.sum()):
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
         nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
+    found = coarse_site(chosen, fmt, out) if against.factor > LOSSY and not named else None
     size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
     return LayerFit(
         factor=against.factor,
-        coarse=coarse,
+        # A rounding that explains it is sure where the interval is wide.
+        coarse=coarse or found is not None,
+        site=None if found is None else found[0],
+        site_explains=0.0 if found is None else found[1],
         relative=math.sqrt(float(kept.sum()) / size) if size else 0.0,
         best=best if named else None,
         explained=1 - total / float(kept.sum()),

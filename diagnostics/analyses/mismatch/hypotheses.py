@@ -19,6 +19,7 @@ from torch import Tensor
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import Blocks, HeadSemantics, blocks_of, out_of_few
 from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
+from attn_diag.head.bounded_mask import Leak, words_of
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.mismatch import CauseKind
@@ -141,6 +142,8 @@ def _semantics(stated: Stated) -> Iterator[OtherComputation]:
         words = f"a softmax scale of {number(scale, 6)} where {number(stated[0][1].scale, 6)} is stated"
         yield OtherComputation("scale", words, _set(scale=scale))
     yield from _windows(stated)
+    if (value := _fitted_mask(stated)) is not None:
+        yield OtherComputation("mask", f"a mask that hides keys by {words_of(value)}", partial(_hidden_by, value=value))
     yield from _sinks(stated)
     caps = {s.softcap for _, s in stated}
     for cap in (None, *USUAL_SOFTCAPS):
@@ -200,6 +203,7 @@ def _windows(stated: Stated) -> Iterator[OtherComputation]:
         named = "no window" if left is None else f"a window of {plural(left + 1, 'key')}"
         yield OtherComputation("window", f"{named} where {was} is stated", partial(_seeing, left=left, right=0))
     for right, words in (
+        (length, "no causal mask: each row sees all keys after its own"),
         (1, "one key more: each row sees the token after it"),
         (-1, "one key less: no row sees its own"),
     ):
@@ -216,6 +220,29 @@ def _seeing(rows: RunRows, semantics: HeadSemantics, *, left: int | None, right:
     seen = torch.where(seen.any(1, keepdim=True), seen, semantics.visible)
     bias = torch.where(semantics.visible, semantics.bias, 0.0).masked_fill(~seen, -torch.inf)
     return replace(semantics, bias=bias)
+
+
+def _hidden_by(rows: RunRows, semantics: HeadSemantics, *, value: float) -> HeadSemantics:
+    """All keys, those that are hidden with a number added to their scores."""
+    return replace(semantics, bias=torch.where(semantics.visible | ~rows.known, semantics.bias, value))
+
+
+def _fitted_mask(stated: Stated) -> float | None:
+    """The finite number in place of -inf that the O of all these heads fit best."""
+    parts: list[Leak] = []
+    for rows, semantics in stated:
+        seen, every = (_out_and_lse(s, rows) for s in (semantics, _hidden_by(rows, semantics, value=0.0)))
+        parts.append(Leak(*seen, *every))
+    names = ("out", "lse", "out_all", "lse_all")
+    whole = Leak(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    return whole.fitted(torch.cat([rows.o for rows, _ in stated]))
+
+
+def _out_and_lse(semantics: HeadSemantics, rows: RunRows) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(rows.o), rows.o.new_zeros(len(rows.o))
+    for at, _, block in blocks_of(semantics, rows):
+        out[at], lse[at] = block.out, block.lse
+    return out, lse
 
 
 def _sinks(stated: Stated) -> Iterator[OtherComputation]:
@@ -239,9 +266,7 @@ def _flipped(rows: RunRows, stated: HeadSemantics) -> HeadSemantics:
 
 def _seen_sink(rows: RunRows, semantics: HeadSemantics) -> float | None:
     """The logit of the sink that one head's O seems to have seen: O = sigmoid(L - s) R, by Gauss-Newton."""
-    truth, lse = torch.zeros_like(rows.o), rows.o.new_zeros(len(rows.o))
-    for at, _, block in blocks_of(semantics, rows):
-        truth[at], lse[at] = block.out, block.lse
+    truth, lse = _out_and_lse(semantics, rows)
     share = ((rows.o * truth).sum(1) / truth.square().sum(1).clamp(min=1e-300)).clamp(1e-3, 1 - 1e-3)
     logit = float((lse - share.logit()).nanmedian())
     for _ in range(_STEPS):
@@ -255,10 +280,16 @@ def _seen_sink(rows: RunRows, semantics: HeadSemantics) -> float | None:
     return logit if math.isfinite(logit) and logit > float(lse.min()) - 12 else None
 
 
+def split_sizes(length: int) -> list[int]:
+    """Keys of a split that are tried: usual sizes, and what divides ``length`` into usual numbers of them."""
+    counts = {-(-length // count) for count in _SPLIT_COUNTS if count < length}
+    return sorted({size for size in _SPLIT_SIZES if size < length} | counts)
+
+
 def _merges(stated: Stated) -> Iterator[tuple[OtherComputation, list[Tensor]]]:
     length = stated[0][1].bias.shape[1]
     counts = [count for count in _SPLIT_COUNTS if count < length]
-    sizes = sorted({size for size in _SPLIT_SIZES if size < length} | {-(-length // count) for count in counts})
+    sizes = split_sizes(length)
     blocks = [blocks_of(s, rows) for rows, s in stated]
     for size, count in [(size, 0) for size in sizes] + [(None, count) for count in counts]:
         partials = [Partials.of(rows, s, b, size, count) for (rows, s), b in zip(stated, blocks, strict=True)]

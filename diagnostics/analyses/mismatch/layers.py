@@ -25,6 +25,7 @@ from attn_diag.analyses.mismatch.split import (
     both_streams,
     split_head,
 )
+from attn_diag.analyses.mismatch.storage import CoarseStorage, find_storage
 from attn_diag.analyses.mismatch.stray import StrayRow, find_stray
 from attn_diag.analyses.mismatch.tokens import TokenRun
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
@@ -68,6 +69,8 @@ class ComparedLayer:
     """That w_q differs."""
     norm: NormFactor | None
     """That x, q or k differ by a factor a token."""
+    storage: CoarseStorage | None
+    """That q, k or v of one run alone are stored below 16 bits."""
     stray: StrayRow | None
     """The row that strays furthest, where O fits rounding as a whole."""
     entering: tuple[tuple[Tensor, Tensor] | None, ...]
@@ -119,8 +122,8 @@ def compare_layer(
     unit = 2.0 ** -(format_of(captures[0].tensors["q"].dtype).precision + 1)
     return ComparedLayer(
         layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights,
-        find_norm(streams, [h.rows for h in heads], unit), _stray(captures[0], found, splits), entering,
-        _stream(streams), unit,
+        find_norm(streams, [h.rows for h in heads], unit), _storage(heads), _stray(captures[0], found, splits),
+        entering, _stream(streams), unit,
     )  # fmt: skip
 
 
@@ -134,6 +137,11 @@ def _stream(streams: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 def _fit(capture: Capture, heads: Sequence[HeadOfBoth], side: int) -> LayerFit:
     stated = [(h.rows[side], h.semantics[side]) for h in heads]
     return fit_layer(stated, format_of(capture.tensors["q"].dtype), format_of(_out(capture)))
+
+
+def _storage(heads: Sequence[HeadOfBoth]) -> CoarseStorage | None:
+    both = [[{name: getattr(h.rows[side], name) for name in "qkv"} for h in heads] for side in (0, 1)]
+    return find_storage(both[0], both[1])
 
 
 def _stray(capture: Capture, heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead]) -> StrayRow | None:

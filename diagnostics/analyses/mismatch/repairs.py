@@ -27,15 +27,16 @@ DOES = {
     "merge": "LSE kept in fp32 where splits are merged",
     "lse-base": "one base of the LSE",
     "weights": "the same quantisation of the weights",
+    "storage": "the same format of q, k and v",
 }
 """By a cause's kind, what removes it."""
-PART_OF = {"merge": "rounding", "weights": "inputs", "norm": "inputs"}
+PART_OF = {"merge": "rounding", "weights": "inputs", "norm": "inputs", "storage": "inputs"}
 """By kind, the part of O's difference that it makes; the semantics' of others."""
 
 
 def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[MismatchRepair]:
     """The list, for the differences that arise in the layers: without what came in from below."""
-    arising = {c.layer for c in causes if c.kind in ("weights", "norm", "unnamed-input")}
+    arising = {c.layer for c in causes if c.kind in ("weights", "norm", "storage", "unnamed-input")}
     total = sum(_own(layer, arising, {}) for layer in layers)
     if not total > 0:
         return []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.of_mask import bounded_mask
 from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
 from attn_diag.analyses.patterns.other_scale import other_scale
@@ -30,6 +31,7 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), mistaken(evidence)):
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
+    yield from bounded_mask(evidence, rows)
     block = reference_rows(head, rows)
     yield Guess("normalisation", "were not divided by the row sum", block.unnormalised_out)
     sum_scaled = block.unnormalised_out * block.row_max.clamp(max=60.0).exp()[:, None]

@@ -147,17 +147,17 @@ def measure_case(
     case: ProbeCase,
     outputs: Sequence[tuple[Tensor, Tensor | None]],
     scale: float,
-    masking: Masking,
+    masking: Sequence[Masking],
     device: torch.device,
 ) -> list[HeadErrors]:
-    """Every head of a case, its V one after the other; a head's parts stay together."""
+    """Every head of a case, its V one after the other; a head's parts stay together. ``masking``: of each head."""
     fmt = format_of(case.q.dtype)
 
     def one(place: tuple[int, int]) -> HeadErrors:
         q, k = (x[place].to(device).double() for x in (case.q, case.k))
         parts = []
         for v, (o, lse) in zip(case.values, outputs, strict=True):
-            head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking)
+            head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking[place[1]])
             parts.append(measure_head(head, o[place], None if lse is None else lse[place], fmt, case.predicted))
         return _joined(parts)
 
@@ -339,6 +339,10 @@ def error_budget(
     q, k, v = head.q[block.rows], head.k[block.keys], head.v[block.keys].abs()
     keys = len(k)
     magnitude = (q.abs() * head.scale) @ k.abs().T
+    if (alibi := head.masking.alibi) is not None:
+        # A product and a sum more, of the bias.
+        far = alibi.distances(head.positions[block.rows], block.keys, len(head.k))
+        magnitude = magnitude + abs(alibi.slope) * far.abs()
     largest = magnitude.masked_fill_(block.scores == -torch.inf, 0.0).amax(1)
     shift = largest * (q.shape[1] + 8) * _FP32
     sums = 1 + (keys + 8) * _FP32

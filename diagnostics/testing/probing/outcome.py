@@ -61,14 +61,14 @@ def outcome_of(
         return ProbeOutcome("other-function", f"it {other.words}", "certain", evidence, next=command)
     judged = sorted_out(findings, asked.shape[2], unit, asked.dtype.upper())
     if not judged.wrong:
-        return ProbeOutcome("ok", normal=judged.normal, next=None if asked.dtype == "fp32" else asked.command("check"))
+        return ProbeOutcome("ok", normal=judged.normal, next=_after(asked))
     if any("nonfinite" in f.labels for f in findings):
         suspect, evidence = nonfinite_words(findings)
         first = next(f.name for f in findings if "nonfinite" in f.labels)
         command = asked.command("probe", [f"--probes {first}"])
         return ProbeOutcome("fail", suspect, "certain", evidence, judged.normal, command)
     what, certainty, sure, guess = facts(findings, judged.wrong)
-    after = None if asked.dtype == "fp32" else asked.command("check")
+    after = _after(asked)
     if (step := pointed(findings, judged.wrong)) is not None:
         return ProbeOutcome("fail", step, "sure", sure, judged.normal, after)
     of_o = any(set(labels) & {"biased", "too-large"} for labels in judged.wrong.values())
@@ -80,6 +80,11 @@ def outcome_of(
             after = asked.command("probe", found.options)
         return ProbeOutcome("fail", found.words, "sure", f"{found.evidence} {sure}", judged.normal, after)
     return ProbeOutcome("fail", what, certainty, f"{sure}{guess}", judged.normal, after)
+
+
+def _after(asked: Again) -> str | None:
+    """The command for when nothing is wrong any more: ``check`` knows no FP32, and slopes from captures alone."""
+    return None if asked.dtype == "fp32" or asked.slopes else asked.command("check")
 
 
 @dataclass(frozen=True)

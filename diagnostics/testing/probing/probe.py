@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import Recipe
-from attn_diag.reference import Masking, format_of, ulp
+from attn_diag.reference import Alibi, Masking, format_of, ulp
 from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
 from attn_diag.results.wording import runs
 from attn_diag.statistics.means import adjust, require_level
@@ -37,6 +37,9 @@ _Test = TypeVar("_Test", SignedTest, LseTest)
 DEFAULT_SHAPE = USUAL_SHAPE
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
 MIN_HEADS = 16
+# With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
+# P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
+_WITHOUT_SLOPES = ("batch", "constant-rows", "normaliser-down", "normaliser-up")
 _SMALLEST = {"length T": 16, "head dimension D": 8}
 
 
@@ -51,6 +54,7 @@ def probe(
     level: float = 0.01,
     seed: int = 0,
     probes: Sequence[str] | None = None,
+    alibi_slopes: Sequence[float] | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> ProbeReport:
@@ -72,6 +76,9 @@ def probe(
         seed: Of the inputs.
         probes: Names out of ``attn_diag.testing.probing.catalogue.PROBES``; by default all. float32 has no cast of
             P_bar for the normaliser's.
+        alibi_slopes: Of a kernel with ALiBi, one slope a head: what it adds to the score of query i and key j is
+            -slope |i - j|. A recipe is given them; a function has slopes of its own, which must be these. The probes
+            "batch", "constant-rows" and the normaliser's are left out.
         name: What the report calls fn.
         progress: Called with (done, total) after each probe.
 
@@ -80,7 +87,8 @@ def probe(
             inputs beyond the dtype's range (the message names the probe).
     """
     where = pick_device(device)
-    chosen = _checked(dtype, shape, level, choose(probes), probes is not None)
+    chosen = _checked(dtype, shape, level, choose(probes), probes is not None, alibi_slopes is not None)
+    slopes = _slopes(alibi_slopes, shape[1])
     batch, heads, length, dim = shape
     alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
     if not (math.isfinite(alpha) and alpha > 0):
@@ -88,7 +96,7 @@ def probe(
     mask = causal_of(causal)
     target = Target.of(fn, name, dtype=dtype, head_dim=dim, device=where)
     draw = Draw(batch, heads, length, dim, dtype, alpha, mask != "none", torch.Generator().manual_seed(seed))
-    run = _Run(target, draw, Masking(mask), rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
+    run = _Run(target, draw, Masking(mask), slopes, rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
     assumptions, other = run.check_assumptions()
     findings: list[ProbeFinding] = []
     # Of another function every figure would be about the difference of the two.
@@ -129,6 +137,8 @@ class _Run:
     target: Target
     draw: Draw
     masking: Masking
+    slopes: Tensor | None
+    """[H], fp32."""
     rounds: int
     level: float
     seed: int
@@ -141,16 +151,17 @@ class _Run:
         stated, other = fit_of(given, seen, self.target, self.target.device)
         error = None if stated is None or not math.isfinite(stated) else stated
         scale, causal = self.draw.scale, self.masking.causal
+        stated_slopes = None if self.slopes is None else tuple(self.slopes.tolist())
         if other is None:
-            return ProbeAssumptions(scale, causal, error, ok=error is not None), None
-        return ProbeAssumptions(scale, causal, error, False, other.fits, other.words), other
+            return ProbeAssumptions(scale, causal, error, error is not None, alibi_slopes=stated_slopes), None
+        return ProbeAssumptions(scale, causal, error, False, other.fits, other.words, stated_slopes), other
 
     def normal_call(self) -> tuple[CaseInputs, Tensor]:
         """The inputs of the probe "normal", and O."""
         self.draw.generator.manual_seed(zlib.crc32(f"{self.seed} assumptions".encode()))
         case = _built("normal", inputs.normal, self.draw)
         v = case.values[0]
-        given = CaseInputs("normal", case.q, case.k, v, None, self.draw.scale, self.masking.causal)
+        given = self._case("normal", case.q, case.k, v)
         return given, self._call("normal", case.q, case.k, v)[0]
 
     def outcome(self, findings: tuple[ProbeFinding, ...], other: OtherFunction | None, *, named: bool) -> ProbeOutcome:
@@ -159,7 +170,8 @@ class _Run:
         fine = next(t for t, name in DTYPES.items() if name == self.out_dtype)
         unit = 2.0 ** (format_of(fine).precision - format_of(d.dtype).precision)
         shape = (d.batch, d.heads, d.length, d.head_dim)
-        asked = Again(self.target.name if named else None, DTYPES[d.dtype], self.masking.causal, d.scale, shape)
+        slopes = () if self.slopes is None else tuple(self.slopes.tolist())
+        asked = Again(self.target.name if named else None, DTYPES[d.dtype], self.masking.causal, d.scale, shape, slopes)
 
         def search(of_l: bool) -> Suspect | None:
             given, seen = self.normal_call()
@@ -174,7 +186,7 @@ class _Run:
         for _ in range(self.rounds):
             case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
-            measured += measure_case(case, outputs, self.draw.scale, self.masking, self.target.device)
+            measured += measure_case(case, outputs, self.draw.scale, self._maskings(), self.target.device)
         size = sum(h.size for h in measured)
         predicted = [sum(p) / size for p in zip(*(h.predicted for h in measured if h.predicted), strict=True) if size]
         tests = signed_tests(measured, self.level)
@@ -229,10 +241,21 @@ class _Run:
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
         return replace(found, words=verdict.invariance_words(found))
 
+    def _maskings(self) -> list[Masking]:
+        """Of every head."""
+        if self.slopes is None:
+            return [self.masking] * self.draw.heads
+        return [replace(self.masking, alibi=Alibi(slope) if slope else None) for slope in self.slopes.tolist()]
+
+    def _case(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> CaseInputs:
+        """A call; of as many heads as there are slopes."""
+        slopes = None if self.slopes is None else self.slopes.expand(q.shape[0], -1)
+        return CaseInputs(name, q, k, v, None, self.draw.scale, self.masking.causal, alibi_slopes=slopes)
+
     def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """O, and L where it came too, on the target's device. Raises InputError, naming the probe, for no such O."""
         where = f"probe '{probe_name}': {self.target.name}"
-        given = CaseInputs(probe_name, q, k, v, None, self.draw.scale, self.masking.causal)
+        given = self._case(probe_name, q, k, v)
         try:
             outputs = self.target.call(given).outputs
         except MisfitError as error:
@@ -294,7 +317,22 @@ def _accuracy_labels(found: ProbeFinding) -> tuple[Label, ...]:
     return labels or ("within-rounding" if found.differing else "exact",)
 
 
-def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool) -> list[Probe]:
+def _slopes(given: Sequence[float] | None, heads: int) -> Tensor | None:
+    """ALiBi's slopes, [H] fp32. Raises InputError where they are not one finite number of fp32 a head."""
+    if given is None:
+        return None
+    slopes = torch.as_tensor(given, dtype=torch.float64).cpu()
+    if slopes.shape != (heads,) or not bool(slopes.isfinite().all()):
+        raise InputError(
+            f"alibi_slopes must be {heads} finite numbers, one a head of shape's H, got {list(slopes.shape)}: "
+            f"{slopes.flatten()[:8].tolist()}"
+        )
+    return slopes.float()
+
+
+def _checked(
+    dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool, with_slopes: bool
+) -> list[Probe]:
     """The probes that can run. Raises InputError for options that cannot be used."""
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
@@ -304,6 +342,13 @@ def _checked(dtype: torch.dtype, shape: Sequence[int], level: float, chosen: lis
         if got < least:
             raise InputError(f"the {what} must be at least {least}, got {got}")
     require_level(level)
+    if with_slopes:
+        left = [item for item in chosen if item.name not in _WITHOUT_SLOPES]
+        if by_name and len(left) < len(chosen):
+            raise InputError(
+                f"{', '.join(_WITHOUT_SLOPES)} are no probes of a kernel with alibi_slopes; leave them out"
+            )
+        chosen = left
     if dtype != torch.float32:
         return chosen
     left = [item for item in chosen if not item.name.startswith("normaliser")]

@@ -14,7 +14,7 @@ from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.other_function import mask_fault, other_scale
+from attn_diag.testing.other_function import mask_fault, other_scale, wrong_slopes
 from attn_diag.testing.target import RECIPE_DTYPES, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
@@ -55,10 +55,15 @@ def found_suspect(case: CaseInputs, o: Tensor, target: Target, *, of_l: bool) ->
                 f"O is {percent(scaled.relative_error)} off; that scale takes nearly all of it away.",
                 scaled.options,
             )
+        if (slopes := wrong_slopes(case, o, target.device)) is not None:
+            return Suspect(
+                f"it {slopes.words}", f"O is {percent(slopes.relative_error)} off; they take most of it away."
+            )
         if (mask := mask_fault(case, target)) is not None:
             return Suspect(f"it {mask}", "Asked with equal scores and a V of unit vectors, O shows which keys it sees.")
     if case.q.dtype in RECIPE_DTYPES and o.dtype == case.q.dtype and (found := _by_bits(case, target, of_l=of_l)):
-        return found
+        # What no kernel is worse for is what this one does, not what is wrong with it.
+        return None if suspects.sound(found.words, case.k.shape[2]) else found
     return None if of_l else row_factor(case, o, target.device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -22,8 +23,11 @@ from attn_diag.captures.files import write_atomically
 from attn_diag.captures.hardware import package_version
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
-from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile
+from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineFile, BaselineSize
 from attn_diag.testing.target import RECIPE_DTYPES
+
+# Numbers are written in full; sums have their own rounding.
+_WRITTEN = 1e-9
 
 
 def read(path: Path) -> BaselineFile:
@@ -47,7 +51,33 @@ def read(path: Path) -> BaselineFile:
                 f"{path}: a damaged baseline: case {case!r} of entry {key!r} has an error or a standard error below 0, "
                 "or no degrees of freedom; it was edited: save it anew"
             )
+        for name, kept in entry.cases.items():
+            for quantity, size in kept.sizes.items():
+                if _contradicts_itself(size):
+                    raise InputError(
+                        f"{path}: a damaged baseline: in case {name!r} of entry {key!r} the error of {quantity} is "
+                        f"{size.error:.3g} beside a yardstick's of {size.yardstick:.3g}, which give no log_ratio of "
+                        f"{size.log_ratio.mean:.3g}; it was edited: save it anew"
+                    )
     return result
+
+
+def _contradicts_itself(size: BaselineSize) -> bool:
+    """Whether no errors of single sequences have these sizes and this mean log ratio.
+
+    Let E and Y be error and yardstick, both with the same h^2 >= 0 added to their squares, and r_i a sequence's log
+    ratio. E^2 / Y^2 is a mean of exp(2 r_i), so that ln(E / Y) lies between the least r_i and the largest one: within
+    (n - 1) standard errors of their mean (Samuelson 1968). And h moves it towards 0 alone.
+    """
+    ratio, reach = size.log_ratio, _WRITTEN
+    numbers = [size.error, size.yardstick, ratio.mean]
+    if ratio.standard_error is not None and ratio.degrees_of_freedom is not None:
+        numbers.append(reach := reach + ratio.standard_error * ratio.degrees_of_freedom)
+    if not all(map(math.isfinite, numbers)):
+        return False
+    error, yardstick = (math.log(x) if x > 0 else -math.inf for x in (size.error, size.yardstick))
+    whole = 0.0 if error == yardstick else error - yardstick
+    return not min(whole, 0.0) - reach <= ratio.mean <= max(whole, 0.0) + reach
 
 
 def _is_impossible(case: BaselineCase) -> bool:
