@@ -48,6 +48,10 @@ class LinearRecipe:
     """Of what kernels hand each other between products (w, u and the new values of a delta rule); None: as operands."""
     accumulator: LinearFormat = "fp32"
     """Of every matrix product's result."""
+    score_gradients: LinearFormat = "fp32"
+    """Of gradients of decayed scores, as a decay's gradient takes them (where a decay is one number a step)."""
+    decay_sums: LinearFormat = "fp32"
+    """Of states and their gradients, their products and the sums of these: the gradient of a chunk's whole decay."""
     normalizer: LinearFormat = "fp32"
     """Of the running sum of k that linear_attn divides by."""
     out: LinearFormat = "bf16"
@@ -66,5 +70,7 @@ LINEAR_SITES: dict[str, str] = {
     "solved": "the scores that the triangular inverse is made of",
     "accumulator": "the products' sums",
     "normalizer": "the normaliser's running sum",
+    "score_gradients": "the gradients of scores that the decay's gradient is made of",
+    "decay_sums": "the sums over the state that the decay's gradient is made of",
 }
 """The sites that well-rounded kernels keep in fp32, in words."""
