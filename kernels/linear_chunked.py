@@ -239,7 +239,8 @@ class _Kernel:
         apart = left_log[:, :, :, None] - right_log[:, :, None]
         decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
         if not self.by_channel:
-            return _decayed_scores(self.product(left, right.mT), decays[..., 0], self.recipe.score_gradients)
+            taken = self.recipe.score_gradients or self.recipe.operands
+            return _decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
         pairs = left[:, :, :, None] * right[:, :, None]
         # Rounded as it is made; its gradient is not.
         pairs = pairs + (rounded_to(pairs.detach(), self.recipe.elementwise) - pairs.detach())

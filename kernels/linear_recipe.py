@@ -48,8 +48,8 @@ class LinearRecipe:
     """Of what kernels hand each other between products (w, u and the new values of a delta rule); None: as operands."""
     accumulator: LinearFormat = "fp32"
     """Of every matrix product's result."""
-    score_gradients: LinearFormat = "fp32"
-    """Of gradients of decayed scores, as a decay's gradient takes them (where a decay is one number a step)."""
+    score_gradients: LinearFormat | None = None
+    """Of gradients of decayed scores as a decay's gradient takes them, one number a step; None: as operands."""
     decay_sums: LinearFormat = "fp32"
     """Of states and their gradients, their products and the sums of these: the gradient of a chunk's whole decay."""
     normalizer: LinearFormat = "fp32"
@@ -70,7 +70,8 @@ LINEAR_SITES: dict[str, str] = {
     "solved": "the scores that the triangular inverse is made of",
     "accumulator": "the products' sums",
     "normalizer": "the normaliser's running sum",
-    "score_gradients": "the gradients of scores that the decay's gradient is made of",
-    "decay_sums": "the sums over the state that the decay's gradient is made of",
+    "decay_sums": "the sums over the state that the decay's gradient takes",
 }
 """The sites that well-rounded kernels keep in fp32, in words."""
+GRADIENT_SITES = ("score_gradients", "decay_sums")
+"""The sites that a backward alone has."""

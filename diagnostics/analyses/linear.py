@@ -172,7 +172,7 @@ class _Job:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
             self.others = [self.run.emulated(replace(recipe, chunk=chunk)) for chunk in self.run.chunks]
-            self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt))
+            self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt, decay_sums=fmt))
 
     def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
         quantities: list[LinearQuantity] = []
@@ -358,9 +358,9 @@ class _Job:
         interval = f"{number(ratio.factor)} ({number(ratio.low)} to {number(ratio.high)})"
         said = f"{symbol} has {interval} times a well-rounded kernel's error"
         beside = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy()) or ratio
-        # Of what cancelling terms may leave no cause is sought: sums along the sequence look alike by chance.
-        too_large = all(r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
-        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum())) if too_large else None
+        # Of what cancelling terms may leave no bits are sought: sums along the sequence look alike by chance.
+        too_large, beyond_terms = (r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
+        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum()), beyond_terms) if too_large else None
         if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
         elif cause is not None:

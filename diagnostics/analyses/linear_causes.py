@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.linear_boundaries import misfit
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
-from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_FAULTS, LINEAR_SITES, LinearFault
 from attn_diag.reference import format_of, ulp
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
@@ -130,7 +131,7 @@ class Causes:
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
 
-    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float) -> Cause | None:
+    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float, by_bits: bool = True) -> Cause | None:
         """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
 
         Args:
@@ -138,13 +139,17 @@ class Causes:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
             allowed: The squared error that a sound kernel may have.
+            by_bits: Whether to look for what the bits tell.
         """
+        if not by_bits:
+            return self._decay_sums(name, observed.double(), place)
         if (stored := self._stored(observed, self._run.reference.values[name][place], allowed)) is not None:
             return stored
         observed = observed.double()
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         factor = self._factor(name, observed, place)
-        return max((c for c in (site, factor) if c is not None), key=lambda c: c.explained, default=None)
+        found = [c for c in (site, factor) if c is not None]
+        return max(found, key=lambda c: c.explained) if found else self._decay_sums(name, observed, place)
 
     def _factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
         reference = self._run.reference.values[name][place]
@@ -160,6 +165,23 @@ class Causes:
         if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
             return None
         return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
+
+    def _decay_sums(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        """Coarse sums over the state, which bits do not tell: by the size of what is one error in a chunk."""
+        if name not in ("dg", "ddt") or not self._run.has_site("decay_sums") or self._run.format is None:
+            return None
+        true = self._run.reference.values[name][place]
+        fits = []
+        for chunk in self._run.chunks:
+            sound, coarse = (self._outputs(c, chunk, forward=False)[name][place] - true for c in ("", "decay_sums"))
+            if (apart := misfit(observed - true, sound, coarse, self._run, chunk)) is not None:
+                fits.append((apart, chunk, float(sound.square().sum())))
+        if not fits:
+            return None
+        _, chunk, left = min(fits)
+        words = f"{CAUSES['decay_sums']} (chunks of {chunk}; by its size: one error in all steps of a chunk)"
+        explained = 1 - left / float((observed - true).square().sum())
+        return Cause("decay_sums", explained, words) if explained > SITE_EXPLAINS else None
 
     def _stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
         """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell."""
@@ -263,7 +285,7 @@ class Causes:
             return
         decays = "g" in capture.tensors
         for site in LINEAR_SITES:
-            if not self._run.has_site(site):
+            if not self._run.has_site(site) or site in GRADIENT_SITES:
                 continue
             yield from ((site, chunk) for chunk in CHUNKS)
         if decays:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_chunked import LinearHeads, rounded_to, run_linear_call
-from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LinearFault, LinearFormat, LinearRecipe
 from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
 
 _FORMATS: dict[torch.dtype, LinearFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -81,6 +81,9 @@ class LinearRun:
     def has_site(self, site: str) -> bool:
         """Whether a kernel of the operator has the rounding site."""
         tensors = self.capture.tensors
+        if site in GRADIENT_SITES:
+            by_channel = "g" in tensors and tensors["g"].ndim == 4
+            return ("g" in tensors or "dt" in tensors) and not (by_channel and site == "score_gradients")
         if "decay" in site:
             return any(name in tensors for name in ("g", "g_gamma", "dt")) or self.capture.operator == "retention"
         if site in ("inverse", "solved"):
