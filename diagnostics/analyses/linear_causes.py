@@ -38,6 +38,8 @@ CAUSES: dict[str, str] = {
     **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
     **_STEPWISE,
     "handed_back": "its numbers in the inputs' format when they are handed back",
+    "lost_write": "what one step writes does not reach the state",
+    "lost_decay": "the decay of one step is not applied to the state",
     "transposed": "it is transposed ([V, K] for [K, V])",
     "zero": "it is zero",
     "sign": "its sign is turned",
@@ -48,6 +50,8 @@ _OF_GRADIENTS = ("no_decay_gradient", "no_decay_gradient_of_states")
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
+# With one boundary alone, they are one step's.
+_ONE_STEP: dict[str, str] = {"boundary_write": "lost_write", "boundary_decay": "lost_decay"}
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
 # Numbers of fp32 that all have the bits of a 16-bit format do so by no chance.
@@ -61,7 +65,7 @@ def in_words(cause: str, *, backward: bool) -> str:
         cause: A key of ``CAUSES``.
         backward: Of a gradient behind a forward that is right: what the fault says is so of the backward alone.
     """
-    alone = backward and cause in LINEAR_FAULTS and cause not in _OF_GRADIENTS
+    alone = backward and cause in (*LINEAR_FAULTS, *_ONE_STEP.values()) and cause not in _OF_GRADIENTS
     return f"in the backward alone, {CAUSES[cause]}" if alone else CAUSES[cause]
 
 
@@ -116,9 +120,13 @@ class Causes:
             return simple
         if name == "final_state" and (turned := _transposed(observed, reference)) is not None:
             return turned
-        faults = [one for one in self._faults() if only is None or one[0] in only]
+        faults = [one for one in self._faults() if only is None or self._called(*one) in only]
         forward = name in LINEAR_OUTPUTS
-        sound = [one for one in faults if (forward and one[0] in _OF_BOUNDARY) or not self._contradicted(one, beside)]
+        told_by = {n: x for n, x in beside.items() if n != "final_state"}
+        sound = [
+            one for one in faults
+            if not self._contradicted(one, told_by if forward and one[0] in _OF_BOUNDARY else beside)
+        ]  # fmt: skip
         fault = self._best(sound, name, observed, place, FAULT_EXPLAINS)
         if fault is None and not forward:
             # A gradient with code of its own may have a fault that the others lack: then that is all of its error.
@@ -243,8 +251,15 @@ class Causes:
                 (cause, chunk), explained = best[1], best[0]
                 self._found = list(dict.fromkeys([*self._found, best[1]]))
                 size = "" if cause in _OF_INITIAL or cause in _STEPWISE else f" (chunks of {chunk})"
-                return Cause(cause, explained, f"{CAUSES[cause]}{size}")
+                named = self._called(cause, chunk)
+                size = f" (step {chunk - 1})" if named != cause else size
+                return Cause(named, explained, f"{CAUSES[named]}{size}")
         return None
+
+    def _called(self, cause: str, chunk: int) -> str:
+        """A boundary is told from a step by there being several."""
+        longest = max(steps.stop - steps.start for _, steps in self._run.capture.call.sequences)
+        return _ONE_STEP.get(cause, cause) if longest <= 2 * chunk else cause
 
     def _explained(self, one: tuple[str, int], name: str, observed: Tensor, place: Place) -> float:
         cause, chunk = one
