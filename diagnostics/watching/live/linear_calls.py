@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
+from attn_diag.captures.linear_gates import Gates, gates, has_values_first
 from attn_diag.errors import InputError
 from attn_diag.printing import say
 from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, linear_reference
 from attn_diag.watching.live.functions import namespaces
-from attn_diag.watching.live.linear_gates import Gates, gates, has_values_first
 
 _NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
@@ -286,7 +286,8 @@ class LinearRecorder:
             if ours in wanted and isinstance(value, Tensor):
                 # What follows may change it in place.
                 tensors[ours] = _kept(ours, value, first, turned=turned)
-        made = gates(operator, given)
+        with torch.no_grad():
+            made = gates(operator, given)
         made = Gates(*({n: _kept(n, t, first) for n, t in each.items()} for each in (made.tensors, made.otherwise)))
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
         tensors["o"] = _kept("o", o, first)
