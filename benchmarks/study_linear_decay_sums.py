@@ -5,10 +5,10 @@
     python benchmarks/study_linear_decay_sums.py OUT/released OUT/fp32 [--json FILE]
 
 The first two need a GPU. fla 0.6.0's backward adds to the gradient of a chunk's whole decay ``tl.sum(b_h * b_dh)`` of
-16-bit tiles, which Triton multiplies and adds in 16 bits. Of the decay's gradient, of heads with long memory (the second
-half) and short (the first), the root of the summed squared errors over an emulated kernel's in chunks of 64: a
-well-rounded one's; one's whose score gradients are fp32 in it; one's with that sum in 16 bits. Beside it how much more
-the error changes at chunk boundaries, and within chunks, than a well-rounded kernel's.
+16-bit tiles, which Triton multiplies and adds in 16 bits. Of the decay's gradient, of heads with short memory (the
+first half) and long (the second), stated is the error over an emulated kernel's in chunks of 64: a well-rounded one's;
+one's whose score gradients are fp32 in it; one's with that sum in 16 bits. Beside it how much more the error changes at
+chunk boundaries, and within chunks, than a well-rounded kernel's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     pip install fla-core==0.6.0 flash-linear-attention==0.6.0 einops
     python benchmarks/study_linear_options.py --operators kda gla … [--json FILE]
 
-Each case is one way to call a function: packed, with shared heads, its own scale, normalising q and k, making its gates.
+Each case is a way to call a function: packed, with shared heads, its own scale, normalising q and k, making its gates.
 Kernels run in one configuration, and the refusal of the gated delta rule's backward is lifted, as in
 ``study_linear_kernels.py``.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,6 +55,15 @@ class InKernel:
     def options(self) -> dict[str, bool]:
         """The arguments that tell a function to."""
         return dict.fromkeys(_SWITCHES[self.operator], True)
+
+    def missing(self, parameters: Mapping[str, inspect.Parameter]) -> str | None:
+        """An argument that a function does not take; None: it takes all.
+
+        fla's functions take some of them by ``**kwargs``, beside a switch that they name; others let these pass.
+        """
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and any(n in parameters for n in self.options):
+            return None
+        return next((n for n in (*self.options, *self.also) if n not in parameters), None)
 
     def gates(self) -> dict[str, Tensor]:
         """The gates, by name."""

@@ -85,6 +85,8 @@ CASES: dict[str, LinearCase] = {
 MAY_REFUSE = tuple(CASES)[tuple(CASES).index("initial-state") :]
 # Whose functions normalise q and k on request.
 _NORMALISING = ("delta_rule", "gated_delta_rule", "kda")
+# Whose functions have fewer heads of q and k than of v; others may read what is not there.
+_SHARING = ("gated_delta_rule", "kda", "mamba2")
 # Of a row's norm, in powers of two, about the case's.
 _NORMS = 3.0
 
@@ -99,6 +101,7 @@ def choose(names: Iterable[str] | None, operator: str) -> list[str]:
         name for name, case in CASES.items()
         if ("g" in taken or not case.decays) and ("D" in taken or not case.skip)
         and (case.norm is None or operator in _NORMALISING) and (not case.in_kernel or operator in IN_KERNEL)
+        and (not case.shared or operator in _SHARING)
     ]  # fmt: skip
 
 

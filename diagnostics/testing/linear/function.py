@@ -187,8 +187,8 @@ class LinearFunction:
         if how.in_kernel is not None:
             also = {n: x.to(self.device) for n, x in how.in_kernel.also.items()}
             given |= also | how.in_kernel.options
-            if missing := [n for n in given if n not in self.parameters]:
-                raise _not_taken(f"it takes no {missing[0]}, which makes a gate in the kernel")
+            if missing := how.in_kernel.missing(self.parameters):
+                raise _not_taken(f"it takes no {missing}, which makes a gate in the kernel")
         for name, leaf in leaves.items():
             theirs = self._parameter(name)
             if theirs is None:

@@ -174,6 +174,8 @@ class LinearCallRecord:
     """Arguments that need a gradient and do not lead to o nor the last state: theirs is zero."""
     gates: Gates = field(default_factory=Gates)
     """Arguments that the function makes itself: their gradients are not those of what is captured."""
+    autocast: torch.dtype | None = None
+    """What autocast rounded to when it was called; None: it was off."""
 
     def capture(self, **metadata: Any) -> LinearCapture:
         """It as a capture.
@@ -303,7 +305,10 @@ class LinearRecorder:
         options["normalize"] = bool(given.get(_SWITCHES[1]))
         asked = {n: alias for n, alias in aliases.items() if n in tensors and n not in made.tensors}
         without = _unreached([o, state], asked)
-        self.calls.append(LinearCallRecord(operator, function.__name__, place, tensors, options, slots, without, made))
+        kind = o.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        name = function.__name__
+        self.calls.append(LinearCallRecord(operator, name, place, tensors, options, slots, without, made, autocast))
 
 
 def _ours(known: Mapping[str, str], theirs: str) -> str:
