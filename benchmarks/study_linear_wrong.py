@@ -31,10 +31,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "beta of the erasure missing": (), "o of the state before the step": (), "exp2 of the natural log": (),
     "the chunk before's decay": (), "padding decays on": (), "padding writes on": (), "erases itself": (),
     "an inverse of three terms": (), "states transposed between chunks": (), "sums of g go on": (),
-    "inter-chunk term not scaled": (), "the state goes on between sequences": (), "states of sequences turned": (),
+    "inter-chunk term not scaled": (), "the state goes on between sequences": ("sequences_run_on",),
+    "states of sequences turned": (),
     "initial state's gradient without decay": (), "k's gradient without the erasure's": (),
     "beta's gradient without the erasure's": (), "g's gradient without that within chunks": (),
-    "the last state's gradient ignored": (), "the norm's gradient left out": (), "another eps": (),
+    "the last state's gradient ignored": ("no_last_gradient",), "the norm's gradient left out": (), "another eps": (),
     "first state of another": ("initial_state_of_another",),
 }  # fmt: skip
 _PACKED = ("the state goes on between sequences", "states of sequences turned", "first state of another")

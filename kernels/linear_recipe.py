@@ -8,7 +8,8 @@ from typing import Literal
 LinearFormat = Literal["bf16", "fp16", "fp32"]
 LinearFault = Literal[
     "no_inter_chunk", "boundary_write", "boundary_decay", "no_initial_state", "initial_state_transposed",
-    "initial_state_of_another", "no_decay_gradient", "no_decay_gradient_of_states",
+    "initial_state_of_another", "sequences_run_on", "no_last_gradient", "no_decay_gradient",
+    "no_decay_gradient_of_states",
 ]  # fmt: skip
 
 LINEAR_FAULTS: dict[LinearFault, str] = {
@@ -18,6 +19,8 @@ LINEAR_FAULTS: dict[LinearFault, str] = {
     "no_initial_state": "the initial state is not used",
     "initial_state_transposed": "the initial state is used transposed ([V, K] for [K, V])",
     "initial_state_of_another": "each sequence starts from the initial state of the one before it",
+    "sequences_run_on": "packed sequences are not told apart: each goes on from the state that the one before left",
+    "no_last_gradient": "the gradient of the last state is ignored",
     "no_decay_gradient": "the gradient of the decay is dropped: it is zero",
     "no_decay_gradient_of_states": "the gradient of the decay lacks what reaches it through the states between chunks",
 }

@@ -19,10 +19,8 @@ from attn_diag.head.quality import LOSSY
 
 # Jumps that there must be, numbers at chunk boundaries, to say anything of their size.
 _FEWEST = 12
-# Of jumps' mean squares over a sound kernel's, by chance (F distribution).
+# Of one mean square of jumps over another, by chance (F distribution).
 _LEVEL = 0.01
-# Jumps of the site's size, or so many times more or less at most.
-_ALIKE = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,9 @@ def misfit(error: Tensor, sound: Tensor, coarse: Tensor, run: LinearRun, chunk: 
         float((x.mean() / y.mean()).sqrt())
         for x, y in ((own.within, other.within), (own.at, other.at), (own.at, site.at))
     )
-    if within > LOSSY or at**2 < float(f.isf(_LEVEL, count, count)) or not 1 / _ALIKE < alike < _ALIKE:
+    by_chance = math.sqrt(float(f.isf(_LEVEL, count, count)))
+    # Of the site's own size: one that is half of it, as where products alone are coarse, is another's.
+    apart = max(alike, 1 / alike)
+    if within > LOSSY or at < by_chance or apart > max(LOSSY, by_chance):
         return None
     return abs(math.log(within)) + abs(math.log(alike))

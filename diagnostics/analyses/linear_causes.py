@@ -46,8 +46,10 @@ CAUSES: dict[str, str] = {
     "factor": "it is multiplied by a number",
 }
 """Every cause that can be named, in words."""
-_OF_GRADIENTS = ("no_decay_gradient", "no_decay_gradient_of_states")
+_OF_GRADIENTS = ("no_last_gradient", "no_decay_gradient", "no_decay_gradient_of_states")
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
+# Faults that are the same in all chunks, and what a call must have for them.
+_NEEDS: dict[LinearFault, str] = {"sequences_run_on": "cu_seqlens", "no_last_gradient": "dfinal_state"}
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 # With one boundary alone, they are one step's.
@@ -228,6 +230,8 @@ class Causes:
         forward = set(beside) <= set(LINEAR_OUTPUTS)
         made, sound = (self._outputs(cause, one[1], forward=forward) for cause in (one[0], ""))
         for name, (observed, place) in beside.items():
+            if name not in made:
+                continue
             reference = self._run.reference.values[name][place]
             change, noise = made[name][place] - sound[name][place], sound[name][place] - reference
             moved = max(float(x.square().sum()) for x in (change, observed - reference))
@@ -250,7 +254,7 @@ class Causes:
             if best[1][0]:
                 (cause, chunk), explained = best[1], best[0]
                 self._found = list(dict.fromkeys([*self._found, best[1]]))
-                size = "" if cause in _OF_INITIAL or cause in _STEPWISE else f" (chunks of {chunk})"
+                size = "" if cause in (*_OF_INITIAL, *_NEEDS, *_STEPWISE) else f" (chunks of {chunk})"
                 named = self._called(cause, chunk)
                 size = f" (step {chunk - 1})" if named != cause else size
                 return Cause(named, explained, f"{CAUSES[named]}{size}")
@@ -289,6 +293,9 @@ class Causes:
                     yield fault, 64
             elif fault == "no_decay_gradient":
                 continue  # it is zero
+            elif fault in _NEEDS:
+                if _NEEDS[fault] in capture.tensors:
+                    yield fault, 64
             elif fault not in _OF_DECAY or "g" in capture.tensors or "dt" in capture.tensors:
                 # An initial state is a state before the only chunk.
                 short = fault == "no_inter_chunk" and "initial_state" in capture.tensors and q.shape[1] <= CHUNKS[0]

@@ -99,7 +99,7 @@ class LinearRun:
 
         Args:
             recipe: What it rounds.
-            fault: What it gets wrong besides.
+            fault: What it gets wrong besides. Without states where sequences run on.
             forward: Leave the gradients out.
         """
         capture = self.capture
@@ -108,8 +108,12 @@ class LinearRun:
         inputs = {name: t.to(self.device).float() for name, t in capture.inputs.items()}
         if fault in ("no_initial_state", "initial_state_transposed", "initial_state_of_another"):
             inputs["initial_state"] = _faulty(inputs["initial_state"], fault)
+        dfinal = None if fault == "no_last_gradient" else dfinal
+        sequences = call.sequences
+        if fault == "sequences_run_on":
+            sequences, dfinal = [(0, slice(0, sequences[-1][1].stop))], None if dfinal is None else dfinal[-1:]
         parts: list[tuple[int, slice, dict[str, Tensor]]] = []
-        for n, (b, steps) in enumerate(call.sequences):
+        for n, (b, steps) in enumerate(sequences):
             own = {
                 name: t if name in OF_HEADS else t[n] if name == "initial_state" else t[b, steps]
                 for name, t in inputs.items()
@@ -120,7 +124,9 @@ class LinearRun:
                 dfinal=None if dfinal is None else dfinal[n].float(),
             )  # fmt: skip
             parts.append((b, steps, found | {"o": found["o"].transpose(0, 1)}))
-        return self._joined(parts, recipe)
+        made = self._joined(parts, recipe)
+        # Of sequences that are one there is one state.
+        return made if len(parts) == len(call.sequences) else {n: x for n, x in made.items() if n not in STATES}
 
     def _joined(self, parts: list[tuple[int, slice, dict[str, Tensor]]], recipe: LinearRecipe) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
