@@ -129,7 +129,9 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
         return terms.sum(-1)
     own = max(8, -(-terms.shape[-1] // 128))
     threads = 1 << (-(-terms.shape[-1] // own) - 1).bit_length()
-    terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).unflatten(-1, (threads, own))
+    terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
+        *terms.shape[:-1], threads, own
+    )
     total = terms[..., 0]
     for i in range(1, own):
         total = rounded_to(total + terms[..., i], fmt)

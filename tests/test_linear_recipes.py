@@ -181,7 +181,7 @@ def test_coarse_sums_over_the_state_are_told_by_an_error_that_jumps_with_chunks(
     by_name = {q.quantity: q for q in found.captures[0].observations[0].heads[0].quantities}
     assert found.labels == ({"clean"} if sums == "fp32" else {"undecided"})
     assert by_name["dg"].cause == (None if sums == "fp32" else "decay_sums")
-    assert sums == "fp32" or "chunks of 32; by its size" in by_name["dg"].words
+    assert sums == "fp32" or "(by its size: one error in all steps of a chunk)" in by_name["dg"].words
     assert all(q.cause is None for name, q in by_name.items() if name != "dg")
 
 

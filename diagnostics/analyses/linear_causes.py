@@ -185,11 +185,11 @@ class Causes:
         for chunk in self._run.chunks:
             sound, coarse = (self._outputs(c, chunk, forward=False)[name][place] - true for c in ("", "decay_sums"))
             if (apart := misfit(observed - true, sound, coarse, self._run, chunk)) is not None:
-                fits.append((apart, chunk, float(sound.square().sum())))
+                fits.append((apart, float(sound.square().sum())))
         if not fits:
             return None
-        _, chunk, left = min(fits)
-        words = f"{CAUSES['decay_sums']} (chunks of {chunk}; by its size: one error in all steps of a chunk)"
+        _, left = min(fits)
+        words = f"{CAUSES['decay_sums']} (by its size: one error in all steps of a chunk)"
         explained = 1 - left / float((observed - true).square().sum())
         return Cause("decay_sums", explained, words) if explained > SITE_EXPLAINS else None
 
