@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Beside, Cause, Causes
+from attn_diag.analyses.linear_causes import Beside, Causes
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import cancelled, mean_away, near, unusable
+from attn_diag.analyses.linear_words import Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
@@ -53,8 +54,7 @@ _FRAGILE = 0.02
 _PROOF = 0.5
 # A mean of which a well-rounded kernel has so much is the inputs', not the kernel's.
 _SHARED = 0.5
-# Without a site that makes it a factor is called lossy above this only: of seven released kernels on an H100
-# (flash-linear-attention 0.6.0) RWKV-7's gradient of the decay has 1.76, the gated delta rule's 1.47, all else 1.32.
+# Without a site that makes it a factor is lossy above this only: the decay's gradient of fla's RWKV-7 has 1.86.
 _UNNAMED = 2.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 _FP32 = 2.0**-6

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_boundaries import misfit
+from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
@@ -28,64 +29,15 @@ _ONE = (0.6, 1.5)
 _PLAIN, _OTHER = 4.0, 0.5
 # Of a head: the forward's other outputs, or the other gradients, and where the head is in them.
 Beside = Mapping[str, tuple[Tensor, Place]]
-_STEPWISE = {
-    "decay_step": "each step's decay in the inputs' format",
-    "log_decay_step": "each step's log decay in the inputs' format",
-    "state_step": "the state in the inputs' format after every step",
-}
-CAUSES: dict[str, str] = {
-    **dict(LINEAR_FAULTS.items()),
-    **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
-    **_STEPWISE,
-    "handed_back": "its numbers in the inputs' format when they are handed back",
-    "lost_write": "what one step writes does not reach the state",
-    "lost_decay": "the decay of one step is not applied to the state",
-    "transposed": "it is transposed ([V, K] for [K, V])",
-    "zero": "it is zero",
-    "sign": "its sign is turned",
-    "factor": "it is multiplied by a number",
-}
-"""Every cause that can be named, in words."""
-_OF_GRADIENTS = ("no_last_gradient", "no_decay_gradient", "no_decay_gradient_of_states")
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 # Faults that are the same in all chunks, and what a call must have for them.
 _NEEDS: dict[LinearFault, str] = {"sequences_run_on": "cu_seqlens", "no_last_gradient": "dfinal_state"}
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
-# With one boundary alone, they are one step's.
-_ONE_STEP: dict[str, str] = {"boundary_write": "lost_write", "boundary_decay": "lost_decay"}
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
 # Numbers of fp32 that all have the bits of a 16-bit format do so by no chance.
 _TOLD = 32
-
-
-def in_words(cause: str, *, backward: bool) -> str:
-    """A cause in words.
-
-    Args:
-        cause: A key of ``CAUSES``.
-        backward: Of a gradient behind a forward that is right: what the fault says is so of the backward alone.
-    """
-    alone = backward and cause in (*LINEAR_FAULTS, *_ONE_STEP.values()) and cause not in _OF_GRADIENTS
-    return f"in the backward alone, {CAUSES[cause]}" if alone else CAUSES[cause]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What explains an error."""
-
-    name: str
-    """A key of ``CAUSES``."""
-    explained: float
-    """Part of the squared error."""
-    words: str
-    """In words, with the chunk where one was tried."""
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it is a rounding site, not wrong mathematics."""
-        return self.name in LINEAR_SITES or self.name in _STEPWISE or self.name == "handed_back"
 
 
 class Causes:
@@ -254,7 +206,7 @@ class Causes:
             if best[1][0]:
                 (cause, chunk), explained = best[1], best[0]
                 self._found = list(dict.fromkeys([*self._found, best[1]]))
-                size = "" if cause in (*_OF_INITIAL, *_NEEDS, *_STEPWISE) else f" (chunks of {chunk})"
+                size = "" if cause in (*_OF_INITIAL, *_NEEDS, *STEPWISE) else f" (chunks of {chunk})"
                 named = self._called(cause, chunk)
                 size = f" (step {chunk - 1})" if named != cause else size
                 return Cause(named, explained, f"{CAUSES[named]}{size}")
@@ -263,7 +215,7 @@ class Causes:
     def _called(self, cause: str, chunk: int) -> str:
         """A boundary is told from a step by there being several."""
         longest = max(steps.stop - steps.start for _, steps in self._run.capture.call.sequences)
-        return _ONE_STEP.get(cause, cause) if longest <= 2 * chunk else cause
+        return ONE_STEP.get(cause, cause) if longest <= 2 * chunk else cause
 
     def _explained(self, one: tuple[str, int], name: str, observed: Tensor, place: Place) -> float:
         cause, chunk = one
@@ -335,7 +287,7 @@ class Causes:
         assert fmt is not None
         if cause == "state_step":
             return run.emulated(replace(recipe, state=fmt), forward=forward)
-        if cause in _STEPWISE:
+        if cause in STEPWISE:
             g = run.capture.tensors["g"].double()
             dtype = run.capture.tensors["q"].dtype
             g = g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype).double()

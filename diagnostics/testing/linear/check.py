@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
-from attn_diag.analyses.linear_causes import in_words
+from attn_diag.analyses.linear_words import in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
