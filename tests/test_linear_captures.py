@@ -83,6 +83,16 @@ def test_one_step_that_is_lost_is_no_boundary() -> None:
     } == {("final_state", None)}
 
 
+def test_a_last_state_whose_gradient_is_ignored_is_named() -> None:
+    tensors, do = call_of("simple_gla", 0, steps=70)
+    # Gradients of o alone.
+    made = observed(tensors, do, scale=LinearCapture("simple_gla", tensors).call.used_scale)
+    given = {**tensors, "do": do, "dfinal_state": torch.ones(1, 1, 32, 32)}
+    found = attn_diag.inspect_linear(LinearCapture("simple_gla", {**given, **made}))
+    named = {q.quantity: q.cause for q in found.captures[0].observations[0].heads[0].quantities if q.answer == "wrong"}
+    assert named == dict.fromkeys(("dk", "dv", "dg", "dinitial_state"), "no_last_gradient")
+
+
 @pytest.mark.parametrize("operator", list(LINEAR_OPERATORS))
 def test_every_operator_is_emulated_like_its_reference(operator: str) -> None:
     tensors = linear_inputs(operator, (1, 70, 2, 8, 8), 0)
