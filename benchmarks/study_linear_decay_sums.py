@@ -102,12 +102,13 @@ def main() -> None:
             ]
             several = [figures(capture) for capture in plain]
             half = plain[0].tensors["v"].shape[2] // 2
-            kept[f"{operator}, {kind}"] = one = {
+            one: dict[str, Any] = {
                 "short memory": mean_ratios(several, slice(half)),
                 "long memory": mean_ratios(several, slice(half, None)),
                 "long memory, pooled": ratios(several, slice(half, None)),
                 "by capture": several,
             }
+            kept[f"{operator}, {kind}"] = one
             print(f"{operator}, {kind}, {len(files)} captures")
             for name in ("short memory", "long memory", "long memory, pooled"):
                 print(f"    {name}: { ({n: round(x, 3) for n, x in one[name].items()}) }")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> None:
     one_configuration()
     kept = made_by("cuda")
     for operator in options.operators:
-        kept[operator] = attempted(lambda operator=operator: checked(operator), operator)
+        kept[operator] = attempted(partial(checked, operator), operator)
         save(kept, options.json)
 
 

@@ -114,7 +114,8 @@ class Kernel:
                 own = [torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) if n != 3 else t for n, t in enumerate(own)]
             if missing and self.has("padding writes on"):
                 own = [torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]) for t in own]
-            out, state, last_decay, gone = self.chunk(*own, state, last_decay, gone, scale)
+            rows = dict(zip(["q", "k", "v", "g", "beta"], own, strict=True))
+            out, state, last_decay, gone = self.chunk(**rows, state=state, before=last_decay, gone=gone, scale=scale)
             outs.append(out[: len(q) - i])
             if self.has("states transposed between chunks") and i + CHUNK < len(q):
                 state = state.mT
