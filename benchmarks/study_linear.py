@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,16 +75,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="These defects alone.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    table: dict[str, dict[str, int]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for defect in options.only or (None, *DEFECTS):
-        begun, counts = time.perf_counter(), Counter[str]()
+        begun, counts, missed = time.perf_counter(), Counter[str](), dict[int, Any]()
         for seed in range(options.first, options.first + options.seeds):
-            found = defective(OPERATORS[seed % len(OPERATORS)], seed, options.steps, defect)
+            operator = OPERATORS[seed % len(OPERATORS)]
+            found = defective(operator, seed, options.steps, defect)
             causes = {f.cause for f in found.findings if f.label in ACCUSED}
             counts["found"] += bool(found.labels & ACCUSED)
             counts["named"] += bool(causes & {*RIGHT.get(str(defect), ())})
             counts["misnamed"] += bool(causes - {*RIGHT.get(str(defect), ()), None})
-        table[str(defect)] = dict(counts)
+            if defect is not None and not found.labels & ACCUSED:
+                quantities = found.captures[0].observations[0].heads[0].quantities
+                missed[seed] = [operator, max(q.factor or 0.0 for q in quantities)]
+                print(f"missed: {defect} of {operator}, seed {seed}: {missed[seed][1]:.3g} times at most", flush=True)
+        table[str(defect)] = {**counts, "missed": missed}
         print(f"{defect}: {dict(counts)} of {options.seeds}, {time.perf_counter() - begun:.0f} s", flush=True)
     counts = Counter[str]()
     for seed in range(options.first, options.first + 2 * options.seeds):

@@ -4,6 +4,7 @@
     python benchmarks/study_linear_kernels.py OUT [--operators rwkv7 kda …] [--inputs gaussian trained] [--replay]
         [--monitored 300]
     python benchmarks/study_linear_kernels.py OUT --judge    # the captures that are in OUT, again, without a GPU
+    python benchmarks/study_linear_kernels.py OUT --sums-in-fp32    # one line of fla's backward changed
 
 OUT gets a capture and the verdict (JSON) of every operator, and a summary: per quantity answer, factor, error. An
 operator's function for decoding (fused_recurrent_*) runs on the same inputs, as observation "recurrent". With
@@ -14,25 +15,32 @@ other half as trained models have them (log decay about -0.05 and -0.003); *trai
 that was trained (``linear_trained.py``). The backward of the gated delta rule refuses Triton 3.4 to 3.7.0 on Hopper,
 where its gradients are wrong (fla #640); here the refusal is lifted, to see whether the verdict names it. Of the
 configurations that a kernel would be tuned over, the one nearest to four warps and the fewest stages runs.
+
+``--sums-in-fp32`` runs a copy of fla in which the sums over the state that a decay's gradient takes, ``tl.sum(b_h *
+b_dh)`` of 16-bit tiles (products and sums are 16-bit then), are made in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from linear_kernels import one_configuration
 from linear_trained import MODELS, Trained
 from measuring import made_by, save, watched
 
@@ -56,15 +64,18 @@ def lift_the_refusal() -> None:
     module.TRITON_ABOVE_3_7_1 = True
 
 
-def run_one_configuration() -> None:
-    """Have kernels run in one configuration, without timing any; others' processes find it in Triton's cache."""
-    tuner: Any = import_module("triton.runtime.autotuner").Autotuner
-
-    def rank(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        del self, args, meta
-        return [abs(config.num_warps - 4) * 100.0 + config.num_stages] * 3
-
-    tuner._bench = rank
+def sum_states_in_fp32() -> None:
+    """Put a copy of fla, in which the sums over the state are fp32's, before the installed one."""
+    found, folder = find_spec("fla"), Path(tempfile.mkdtemp())
+    assert found is not None
+    assert found.origin is not None
+    shutil.copytree(Path(found.origin).parent, folder / "fla")
+    for file in ("common/chunk_o.py", "kda/chunk_bwd.py"):
+        path = folder / "fla" / "ops" / file
+        text = path.read_text()
+        assert "tl.sum(b_h * b_dh" in text, file
+        path.write_text(text.replace("tl.sum(b_h * b_dh", "tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32)"))
+    sys.path.insert(0, str(folder))
 
 
 def gaussian_call(operator: str, seed: int, options: argparse.Namespace) -> LinearCapture:
@@ -146,6 +157,8 @@ def judged(capture: LinearCapture, name: str, options: argparse.Namespace) -> di
 def captured_and_judged(operator: str, inputs: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One call, and its verdict."""
     capture, said = captured(operator, inputs, seed, options)
+    if options.unjudged:
+        return said
     return {**said, **judged(capture, f"{operator}_{inputs}_{seed}", options)}
 
 
@@ -190,11 +203,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1024, help="T")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--train-steps", type=int, default=250)
     parser.add_argument("--monitored", type=int, default=0, help="steps of a training under the monitor, of each model")
     parser.add_argument("--every", type=int, default=50, help="steps from one look of the monitor to the next")
     parser.add_argument("--replay", action="store_true", help="the first capture of each operator, on the GPU")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a replayed function may take")
+    parser.add_argument("--sums-in-fp32", action="store_true", help="change a line of fla's backward")
+    parser.add_argument("--unjudged", action="store_true", help="keep the captures alone")
     parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -202,19 +218,22 @@ def main() -> None:
         found = {p.stem: judged(load_linear(p), p.stem, options) for p in sorted(options.out.glob("*.safetensors"))}
         save(made_by() | found, options.out / "summary.json")
         return
+    if options.sums_in_fp32:
+        sum_states_in_fp32()
     lift_the_refusal()
-    run_one_configuration()
+    one_configuration()
     summary: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    seeds = range(options.first, options.first + options.seeds)
     kept = options.out / f"summary_{'_'.join(options.operators)}.json"
     for operator in options.operators:
         trainable = operator in MODELS and "trained" in options.inputs
-        jobs = [(inputs, seed) for inputs in options.inputs if inputs != "trained" for seed in range(options.seeds)]
-        jobs += [("trained", seed) for seed in range(options.seeds if trainable else 0)]
+        jobs = [(inputs, seed) for inputs in options.inputs if inputs != "trained" for seed in seeds]
+        jobs += [("trained", seed) for seed in (seeds if trainable else ())]
         for inputs, seed in jobs:
             name = f"{operator}_{inputs}_{seed}"
             summary[name] = attempted(partial(captured_and_judged, operator, inputs, seed, options), name)
             kept.write_text(json.dumps(summary, indent=2) + "\n")
-        for seed in range(options.seeds if options.monitored and operator in MODELS else 0):
+        for seed in seeds if options.monitored and operator in MODELS else ():
             name = f"{operator}_monitored_{seed}"
             summary[name] = attempted(partial(monitored, operator, seed, options), name)
             kept.write_text(json.dumps(summary, indent=2) + "\n")

@@ -81,9 +81,71 @@ class _Inverse(torch.autograd.Function):
         return made, None
 
 
+class _DecayedScores(torch.autograd.Function):
+    """Scores times their decays. Kernels round the product's gradient once, for all that take it from there."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, decays: Tensor, taken: LinearFormat) -> Tensor:
+        ctx.save_for_backward(scores, decays)
+        ctx.taken = taken
+        return scores * decays
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        scores, decays = ctx.saved_tensors
+        given = gradients[0] * decays
+        if ctx.taken == "fp32":
+            return given, gradients[0] * scores, None
+        of_decays = rounded_to(given, ctx.taken) * scores / decays
+        return given, of_decays.masked_fill(decays == 0, 0.0), None
+
+
+class _DecayedState(torch.autograd.Function):
+    """A state times its chunk's decay, whose gradient sums the products of the state and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat) -> Tensor:
+        ctx.save_for_backward(state, decay)
+        ctx.sums = sums
+        return state * decay
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        state, decay = ctx.saved_tensors
+        fmt: LinearFormat = ctx.sums
+        terms = rounded_to(rounded_to(state, fmt) * rounded_to(gradients[0], fmt), fmt)
+        terms = terms if decay.shape[1] > 1 else terms.flatten(1)[:, None]
+        return gradients[0] * decay, summed(terms, fmt)[..., None], None
+
+
+def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
+    """Sums over the last dimension as 128 threads make them: of eight neighbours or more one by one, then in pairs.
+
+    Args:
+        terms: [..., n].
+        fmt: Of every sum on the way.
+    """
+    if fmt == "fp32":
+        return terms.sum(-1)
+    own = max(8, -(-terms.shape[-1] // 128))
+    threads = 1 << (-(-terms.shape[-1] // own) - 1).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
+        *terms.shape[:-1], threads, own
+    )
+    total = terms[..., 0]
+    for i in range(1, own):
+        total = rounded_to(total + terms[..., i], fmt)
+    while total.shape[-1] > 1:
+        one, other = total.chunk(2, -1)
+        total = rounded_to(one + other, fmt)
+    return total[..., 0]
+
+
 _kept: Callable[[Tensor, LinearFormat], Tensor] = _Stored.apply
 _product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat], Tensor] = _Product.apply
 _inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
+_decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
+_decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
 
 
 @dataclass(frozen=True)
@@ -179,7 +241,8 @@ class _Kernel:
         apart = left_log[:, :, :, None] - right_log[:, :, None]
         decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
         if not self.by_channel:
-            return self.product(left, right.mT) * decays[..., 0]
+            taken = self.recipe.score_gradients or self.recipe.operands
+            return _decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
         pairs = left[:, :, :, None] * right[:, :, None]
         # Rounded as it is made; its gradient is not.
         pairs = pairs + (rounded_to(pairs.detach(), self.recipe.elementwise) - pairs.detach())
@@ -235,7 +298,7 @@ class _Kernel:
                 out = self.inter(q[:, c], state) * here
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
-            after = self.decay(last).mT * state
+            after = _decayed_state(state, self.decay(last).mT, self.recipe.decay_sums)
             for keys, scores, written in sources:
                 values = self.stored(written(state, c))
                 out = out + self.product(scores[:, c], values)

@@ -8,7 +8,8 @@ from typing import Literal
 LinearFormat = Literal["bf16", "fp16", "fp32"]
 LinearFault = Literal[
     "no_inter_chunk", "boundary_write", "boundary_decay", "no_initial_state", "initial_state_transposed",
-    "initial_state_of_another", "no_decay_gradient", "no_decay_gradient_of_states",
+    "initial_state_of_another", "sequences_run_on", "no_last_gradient", "no_decay_gradient",
+    "no_decay_gradient_of_states",
 ]  # fmt: skip
 
 LINEAR_FAULTS: dict[LinearFault, str] = {
@@ -18,6 +19,8 @@ LINEAR_FAULTS: dict[LinearFault, str] = {
     "no_initial_state": "the initial state is not used",
     "initial_state_transposed": "the initial state is used transposed ([V, K] for [K, V])",
     "initial_state_of_another": "each sequence starts from the initial state of the one before it",
+    "sequences_run_on": "packed sequences are not told apart: each goes on from the state that the one before left",
+    "no_last_gradient": "the gradient of the last state is ignored",
     "no_decay_gradient": "the gradient of the decay is dropped: it is zero",
     "no_decay_gradient_of_states": "the gradient of the decay lacks what reaches it through the states between chunks",
 }
@@ -48,6 +51,10 @@ class LinearRecipe:
     """Of what kernels hand each other between products (w, u and the new values of a delta rule); None: as operands."""
     accumulator: LinearFormat = "fp32"
     """Of every matrix product's result."""
+    score_gradients: LinearFormat | None = None
+    """Of gradients of decayed scores as a decay's gradient takes them, one number a step; None: as operands."""
+    decay_sums: LinearFormat = "fp32"
+    """Of states and their gradients, their products and the sums of these: the gradient of a chunk's whole decay."""
     normalizer: LinearFormat = "fp32"
     """Of the running sum of k that linear_attn divides by."""
     out: LinearFormat = "bf16"
@@ -66,5 +73,8 @@ LINEAR_SITES: dict[str, str] = {
     "solved": "the scores that the triangular inverse is made of",
     "accumulator": "the products' sums",
     "normalizer": "the normaliser's running sum",
+    "decay_sums": "the sums over the state that the decay's gradient takes",
 }
 """The sites that well-rounded kernels keep in fp32, in words."""
+GRADIENT_SITES = ("score_gradients", "decay_sums")
+"""The sites that a backward alone has."""

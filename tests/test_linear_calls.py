@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_kernels import recurrent
+from linear_kernels import one_configuration, recurrent
 from torch import Tensor
 
 import attn_diag
@@ -171,7 +171,8 @@ def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", ["rwkv7", "kda", "gla"])
-def test_released_kernels_are_not_wrong(operator: str) -> None:
+def test_released_kernels_are_not_wrong(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_configuration(monkeypatch.setattr)
     ops = pytest.importorskip(f"fla.ops.{operator}")
     x = {n: t.detach().cuda().requires_grad_() for n, t in linear_gpu(operator).items()}
     names = {"q": "r", "g": "w"} if operator == "rwkv7" else {}

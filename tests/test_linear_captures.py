@@ -65,6 +65,34 @@ def test_healthy_kernels_are_clean(operator: str) -> None:
     assert found.tests > 0
 
 
+def test_one_step_that_is_lost_is_no_boundary() -> None:
+    tensors, do = call_of("gla", 0, steps=120)
+    scale = LinearCapture("gla", tensors).call.used_scale
+    made = observed(tensors, do, scale=scale, defect="boundary", chunk=64)
+    found = attn_diag.inspect_linear(LinearCapture("gla", {**tensors, "do": do, **made}))
+    named = {q.quantity: q for q in found.captures[0].observations[0].heads[0].quantities if q.answer == "wrong"}
+    assert {"o", "final_state", "dq", "dk", "dv"} <= set(named)
+    assert {q.cause for q in named.values()} == {"lost_write"}
+    assert "what one step writes does not reach the state (step 63)" in named["o"].words
+    # A last state without the last step, behind an o that is right, names nothing either.
+    whole = captured("gla", 0)
+    state = whole.tensors["final_state"] - whole.tensors["k"][:, -1, ..., None] * whole.tensors["v"][:, -1, :, None]
+    found = attn_diag.inspect_linear(replace(whole, tensors={**whole.tensors, "final_state": state.float()}))
+    assert {
+        (q.quantity, q.cause) for q in found.captures[0].observations[0].heads[0].quantities if q.answer == "wrong"
+    } == {("final_state", None)}
+
+
+def test_a_last_state_whose_gradient_is_ignored_is_named() -> None:
+    tensors, do = call_of("simple_gla", 0, steps=70)
+    # Gradients of o alone.
+    made = observed(tensors, do, scale=LinearCapture("simple_gla", tensors).call.used_scale)
+    given = {**tensors, "do": do, "dfinal_state": torch.ones(1, 1, 32, 32)}
+    found = attn_diag.inspect_linear(LinearCapture("simple_gla", {**given, **made}))
+    named = {q.quantity: q.cause for q in found.captures[0].observations[0].heads[0].quantities if q.answer == "wrong"}
+    assert named == dict.fromkeys(("dk", "dv", "dg", "dinitial_state"), "no_last_gradient")
+
+
 @pytest.mark.parametrize("operator", list(LINEAR_OPERATORS))
 def test_every_operator_is_emulated_like_its_reference(operator: str) -> None:
     tensors = linear_inputs(operator, (1, 70, 2, 8, 8), 0)

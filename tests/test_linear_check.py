@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 import torch
 from command_line import Run
 from linear_kernels import recurrent
-from planted_linear import DELTA_RULE, MAMBA, foreign, planted
+from planted_linear import DELTA_RULE, MAMBA, Fault, foreign, planted
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analyses.linear_causes import CAUSES
+from attn_diag.analyses.linear_words import CAUSES
 from attn_diag.results.check import CheckReport
 
 DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]
@@ -67,6 +68,73 @@ def test_one_broken_line_is_named_and_nothing_else(fault: Any) -> None:
     assert not found.passed
     assert causes(found) & {*fault.cause}, found.report()
     assert not causes(found) - {*fault.cause, "zero", "factor"}, found.report()
+
+
+NORMALISED = "query = l2norm(query, dim=-1, eps=1e-6)"
+
+
+@pytest.mark.parametrize(
+    ("line", "made", "case"),
+    [
+        (NORMALISED, NORMALISED, None),
+        (NORMALISED, "pass", "l2norm"),
+        ("key = l2norm(key, dim=-1, eps=1e-6)", "key = l2norm(key, dim=-1, eps=1e-12)", "l2norm-eps"),
+        ("if use_qk_l2norm_in_kernel:", "if False:", "l2norm"),
+    ],
+    ids=["whole", "q as it is", "another eps", "not at all"],
+)
+def test_normalising_in_the_kernel_is_checked(line: str, made: str, case: str | None) -> None:
+    function = planted(DELTA, Fault("normalising", line, made))
+    backward = None if case is None else False
+    found = attn_diag.check_linear(function, DELTA, cases=["l2norm", "l2norm-eps"], head_dim=8, backward=backward)
+    failed = {f.case for f in found.failures}
+    assert failed == ({"l2norm", "l2norm-eps"} if case == "l2norm" else {case} - {None}), found.report()
+
+
+def gated(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, *, fault: str = "",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gated delta rule with all its options, step by step in float64, or with a fault in one of them."""
+    if use_gate_in_kernel:
+        assert A_log is not None
+        assert dt_bias is not None
+        raised = g if fault == "bias left out" else g + dt_bias
+        g = -(A_log if fault == "A is taken for its logarithm" else A_log.exp()) * torch.nn.functional.softplus(raised)
+    beta = beta.sigmoid() if use_beta_sigmoid_in_kernel and fault != "no sigmoid" else beta
+    if scale is None or fault == "scale ignored":
+        scale = 1.0 if fault == "another default" else q.shape[-1] ** -0.5
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, states, before = list[Tensor](), list[Tensor](), None
+    for n, (i, j) in enumerate(pairwise(ends)):
+        own = {"q": q[:, i:j], "k": k[:, i:j], "v": v[:, i:j], "g": g[:, i:j], "beta": beta[:, i:j]}
+        if initial_state is not None:
+            own["initial_state"] = initial_state if cu_seqlens is None else initial_state[n : n + 1]
+        elif fault == "the state goes on" and before is not None:
+            own["initial_state"] = before
+        o, before = recurrent(own, scale=scale)
+        outs.append(o)
+        states.append(before)
+    return torch.cat(outs, 1).to(v.dtype), torch.cat(states).float() if output_final_state else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        ("", ""), ("bias left out", "gates-in-kernel"), ("A is taken for its logarithm", "gates-in-kernel"),
+        ("no sigmoid", "gates-in-kernel"), ("scale ignored", "scale"), ("another default", "defaults"),
+        ("the state goes on", "packed-alone"),
+    ],
+)  # fmt: skip
+def test_options_of_a_call_are_checked(fault: str, case: str) -> None:
+    cases = ["gates-in-kernel", "scale", "defaults"] if not fault else [case]
+    function, backward = partial(gated, fault=fault), False if fault else None
+    found = attn_diag.check_linear(function, DELTA, cases=cases, head_dim=8, name="gated", backward=backward)
+    assert {f.case for f in found.failures} == {case} - {""}, found.report()
+    assert fault or {"dg", "dbeta"} <= set(found.cases[-1].outputs)
+    assert fault != "the state goes on" or causes(found) == {"sequences_run_on"}, found.report()
 
 
 @pytest.mark.parametrize(

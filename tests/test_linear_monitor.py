@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,12 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import Monitor
+from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_recipe import LinearRecipe
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
+from attn_diag.watching.live.linear_calls import LinearRecorder
 from attn_diag.watching.monitoring.alarm import replay
+from attn_diag.watching.monitoring.linear import said_of
 from attn_diag.watching.monitoring.record import read_log
 
 HEALTHY = LinearRecipe(chunk=16)
@@ -87,3 +92,20 @@ def test_other_functions_are_met_and_what_cannot_be_judged_is_said(fla: Any, cap
     assert "a decay of v" in caplog.text
     with pytest.raises(attn_diag.InputError, match="operator must be"):
         Monitor(model, functions={"softmax": mine})
+
+
+def test_sums_that_autocast_rounds_are_said_to_be_its(fla: Any) -> None:
+    given = rounded(linear_inputs("kda", (1, 40, 1, 8, 8), 0, kind=LONG))
+    made = chunked("kda", given, HEALTHY)
+    ran = [LinearRecorder(lambda: True) for _ in range(2)]
+    for recorder, enabled in zip(ran, (True, False), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            recorder.wrapped("kda", fla.chunk_kda)(**given)
+    assert [recorder.calls[0].autocast for recorder in ran] == [torch.bfloat16, None]
+    (head,) = attn_diag.inspect_linear(LinearCapture("kda", {**given, "o": made})).heads
+    coarse = replace(head.quantities[0], answer="lossy", cause="accumulator", words="O is coarse.")
+    head = replace(head, labels=("lossy",), reasons=("O is coarse.",), quantities=(coarse,))
+    said = said_of(head, torch.bfloat16)
+    assert said.startswith("O is coarse; the call ran under autocast to bfloat16, where plain torch rounds")
+    assert said_of(head, None) == "O is coarse."
+    assert said_of(replace(head, quantities=(replace(coarse, cause="state"),)), torch.bfloat16) == "O is coarse."

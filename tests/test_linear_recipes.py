@@ -18,6 +18,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
+from attn_diag.kernels.linear_chunked import summed
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 
@@ -166,3 +167,28 @@ def test_the_released_rwkv7_kernel_is_sound_and_its_two_roundings_more_are_its_e
     assert all(0.9 < factor < 1.1 for factor in rounded_more.values()), rounded_more
     assert max(factors().values()) > 1.2
     assert "elementwise=bf16" in attn_diag.identify_linear(capture).candidates[0].recipe
+
+
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
+def test_coarse_sums_over_the_state_are_told_by_an_error_that_jumps_with_chunks(sums: Any) -> None:
+    given = rounded(linear_inputs("simple_gla", (1, 448, 1, 16, 16), 2, kind=LONG))
+    given["do"] = torch.randn(1, 448, 1, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    run = LinearRun(LinearCapture("simple_gla", given), torch.device("cpu"))
+    # Another kernel than the yardstick: what products hand on is fp32.
+    made = run.emulated(replace(run.recipe, chunk=32, decay_sums=sums, stored="fp32"))
+    kept = {"o": made["o"].bfloat16()} | {f"d{n}": made[f"d{n}"].to(given[n].dtype) for n in "qkvg"}
+    found = attn_diag.inspect_linear(LinearCapture("simple_gla", {**given, **kept}), device="cpu")
+    by_name = {q.quantity: q for q in found.captures[0].observations[0].heads[0].quantities}
+    assert found.labels == ({"clean"} if sums == "fp32" else {"undecided"})
+    assert by_name["dg"].cause == (None if sums == "fp32" else "decay_sums")
+    assert sums == "fp32" or "(by its size: one error in all steps of a chunk)" in by_name["dg"].words
+    assert all(q.cause is None for name, q in by_name.items() if name != "dg")
+
+
+def test_sums_are_rounded_on_the_way() -> None:
+    terms = torch.full((1, 4096), 1.0)
+    terms[0, 0] = 256.0
+    # 256 + 1 is a tie of BF16 that goes to the even 256: the thread of the first 32 adds nothing to it.
+    assert summed(terms, "bf16").item() == 256 + 4096 - 32
+    assert summed(terms, "fp32").item() == 256 + 4095
+    assert torch.equal(summed(terms[:, :5], "bf16"), torch.tensor([256.0]))

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Beside, Cause, Causes
+from attn_diag.analyses.linear_causes import Beside, Causes
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import cancelled, mean_away, near, unusable
+from attn_diag.analyses.linear_words import Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError
@@ -53,8 +54,7 @@ _FRAGILE = 0.02
 _PROOF = 0.5
 # A mean of which a well-rounded kernel has so much is the inputs', not the kernel's.
 _SHARED = 0.5
-# Without a site that makes it a factor is called lossy above this only: of seven released kernels on an H100
-# (flash-linear-attention 0.6.0) RWKV-7's gradient of the decay has 1.76, the gated delta rule's 1.47, all else 1.32.
+# Without a site that makes it a factor is lossy above this only: the decay's gradient of fla's RWKV-7 has 1.86.
 _UNNAMED = 2.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 _FP32 = 2.0**-6
@@ -172,7 +172,7 @@ class _Job:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
             self.others = [self.run.emulated(replace(recipe, chunk=chunk)) for chunk in self.run.chunks]
-            self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt))
+            self.coarse = self.run.emulated(replace(recipe, state=fmt, decay=fmt, accumulator=fmt, decay_sums=fmt))
 
     def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
         quantities: list[LinearQuantity] = []
@@ -358,9 +358,9 @@ class _Job:
         interval = f"{number(ratio.factor)} ({number(ratio.low)} to {number(ratio.high)})"
         said = f"{symbol} has {interval} times a well-rounded kernel's error"
         beside = paired_ratio(squares.cpu().numpy(), allowed.cpu().numpy()) or ratio
-        # Of what cancelling terms may leave no cause is sought: sums along the sequence look alike by chance.
-        too_large = all(r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
-        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum())) if too_large else None
+        # Of what cancelling terms may leave no bits are sought: sums along the sequence look alike by chance.
+        too_large, beyond_terms = (r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
+        cause = self.causes.of_lossy(name, observed, place, float(allowed.sum()), beyond_terms) if too_large else None
         if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
         elif cause is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.linear_boundaries import misfit
+from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
-from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES, LinearFault
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_FAULTS, LINEAR_SITES, LinearFault
 from attn_diag.reference import format_of, ulp
 
 # A fault's own error is all but the rounding; of a site, what another site of healthy kernels never explains.
@@ -27,58 +29,15 @@ _ONE = (0.6, 1.5)
 _PLAIN, _OTHER = 4.0, 0.5
 # Of a head: the forward's other outputs, or the other gradients, and where the head is in them.
 Beside = Mapping[str, tuple[Tensor, Place]]
-_STEPWISE = {
-    "decay_step": "each step's decay in the inputs' format",
-    "log_decay_step": "each step's log decay in the inputs' format",
-    "state_step": "the state in the inputs' format after every step",
-}
-CAUSES: dict[str, str] = {
-    **dict(LINEAR_FAULTS.items()),
-    **{name: f"{words} in the inputs' format" for name, words in LINEAR_SITES.items()},
-    **_STEPWISE,
-    "handed_back": "its numbers in the inputs' format when they are handed back",
-    "transposed": "it is transposed ([V, K] for [K, V])",
-    "zero": "it is zero",
-    "sign": "its sign is turned",
-    "factor": "it is multiplied by a number",
-}
-"""Every cause that can be named, in words."""
-_OF_GRADIENTS = ("no_decay_gradient", "no_decay_gradient_of_states")
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
+# Faults that are the same in all chunks, and what a call must have for them.
+_NEEDS: dict[LinearFault, str] = {"sequences_run_on": "cu_seqlens", "no_last_gradient": "dfinal_state"}
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
 MOST_STEPWISE = 2**14
 # Numbers of fp32 that all have the bits of a 16-bit format do so by no chance.
 _TOLD = 32
-
-
-def in_words(cause: str, *, backward: bool) -> str:
-    """A cause in words.
-
-    Args:
-        cause: A key of ``CAUSES``.
-        backward: Of a gradient behind a forward that is right: what the fault says is so of the backward alone.
-    """
-    alone = backward and cause in LINEAR_FAULTS and cause not in _OF_GRADIENTS
-    return f"in the backward alone, {CAUSES[cause]}" if alone else CAUSES[cause]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What explains an error."""
-
-    name: str
-    """A key of ``CAUSES``."""
-    explained: float
-    """Part of the squared error."""
-    words: str
-    """In words, with the chunk where one was tried."""
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it is a rounding site, not wrong mathematics."""
-        return self.name in LINEAR_SITES or self.name in _STEPWISE or self.name == "handed_back"
 
 
 class Causes:
@@ -115,9 +74,13 @@ class Causes:
             return simple
         if name == "final_state" and (turned := _transposed(observed, reference)) is not None:
             return turned
-        faults = [one for one in self._faults() if only is None or one[0] in only]
+        faults = [one for one in self._faults() if only is None or self._called(*one) in only]
         forward = name in LINEAR_OUTPUTS
-        sound = [one for one in faults if (forward and one[0] in _OF_BOUNDARY) or not self._contradicted(one, beside)]
+        told_by = {n: x for n, x in beside.items() if n != "final_state"}
+        sound = [
+            one for one in faults
+            if not self._contradicted(one, told_by if forward and one[0] in _OF_BOUNDARY else beside)
+        ]  # fmt: skip
         fault = self._best(sound, name, observed, place, FAULT_EXPLAINS)
         if fault is None and not forward:
             # A gradient with code of its own may have a fault that the others lack: then that is all of its error.
@@ -130,7 +93,7 @@ class Causes:
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
 
-    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float) -> Cause | None:
+    def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float, by_bits: bool = True) -> Cause | None:
         """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
 
         Args:
@@ -138,13 +101,17 @@ class Causes:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
             allowed: The squared error that a sound kernel may have.
+            by_bits: Whether to look for what the bits tell.
         """
+        if not by_bits:
+            return self._decay_sums(name, observed.double(), place)
         if (stored := self._stored(observed, self._run.reference.values[name][place], allowed)) is not None:
             return stored
         observed = observed.double()
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
         factor = self._factor(name, observed, place)
-        return max((c for c in (site, factor) if c is not None), key=lambda c: c.explained, default=None)
+        found = [c for c in (site, factor) if c is not None]
+        return max(found, key=lambda c: c.explained) if found else self._decay_sums(name, observed, place)
 
     def _factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
         reference = self._run.reference.values[name][place]
@@ -160,6 +127,23 @@ class Causes:
         if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
             return None
         return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
+
+    def _decay_sums(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        """Coarse sums over the state, which bits do not tell: by the size of what is one error in a chunk."""
+        if name not in ("dg", "ddt") or not self._run.has_site("decay_sums") or self._run.format is None:
+            return None
+        true = self._run.reference.values[name][place]
+        fits = []
+        for chunk in self._run.chunks:
+            sound, coarse = (self._outputs(c, chunk, forward=False)[name][place] - true for c in ("", "decay_sums"))
+            if (apart := misfit(observed - true, sound, coarse, self._run, chunk)) is not None:
+                fits.append((apart, float(sound.square().sum())))
+        if not fits:
+            return None
+        _, left = min(fits)
+        words = f"{CAUSES['decay_sums']} (by its size: one error in all steps of a chunk)"
+        explained = 1 - left / float((observed - true).square().sum())
+        return Cause("decay_sums", explained, words) if explained > SITE_EXPLAINS else None
 
     def _stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
         """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell."""
@@ -198,6 +182,8 @@ class Causes:
         forward = set(beside) <= set(LINEAR_OUTPUTS)
         made, sound = (self._outputs(cause, one[1], forward=forward) for cause in (one[0], ""))
         for name, (observed, place) in beside.items():
+            if name not in made:
+                continue
             reference = self._run.reference.values[name][place]
             change, noise = made[name][place] - sound[name][place], sound[name][place] - reference
             moved = max(float(x.square().sum()) for x in (change, observed - reference))
@@ -220,9 +206,16 @@ class Causes:
             if best[1][0]:
                 (cause, chunk), explained = best[1], best[0]
                 self._found = list(dict.fromkeys([*self._found, best[1]]))
-                size = "" if cause in _OF_INITIAL or cause in _STEPWISE else f" (chunks of {chunk})"
-                return Cause(cause, explained, f"{CAUSES[cause]}{size}")
+                size = "" if cause in (*_OF_INITIAL, *_NEEDS, *STEPWISE) else f" (chunks of {chunk})"
+                named = self._called(cause, chunk)
+                size = f" (step {chunk - 1})" if named != cause else size
+                return Cause(named, explained, f"{CAUSES[named]}{size}")
         return None
+
+    def _called(self, cause: str, chunk: int) -> str:
+        """A boundary is told from a step by there being several."""
+        longest = max(steps.stop - steps.start for _, steps in self._run.capture.call.sequences)
+        return ONE_STEP.get(cause, cause) if longest <= 2 * chunk else cause
 
     def _explained(self, one: tuple[str, int], name: str, observed: Tensor, place: Place) -> float:
         cause, chunk = one
@@ -252,6 +245,9 @@ class Causes:
                     yield fault, 64
             elif fault == "no_decay_gradient":
                 continue  # it is zero
+            elif fault in _NEEDS:
+                if _NEEDS[fault] in capture.tensors:
+                    yield fault, 64
             elif fault not in _OF_DECAY or "g" in capture.tensors or "dt" in capture.tensors:
                 # An initial state is a state before the only chunk.
                 short = fault == "no_inter_chunk" and "initial_state" in capture.tensors and q.shape[1] <= CHUNKS[0]
@@ -263,7 +259,7 @@ class Causes:
             return
         decays = "g" in capture.tensors
         for site in LINEAR_SITES:
-            if not self._run.has_site(site):
+            if not self._run.has_site(site) or site in GRADIENT_SITES:
                 continue
             yield from ((site, chunk) for chunk in CHUNKS)
         if decays:
@@ -291,7 +287,7 @@ class Causes:
         assert fmt is not None
         if cause == "state_step":
             return run.emulated(replace(recipe, state=fmt), forward=forward)
-        if cause in _STEPWISE:
+        if cause in STEPWISE:
             g = run.capture.tensors["g"].double()
             dtype = run.capture.tensors["q"].dtype
             g = g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype).double()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_chunked import LinearHeads, rounded_to, run_linear_call
-from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LinearFault, LinearFormat, LinearRecipe
 from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
 
 _FORMATS: dict[torch.dtype, LinearFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -81,6 +81,9 @@ class LinearRun:
     def has_site(self, site: str) -> bool:
         """Whether a kernel of the operator has the rounding site."""
         tensors = self.capture.tensors
+        if site in GRADIENT_SITES:
+            by_channel = "g" in tensors and tensors["g"].ndim == 4
+            return ("g" in tensors or "dt" in tensors) and not (by_channel and site == "score_gradients")
         if "decay" in site:
             return any(name in tensors for name in ("g", "g_gamma", "dt")) or self.capture.operator == "retention"
         if site in ("inverse", "solved"):
@@ -96,7 +99,7 @@ class LinearRun:
 
         Args:
             recipe: What it rounds.
-            fault: What it gets wrong besides.
+            fault: What it gets wrong besides. Without states where sequences run on.
             forward: Leave the gradients out.
         """
         capture = self.capture
@@ -105,8 +108,12 @@ class LinearRun:
         inputs = {name: t.to(self.device).float() for name, t in capture.inputs.items()}
         if fault in ("no_initial_state", "initial_state_transposed", "initial_state_of_another"):
             inputs["initial_state"] = _faulty(inputs["initial_state"], fault)
+        dfinal = None if fault == "no_last_gradient" else dfinal
+        sequences = call.sequences
+        if fault == "sequences_run_on":
+            sequences, dfinal = [(0, slice(0, sequences[-1][1].stop))], None if dfinal is None else dfinal[-1:]
         parts: list[tuple[int, slice, dict[str, Tensor]]] = []
-        for n, (b, steps) in enumerate(call.sequences):
+        for n, (b, steps) in enumerate(sequences):
             own = {
                 name: t if name in OF_HEADS else t[n] if name == "initial_state" else t[b, steps]
                 for name, t in inputs.items()
@@ -117,7 +124,9 @@ class LinearRun:
                 dfinal=None if dfinal is None else dfinal[n].float(),
             )  # fmt: skip
             parts.append((b, steps, found | {"o": found["o"].transpose(0, 1)}))
-        return self._joined(parts, recipe)
+        made = self._joined(parts, recipe)
+        # Of sequences that are one there is one state.
+        return made if len(parts) == len(call.sequences) else {n: x for n, x in made.items() if n not in STATES}
 
     def _joined(self, parts: list[tuple[int, slice, dict[str, Tensor]]], recipe: LinearRecipe) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

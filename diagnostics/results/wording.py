@@ -15,7 +15,7 @@ SYMBOLS = {"o": "O", "lse": "LSE", "delta": "delta", "dq": "dQ", "dk": "dK", "dv
 LINEAR_SYMBOLS = {
     "o": "O", "final_state": "the last state", "dq": "dQ", "dk": "dK", "dv": "dV", "da": "da", "db": "db",
     "dg": "the log decay's gradient", "dbeta": "beta's gradient", "ddt": "dt's gradient", "dA": "A's gradient",
-    "dinitial_state": "the initial state's gradient", "dg_gamma": "the decay's gradient",
+    "dinitial_state": "the initial state's gradient", "dg_gamma": "the decay's gradient", "dD": "D's gradient",
 }  # fmt: skip
 """The same of an operator of linear attention."""
 EVERY_SYMBOL = SYMBOLS | LINEAR_SYMBOLS

@@ -24,7 +24,7 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
 from attn_diag.head.machine import describe_tool
-from attn_diag.kernels.linear_recipe import LINEAR_SITES, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
 from attn_diag.results.linear_recipes import LinearIdentification, LinearRecipeMatch
 from attn_diag.results.wording import percent, together
@@ -119,10 +119,10 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     """A well-rounded kernel in chunks of each size, and with one site other than that; and kernels step by step."""
     own, fmt = replace(run.recipe, out=out), run.format
     assert fmt is not None
-    found = []
+    found, sites = [], [site for site in LINEAR_SITES if run.has_site(site) and site not in GRADIENT_SITES]
     for chunk in run.chunks:
         found.append(replace(own, chunk=chunk))
-        found += [replace(found[-1], **{site: fmt}) for site in LINEAR_SITES if run.has_site(site)]  # type: ignore[arg-type]
+        found += [replace(found[-1], **{site: fmt}) for site in sites]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)
         found.append(replace(each, operands="fp32", inter=fmt))
         for site in ("operands", "inter", "stored", "inverse"):

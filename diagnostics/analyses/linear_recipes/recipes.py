@@ -21,6 +21,7 @@ SITES: dict[str, str] = {
     "inter": "operands of products with the state",
     "stored": "what is handed on between products",
     "inverse": "the triangular inverse",
+    "score_gradients": "the scores' gradients that the decay's gradient takes",
     **LINEAR_SITES,
     "out": "the last rounding, of o and of gradients",
 }
@@ -91,6 +92,7 @@ def site_formats(recipe: LinearRecipe, run: LinearRun) -> dict[str, LinearFormat
     stored = recipe.stored or recipe.operands
     resolved: dict[str, LinearFormat] = {
         "inter": recipe.inter or recipe.operands, "stored": stored, "inverse": recipe.inverse or stored,
+        "score_gradients": recipe.score_gradients or recipe.operands,
     }  # fmt: skip
     return {site: resolved.get(site, getattr(recipe, site)) for site in SITES if run.has_site(site)}
 
@@ -101,7 +103,7 @@ def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], roundi
     if chosen["out"] == "fp32":
         chosen["gradients"] = "fp32"
     stored = chosen["stored"]
-    like = {"inter": chosen["operands"], "stored": chosen["operands"], "inverse": stored}
+    like = dict.fromkeys(("inter", "stored", "score_gradients"), chosen["operands"]) | {"inverse": stored}
     plain = {site: None for site, fmt in like.items() if chosen.get(site) == fmt}
     return replace(recipe, **(chosen | plain))  # type: ignore[arg-type]
 

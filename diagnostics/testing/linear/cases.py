@@ -14,6 +14,7 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.testing.case_inputs import fingerprint
+from attn_diag.testing.linear.calls import IN_KERNEL, How, InKernel
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 from attn_diag.testing.names import choose_names
@@ -44,6 +45,18 @@ class LinearCase:
     """Two heads of v to each of two of q and k."""
     length: int | None = None
     """T, where it is not the suite's."""
+    norm: float | None = None
+    """About how long q and k are, where the function is to normalise them; None: it is not."""
+    scale: float | None = None
+    """Of o, where it is not the operator's own."""
+    wide: bool = False
+    """Twice as many features in v as in k."""
+    skip: bool = False
+    """With D, for operators that have it."""
+    in_kernel: bool = False
+    """The function makes the gates itself."""
+    defaults: bool = False
+    """Nothing is given that it has a default for."""
 
 
 CASES: dict[str, LinearCase] = {
@@ -57,10 +70,25 @@ CASES: dict[str, LinearCase] = {
     "packed": LinearCase(LONG, state=True, packed=True),
     "shared-heads": LinearCase(LONG, shared=True),
     "short": LinearCase(LONG, state=True, length=5),
+    "packed-alone": LinearCase(LONG, packed=True),
+    "wide-values": LinearCase(LONG, wide=True),
+    "scale": LinearCase("normal", scale=0.3),
+    "defaults": LinearCase("normal", defaults=True),
+    "l2norm": LinearCase(LONG, norm=1.0),
+    # Where the 1e-6 that is added to a row's square counts.
+    "l2norm-eps": LinearCase(LONG, norm=2e-3),
+    "gates-in-kernel": LinearCase("normal", in_kernel=True),
+    "skip": LinearCase(LONG, skip=True),
 }
 """By name; the first are about numbers, the last about how a call is made, which a function may not take."""
 # What a function may refuse and still be one of the operator.
-MAY_REFUSE = ("initial-state", "packed", "shared-heads", "short")
+MAY_REFUSE = tuple(CASES)[tuple(CASES).index("initial-state") :]
+# Whose functions normalise q and k on request.
+_NORMALISING = ("delta_rule", "gated_delta_rule", "kda")
+# Whose functions have fewer heads of q and k than of v; others may read what is not there.
+_SHARING = ("gated_delta_rule", "kda", "mamba2")
+# Of a row's norm, in powers of two, about the case's.
+_NORMS = 3.0
 
 
 def choose(names: Iterable[str] | None, operator: str) -> list[str]:
@@ -68,8 +96,13 @@ def choose(names: Iterable[str] | None, operator: str) -> list[str]:
     if names is not None:
         return choose_names("case", names, CASES)
     setting = LINEAR_OPERATORS[operator]
-    with_decays = "g" in (*setting.arguments, *setting.optional)
-    return [name for name, case in CASES.items() if with_decays or not case.decays]
+    taken = (*setting.arguments, *setting.optional)
+    return [
+        name for name, case in CASES.items()
+        if ("g" in taken or not case.decays) and ("D" in taken or not case.skip)
+        and (case.norm is None or operator in _NORMALISING) and (not case.in_kernel or operator in IN_KERNEL)
+        and (not case.shared or operator in _SHARING)
+    ]  # fmt: skip
 
 
 def draw(name: str, operator: str, seed: int, *, dtype: torch.dtype, shape: Sequence[int] = SHAPE) -> LinearCapture:
@@ -88,19 +121,41 @@ def draw(name: str, operator: str, seed: int, *, dtype: torch.dtype, shape: Sequ
     b = 1 if case.packed else b
     own = zlib.crc32(f"{name} {seed}".encode())
     make = torch.Generator().manual_seed(own)
-    h = 4 if case.shared else h
-    drawn = linear_inputs(operator, (b, t, h, d, d), own, kind=case.kind)
+    h, values = 4 if case.shared else h, 2 * d if case.wide else d
+    drawn = linear_inputs(operator, (b, t, h, d, values), own, kind=case.kind)
     if case.shared:
         drawn |= {x: drawn[x][:, :, ::2] for x in ("q", "k")}
+    if case.norm is not None:
+        for x in ("q", "k"):
+            sizes = case.norm * torch.exp2((torch.rand(b, t, h, 1, generator=make) * 2 - 1) * _NORMS)
+            drawn[x] = drawn[x] / drawn[x].norm(dim=-1, keepdim=True) * sizes
     tensors: dict[str, Tensor] = rounded(drawn, dtype)
-    tensors["do"] = torch.randn(b, t, h, d, generator=make).to(dtype)
+    tensors["do"] = torch.randn(b, t, h, values, generator=make).to(dtype)
     if case.state:
         count = len(_PACKED) if case.packed else b
-        tensors["initial_state"] = torch.randn(count, h, d, d, generator=make) * _STATE_SIZE
-        tensors["dfinal_state"] = torch.randn(count, h, d, d, generator=make)
+        tensors["initial_state"] = torch.randn(count, h, d, values, generator=make) * _STATE_SIZE
+        tensors["dfinal_state"] = torch.randn(count, h, d, values, generator=make)
     if case.packed:
         tensors["cu_seqlens"] = torch.tensor([0, *_PACKED]).cumsum(0).to(torch.int32)
-    return LinearCapture(operator, tensors, source=name)
+    if case.skip:
+        tensors["D"] = torch.randn(h, generator=make)
+    if (made := how(name, operator, seed, shape).in_kernel) is not None:
+        tensors |= made.gates()
+    return LinearCapture(operator, tensors, case.scale, l2norm=case.norm is not None, source=name)
+
+
+def how(name: str, operator: str, seed: int, shape: Sequence[int] = SHAPE) -> How:
+    """How a case's function is called, beside its tensors.
+
+    Args:
+        name, operator, seed, shape: As for ``draw``.
+    """
+    case, made = CASES[name], None
+    if case.in_kernel:
+        b, t, h, d = shape
+        make = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed} gates".encode()))
+        made = InKernel.draw(operator, (b, t, h, d), make)
+    return How(made, case.defaults)
 
 
 def usable_length(

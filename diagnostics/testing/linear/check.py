@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
-from attn_diag.analyses.linear_causes import in_words
+from attn_diag.analyses.linear_words import in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
@@ -22,6 +22,7 @@ from attn_diag.results.linear import LinearDiagnosedCapture, LinearQuantity
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.case_inputs import fingerprint
 from attn_diag.testing.linear.baseline import entry_of, sizes_of
+from attn_diag.testing.linear.calls import How
 from attn_diag.testing.linear.cases import (
     CASES,
     MAY_REFUSE,
@@ -29,6 +30,7 @@ from attn_diag.testing.linear.cases import (
     choose,
     draw,
     fingerprint_of,
+    how,
     inputs_alone,
     of_captures,
     usable_length,
@@ -110,6 +112,7 @@ def check_linear(
     where = pick_device(device)
     stored = _captures(target)
     function, source, backend, notes = None, name or "stored outputs", "stored", list[str]()
+    called: dict[str, How] = {}
     if stored is not None:
         if cases is not None or captures:
             raise InputError("stored outputs are judged as they are: cases and captures need a function to run")
@@ -125,7 +128,9 @@ def check_linear(
         function = LinearFunction.of(target, operator, name, device=where)  # type: ignore[arg-type]
         length, notes = usable_length(function, operator, dtype, head_dim, seed)
         shape = (SHAPE[0], length, SHAPE[2], head_dim)
-        inputs = [draw(n, operator, seed, dtype=dtype, shape=shape) for n in choose(cases, operator)]
+        names = choose(cases, operator)
+        inputs = [draw(n, operator, seed, dtype=dtype, shape=shape) for n in names]
+        called = {n: how(n, operator, seed, shape) for n in names}
         inputs += of_captures(captures, operator)
         source, backend = function.name, function.backend
         options = f"{operator}, {DTYPES[dtype]}, D {head_dim}"
@@ -136,6 +141,7 @@ def check_linear(
     run = _Check(
         function, where, level, exact or (entry is not None and entry.exact), entry, key, backward,
         suite=frozenset(() if stored is not None else choose(cases, str(operator))) if cases is None else frozenset(),
+        called=called,
     )  # fmt: skip
     run.notes += notes
     if path is not None and not save and not update:
@@ -198,6 +204,8 @@ class _Check:
     backward: bool | None
     suite: frozenset[str]
     """Cases that nobody asked for by name: some may be refused."""
+    called: Mapping[str, How] = field(default_factory=dict)
+    """How the function is called in a case, beside its tensors."""
     notes: list[str] = field(default_factory=list)
     tests: int = 0
 
@@ -251,13 +259,14 @@ class _Check:
 
     def _outputs(self, inputs: LinearCapture) -> dict[str, Tensor]:
         assert self.function is not None
+        called = self.called.get(inputs.source)
         try:
-            outputs, changed = self.function.run(inputs, gradients=self.backward is not False)
+            outputs, changed = self.function.run(inputs, gradients=self.backward is not False, how=called)
         except NoGradientError as error:
             if self.backward:
                 raise
             self.notes.append(f"no gradients were checked: {error}")
-            outputs, changed = self.function.run(inputs, gradients=False)
+            outputs, changed = self.function.run(inputs, gradients=False, how=called)
         if changed:
             raise MisfitError(
                 f"it changed its input {changed[0]} in place, which its caller's backward needs unchanged"
@@ -360,10 +369,11 @@ def capture_of_linear_case(
         case = case.removesuffix(SECOND)
         if case in CASES:
             shape = (SHAPE[0], usable_length(function, operator, dtype, head_dim, seed)[0], SHAPE[2], head_dim)
-            inputs = draw(case, operator, seed, dtype=dtype, shape=shape)
+            inputs, called = draw(case, operator, seed, dtype=dtype, shape=shape), how(case, operator, seed, shape)
         else:
             (inputs,) = (c for c in of_captures(captures, operator) if c.source == case)
-        outputs, _changed = function.run(inputs, gradients=backward is not False)
+            called = None
+        outputs, _changed = function.run(inputs, gradients=backward is not False, how=called)
     except (InputError, MisfitError, ValueError):
         return None
     return with_outputs(inputs, outputs)

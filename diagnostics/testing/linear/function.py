@@ -18,6 +18,7 @@ from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.testing.case_inputs import bits_of
 from attn_diag.testing.invariance.layouts import as_it_is
+from attn_diag.testing.linear.calls import How
 from attn_diag.testing.names import imported
 from attn_diag.testing.target import MisfitError, NoGradientError, Place, reported
 
@@ -134,7 +135,7 @@ class LinearFunction:
         return name if whatever and not _listed(parameters) else None
 
     def run(
-        self, capture: LinearCapture, *, gradients: bool = True, place: Place = as_it_is
+        self, capture: LinearCapture, *, gradients: bool = True, place: Place = as_it_is, how: How | None = None
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """Call it once.
 
@@ -142,6 +143,7 @@ class LinearFunction:
             capture: Its inputs, with ``do`` (and ``dfinal_state``) where gradients are wanted; outputs are ignored.
             gradients: Whether they are wanted.
             place: Puts each tensor of four dimensions elsewhere in memory.
+            how: How it is called, beside its tensors; None: all is given.
 
         Returns:
             ``o``, ``final_state`` where it returns one, and the gradients, on the CPU; and the inputs that it changed.
@@ -154,13 +156,13 @@ class LinearFunction:
         gradients = gradients and ("do" in capture.tensors or "dfinal_state" in capture.tensors)
         if self.fn is None:
             return self._emulated(capture, gradients=gradients), ()
-        leaves = {
-            n: _moved(x, self.device, place).detach().requires_grad_(gradients) for n, x in capture.inputs.items()
-        }
+        how = how or How()
+        inputs = capture.inputs if how.in_kernel is None else {**capture.inputs, **how.in_kernel.raw}
+        leaves = {n: _moved(x, self.device, place).detach().requires_grad_(gradients) for n, x in inputs.items()}
         with reported("", _shapes(capture)), torch.set_grad_enabled(gradients):
-            args, given = self._in_order(self._arguments(leaves, capture))
-            found = self.fn(*args, **given)
-        several: list[Any] = list(found) if isinstance(found, tuple | list) and found else [found]
+            args, given = self._in_order(self._arguments(leaves, capture, how))
+            returned = self.fn(*args, **given)
+        several: list[Any] = list(returned) if isinstance(returned, tuple | list) and returned else [returned]
         o, state = several[0], several[1] if len(several) > 1 else None
         outputs = {"o": _like(o, "o", capture.tensors["v"].shape)}
         if isinstance(state, Tensor):
@@ -170,17 +172,23 @@ class LinearFunction:
             outputs["final_state"] = state
         if gradients:
             outputs |= self._gradients(outputs, leaves, capture)
-        changed = [
-            n for n, x in capture.inputs.items() if not torch.equal(bits_of(x.cpu()), bits_of(leaves[n].detach().cpu()))
-        ]
-        return {n: x.detach().cpu().contiguous() for n, x in outputs.items()}, tuple(changed)
+        changed = [n for n, x in inputs.items() if not torch.equal(bits_of(x.cpu()), bits_of(leaves[n].detach().cpu()))]
+        found = {n: x.detach().cpu().contiguous() for n, x in outputs.items()}
+        if gradients and how.in_kernel is not None:
+            found |= how.in_kernel.of_gates(found)
+        return found, tuple(changed)
 
     @property
     def _values_first(self) -> bool:
         return VALUES_FIRST in self.parameters
 
-    def _arguments(self, leaves: Mapping[str, Tensor], capture: LinearCapture) -> dict[str, Any]:
+    def _arguments(self, leaves: Mapping[str, Tensor], capture: LinearCapture, how: How) -> dict[str, Any]:
         given: dict[str, Any] = {}
+        if how.in_kernel is not None:
+            also = {n: x.to(self.device) for n, x in how.in_kernel.also.items()}
+            given |= also | how.in_kernel.options
+            if missing := how.in_kernel.missing(self.parameters):
+                raise _not_taken(f"it takes no {missing}, which makes a gate in the kernel")
         for name, leaf in leaves.items():
             theirs = self._parameter(name)
             if theirs is None:
@@ -193,7 +201,8 @@ class LinearFunction:
             given["cu_seqlens"] = capture.tensors["cu_seqlens"].to(self.device)
         own = replace(capture, scale=None).call.used_scale
         if "scale" in parameters:
-            given["scale"] = capture.call.used_scale
+            if not (how.defaults and parameters["scale"].default is None):
+                given["scale"] = capture.call.used_scale
         elif capture.call.used_scale != own:
             raise _not_taken(f"it takes no scale, and that of these inputs is {capture.call.used_scale:g}")
         for switch, names in _SWITCHES.items():
@@ -202,7 +211,7 @@ class LinearFunction:
                 given[own_name] = getattr(capture, switch)
             elif getattr(capture, switch):
                 raise _not_taken(f"it takes no {names[0]}, which these inputs ask for")
-        given |= {name: True for name in _WANTED if name in parameters}
+        given |= {name: True for name in _WANTED if name in parameters and not how.defaults}
         chunk = self.chunk_option
         if chunk is not None and parameters[chunk].default is inspect.Parameter.empty:
             given[chunk] = _USUAL_CHUNK

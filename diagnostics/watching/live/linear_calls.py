@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
+from attn_diag.captures.linear_gates import Gates, gates, has_values_first
 from attn_diag.errors import InputError
 from attn_diag.printing import say
 from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, linear_reference
 from attn_diag.watching.live.functions import namespaces
-from attn_diag.watching.live.linear_gates import Gates, gates, has_values_first
 
 _NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
@@ -174,6 +174,8 @@ class LinearCallRecord:
     """Arguments that need a gradient and do not lead to o nor the last state: theirs is zero."""
     gates: Gates = field(default_factory=Gates)
     """Arguments that the function makes itself: their gradients are not those of what is captured."""
+    autocast: torch.dtype | None = None
+    """What autocast rounded to when it was called; None: it was off."""
 
     def capture(self, **metadata: Any) -> LinearCapture:
         """It as a capture.
@@ -286,7 +288,8 @@ class LinearRecorder:
             if ours in wanted and isinstance(value, Tensor):
                 # What follows may change it in place.
                 tensors[ours] = _kept(ours, value, first, turned=turned)
-        made = gates(operator, given)
+        with torch.no_grad():
+            made = gates(operator, given)
         made = Gates(*({n: _kept(n, t, first) for n, t in each.items()} for each in (made.tensors, made.otherwise)))
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
         tensors["o"] = _kept("o", o, first)
@@ -302,7 +305,10 @@ class LinearRecorder:
         options["normalize"] = bool(given.get(_SWITCHES[1]))
         asked = {n: alias for n, alias in aliases.items() if n in tensors and n not in made.tensors}
         without = _unreached([o, state], asked)
-        self.calls.append(LinearCallRecord(operator, function.__name__, place, tensors, options, slots, without, made))
+        kind = o.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        name = function.__name__
+        self.calls.append(LinearCallRecord(operator, name, place, tensors, options, slots, without, made, autocast))
 
 
 def _ours(known: Mapping[str, str], theirs: str) -> str:

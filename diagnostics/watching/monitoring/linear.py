@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
@@ -60,9 +61,11 @@ class LinearLayers:
         records, self._recorder.calls = self._recorder.calls, []
         refused, self._recorder.refused = [*self._recorder.refused], {}
         captures: dict[tuple[int, str | None], LinearCapture] = {}
+        autocast: dict[tuple[int, str | None], torch.dtype | None] = {}
         for record in records:
             try:
-                captures[record.place.layer, record.place.module] = _some_heads(record.capture())
+                key = record.place.layer, record.place.module
+                captures[key], autocast[key] = _some_heads(record.capture()), record.autocast
             except InputError as error:
                 refused.append(f"{record.function}: {error}")
         if not captures:
@@ -70,7 +73,8 @@ class LinearLayers:
         device = next(iter(captures.values())).tensors["q"].device.type
         found = inspect_linear_captures(captures.values(), level=self._level, device=device)
         each = (capture.observations[0].heads for capture in found.captures)
-        return [_checked(*key, heads) for key, heads in zip(captures, each, strict=True)], refused
+        checked = [_checked(*key, heads, autocast[key]) for key, heads in zip(captures, each, strict=True)]
+        return checked, refused
 
 
 def _some_heads(capture: LinearCapture) -> LinearCapture:
@@ -94,7 +98,7 @@ def _some_heads(capture: LinearCapture) -> LinearCapture:
     return replace(capture, tensors={name: part(name, t) for name, t in capture.tensors.items()})
 
 
-def _checked(layer: int, module: str | None, heads: tuple[LinearHead, ...]) -> LayerCheck:
+def _checked(layer: int, module: str | None, heads: tuple[LinearHead, ...], autocast: torch.dtype | None) -> LayerCheck:
     values = {name: np.full(len(heads), np.nan) for q in heads[0].quantities for name in _names(q.quantity)}
     for number, head in enumerate(heads):
         for quantity in head.quantities:
@@ -102,8 +106,26 @@ def _checked(layer: int, module: str | None, heads: tuple[LinearHead, ...]) -> L
             for name, value in zip(_names(quantity.quantity), numbers, strict=True):
                 values[name][number] = np.nan if value is None else value
     values |= {flag: np.array([float(label in head.labels) for head in heads]) for label, flag in JUDGED_FLAGS.items()}
-    words = tuple(head.reasons[0] if head.labels[0] in JUDGED_FLAGS else None for head in heads)
+    words = tuple(said_of(head, autocast) if head.labels[0] in JUDGED_FLAGS else None for head in heads)
     return LayerCheck(layer, module, values, words)
+
+
+def said_of(head: LinearHead, autocast: torch.dtype | None) -> str:
+    """What an alarm says of a head.
+
+    Args:
+        head: As it was judged.
+        autocast: What autocast rounded to when its function was called; None: it was off.
+    """
+    first = next((q for q in head.quantities if q.words == head.reasons[0]), None)
+    if autocast is None or first is None or first.cause != "accumulator":
+        return head.reasons[0]
+    made = (
+        f"the call ran under autocast to {str(autocast).removeprefix('torch.')}, where plain torch rounds the results"
+    )
+    return (
+        f"{head.reasons[0].removesuffix('.')}; {made} of its products: without autocast they stay fp32, as in kernels."
+    )
 
 
 def _names(quantity: str) -> tuple[str, str]:

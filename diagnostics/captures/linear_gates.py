@@ -41,7 +41,6 @@ def has_values_first(bound: inspect.BoundArguments) -> bool:
     return VALUES_FIRST in bound.signature.parameters or any(given.get(name) for name in _TURNED)
 
 
-@torch.no_grad()
 def gates(operator: str, given: Mapping[str, Any]) -> Gates:
     """The gates that a function makes itself.
 
