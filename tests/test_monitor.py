@@ -22,6 +22,7 @@ from torch.nn import functional
 import attn_diag
 from attn_diag import Monitor
 from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.monitoring import measuring as measuring_module
 from attn_diag.watching.monitoring import monitor as monitor_module
 from attn_diag.watching.monitoring.alarm import Alarm, replay
 from attn_diag.watching.monitoring.figures import METRICS
@@ -244,7 +245,7 @@ def failing(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(monitor_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "Sent")],
+    [(measuring_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "Sent")],
 )
 def test_its_own_failures_never_reach_the_training_loop(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -69,7 +69,7 @@ class HeadMetrics:
     o_error: Tensor
     """Norm of O's measured error over the reference's norm, on the sampled rows."""
     o_factor: Tensor
-    """Norm of that error over what a well-rounded kernel leaves in the mean (of FP32 inputs: one that casts to TF32)."""
+    """Norm of that error over what a well-rounded kernel leaves in the mean; of FP32 inputs one that casts to TF32."""
     o_row_factor: Tensor
     """The same of the row in which it is largest."""
     dq_error: Tensor

@@ -45,7 +45,7 @@ class ForwardSketch(NamedTuple):
             return cls(_signed(q.detach()), _signed(o.detach()))
 
 
-class KeyGradients(NamedTuple):
+class GradientFit(NamedTuple):
     """How far dK and dV are off dQ and O; squared norms, one a key head, float64 [Hk]."""
 
     dk_off: Tensor
@@ -60,7 +60,7 @@ class KeyGradients(NamedTuple):
     @classmethod
     def of(
         cls, sketch: ForwardSketch, k: Tensor, v: Tensor, *, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> KeyGradients:
+    ) -> GradientFit:
         """Of all rows and keys of some sequences, [S, H, T, D or Dv]."""
         with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
             # V^T dV S = O^T (dO S) would take O whole: the signs are on the other side.

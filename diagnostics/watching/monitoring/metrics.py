@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_diag.reference import format_of
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadMetrics, HeadSums
-from attn_diag.watching.monitoring.key_gradients import COLUMNS, ForwardSketch, KeyGradients
+from attn_diag.watching.monitoring.key_gradients import COLUMNS, ForwardSketch, GradientFit
 from attn_diag.watching.monitoring.rows import (
     TEMPORARIES,
     SampledRows,
@@ -143,10 +143,10 @@ class _FewHeads:
     def _add_keys(self) -> None:
         """Adds how well dK and dV of the heads' key heads fit; the casts' part of what is left follows row by row."""
         sample, few, own = self._sample, self._kv_heads, self._heads
-        keys = None if sample.keys is None else KeyGradients(*(t[few] for t in sample.keys))
+        keys = None if sample.keys is None else GradientFit(*(t[few] for t in sample.keys))
         if sample.do is not None and sample.dq is not None and sample.dk is not None and sample.dv is not None:
             sketch = ForwardSketch.of(sample.q[:, own], sample.o[:, own])
-            keys = KeyGradients.of(
+            keys = GradientFit.of(
                 sketch, sample.k[:, few], sample.v[:, few], do=sample.do[:, own], dq=sample.dq[:, own],
                 dk=sample.dk[:, few], dv=sample.dv[:, few],
             )  # fmt: skip
@@ -157,8 +157,8 @@ class _FewHeads:
         each = {name: t.repeat_interleave(group) for name, t in keys._asdict().items()}
         cast = cast_error(multiplied(format_of(sample.q.dtype))) ** 2
         for name in ("dk", "dv"):
-            left = each[f"{name}_rounded"] * cast
-            self._add(**{f"{name}_off": each[f"{name}_off"], f"{name}_size": each[f"{name}_size"], f"{name}_left": left})
+            off, size, rounded = (each[f"{name}_{of}"] for of in ("off", "size", "rounded"))
+            self._add(**{f"{name}_off": off, f"{name}_size": size, f"{name}_left": rounded * cast})
 
     def _add_errors(self, sequence: int, found: SampledRows) -> tuple[Tensor, Tensor]:
         """Adds what O and dQ are off; returns it over what a well-rounded kernel leaves, squares of rows, [h, R]."""

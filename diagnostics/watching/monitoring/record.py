@@ -45,10 +45,12 @@ class LayerCheck:
     """Of these, one a head: why it is wrong, lossy or biased; None where it is not."""
     declared: str | None = None
     """The recipe below 16 bits that it is held against."""
+    again: bool = False
+    """Whether it was looked at again, some heads alone (NaN for others), because they stood out at a check."""
 
     @property
     def is_judged(self) -> bool:
-        """Whether each head has a verdict: it is linear attention, or declared."""
+        """Whether heads have verdicts: it is linear attention, or declared, or was looked at again."""
         return "lossy" in self.values
 
     @property
@@ -65,6 +67,11 @@ class MonitorCheck:
     layers: tuple[LayerCheck, ...]
 
     @property
+    def again(self) -> bool:
+        """Whether it is nothing but second looks, at heads that stood out at the check before."""
+        return bool(self.layers) and all(layer.again for layer in self.layers)
+
+    @property
     def heads(self) -> int:
         """How many heads were looked at."""
         return sum(layer.heads for layer in self.layers)
@@ -72,12 +79,14 @@ class MonitorCheck:
     def to_json(self) -> str:
         """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}.
 
-        Layers of linear attention and declared ones have "words" too, a sentence a head or null, these "declared".
+        Layers with verdicts have "words" too, a sentence a head or null; declared ones "declared", and such as were
+        looked at again "again".
         """
         layers = [
             {"layer": c.layer, "module": c.module, "metrics": {n: [_plain(x) for x in v] for n, v in c.values.items()}}
             | ({"words": c.words} if c.words else {})
             | ({"declared": c.declared} if c.declared else {})
+            | ({"again": True} if c.again else {})
             for c in self.layers
         ]
         return json.dumps({"step": self.step, "layers": layers}, separators=(",", ":"))
@@ -90,7 +99,7 @@ class MonitorCheck:
             # numpy reads null as NaN, and "Infinity".
             metrics = {name: np.array(values, dtype=np.float64) for name, values in c["metrics"].items()}
             words = tuple(c.get("words", ()))
-            layers.append(LayerCheck(c["layer"], c["module"], metrics, words, c.get("declared")))
+            layers.append(LayerCheck(c["layer"], c["module"], metrics, words, c.get("declared"), c.get("again", False)))
         return cls(found["step"], tuple(layers))
 
 

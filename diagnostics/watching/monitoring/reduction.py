@@ -98,5 +98,5 @@ def _sketch_shape(key: LayerKey) -> tuple[int, int, int, int]:
 def _nothing(key: LayerKey, device: torch.device) -> HeadSums:
     """The sums of a layer that this rank has missed."""
     sums = torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
-    largest, norms = (torch.full((key.heads, len(n)), torch.nan, dtype=sums.dtype, device=device) for n in (MAXIMA, NORMS))
+    largest, norms = (torch.full_like(sums[:, :1], torch.nan).repeat(1, len(names)) for names in (MAXIMA, NORMS))
     return HeadSums(sums, largest, norms, torch.zeros(_sketch_shape(key), device=device))

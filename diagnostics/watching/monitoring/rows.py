@@ -160,7 +160,8 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
             of_scores = b["ds_cast"].mul_(square * sample.scale**2)
             squares = g.dq.square().sum(-1)
             g.dq_casts = (of_scores + squares).mul_(cast_error(fmt) ** 2)
-            of_delta = (g.noise_floor.square() + g.cast_noise.square()) * g.probs_k.square().sum(-1) * sample.scale**2
+            of_probs = (g.cast_noise / cast_error(fmt)).square_().mul_(cast)
+            of_delta = (g.noise_floor.square() + of_probs) * g.probs_k.square().sum(-1) * sample.scale**2
             # Kernels cast dS or alpha dS: below the normal numbers the latter is coarser.
             lost = keys * (smallest * max(sample.scale**2, 1.0) + _FLUSHED)
             g.dq_expected = of_scores * (cast + scores) + squares * cast + of_delta + lost

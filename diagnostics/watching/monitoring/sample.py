@@ -17,7 +17,7 @@ from attn_diag.captures.metadata import AlibiOrigin
 from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 from attn_diag.watching.live.pending import TOTALS
-from attn_diag.watching.monitoring.key_gradients import ForwardSketch, KeyGradients
+from attn_diag.watching.monitoring.key_gradients import ForwardSketch, GradientFit
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -77,7 +77,7 @@ class Sample:
     """Whether what O is off by tells dQ's error: see ``AttentionCall.fused``."""
     sketch: ForwardSketch | None = None
     """Where rows are left out: what the rest of the forward tells dK and dV, until these have come."""
-    keys: KeyGradients | None = None
+    keys: GradientFit | None = None
     """Then: how well they fit, [L * Hk]."""
     dk: Tensor | None = None
     """[S, L * Hk, Tk, D], where no row is left out; None also where not all gradients were seen."""
@@ -160,7 +160,7 @@ class Sample:
             return {}
         if self.sketch is None:
             return {"dk": _picked(dk, len(dk)), "dv": _picked(dv, len(dv))}
-        return {"keys": KeyGradients.of(self.sketch, self.k, self.v, do=do, dq=dq, dk=dk, dv=dv)}
+        return {"keys": GradientFit.of(self.sketch, self.k, self.v, do=do, dq=dq, dk=dk, dv=dv)}
 
     @property
     def likeness(self) -> tuple[object, ...]:
@@ -191,7 +191,7 @@ class Sample:
         projections = [sample.projection for sample in samples if sample.projection is not None]
         projection = LayerProjection(*map(torch.cat, zip(*projections, strict=True))) if projections else None
         each = [sample.keys for sample in samples if sample.keys is not None]
-        keys = KeyGradients(*map(torch.cat, zip(*each, strict=True))) if each else None
+        keys = GradientFit(*map(torch.cat, zip(*each, strict=True))) if each else None
         return replace(samples[0], **tensors, projection=projection, keys=keys, layers=len(samples))
 
     def position(self, index: int) -> int:
