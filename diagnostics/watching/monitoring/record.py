@@ -25,6 +25,8 @@ _COLUMNS = (
     ("noise_factor", "noise", ".2f"), ("conditioning", "condit.", ".1f"), ("coherence", "coher.", ".2f"),
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
+# Of softmax attention, what each check measures against float64.
+MEASURED = ("o", "dq", "dk", "dv")
 _ALARMS = 3
 # Of the verdict on linear and declared attention, by label: the metric that is 1 where a head has it.
 JUDGED_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
@@ -202,7 +204,10 @@ def flat_metrics(check: MonitorCheck, alarms: int, total: int, *, per_head: bool
 
 
 def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
-    """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
+    """Each layer's head with the largest error of dW_Q, and the quantity that is rounded worst; then the first alarms.
+
+    One line each; 80 columns.
+    """
     if check is None:
         return "no check yet"
     softmax = [layer for layer in check.layers if not layer.is_judged]
@@ -213,7 +218,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
         known = ((layer.values[name][head], form) for name, _, form in shown)
         cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
-    lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows)]
+    lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows), *_aligned(_of_measured(softmax))]
     lines += _aligned(_of_judged([layer for layer in check.layers if layer.is_judged]))
     for alarm in alarms[:_ALARMS]:
         lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
@@ -225,6 +230,19 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _of_measured(layers: Sequence[LayerCheck]) -> list[list[str]]:
+    """Each layer's quantity with the largest error beside a well-rounded kernel's, as ``_of_judged``."""
+    rows = [["layer", "head", "measured", "error", "x well-rounded"]]
+    for layer in layers:
+        known = [(name, layer.values.get(f"{name}_factor", np.full(layer.heads, math.nan))) for name in MEASURED]
+        ranked = [(factors[h], name, h) for name, factors in known for h in np.flatnonzero(np.isfinite(factors))]
+        if ranked:
+            factor, name, head = max(ranked, key=lambda one: float(one[0]))
+            error = format(layer.values[f"{name}_error"][head], ".2%").replace("%", " %")
+            rows.append([str(layer.layer), str(head), name, error, format(factor, ".2f")])
+    return rows if len(rows) > 1 else []
 
 
 def _of_judged(layers: Sequence[LayerCheck]) -> list[list[str]]:

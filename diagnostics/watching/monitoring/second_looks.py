@@ -14,9 +14,9 @@ import numpy as np
 
 from attn_diag.errors import InputError
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
-from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, Values
+from attn_diag.watching.monitoring.record import MEASURED, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.stacks import Key
-from attn_diag.watching.monitoring.standing_out import QUANTITIES, same_as, standing_out
+from attn_diag.watching.monitoring.standing_out import same_as, standing_out
 from attn_diag.watching.monitoring.whole_heads import WholeHeads
 
 # Layers that one check has looked at again, and steps on which a call may fail to show what is asked (a step without a
@@ -133,7 +133,7 @@ class SecondLooks:
     def _remember(self, key: Key, asked: _Asked, *, wrong: bool) -> None:
         del self._asked[key]
         known = self._known.setdefault(key, {name: np.zeros_like(s) for name, s in asked.scores.items()})
-        for name in QUANTITIES:
+        for name in MEASURED:
             score = asked.scores[name]
             if wrong:
                 # Named in the alarm, as ``alarm`` has it.

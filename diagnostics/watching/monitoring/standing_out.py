@@ -11,15 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from attn_diag.head.quality import GROUP_LIMIT, quantile
-from attn_diag.watching.monitoring.record import LayerCheck, Values
-
-QUANTITIES = ("o", "dq", "dk", "dv")
+from attn_diag.watching.monitoring.record import MEASURED, LayerCheck, Values
 
 
 def standing_out(layer: LayerCheck) -> dict[str, Values]:
     """Of each quantity how many times its limit the error is, [Hq]; 0 where it is not known. Above 1 it stands out."""
     found = {}
-    for name in QUANTITIES:
+    for name in MEASURED:
         unknown = np.zeros(layer.heads)
         whole, row = (layer.values.get(f"{name}{of}_factor", unknown) for of in ("", "_row"))
         found[name] = np.nan_to_num(np.fmax(whole / GROUP_LIMIT, row / quantile(1)), posinf=np.inf)
@@ -28,7 +26,7 @@ def standing_out(layer: LayerCheck) -> dict[str, Values]:
 
 def same_as(scores: dict[str, Values], head: int) -> Values:
     """Bool [Hq]: the head, and those that stand out at least half as far, in the quantity in which it does most."""
-    name = max(QUANTITIES, key=lambda one: float(scores[one][head]))
+    name = max(MEASURED, key=lambda one: float(scores[one][head]))
     score = scores[name]
     with np.errstate(invalid="ignore"):
         found: Values = (score > 1) & (2 * score >= score[head])
