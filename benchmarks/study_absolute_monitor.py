@@ -2,9 +2,9 @@
 
 Three parts, each of which replaces its own rows of the file:
 
-- healthy: tiny models of Hugging Face's classes train on a CPU, in BF16 autocast, in BF16 and in FP16 with a scaler, and
-  with what is ordinary in training: activation checkpoints, accumulated gradients, frozen layers, padded rows, steps
-  without a loss, tiny gradients, dropout, packed documents. No alarm of any kind is expected.
+- healthy: tiny models of Hugging Face's classes train on a CPU, in BF16 autocast, in BF16 and in FP16 with a scaler,
+  and with what is ordinary in training: activation checkpoints, accumulated gradients, frozen layers, padded rows,
+  steps without a loss, tiny gradients, dropout, packed documents. No alarm of any kind is expected.
 - planted: every kernel of ``verdicts.defects`` whose mathematics is wrong, forward or backward, in the second of two
   layers under ``attn_diag.observe``; the first has the same kernel without the defect. Is the second accused, and the
   first not? ``inspect`` is asked of the same call.
@@ -21,7 +21,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 

@@ -184,7 +184,7 @@ def replaced(fault: str, device: str, when: Callable[[], bool] = lambda: True) -
         change(call)
         return (call.dq, call.dk, call.dv, *found[3:])
 
-    library = Library("aten", "IMPL")  # noqa: TOR901
+    library = Library("aten", "IMPL")
     library.impl(name, forward if fault in OF_O else backward, key, with_keyset=True, allow_override=True)
     try:
         yield
