@@ -108,11 +108,13 @@ def healthy(name: str, mode: str, way: str, seed: int, steps: int, every: int) -
             parameter.requires_grad_(not any(n in part for n in ("q_proj", "c_attn", "embed_tokens", "wte")))
     dtype = torch.float16 if mode == "fp16" else torch.bfloat16
     scaler = torch.amp.GradScaler("cpu", enabled=mode == "fp16", init_scale=2.0**24)  # the first steps overflow
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     began, losses = time.perf_counter(), list[float]()
     with Heard() as heard, attn_diag.Monitor(model, every=every) as monitor:
         for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
             for _ in range(2 if way == "accumulated" else 1):
                 batch = batch_of(generator, flattened=MODELS[name][2])
                 if way == "padded":
@@ -125,6 +127,8 @@ def healthy(name: str, mode: str, way: str, seed: int, steps: int, every: int) -
                 if way == "without a loss" and step // every % 2:
                     loss = loss * 0
                 scaler.scale(loss * (1e-12 if way == "tiny gradients" else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
