@@ -21,6 +21,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,8 @@ class Two(nn.Module):
 def planted(defect: Defect, family: str, rows: int) -> dict[str, Any]:
     """A few steps of a defect."""
     inputs = draw(family, home(defect))
-    model = Two(inputs, defect.healthy(inputs), defect.run(inputs))
+    made = defect.run(inputs)
+    model = Two(inputs, defect.healthy(inputs), made)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     began = time.perf_counter()
     with Heard() as heard, attn_diag.Monitor(model, every=5, rows=rows, sequences=2) as monitor:
@@ -200,7 +202,6 @@ def planted(defect: Defect, family: str, rows: int) -> dict[str, Any]:
             optimizer.step()
     found = shown(monitor)
     alarms = [a for a in found["alarms"] if a["kind"] in ("wrong", "nonfinite", "overwhelmed")]
-    made = defect.run(inputs)
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do, "o": made.o, "lse": made.lse}
     tensors |= {"dq": made.dq, "dk": made.dk, "dv": made.dv}
     mask = inputs.key_mask
@@ -256,9 +257,11 @@ def runs(part: str, options: Any) -> Iterator[tuple[dict[str, Any], Callable[[],
                 for way in ORDINARY[1:]:
                     yield from _healthy(name, "autocast", way, seed, options)
     elif part == "planted":
+        both = ([d for d in DEFECTS.values() if d.pattern and d.where == w] for w in ("forward", "backward"))
         for family in options.families:
-            for defect in DEFECTS.values():
-                if defect.pattern:
+            # By turns, so that a study that is cut off has both.
+            for pair in zip_longest(*both):
+                for defect in filter(None, pair):
                     which = {"defect": defect.name, "family": family, "rows": options.rows}
                     yield which, lambda d=defect, f=family: planted(d, f, options.rows)  # type: ignore[misc]
     else:
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=["gaussian"])
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--only", default="", help="rows whose names hold this")
+    parser.add_argument("--missing", action="store_true", help="rows that are not there yet")
     options = parser.parse_args()
     torch.set_num_threads(1)
     import warnings
@@ -293,9 +297,10 @@ def main() -> None:
         result = json.loads(options.json.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = result.get(options.part, [])
     for which, run in runs(options.part, options):
-        if options.only not in str(which):
+        same = [r for r in rows if {key: r[key] for key in which} == which]
+        if options.only not in str(which) or (options.missing and same):
             continue
-        rows = [r for r in rows if {key: r[key] for key in which} != which]
+        rows = [r for r in rows if r not in same]
         rows.append(run())
         short = {n: x for n, x in rows[-1].items() if n not in ("said", "largest factors", "alarms")}
         print(short, [(a["step"], a["layer"], a["kind"], a["why"][:80]) for a in rows[-1]["alarms"]][:2], flush=True)

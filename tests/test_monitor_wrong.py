@@ -147,7 +147,8 @@ class Two(nn.Module):
 def test_an_observed_function_whose_backward_alone_is_wrong_alarms() -> None:
     assert not trained(Two(sound)).alarms
     wrong = [alarm for alarm in trained(Two(without_delta)).alarms if alarm.kind == "wrong"]
-    assert [(alarm.step, alarm.layer) for alarm in wrong] == [(2, 1)]
+    assert [alarm.layer for alarm in wrong] == [1]
+    assert wrong[0].step <= 2
     assert "dQ" in wrong[0].reason
 
 
@@ -249,6 +250,19 @@ def test_what_is_not_wrong_is_asked_again_only_where_more_stands_out() -> None:
     assert not looks.wanted
     looks.consider(check_of(15, dq=8.5))
     assert looks.wanted
+
+
+def test_what_hardly_a_rounding_leaves_is_asked_of_every_head() -> None:
+    looks, call = SecondLooks(1, 0.01), called(100, heads=2)
+    values = {"dq_factor": np.array([200.0, 300.0])}
+    looks.consider(MonitorCheck(0, (LayerCheck(0, "m", values),)))
+    assert looked(looks, call) is not None
+    looks.consider(MonitorCheck(5, (LayerCheck(0, "m", values),)))
+    layer = looked(looks, call)
+    assert layer is not None
+    assert not np.isnan(layer.values["wrong"][0]), "the other head"
+    looks.consider(MonitorCheck(10, (LayerCheck(0, "m", values),)))
+    assert not looks.wanted
 
 
 def test_a_step_without_a_gradient_does_not_answer() -> None:

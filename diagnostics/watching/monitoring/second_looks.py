@@ -3,7 +3,8 @@
 Whole sequences of one key head and its query heads are copied with all gradients, and get a verdict: is it the
 mathematics, or coarse rounding? That takes 0.5 s of a CPU's core for a head of 256 rows, so a check has two heads
 looked at, those furthest beyond their limits, of different layers. A layer whose head was not wrong is looked at again
-once another error of its stands out twice as far; heads that an alarm named are not looked at again.
+once another error of its stands out twice as far, or so far that hardly any rounding leaves it; heads that an alarm
+named are not looked at again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attn_diag.errors import InputError
+from attn_diag.head.quality import BEYOND, GROUP_LIMIT
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.monitoring.record import MEASURED, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.stacks import Key
@@ -24,6 +26,8 @@ from attn_diag.watching.monitoring.whole_heads import WholeHeads
 _MOST, _TRIES = 2, 3
 # How much further another error has to stand out.
 _FURTHER = 2.0
+# Three times what operands of 8 bits leave, in units of the limit, of BF16: E4M3 has 4 bits less.
+_HARDLY = BEYOND * 2.0**4 / GROUP_LIMIT
 
 
 @dataclass
@@ -140,7 +144,10 @@ class SecondLooks:
                 named = same_as(asked.scores, asked.head)
                 known[name] = np.where(named, np.inf, known[name])
             else:
-                known[name] = np.maximum(known[name], score[asked.head])
+                # What rounding leaves is alike in the heads of a layer; what it hardly leaves is asked of each.
+                own = np.arange(len(score)) == asked.head
+                usual = min(float(score[asked.head]), _HARDLY / _FURTHER)
+                known[name] = np.maximum(known[name], np.where(own, score[asked.head], usual))
 
 
 def _shows(layer: LayerCheck, asked: _Asked) -> bool:
