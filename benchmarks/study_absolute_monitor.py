@@ -250,12 +250,12 @@ def runs(part: str, options: Any) -> Iterator[tuple[dict[str, Any], Callable[[],
     """What names a row, and the run that makes it."""
     if part == "healthy":
         for seed in range(options.seeds):
-            for name in MODELS:
-                for mode in ("autocast", "bf16", "fp16"):
-                    yield from _healthy(name, mode, "plain", seed, options)
             for name in ("gpt2 sdpa", "llama sdpa", "qwen3 sdpa", "llama eager"):
                 for way in ORDINARY[1:]:
                     yield from _healthy(name, "autocast", way, seed, options)
+            for name in MODELS:
+                for mode in ("autocast", "bf16", "fp16"):
+                    yield from _healthy(name, mode, "plain", seed, options)
     elif part == "planted":
         both = ([d for d in DEFECTS.values() if d.pattern and d.where == w] for w in ("forward", "backward"))
         for family in options.families:

@@ -371,3 +371,19 @@ def test_each_observation_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations
     assert len(found) == 2
     assert all("0.9 times the true one" in observation.heads[0].quantities[0].words for observation in found)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_their_neighbours_are_no_rounding_though_few_carry_the_error(seed: int) -> None:
+    """Near-uniform attention: the first rows are far from each other, the others hardly."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
+    q, k, v = (0.02 * q).bfloat16(), k.bfloat16(), v.bfloat16()
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    answers = []
+    for out in (o, o.roll(1, 2)):
+        capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": out}, causal="top-left")
+        head = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[0]
+        answers.append(head.verdict.labels if head.verdict is not None else ())
+    assert "wrong" not in answers[0]
+    assert answers[1] == ("wrong",)

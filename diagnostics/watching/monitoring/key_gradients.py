@@ -75,7 +75,8 @@ def _fit(left: Tensor, signed: Tensor, rows: Tensor, sketch: Tensor) -> tuple[Te
     heads = left.shape[1]
     group = rows.shape[1] // heads
     ours, of_keys = _summed(left, signed, drawn=True)
-    theirs, of_rows = (t.unflatten(1, (heads, group)).sum(2) for t in _summed(rows, sketch, drawn=False))
+    of_heads = _summed(rows, sketch, drawn=False)
+    theirs, of_rows = (t.view(len(t), heads, group, *t.shape[2:]).sum(2) for t in of_heads)
     rounded = of_keys * (COLUMNS * (1 + group if group > 1 else 1)) + of_rows
     return (ours - theirs).square().sum((0, 2, 3)), theirs.square().sum((0, 2, 3)), rounded.sum(0)
 
