@@ -182,7 +182,9 @@ def replaced(fault: str, device: str, when: Callable[[], bool] = lambda: True) -
         do, q, k, v = given[:4]
         call = Call(do, q, k, v, given[5 if device == "efficient" else 4], *found[:3])
         change(call)
-        return (call.dq, call.dk, call.dv, *found[3:])
+        # Laid out as they were: a compiled graph counts on it.
+        made = (torch.empty_like(t).copy_(new) for t, new in zip(found, (call.dq, call.dk, call.dv), strict=False))
+        return (*made, *found[3:])
 
     library = Library("aten", "IMPL")
     library.impl(name, forward if fault in OF_O else backward, key, with_keyset=True, allow_override=True)
