@@ -1,6 +1,6 @@
 """The monitor's alarm for what no rounding makes: silent on healthy models, raised at once where a kernel is wrong.
 
-Three parts, each of which replaces its own rows of the file:
+Four parts, each of which replaces its own rows of the file:
 
 - healthy: tiny models of Hugging Face's classes train on a CPU, in BF16 autocast, in BF16 and in FP16 with a scaler,
   and with what is ordinary in training: activation checkpoints, accumulated gradients, frozen layers, padded rows,
@@ -8,6 +8,8 @@ Three parts, each of which replaces its own rows of the file:
 - planted: every kernel of ``verdicts.defects`` whose mathematics is wrong, forward or backward, in the second of two
   layers under ``attn_diag.observe``; the first has the same kernel without the defect. Is the second accused, and the
   first not? ``inspect`` is asked of the same call.
+- cost: what a monitored step of a GPT-2 of 4 layers takes above its neighbours, in processor time of one thread; run it
+  with the package of another commit before this one on PYTHONPATH, and ``--label``, to compare.
 - fused: torch's fused kernel for CPUs is replaced in the dispatcher by one whose backward or forward is wrong, from the
   first step on or from a later one, while a model trains.
 
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -246,6 +249,35 @@ def fused(fault: str, seed: int, begins: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def cost(label: str, rows: int, sequences: int, pairs: int = 5) -> dict[str, Any]:
+    """Processor time of monitored steps and of those between."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": rows, "use_cache": False}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "sdpa"}
+    model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, 512, (sequences, rows))
+    times: list[float] = []
+    with attn_diag.Monitor(model, every=2) as monitor:
+        for _ in range(2 * pairs + 4):
+            began = time.process_time()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            times.append((time.process_time() - began) * 1e3)
+    looked, plain = times[4::2], times[5::2]
+    step, extra = median(plain), median(a - b for a, b in zip(looked, plain, strict=True))
+    return {
+        "label": label, "rows": rows, "sequences": sequences, "plain step ms": round(step, 1),
+        "extra ms": round(extra, 1), "share of a step at every=50": round(extra / 50 / step, 5),
+        "alarms": [vars(alarm) for alarm in monitor.alarms],
+    }  # fmt: skip
+
+
 def runs(part: str, options: Any) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     """What names a row, and the run that makes it."""
     if part == "healthy":
@@ -256,6 +288,10 @@ def runs(part: str, options: Any) -> Iterator[tuple[dict[str, Any], Callable[[],
             for name in MODELS:
                 for mode in ("autocast", "bf16", "fp16"):
                     yield from _healthy(name, mode, "plain", seed, options)
+    elif part == "cost":
+        for rows, sequences in ((256, 8), (1024, 4)):
+            which = {"label": options.label, "rows": rows, "sequences": sequences}
+            yield which, lambda r=rows, s=sequences: cost(options.label, r, s)  # type: ignore[misc]
     elif part == "planted":
         both = ([d for d in DEFECTS.values() if d.pattern and d.where == w] for w in ("forward", "backward"))
         for family in options.families:
@@ -279,12 +315,13 @@ def _healthy(name: str, mode: str, way: str, seed: int, options: Any) -> Iterato
 
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("--part", choices=("healthy", "planted", "fused"), required=True)
+    parser.add_argument("--part", choices=("healthy", "planted", "fused", "cost"), required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--families", nargs="*", default=["gaussian"])
     parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--label", default="now", help="of the rows of cost")
     parser.add_argument("--only", default="", help="rows whose names hold this")
     parser.add_argument("--missing", action="store_true", help="rows that are not there yet")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Heads whose errors stand out at a check are looked at again, on the next step, as ``inspect`` looks at a capture.
+"""Heads whose errors stand out at a check are looked at again, on a later step, as ``inspect`` looks at a capture.
 
 Whole sequences of one key head and its query heads are copied with all gradients, and get a verdict: is it the
 mathematics, or coarse rounding? That takes 0.5 s of a CPU's core for a head of 256 rows, so a check has two heads
