@@ -254,8 +254,15 @@ def cost(label: str, rows: int, sequences: int, pairs: int = 5) -> dict[str, Any
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": rows, "use_cache": False}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "sdpa"}
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "n_embd": 256,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": rows,
+        "use_cache": False,
+    }
+    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "sdpa"}
     model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 512, (sequences, rows))

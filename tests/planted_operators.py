@@ -42,7 +42,8 @@ class Call:
     def causal_probs(self, shift: int = 0) -> Tensor:
         scores = self.q.float() @ self._repeated(self.k).mT * self.scale
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + shift)
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        probs: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return probs
 
     def _repeated(self, x: Tensor) -> Tensor:
         return x.float().repeat_interleave(self.q.shape[1] // x.shape[1], 1)
@@ -51,7 +52,7 @@ class Call:
         """dQ and dK from other probabilities or another delta."""
         dscores = probs * (self.do.float() @ self._repeated(self.v).mT - delta)
         dk = dscores.mT @ self.q.float() * self.scale
-        self.dk = dk.unflatten(1, (self.k.shape[1], -1)).sum(2).to(self.k.dtype)
+        self.dk = dk.view(len(dk), self.k.shape[1], -1, *dk.shape[2:]).sum(2).to(self.k.dtype)
         self.dq = (dscores @ self._repeated(self.k) * self.scale).to(self.q.dtype)
 
 
@@ -107,7 +108,7 @@ def _rows_missing(c: Call) -> None:
     probs = c.causal_probs()
     probs[:, :, -16:] = 0
     dv = probs.mT @ c.do.float()
-    c.dv = dv.unflatten(1, (c.v.shape[1], -1)).sum(2).to(c.v.dtype)
+    c.dv = dv.view(len(dv), c.v.shape[1], -1, *dv.shape[2:]).sum(2).to(c.v.dtype)
 
 
 def _unrelated_then_zero(c: Call) -> None:
@@ -186,7 +187,7 @@ def replaced(fault: str, device: str, when: Callable[[], bool] = lambda: True) -
         made = (torch.empty_like(t).copy_(new) for t, new in zip(found, (call.dq, call.dk, call.dv), strict=False))
         return (*made, *found[3:])
 
-    library = Library("aten", "IMPL")
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl(name, forward if fault in OF_O else backward, key, with_keyset=True, allow_override=True)
     try:
         yield

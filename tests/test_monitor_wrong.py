@@ -107,7 +107,8 @@ class NoDelta(torch.autograd.Function):
     def probs(q: Tensor, k: Tensor) -> Tensor:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         scores = q.shape[3] ** -0.5 * q.float() @ k.float().mT
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        probs: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return probs
 
 
 @attn_diag.observe(causal=True)
@@ -159,10 +160,10 @@ def called(
     g = torch.Generator().manual_seed(rows)
     q, do = (torch.randn(1, heads, rows, 32, generator=g).bfloat16() for _ in range(2))
     k, v = (torch.randn(1, key_heads, rows, 32, generator=g).bfloat16() for _ in range(2))
-    inputs = [t.requires_grad_() for t in (q, k, v)]
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     o = functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     dq, dk, dv = torch.autograd.grad(o, inputs, do)
-    found = {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+    found: dict[str, Any] = {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
     if change is not None:
         change(found)
     q, k, v = (t.detach() for t in inputs)
@@ -208,7 +209,7 @@ def test_gradients_that_are_totals_are_not_measured() -> None:
 
 def test_without_a_loss_nothing_stands_out() -> None:
     call = called()
-    zero = {name: torch.zeros_like(getattr(call, name)) for name in ("do", "dq", "dk", "dv")}
+    zero: dict[str, Any] = {name: torch.zeros_like(getattr(call, name)) for name in ("do", "dq", "dk", "dv")}
     found = head_metrics(replace(call, **zero))
     layer = LayerCheck(0, "m", {n: getattr(found, n).numpy() for n in vars(found)})
     assert all((scores <= 1).all() for scores in standing_out(layer).values())
@@ -267,7 +268,7 @@ def test_what_hardly_a_rounding_leaves_is_asked_of_every_head() -> None:
 
 def test_a_step_without_a_gradient_does_not_answer() -> None:
     looks, call = SecondLooks(1, 0.01), called(100, heads=2)
-    zero = {name: torch.zeros_like(getattr(call, name)) for name in ("do", "dq", "dk", "dv")}
+    zero: dict[str, Any] = {name: torch.zeros_like(getattr(call, name)) for name in ("do", "dq", "dk", "dv")}
     looks.consider(check_of(0, dq=300.0))
     assert looked(looks, replace(call, **zero)) is None
     assert looks.wanted
