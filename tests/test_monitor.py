@@ -161,7 +161,7 @@ def test_names_for_loggers() -> None:
     assert flat["attn/w_q_norm/mean"] == pytest.approx(sum(values) / len(values))
     weight = model.get_parameter("h.0.attn.c_attn.weight").detach()[:WIDTH]
     assert max(values[:HEADS]) < float(torch.linalg.matrix_norm(weight, 2)) * 1.1
-    assert len(monitor.table().splitlines()) == 4
+    assert len(monitor.table().splitlines()) == 7
     assert "step 2" in repr(monitor)
     monitor.close()
     assert f"closed at step {monitor.step}, newest check of step 2" in repr(monitor)
