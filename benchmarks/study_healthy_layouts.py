@@ -61,7 +61,8 @@ def model_of(name: str, seed: int) -> torch.nn.Module:
         **(options or _MLA), attn_implementation=attention, use_cache=False
     )
     torch.manual_seed(seed)
-    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model: torch.nn.Module = getattr(transformers, f"{family}{head}")(config)
     return model
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 import attn_diag
 from attn_diag import Monitor
 from attn_diag.watching.live.call import AttentionCall
+from attn_diag.watching.monitoring import measuring as measuring_module
 from attn_diag.watching.monitoring import monitor as monitor_module
 from attn_diag.watching.monitoring.alarm import Alarm, replay
 from attn_diag.watching.monitoring.figures import METRICS
@@ -160,7 +161,7 @@ def test_names_for_loggers() -> None:
     assert flat["attn/w_q_norm/mean"] == pytest.approx(sum(values) / len(values))
     weight = model.get_parameter("h.0.attn.c_attn.weight").detach()[:WIDTH]
     assert max(values[:HEADS]) < float(torch.linalg.matrix_norm(weight, 2)) * 1.1
-    assert len(monitor.table().splitlines()) == 4
+    assert len(monitor.table().splitlines()) == 7
     assert "step 2" in repr(monitor)
     monitor.close()
     assert f"closed at step {monitor.step}, newest check of step 2" in repr(monitor)
@@ -244,7 +245,7 @@ def failing(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(monitor_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "Sent")],
+    [(measuring_module, "head_sums"), (Sample, "of"), (Monitor, "_read"), (monitor_module, "Sent")],
 )
 def test_its_own_failures_never_reach_the_training_loop(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

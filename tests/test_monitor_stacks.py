@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_diag import Monitor
+from attn_diag.watching.monitoring import measuring as measuring_module
 from attn_diag.watching.monitoring import metrics as metrics_module
-from attn_diag.watching.monitoring import monitor as monitor_module
 from attn_diag.watching.monitoring import sample as sample_module
 from attn_diag.watching.monitoring import stacks as stacks_module
 from attn_diag.watching.monitoring.rows import TEMPORARIES, measure_rows
@@ -102,7 +102,7 @@ def test_stacked_layers_have_the_figures_of_each_alone(rows: int, monkeypatch: p
     monkeypatch.setattr(Sample, "stacked", stacked)
     found = figures(rows=rows)
     assert sizes == [2] * 5 * 2
-    monkeypatch.setattr(monitor_module, "stacks", one_by_one)
+    monkeypatch.setattr(measuring_module, "stacks", one_by_one)
     alone = figures(rows=rows)
     assert sizes[10:] == [1] * 10 * 2
     assert_same(found, alone)
@@ -173,5 +173,5 @@ def test_a_layer_more_is_a_few_operations_more(monkeypatch: pytest.MonkeyPatch) 
     one, twelve = operations(1), operations(12)
     # Copies of q, k, v, o, LSE, dO, x and w_q, with the views that they are of.
     assert twelve - one <= 11 * 60
-    monkeypatch.setattr(monitor_module, "stacks", one_by_one)
+    monkeypatch.setattr(measuring_module, "stacks", one_by_one)
     assert operations(12) - one > 11 * 300

@@ -382,3 +382,19 @@ def test_keys_hidden_by_a_number_are_no_sink(value: float) -> None:
     words = words_of(head, "o", observed)
     assert f"hiding keys by adding {value:g} to their scores" in words
     assert "sink" not in words
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_their_neighbours_are_no_rounding_though_few_carry_the_error(seed: int) -> None:
+    """Near-uniform attention: the first rows are far from each other, the others hardly."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
+    q, k, v = (0.02 * q).bfloat16(), k.bfloat16(), v.bfloat16()
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    answers = []
+    for out in (o, o.roll(1, 2)):
+        capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": out}, causal="top-left")
+        head = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[0]
+        answers.append(head.verdict.labels if head.verdict is not None else ())
+    assert "wrong" not in answers[0]
+    assert answers[1] == ("wrong",)

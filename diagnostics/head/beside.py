@@ -125,7 +125,9 @@ def beside_well_rounded(
             rest = left(way, bad)[0]
             own = not alike.bad_features.any() and rest <= EXPLAINED * float(alike.error[bad].sum())
             return replace(chosen, site=named(way), rounding=own, features_rounding=own)
-    if found is not None and found.low > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
+    # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
+    beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
+    if found is not None and beyond > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
         # Where dP and delta cancel exactly it may be none, and truncated sums break that.

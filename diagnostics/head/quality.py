@@ -317,14 +317,14 @@ def _outlying(
         count = of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
     else:
         count = torch.ones(len(found), dtype=ratio.dtype) if directions is None else directions(rows[found])
-    limits = np.maximum(GROUP_LIMIT, [_quantile(max(1, round(float(n))), draws) for n in count])
+    limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(float(n))), draws) for n in count])
     times = ratio[found].cpu().numpy() / limits
     result[found.cpu().numpy()] = np.where(times > 1, times, 0.0)
     return result
 
 
 @cache
-def _quantile(directions: int, draws: int | None = None) -> float:
+def quantile(directions: int, draws: int | None = None) -> float:
     """Above it the root mean square of so many normal numbers lies with probability ``_CHANCE``.
 
     Their standard deviation is 1 or, with ``draws``, what so many draws of them make of it.

@@ -41,6 +41,11 @@ a head as ``inspect`` does. It alarms where two looks in a row find the same: "w
 site that is named, or 3 times), "biased" (at the rate's level) or "nonfinite". A kernel that always was so alarms too.
 No rate is proven for it: ``benchmarks/study_linear_training.py`` and ``study_declared_monitor.py`` count.
 
+An error that no rounding makes has no need to grow. Of all other attention each check measures O, dQ, dK and dV. A
+head that stands out there (``standing_out``) is judged on the next step as ``inspect`` does, whole ("again"), and
+"wrong" in one such look is an alarm, one for its layer, from the first check on. No rate is proven for it either:
+``benchmarks/study_absolute_monitor.py`` counts.
+
 A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
 single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
 
@@ -58,7 +63,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_diag.printing import printable
+from attn_diag.results.wording import ranges
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck, MonitorCheck, Values
+from attn_diag.watching.monitoring.standing_out import same_as, standing_out
 
 Kind = Literal["rounding", "overwhelmed", "nonfinite", "wrong", "biased"]
 
@@ -116,12 +123,16 @@ class AlarmState:
         self.rule = rule or AlarmRule()
         self._layers: dict[tuple[int, str | None], LayerState] = {}
         self._judged: dict[tuple[int, str | None], JudgedState] = {}
+        self._again: dict[tuple[int, str | None], AgainState] = {}
 
     def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
         """Take the next check, and return the alarms that it raises."""
         found: list[Alarm] = []
         for layer in check.layers:
             key = layer.layer, layer.module
+            if layer.again:
+                found += self._again.setdefault(key, AgainState()).update(check.step, layer)
+                continue
             if layer.is_judged:
                 found += self._judged.setdefault(key, JudgedState()).update(check.step, layer)
                 continue
@@ -130,6 +141,7 @@ class AlarmState:
                 state = self._layers[key] = LayerState(layer.heads, self.rule)
             state.update(check.step, layer, self.rule.log_odds(check.heads))
             found += state.alarms(check.step, layer)
+            self._again.setdefault(key, AgainState()).checked(check.step, layer)
         return tuple(found)
 
     @property
@@ -288,6 +300,37 @@ class JudgedState:
             reason = (layer.words[head] if head < len(layer.words) else None) or f"{what} is {kind}"
             found.append(Alarm(kind, step, layer.layer, head, layer.module, reason.rstrip("."), advice, values))
         return found
+
+
+class AgainState:
+    """What the rule remembers of one layer of which heads may be looked at again."""
+
+    def __init__(self) -> None:
+        self._scores: dict[str, Values] = {}
+        self._step = 0
+        self._raised: set[int] = set()
+
+    def checked(self, step: int, layer: LayerCheck) -> None:
+        """Take what stands out at a check."""
+        self._step, self._scores = step, standing_out(layer)
+
+    def update(self, step: int, layer: LayerCheck) -> list[Alarm]:
+        """Take a second look, and return the alarm that it raises: one for the layer, which names its heads."""
+        wrong = [int(head) for head in np.flatnonzero(layer.values["wrong"] > 0)]
+        if not wrong or set(wrong) <= self._raised:
+            return []
+        head = next(h for h in wrong if h not in self._raised)
+        also: set[int] = set()
+        if self._scores and len(next(iter(self._scores.values()))) == layer.heads:
+            also = {int(other) for other in np.flatnonzero(same_as(self._scores, head))}
+        self._raised |= also | set(wrong)
+        values = {name: float(v[head]) for name, v in layer.values.items() if math.isfinite(v[head])}
+        reason = (layer.words[head] or "its results are not attention's").rstrip(".")
+        if others := sorted((also | set(wrong)) - {head}):
+            said = f"heads {ranges(others)} stand" if len(others) > 1 else f"head {others[0]} stands"
+            reason += f"; {said} out as well (step {self._step})"
+        advice = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
+        return [Alarm("wrong", step, layer.layer, head, layer.module, reason, advice, values)]
 
 
 _SEEN_WITH: dict[Kind, tuple[Kind, ...]] = {"wrong": ("wrong", "rounding"), "rounding": ("wrong", "rounding")}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # q - x W_Q^T, less a bias, is rounding where q is the projection's own output; RoPE or QK-norm leave the order of 1.
 _MISFIT = 0.05
+_TINY = 1e-300
 # From so many sequences on they are the clusters of delta's test (``means.MIN_SEQUENCES``).
 _SEQUENCES = 8
 
@@ -65,6 +66,23 @@ class HeadMetrics:
     """Spectral norm of the head's W_Q."""
     nonfinite_rate: Tensor
     """Share of rows, of those that see a key, with NaN or Inf."""
+    o_error: Tensor
+    """Norm of O's measured error over the reference's norm, on the sampled rows."""
+    o_factor: Tensor
+    """Norm of that error over what a well-rounded kernel leaves in the mean; of FP32 inputs one that casts to TF32."""
+    o_row_factor: Tensor
+    """The same of the row in which it is largest."""
+    dq_error: Tensor
+    """As ``o_error``, of dQ as the backward returned it, fused or not."""
+    dq_factor: Tensor
+    dq_row_factor: Tensor
+    dk_error: Tensor
+    """||K^T dK - dQ^T Q|| over ||dQ^T Q||, of all rows and keys of the head's key head; see ``key_gradients``."""
+    dk_factor: Tensor
+    """Over what a well-rounded kernel leaves of it in the mean, at most."""
+    dv_error: Tensor
+    """||V^T dV - O^T dO|| over ||O^T dO||, likewise."""
+    dv_factor: Tensor
 
 
 METRICS = tuple(f.name for f in fields(HeadMetrics))
@@ -78,8 +96,11 @@ SUMS = (
     "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
     "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
     "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
-    "measured",
+    "measured", "o_off", "o_size", "o_expected", "dq_off", "dq_size", "dq_left",
+    "dk_off", "dk_size", "dk_left", "dv_off", "dv_size", "dv_left",
 )  # fmt: skip
+# What the largest counts of; one column each.
+MAXIMA = ("max_logit", "w_q_norm", "o_row", "dq_row")
 # Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
 NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
 
@@ -91,7 +112,7 @@ class HeadSums:
     sums: Tensor
     """[Hq, len(SUMS)] float64: adds up over ranks."""
     maxima: Tensor
-    """[Hq, 2] float64: the largest score and the norm of W_Q, of which the largest counts over ranks."""
+    """[Hq, len(MAXIMA)] float64: the largest counts over ranks; of rows, squares."""
     norms: Tensor
     """[Hq, 3] float64: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone."""
     sketches: Tensor | None
@@ -122,6 +143,11 @@ class HeadSums:
             "dw_q_over_floor": (dw_q_delta, s["dw_q_floor"]),
             "dw_q_expected_over_floor": (s["dw_q_expected"], s["dw_q_floor"]),
         }
+        for name, left in (("o", "o_expected"), ("dq", "dq_left"), ("dk", "dk_left"), ("dv", "dv_left")):
+            off = s[f"{name}_off"]
+            roots[f"{name}_error"] = off, s[f"{name}_size"]
+            # What is to be exact has no limit.
+            roots[f"{name}_factor"] = off, torch.where(off > 0, s[left].clamp(min=_TINY), s[left])
         ratios = {
             "entropy": (s["entropy"], s["rows"]),
             "tie_rate": (s["ties"], s["rows"]),
@@ -145,8 +171,14 @@ class HeadSums:
         projected = torch.where(through, values, torch.nan)
         for name, value in zip(roots | ratios, projected, strict=True):
             found[name] = value if name in _OF_W_Q else found[name]
-        max_logit = torch.where(s["rows"] > 0, self.maxima[:, 0], nan)
-        return HeadMetrics(max_logit=max_logit, w_q_norm=self.maxima[:, 1], **found)
+        largest = dict(zip(MAXIMA, self.maxima.unbind(1), strict=True))
+        return HeadMetrics(
+            max_logit=torch.where(s["rows"] > 0, largest["max_logit"], nan),
+            w_q_norm=largest["w_q_norm"],
+            o_row_factor=largest["o_row"].sqrt(),
+            dq_row_factor=largest["dq_row"].sqrt(),
+            **found,
+        )
 
     def split(self, layers: int) -> list[HeadSums]:
         """Those of each layer, where they are of several with the same number of heads."""

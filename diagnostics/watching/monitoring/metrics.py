@@ -11,15 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_diag.reference import format_of
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.key_gradients import COLUMNS, ForwardSketch, GradientFit
 from attn_diag.watching.monitoring.rows import (
     TEMPORARIES,
     SampledRows,
+    cast_error,
     dense_clusters,
     heads_at_once,
     joined,
     measure_rows,
+    multiplied,
     standard_error,
 )
 from attn_diag.watching.monitoring.sample import LayerProjection, Sample, by_layer, pieces
@@ -91,6 +95,7 @@ class _FewHeads:
         self._temporaries = temporaries
         self._heads = slice(kv_heads.start * group, kv_heads.stop * group)
         self._totals: dict[str, Tensor] = {}
+        self._keys = False
 
     def run(self, past: Tensor | None) -> HeadSums:
         sample, heads = self._sample, self._heads
@@ -100,9 +105,11 @@ class _FewHeads:
         elif projection is not None:
             projection = LayerProjection(*(values[heads] for values in projection))
         largest, lefts, rights, sketched = [], [], [], []
+        self._add_keys()
         for sequence in range(len(sample.q)):
             found = measure_rows(sample, sequence, self._kv_heads, self._temporaries)
-            largest.append(torch.where(found.usable, found.max_logit, -torch.inf).amax(1))
+            rows = torch.stack([found.max_logit, *self._add_errors(sequence, found)])
+            largest.append(torch.where(found.usable, rows, -torch.inf).amax(2))
             lse_factor = self._add_forward(sequence, found)
             if sample.do is None:
                 continue
@@ -114,7 +121,7 @@ class _FewHeads:
                 sketched.append(sketch(x))
                 if past is not None:
                     self._add_past(left[0], sketched[-1], past[heads].double(), clusters)
-        maxima = torch.stack(largest).amax(0)
+        maxima, *of_rows = torch.stack(largest).amax(0)
         if projection is not None:
             self._add(q=projection.q, misfit=projection.misfit)
         unknown = torch.full_like(maxima, torch.nan)
@@ -127,11 +134,54 @@ class _FewHeads:
                 norms[:, 2] = torch.nan
         weight = unknown if projection is None else projection.norms
         sums = torch.stack([self._totals.get(name, unknown) for name in SUMS], 1)
-        return HeadSums(sums, torch.stack([maxima, weight], 1), norms, sketches)
+        return HeadSums(sums, torch.stack([maxima, weight, *of_rows], 1), norms, sketches)
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():
             self._totals[name] = self._totals[name] + value if name in self._totals else value
+
+    def _add_keys(self) -> None:
+        """Adds how well dK and dV of the heads' key heads fit; the casts' part of what is left follows row by row."""
+        sample, few, own = self._sample, self._kv_heads, self._heads
+        keys = None if sample.keys is None else GradientFit(*(t[few] for t in sample.keys))
+        if sample.do is not None and sample.dq is not None and sample.dk is not None and sample.dv is not None:
+            sketch = ForwardSketch.of(sample.q[:, own], sample.o[:, own])
+            keys = GradientFit.of(
+                sketch, sample.k[:, few], sample.v[:, few], do=sample.do[:, own], dq=sample.dq[:, own],
+                dk=sample.dk[:, few], dv=sample.dv[:, few],
+            )  # fmt: skip
+        self._keys = keys is not None
+        if keys is None:
+            return
+        group = sample.q.shape[1] // sample.k.shape[1]
+        each = {name: t.repeat_interleave(group) for name, t in keys._asdict().items()}
+        cast = cast_error(multiplied(format_of(sample.q.dtype))) ** 2
+        for name in ("dk", "dv"):
+            off, size, rounded = (each[f"{name}_{of}"] for of in ("off", "size", "rounded"))
+            self._add(**{f"{name}_off": off, f"{name}_size": size, f"{name}_left": rounded * cast})
+
+    def _add_errors(self, sequence: int, found: SampledRows) -> tuple[Tensor, Tensor]:
+        """Adds what O and dQ are off; returns it over what a well-rounded kernel leaves, squares of rows, [h, R]."""
+        usable, sample, heads = found.usable, self._sample, self._heads
+
+        def total(x: Tensor) -> Tensor:
+            return torch.where(usable, x, 0.0).sum(1)
+
+        self._add(o_off=total(found.o_error), o_size=total(found.o_size), o_expected=total(found.o_expected))
+        of_o, gradient = found.o_error / found.o_expected.clamp(min=1e-300), found.gradient
+        if gradient is None or gradient.dq_error is None or gradient.dq_expected is None or gradient.dq_casts is None:
+            return of_o, torch.full_like(of_o, torch.nan)
+        off, size = gradient.dq_error.square().sum(-1), gradient.dq.square().sum(-1)
+        self._add(dq_off=total(off), dq_size=total(size), dq_left=total(gradient.dq_expected))
+        if self._keys and sample.do is not None:
+            # The sampled rows stand for all, and dS and P_bar are cast for both sides.
+            group = sample.q.shape[1] // sample.k.shape[1]
+            many = 2 * COLUMNS * sample.q_length / sample.q.shape[2]
+            for name, casts, other in (("dk", gradient.dq_casts, sample.q), ("dv", found.o_casts, sample.do)):
+                left = total(casts * other[sequence, heads].double().square().sum(-1)) * many
+                of_group = left.view(-1, group).sum(1).repeat_interleave(group)
+                self._add(**{f"{name}_left": of_group})
+        return of_o, off / gradient.dq_expected.clamp(min=1e-300)
 
     def _add_forward(self, sequence: int, found: SampledRows) -> Tensor | None:
         """Adds what needs no dO; returns exp(L_ref - L_obs) - 1, [h, R], 0 where it is unknown; None without LSE."""
@@ -162,9 +212,9 @@ class _FewHeads:
         relative = torch.where(judged, error / floor, 0.0)
         dq, probs_k = torch.where(known, gradient.dq, 0.0), torch.where(known, gradient.probs_k, 0.0)
         direction = probs_k.square().sum(-1) * scale**2  # ||alpha (P K)_t||^2
-        measured = gradient.dq_error is not None
+        measured = gradient.dq_error is not None and not self._sample.fused
         off = probs_k * (-scale * error)[..., None]
-        if gradient.dq_error is not None:
+        if gradient.dq_error is not None and measured:
             off = torch.where(known, gradient.dq_error, 0.0)
         left = torch.stack([off, dq, off])
         if lse_factor is not None and not measured:
@@ -176,7 +226,7 @@ class _FewHeads:
         floor_squares = floor.square() * direction
         cast = torch.where(usable, gradient.cast_noise, 0.0)
         expected = floor_squares + cast.square() * direction
-        if gradient.dq_casts is not None:
+        if gradient.dq_casts is not None and measured:
             expected = expected + torch.where(usable, gradient.dq_casts, 0.0)
         self._add(
             noise=relative.square().sum(1),

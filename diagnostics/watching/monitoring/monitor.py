@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import nn
 
 from attn_diag.errors import InputError
@@ -24,16 +23,15 @@ from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.sites import refusals
 from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
-from attn_diag.watching.monitoring.declared import DeclaredLayers, DeclaredSample
-from attn_diag.watching.monitoring.directions import PastDirections
-from attn_diag.watching.monitoring.figures import HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.declared import DeclaredLayers
 from attn_diag.watching.monitoring.linear import LinearLayers
-from attn_diag.watching.monitoring.metrics import head_sums
+from attn_diag.watching.monitoring.measuring import Measuring
 from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table
-from attn_diag.watching.monitoring.reduction import LayerKey, Reduction, device_of
 from attn_diag.watching.monitoring.sample import Sample
+from attn_diag.watching.monitoring.second_looks import SecondLooks
 from attn_diag.watching.monitoring.sent import Sent
-from attn_diag.watching.monitoring.stacks import Key, alike, kind, stacks
+from attn_diag.watching.monitoring.stacks import Key
+from attn_diag.watching.monitoring.whole_heads import WholeHeads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,8 +52,11 @@ class Monitor:
 
     On a monitored step the first micro-batch's call of each layer is compared with float64, for a sample of rows, on
     the device, at the end of the step, layers of one shape together; results are read at a later step, so that no step
-    waits for them. Outputs and gradients stay the same
-    bits, and nothing is raised in the training loop: what goes wrong is logged (logger "attn_diag").
+    waits for them. Outputs and gradients stay the same bits, and nothing is raised in the training loop: what goes
+    wrong is logged (logger "attn_diag").
+
+    O, dQ, dK and dV are measured beside what a well-rounded kernel leaves. A head whose error stands out is looked at
+    again on a later step, whole, as ``inspect`` does (that step waits): what no rounding makes alarms at once.
 
     Shares are predicted from the errors of O and LSE, for a backward that takes delta from O and recomputes P from
     exact scores. One that recomputes it from the scores that the forward rounded errs less than predicted: by 1.2 % of
@@ -137,17 +138,17 @@ class Monitor:
                 self._alarm_state.update(check)
         self._raised_at_newest, self._ended_at = 0, first_step
         self._taken: set[Key] = set()
-        self._open: dict[Key, dict[int, Sample | DeclaredSample]] = {}
+        self._open: dict[Key, dict[int, Sample | WholeHeads]] = {}
         self._in_vain: set[Key] = set()
-        self._complete: dict[Key, Sample | DeclaredSample] = {}
-        self._past = PastDirections()
+        self._complete: dict[Key, Sample | WholeHeads] = {}
+        self._measuring = Measuring(process_group, self._warn)
         self._sent: deque[Sent] = deque()
         self._trains = self._refused = False
-        self._reduction = None if _alone(process_group) else Reduction(process_group)
         self._log_file = LogFile(None if rank() else log)
         level = self._alarm_state.rule.false_alarm_rate / 1000
         self._linear = LinearLayers(self._linear_begins, functions, sequences, level)
         self._declared = None if declared is None else DeclaredLayers(declared, sequences, level)
+        self._again = SecondLooks(sequences, level)
         self._watch: Watch | None = Watch(model, self, first_step)
         self._watch.start()
         self._whole = model is not None and is_run_compiled(model)
@@ -166,7 +167,8 @@ class Monitor:
             self._open.clear()
             self._complete.clear()
             self._read(wait=True)
-            self._past.clear()
+            self._again.forget()
+            self._measuring.forget()
 
     @property
     def step(self) -> int:
@@ -185,7 +187,8 @@ class Monitor:
         self.close()
 
     def __repr__(self) -> str:
-        newest = f"newest check of step {self.history[-1].step}" if self.history else "no check yet"
+        check = self._newest
+        newest = "no check yet" if check is None else f"newest check of step {check.step}"
         closed = f"closed at step {self.step}, " if self._watch is None else ""
         alarms = plural(len(self.alarms), "alarm")
         return f"<Monitor every {plural(self.every, 'step')}: {closed}{newest}, {alarms}; print(m.table()) shows it>"
@@ -202,14 +205,14 @@ class Monitor:
             wait: for a check that is still being computed; without it nothing waits.
         """
         self._read(wait=wait)
-        if not self.history:
+        if (newest := self._newest) is None:
             return {}
-        return flat_metrics(self.history[-1], self._raised_at_newest, len(self.alarms), per_head=per_head)
+        return flat_metrics(newest, self._raised_at_newest, len(self.alarms), per_head=per_head)
 
     def table(self) -> str:
-        """Show the newest check: each layer's worst head, and the alarms so far."""
+        """Show the newest check: each layer's worst head, how well it rounds, and the alarms so far."""
         self._read(wait=True)
-        return table(self.history[-1] if self.history else None, self.alarms)
+        return table(self._newest, self.alarms)
 
     # What the watch calls.
 
@@ -221,8 +224,8 @@ class Monitor:
     may_be_late = False
 
     def wants_step(self, step: int) -> bool:
-        """Check every so many steps."""
-        return step % self.every == 0
+        """Check every so many steps, and look again where something stood out."""
+        return self._checks(step) or self._again.wanted
 
     def wants(self, place: CallPlace) -> bool:
         """Want the first call of each layer; one without gradients only in a loop that has none.
@@ -232,22 +235,26 @@ class Monitor:
         """
         if not self.wants_step(place.step) or (self._layers is not None and place.layer not in self._layers):
             return False
-        key = place.layer, place.module
-        wanted = key not in self._taken or (key in self._in_vain and key not in self._complete)
-        return wanted and (place.gradients or not self._trains)
+        return (self._checked(place) or self._again.wants(place)) and (place.gradients or not self._trains)
 
     def forward(self, call: AttentionCall) -> None:
         """Copy the sample."""
-        key = call.place.layer, call.place.module
         by = self._declared
         # What is declared is fused, and no fused kernel says what it kept.
         if (refused := call.refused or (by and refusals(call.dropout_p))) is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
-        sample = Sample.of(call, self._sequences, self._rows) if by is None else by.sample(call)
+        sample = None
+        if self._checked(call.place):
+            sample = Sample.of(call, self._sequences, self._rows) if by is None else by.sample(call)
+        if self._again.wants(call.place):
+            self._again.forward(call)
         call.let_go()
+        if sample is None:
+            return
         self._take(call.place)
+        key = call.place.layer, call.place.module
         if call.awaits_backward:
             waiting = self._open.setdefault(key, {})
             waiting[call.place.call] = sample
@@ -258,6 +265,7 @@ class Monitor:
 
     def backward(self, call: AttentionCall) -> None:
         """Copy the sample's part of the gradient."""
+        self._again.backward(call)
         key = call.place.layer, call.place.module
         sample = self._open.get(key, {}).get(call.place.call)
         if sample is not None:
@@ -267,9 +275,10 @@ class Monitor:
     def step_ended(self, step: int) -> None:
         """Send off what this step brought, and read what earlier ones did."""
         # The collective comes first: whatever fails on one rank, the others must not wait for it.
-        if self.wants_step(step):
+        if self._checks(step):
             self._finish(step)
-        self._linear.look(wanted=not self._whole and (not self._trains or self.wants_step(step + 1)))
+        self._look_again(step)
+        self._linear.look(wanted=not self._whole and (not self._trains or self._checks(step + 1)))
         self._read(wait=False)
 
     def failed(self, error: Exception) -> None:
@@ -281,6 +290,19 @@ class Monitor:
         self._watch, self._sent, self._log_file = None, deque(), LogFile(None)
 
     # Ourselves.
+
+    @property
+    def _newest(self) -> MonitorCheck | None:
+        return next((check for check in reversed(self.history) if not check.again), None)
+
+    def _checks(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def _checked(self, place: CallPlace) -> bool:
+        """Whether a call belongs to a check."""
+        key = place.layer, place.module
+        first = key not in self._taken or (key in self._in_vain and key not in self._complete)
+        return first and self._checks(place.step)
 
     def _linear_begins(self) -> CallPlace | None:
         """Where a call of linear attention is that is about to run, if it is wanted."""
@@ -306,6 +328,7 @@ class Monitor:
         self._sent = deque(sent for sent in self._sent if sent.step < step)
         while self.history and self.history[-1].step >= step:
             self.history.pop()
+        self._again.forget()
         self._log_file.take_back(step)
 
     def _finish(self, step: int) -> None:
@@ -314,30 +337,24 @@ class Monitor:
         self._taken.clear()
         self._in_vain.update(self._open)
         self._open.clear()
-        done, watch = dict[Key, HeadSums](), self._watch
-        if watch is not None:
-            for keys, temporaries in stacks(samples, self._past):
-                # What fails here must not keep this rank from the collective.
-                those = [samples.pop(key) for key in keys]
-                done |= watch.guarded(self._measured)(keys, those, temporaries) or {}
-        if self._reduction is not None:
-            done = self._reduce(self._reduction, done)
-        judged = self._judged({k: s for k, s in complete.items() if isinstance(s, DeclaredSample)})
-        if not done and not judged:
-            if watch is not None and watch.calls_seen and not self._refused:
-                self._warn(UNFINISHED)
-            return
-        found: list[tuple[list[Key], HeadMetrics]] = []
-        for keys in alike(
-            done, lambda key: (kind(done[key].sums), kind(done[key].sketches), kind(self._past.get(key)))
-        ):
-            sums = HeadSums.joined([done[key] for key in keys])
-            found.append((keys, sums.metrics(self._past.of(keys))))
-            if sums.sketches is not None:
-                self._past.remember(keys, sums.sketches[0])
-        self._sent.append(Sent(step, found, judged))
+        watch = self._watch
+        found = self._measuring.measure(samples, None if watch is None else watch.guarded)
+        judged = self._judged({k: s for k, s in complete.items() if isinstance(s, WholeHeads)})
+        if found or judged:
+            self._sent.append(Sent(step, found, judged))
+        elif watch is not None and watch.calls_seen and not self._refused:
+            self._warn(UNFINISHED)
 
-    def _judged(self, declared: Mapping[Key, DeclaredSample]) -> list[LayerCheck]:
+    def _look_again(self, step: int) -> None:
+        if self._watch is None or not self._again.wanted:
+            return
+        found, unknown = self._watch.guarded(self._again.finish)() or ([], [])
+        for reason in unknown:
+            self._warn(f"a head that stands out is not looked at again: {reason}")
+        if found:
+            self._sent.append(Sent(step, [], found))
+
+    def _judged(self, declared: Mapping[Key, WholeHeads]) -> list[LayerCheck]:
         """The layers that are judged as ``inspect`` judges: of linear attention, and declared ones."""
         if (watch := self._watch) is None:
             return []
@@ -350,28 +367,17 @@ class Monitor:
             watch.warn_once(reason)
         return found
 
-    def _measured(self, keys: list[Key], those: list[Sample], temporaries: int) -> dict[Key, HeadSums]:
-        alone = self._reduction is None
-        sums = head_sums(Sample.stacked(those), self._past.of(keys), alone=alone, temporaries=temporaries)
-        return dict(zip(keys, sums.split(len(keys)), strict=True))
-
-    def _reduce(self, reduction: Reduction, done: dict[Key, HeadSums]) -> dict[Key, HeadSums]:
-        names = {LayerKey.of(*key, sums): key for key, sums in done.items()}
-        found = reduction.reduce({name: done[key] for name, key in names.items()}, device_of(done))
-        if reduction.unknown:
-            self._warn(f"layers that no rank had at the first check are left out: {sorted(reduction.unknown)}")
-        return {names.get(name, (name.layer, name.module or None)): sums for name, sums in found.items()}
-
     def _read(self, *, wait: bool) -> None:
         while self._sent and (wait or self._sent[0].ready()):
-            check = self._sent.popleft().check(self.history[-1] if self.history else None)
+            check = self._sent.popleft().check(self._newest)
             self.history.append(check)
             if (lost := self._log_file.write(check)) is not None:
                 self._warn(f"the monitor's log is not written any more: {lost}")
             found = self._alarm_state.update(check)
-            self._raised_at_newest = len(found)
+            self._raised_at_newest = len(found) + (self._raised_at_newest if check.again else 0)
             for alarm in found:
                 self._raise(alarm)
+            self._again.consider(check)
 
     def _raise(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
@@ -387,9 +393,3 @@ class Monitor:
     def _warn(self, message: str) -> None:
         if self._watch is not None:
             self._watch.warn_once(message)
-
-
-def _alone(group: ProcessGroup | None) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return True
-    return torch.distributed.get_world_size(group) < 2

@@ -25,6 +25,8 @@ _COLUMNS = (
     ("noise_factor", "noise", ".2f"), ("conditioning", "condit.", ".1f"), ("coherence", "coher.", ".2f"),
     ("max_logit", "logit", ".1f"), ("w_q_norm", "|W_Q|", ".2f"),
 )  # fmt: skip
+# Of softmax attention, what each check measures against float64.
+MEASURED = ("o", "dq", "dk", "dv")
 _ALARMS = 3
 # Of the verdict on linear and declared attention, by label: the metric that is 1 where a head has it.
 JUDGED_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
@@ -45,10 +47,12 @@ class LayerCheck:
     """Of these, one a head: why it is wrong, lossy or biased; None where it is not."""
     declared: str | None = None
     """The recipe below 16 bits that it is held against."""
+    again: bool = False
+    """Whether it was looked at again, some heads alone (NaN for others), because they stood out at a check."""
 
     @property
     def is_judged(self) -> bool:
-        """Whether each head has a verdict: it is linear attention, or declared."""
+        """Whether heads have verdicts: it is linear attention, or declared, or was looked at again."""
         return "lossy" in self.values
 
     @property
@@ -65,6 +69,11 @@ class MonitorCheck:
     layers: tuple[LayerCheck, ...]
 
     @property
+    def again(self) -> bool:
+        """Whether it is nothing but second looks, at heads that stood out at the check before."""
+        return bool(self.layers) and all(layer.again for layer in self.layers)
+
+    @property
     def heads(self) -> int:
         """How many heads were looked at."""
         return sum(layer.heads for layer in self.layers)
@@ -72,12 +81,14 @@ class MonitorCheck:
     def to_json(self) -> str:
         """One line: {"step", "layers": [{"layer", "module", "metrics": {name: [a number a head, null: unknown]}}]}.
 
-        Layers of linear attention and declared ones have "words" too, a sentence a head or null, these "declared".
+        Layers with verdicts have "words" too, a sentence a head or null; declared ones "declared", and such as were
+        looked at again "again".
         """
         layers = [
             {"layer": c.layer, "module": c.module, "metrics": {n: [_plain(x) for x in v] for n, v in c.values.items()}}
             | ({"words": c.words} if c.words else {})
             | ({"declared": c.declared} if c.declared else {})
+            | ({"again": True} if c.again else {})
             for c in self.layers
         ]
         return json.dumps({"step": self.step, "layers": layers}, separators=(",", ":"))
@@ -90,7 +101,7 @@ class MonitorCheck:
             # numpy reads null as NaN, and "Infinity".
             metrics = {name: np.array(values, dtype=np.float64) for name, values in c["metrics"].items()}
             words = tuple(c.get("words", ()))
-            layers.append(LayerCheck(c["layer"], c["module"], metrics, words, c.get("declared")))
+            layers.append(LayerCheck(c["layer"], c["module"], metrics, words, c.get("declared"), c.get("again", False)))
         return cls(found["step"], tuple(layers))
 
 
@@ -193,7 +204,10 @@ def flat_metrics(check: MonitorCheck, alarms: int, total: int, *, per_head: bool
 
 
 def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
-    """Each layer's head with the largest predicted error, one line each, then the first alarms; 80 columns."""
+    """Each layer's head with the largest error of dW_Q, and the quantity that is rounded worst; then the first alarms.
+
+    One line each; 80 columns.
+    """
     if check is None:
         return "no check yet"
     softmax = [layer for layer in check.layers if not layer.is_judged]
@@ -204,7 +218,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
         known = ((layer.values[name][head], form) for name, _, form in shown)
         cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
-    lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows)]
+    lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows), *_aligned(_of_measured(softmax))]
     lines += _aligned(_of_judged([layer for layer in check.layers if layer.is_judged]))
     for alarm in alarms[:_ALARMS]:
         lines += textwrap.wrap(f"ALARM {alarm}", 80, subsequent_indent="  ")
@@ -216,6 +230,19 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _of_measured(layers: Sequence[LayerCheck]) -> list[list[str]]:
+    """Each layer's quantity with the largest error beside a well-rounded kernel's, as ``_of_judged``."""
+    rows = [["layer", "head", "measured", "error", "x well-rounded"]]
+    for layer in layers:
+        known = [(name, layer.values.get(f"{name}_factor", np.full(layer.heads, math.nan))) for name in MEASURED]
+        ranked = [(factors[h], name, h) for name, factors in known for h in np.flatnonzero(np.isfinite(factors))]
+        if ranked:
+            factor, name, head = max(ranked, key=lambda one: float(one[0]))
+            error = format(layer.values[f"{name}_error"][head], ".2%").replace("%", " %")
+            rows.append([str(layer.layer), str(head), name, error, format(factor, ".2f")])
+    return rows if len(rows) > 1 else []
 
 
 def _of_judged(layers: Sequence[LayerCheck]) -> list[list[str]]:

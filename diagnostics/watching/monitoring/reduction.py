@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadSums
-
-_MAXIMA = 2
+from attn_diag.watching.monitoring.figures import MAXIMA, NORMS, SUMS, HeadSums
 
 
 @dataclass(frozen=True, order=True)
@@ -100,5 +98,5 @@ def _sketch_shape(key: LayerKey) -> tuple[int, int, int, int]:
 def _nothing(key: LayerKey, device: torch.device) -> HeadSums:
     """The sums of a layer that this rank has missed."""
     sums = torch.zeros(key.heads, len(SUMS), dtype=torch.float64, device=device)
-    unknown = torch.full((key.heads, _MAXIMA), torch.nan, dtype=torch.float64, device=device)
-    return HeadSums(sums, unknown, unknown, torch.zeros(_sketch_shape(key), device=device))
+    largest, norms = (torch.full_like(sums[:, :1], torch.nan).repeat(1, len(names)) for names in (MAXIMA, NORMS))
+    return HeadSums(sums, largest, norms, torch.zeros(_sketch_shape(key), device=device))

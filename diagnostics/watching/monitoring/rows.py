@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_diag.head.coarse import TF32
 from attn_diag.reference import Alibi, FloatFormat, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.sums import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample, by_layer
@@ -23,6 +24,8 @@ _ALIVE = 3
 _MIN_ROWS = 16
 # exp of this is 0 in float64, and 0 * this is 0 where 0 * -inf would be NaN.
 _FLOOR = -800.0
+# As in ``head.counterfactual``: what an fp32 score is off by, of its size; and squared, what kernels may flush to zero.
+_FP32_SCORE, _FLUSHED = 2.0**-23, 2.0**-232
 
 
 @dataclass
@@ -42,6 +45,14 @@ class SampledRows:
     units: Tensor
     """bool: several P_bar round to 1."""
     lse: Tensor
+    o_error: Tensor
+    """Squared error of O's row."""
+    o_size: Tensor
+    """Its reference's squared norm."""
+    o_expected: Tensor
+    """What a well-rounded kernel leaves of it in the mean (``head.counterfactual``)."""
+    o_casts: Tensor
+    """Of that the part of P_bar's cast."""
     gradient: GradientRows | None = None
 
 
@@ -66,14 +77,21 @@ class GradientRows:
     contributions: Tensor
     """What each feature of O adds to delta's error, [h, R, Dv]."""
     dq_error: Tensor | None = None
-    """Observed - reference, [h, R, D], where the attention is not fused."""
+    """Observed - reference, [h, R, D], where dQ was seen."""
     dq_casts: Tensor | None = None
     """Then: the variance that the casts of dS and dQ give a row of dQ in a well-rounded kernel, [h, R]."""
+    dq_expected: Tensor | None = None
+    """Then: what such a kernel leaves of a row's squared error in the mean, delta's part included, [h, R]."""
 
 
 def cast_error(fmt: FloatFormat) -> float:
     """Root mean square of a nearest-even cast's relative error, 2^-p / sqrt(24): E (1/x)^2 = 1/2 over a binade."""
     return float(2.0**-fmt.precision / 24**0.5)
+
+
+def multiplied(fmt: FloatFormat) -> FloatFormat:
+    """The format in which operands are multiplied: of FP32 it may be TF32."""
+    return fmt if fmt.precision <= TF32.precision else TF32
 
 
 def heads_at_once(sample: Sample, temporaries: int) -> int:
@@ -99,8 +117,15 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
     row_max = torch.where(sees_key, row_max, 0.0)
     inverse = torch.where(sees_key, row_sum.reciprocal(), 0.0)
     log_sum = torch.where(sees_key, row_sum, 1.0).log()
-    out = sample.o[sequence, heads].double()
+    out, truth = sample.o[sequence, heads].double(), b["out"].mul_(inverse[..., None])
     trace = row_sum + out.sum(-1)  # finite where they are
+    error = out - truth
+    spacing = ulp(truth, format_of(sample.o.dtype))
+    cast, smallest = cast_error(multiplied(fmt)) ** 2, 2.0 ** (2 * (fmt.min_exponent - fmt.precision)) / 12
+    scores = row_max.mul(_FP32_SCORE).square_()
+    square = inverse.square()
+    o_casts = b["o_cast"].mul_(square) * (scores + cast)
+    values, keys = (t.square().sum((1, 2)).repeat_interleave(group)[:, None] for t in (v, k))
     found = SampledRows(
         usable=sees_key,
         sees_key=sees_key,
@@ -110,16 +135,19 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
         repeated=b["second"] >= _tie_threshold(row_max, fmt),
         units=b["second"] - row_max >= fmt.rounds_to_one,
         lse=row_max + log_sum,
+        o_error=error.square().sum(-1),
+        o_size=truth.square().sum(-1),
+        o_expected=spacing.square().sum(-1).div_(12) + o_casts + values * (smallest * square + _FLUSHED),
+        o_casts=o_casts,
     )
     if sample.do is not None:
         do = sample.do[sequence, heads].double()
-        truth = b["out"].mul_(inverse[..., None])
-        contributions = out.sub_(truth).mul_(do)
+        contributions = error.mul_(do)
         found.gradient = GradientRows(
             delta=b["delta"],
             # rowsum(dO o O_obs) - rowsum(dO o O_ref), term by term: no cancellation.
             delta_error=contributions.sum(-1),
-            noise_floor=(do * ulp(truth, format_of(sample.o.dtype))).square_().sum(-1).div_(12).sqrt_(),
+            noise_floor=(do * spacing).square_().sum(-1).div_(12).sqrt_(),
             cast_noise=b["cast"].sqrt_().mul_(inverse * cast_error(fmt)),
             copies=(row_sum - 1) * inverse <= 2.0**-fmt.precision,
             dq=b["dq"].mul_((inverse * sample.scale)[..., None]),
@@ -127,10 +155,16 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
             contributions=contributions,
         )
         if sample.dq is not None:
-            dq = found.gradient.dq
-            found.gradient.dq_error = sample.dq[sequence, heads].double().sub_(dq)
-            casts = b["ds_cast"].mul_((inverse * sample.scale).square()).add_(dq.square().sum(-1))
-            found.gradient.dq_casts = casts.mul_(cast_error(fmt) ** 2)
+            g = found.gradient
+            g.dq_error = sample.dq[sequence, heads].double().sub_(g.dq)
+            of_scores = b["ds_cast"].mul_(square * sample.scale**2)
+            squares = g.dq.square().sum(-1)
+            g.dq_casts = (of_scores + squares).mul_(cast_error(fmt) ** 2)
+            of_probs = (g.cast_noise / cast_error(fmt)).square_().mul_(cast)
+            of_delta = (g.noise_floor.square() + of_probs) * g.probs_k.square().sum(-1) * sample.scale**2
+            # Kernels cast dS or alpha dS: below the normal numbers the latter is coarser.
+            lost = keys * (smallest * max(sample.scale**2, 1.0) + _FLUSHED)
+            g.dq_expected = of_scores * (cast + scores) + squares * cast + of_delta + lost
         # A NaN in a key that the row does not see reaches it all the same: 0 * NaN.
         gradient = found.gradient
         trace = trace + gradient.delta_error + gradient.dq.sum(-1) + gradient.probs_k.sum(-1)
@@ -197,9 +231,6 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     if largest is not None:
         found["largest"] = largest
     del scores, shifted
-    if sample.do is None:
-        return found
-    do = sample.do[sequence, heads, rows].double()
 
     def dropped(x: Tensor) -> Tensor:
         """[h, R, K] times W of dropout."""
@@ -207,7 +238,13 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
             return x
         return x.mul(sample.dropout_mask[sequence, heads, rows, keys]).div_(1 - sample.dropout_p)
 
-    found["out"] = product(dropped(probs), v)
+    kept = dropped(probs)
+    found["out"] = product(kept, v)
+    found["o_cast"] = product(kept.square(), v.square().sum(-1, keepdim=True))[..., 0]
+    if sample.do is None:
+        return found
+    del kept
+    do = sample.do[sequence, heads, rows].double()
     # Where l = 0 there are no keys, and delta is 0 / 0 in a row that is not used.
     found["delta"] = (do * found["out"]).sum(-1) / found["row_sum"]
     dprobs = dropped(product(do, v.mT))

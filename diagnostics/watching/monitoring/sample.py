@@ -17,6 +17,7 @@ from attn_diag.captures.metadata import AlibiOrigin
 from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 from attn_diag.watching.live.pending import TOTALS
+from attn_diag.watching.monitoring.key_gradients import ForwardSketch, GradientFit
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -52,7 +53,7 @@ class Sample:
     do: Tensor | None
     """[S, L * Hq, R, Dv]; None: no backward was seen."""
     dq: Tensor | None
-    """[S, L * Hq, R, D], of attention that is not fused alone: what O is off by does not tell its error."""
+    """[S, L * Hq, R, D]; None also where it is a total over several uses of q."""
     q_length: int
     masking: Masking
     """Causality and window; ``positions`` are those of the sampled rows."""
@@ -72,6 +73,16 @@ class Sample:
     dropout_p: float | None = None
     documents: Documents | None = None
     """Of packed sequences: which the sampled rows and the keys belong to; L is then 1."""
+    fused: bool = True
+    """Whether what O is off by tells dQ's error: see ``AttentionCall.fused``."""
+    sketch: ForwardSketch | None = None
+    """Where rows are left out: what the rest of the forward tells dK and dV, until these have come."""
+    keys: GradientFit | None = None
+    """Then: how well they fit, [L * Hk]."""
+    dk: Tensor | None = None
+    """[S, L * Hk, Tk, D], where no row is left out; None also where not all gradients were seen."""
+    dv: Tensor | None = None
+    """[S, L * Hk, Tk, Dv]."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
@@ -121,6 +132,10 @@ class Sample:
             dropout_mask=None if call.dropout_mask is None else pick(call.dropout_mask),
             dropout_p=call.dropout_p,
             documents=documents,
+            fused=call.fused,
+            sketch=ForwardSketch.of(call.q[:several], call.o[:several])
+            if count < length and call.own is None and (call.awaits_backward or call.do is not None)
+            else None,
         )
         return sample.with_gradient(call)
 
@@ -130,10 +145,22 @@ class Sample:
             return self
         # A bias alone leaves dQ the gradient at the projection: the watch then gives the same tensor twice.
         between = call.dq_pre is not None and call.dq_pre is not call.dq
-        own = not (call.fused or TOTALS in call.notes)
+        own = TOTALS not in call.notes
         gradients = (call.do, call.dq if own else None)
         do, dq = (None if t is None else _picked(t, len(self.q), self.q_length, self.q.shape[2]) for t in gradients)
-        return replace(self, do=do, dq=dq, x=None if between else self.x)
+        keys = self._key_gradients(call) if own and call.own is None else {}
+        return replace(self, do=do, dq=dq, x=None if between else self.x, sketch=None, **keys)
+
+    def _key_gradients(self, call: AttentionCall) -> dict[str, Any]:
+        """Copies of dK and dV, or what takes their place where rows are left out; nothing where one is not there."""
+        if call.do is None or call.dq is None or call.dk is None or call.dv is None:
+            return {}
+        do, dq, dk, dv = (t[: len(self.q)] for t in (call.do, call.dq, call.dk, call.dv))
+        if dk.shape != self.k.shape or dv.shape != self.v.shape:
+            return {}
+        if self.sketch is None:
+            return {"dk": _picked(dk, len(dk)), "dv": _picked(dv, len(dv))}
+        return {"keys": GradientFit.of(self.sketch, self.k, self.v, do=do, dq=dq, dk=dk, dv=dv)}
 
     @property
     def likeness(self) -> tuple[object, ...]:
@@ -145,6 +172,7 @@ class Sample:
             own = id(self)  # whether others are packed alike would have to be looked up on the device
         options = (
             self.masking.causal, self.masking.window, self.scale, self.softcap, self.alibi_origin, self.dropout_p,
+            self.fused, self.keys is not None,
         )  # fmt: skip
         return *kinds, self.q_length, *options, own
 
@@ -162,7 +190,9 @@ class Sample:
         tensors: dict[str, Any] = {name: joined(name, axis) for name, axis in _STACKED.items()}
         projections = [sample.projection for sample in samples if sample.projection is not None]
         projection = LayerProjection(*map(torch.cat, zip(*projections, strict=True))) if projections else None
-        return replace(samples[0], **tensors, projection=projection, layers=len(samples))
+        each = [sample.keys for sample in samples if sample.keys is not None]
+        keys = GradientFit(*map(torch.cat, zip(*each, strict=True))) if each else None
+        return replace(samples[0], **tensors, projection=projection, keys=keys, layers=len(samples))
 
     def position(self, index: int) -> int:
         """Compute ``positions`` of one sampled row on the host, without asking the device."""
@@ -183,8 +213,8 @@ class Sample:
 
 
 # Tensors of a sample, and the axis that layers share.
-_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "dq": 1, "sinks": 0,
-            "alibi_slopes": 1, "dropout_mask": 1}  # fmt: skip
+_STACKED = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 1, "mask": 1, "x": 1, "w_q": 0, "do": 1, "dq": 1, "dk": 1, "dv": 1,
+            "sinks": 0, "alibi_slopes": 1, "dropout_mask": 1}  # fmt: skip
 
 Index = TypeVar("Index", int, Tensor)
 
