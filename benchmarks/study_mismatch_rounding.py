@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attn_diag
 from attn_diag.head.quality import LOSSY
 from attn_diag.kernels import Recipe, preset
+from attn_diag.results.mismatch import Mismatch
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.target import emulate
 
@@ -112,7 +113,7 @@ def splits(case: CaseInputs, *, size: int, partial: Rounding) -> Tensor:
         sums.append(lse)
     whole = torch.stack(sums)
     weights = (whole - whole.logsumexp(0)).exp()
-    return sum(w * o for w, o in zip(weights, parts, strict=True)).to(case.q.dtype)  # type: ignore[union-attr]
+    return torch.stack([w * o for w, o in zip(weights, parts, strict=True)]).sum(0).to(case.q.dtype)
 
 
 def recipe(chosen: Recipe) -> Callable[[CaseInputs], Tensor]:
@@ -174,9 +175,7 @@ def drawn(seed: int) -> CaseInputs:
     return CaseInputs("drawn", q.bfloat16(), k.bfloat16(), v.bfloat16(), None, dim**-0.5, "top-left")
 
 
-def compared(
-    case: CaseInputs, engine: Callable[[CaseInputs], Tensor], inputs: CaseInputs | None = None
-) -> attn_diag.Mismatch:
+def compared(case: CaseInputs, engine: Callable[[CaseInputs], Tensor], inputs: CaseInputs | None = None) -> Mismatch:
     """The trainer, recipe fa2, beside an engine whose capture holds ``inputs``."""
     with tempfile.TemporaryDirectory() as folder:
         runs = []
@@ -191,7 +190,7 @@ def compared(
         return attn_diag.mismatch(*runs, device="cpu")
 
 
-def judged(found: attn_diag.Mismatch, words: tuple[str, ...] | None, kind: str = "coarse") -> str:
+def judged(found: Mismatch, words: tuple[str, ...] | None, kind: str = "coarse") -> str:
     """named, unnamed (found, no site said), small (silent, at most 1.25 times a well-rounded kernel), silent (beyond
     that), or wrong (another cause, or an accusation)."""
     if words is None:
@@ -229,7 +228,8 @@ def main() -> None:
             case, inputs = drawn(seed), None
             if stored:
                 of, how = STORED[stored]
-                inputs = replace(case, **{x: how(getattr(case, x)) for x in of})
+                changed: dict[str, Any] = {x: how(getattr(case, x)) for x in of}
+                inputs = replace(case, **changed)
             found = compared(case, kernel, inputs)
             said = judged(found, words, "storage" if stored else "coarse")
             noise = found.layers[0].errors.rollout_noise

@@ -352,7 +352,7 @@ def test_a_quantity_that_became_wrong_beside_another_is_told() -> None:
     make = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, 96, 32, generator=make).bfloat16() for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    o = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
     dq, dk, dv = (g.clone() for g in torch.autograd.grad(o, leaves, do))
     dk[:, :, 40] *= 9
 
