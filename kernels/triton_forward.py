@@ -75,18 +75,22 @@ def forward(
     """
     (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     fast = has_tensor_memory(q.device)
-    tma = fast and sequences.table is None and all(fits_descriptor(t) for t in (q, k, v))
+    tma = fast and all(fits_descriptor(t) for t in (q, k, v))
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level, tma=tma, packed=fast,
         value_dim=v.shape[3],
     )  # fmt: skip
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     geometry = replace(
-        sequences.extended(geometry, recipe, visibility),
+        sequences.extended(geometry, recipe, visibility, k, v),
         split=splits > 1,
         unrounded=unrounded and splits == 1,
         sink=sinks is not None and splits == 1,
     )
+    group = heads // k_heads
+    few = sequences.table is not None or 2 * q_length <= geometry.block_m
+    if few and not is_fp8(recipe) and recipe.schedule.order != "diagonal-first":
+        geometry = replace(geometry, group=group)
     on_cpu = q.device.type == "cpu"
     scales = q
     if is_fp8(recipe):
@@ -112,11 +116,12 @@ def forward(
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         lse if sinks is None else sinks.contiguous(), scales, *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
-        heads, heads // k_heads, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
+        heads, group, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
         *sequences.pages(k), recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
-    grid = (sequences.blocks(q_length, geometry.block_m), batch * heads, splits)
+    blocks = sequences.blocks(q_length * geometry.group, geometry.block_m)
+    grid = (blocks, batch * heads // geometry.group, splits)
     forward_kernel[grid](
         *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
     )
