@@ -40,7 +40,7 @@ def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stri
     if G.paged:
         table, size = pages
         if G.tma:
-            stride_b //= stride_t  # a page's rows, with those that lie between
+            stride_b = (stride_b // stride_t).to(tl.int32)  # a page's rows, with those that lie between
         found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, size, stride_b))
     else:
         found = source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G)
