@@ -29,7 +29,8 @@ def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BL
     """The sequence that a block of BLOCK rows is of, and where it lies.
 
     ``cu_ptr``: documents' borders in the tensor with the blocks (of all that documents can have, see ``first_block``),
-    of ``length`` rows; with G.group every row counts once for each head of it, here and in what is returned; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages.
+    of ``length`` rows; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages. A row counts
+    once for each head of G.group, in what is returned too.
 
     Returns (batch item or document, block in it, its first row, its rows, its first row in the other tensor, its rows
     there); no rows where the document has fewer blocks.
