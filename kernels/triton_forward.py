@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
-from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
+from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_forward_kernel import forward_kernel
@@ -88,9 +88,7 @@ def forward(
         sink=sinks is not None and splits == 1,
     )
     group = heads // k_heads
-    few = sequences.table is not None or 2 * q_length <= geometry.block_m
-    if few and not is_fp8(recipe) and recipe.schedule.order != "diagonal-first":
-        geometry = replace(geometry, group=group)
+    geometry = _with_group(geometry, group, q_length, k_length, recipe, sequences)
     on_cpu = q.device.type == "cpu"
     scales = q
     if is_fp8(recipe):
@@ -142,6 +140,19 @@ def forward(
         probs.to(DTYPES.get(recipe.probs, torch.float32)),
         tile_max,
     )
+
+
+def _with_group(
+    geometry: Geometry, group: int, q_length: int, k_length: int, recipe: Recipe, sequences: Sequences
+) -> Geometry:
+    """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most (decoding)."""
+    rows = q_length if sequences.table is None else q_length // len(sequences.table)
+    # ptxas of Triton 3.6 may crash on such a kernel for a single key.
+    if 2 * rows > geometry.block_m or k_length == 1 or is_fp8(recipe) or recipe.schedule.order == "diagonal-first":
+        return geometry
+    # Few blocks, so that one has a core's shared memory: it loads two tiles ahead, where they are that narrow.
+    narrow = max(geometry.block_d, geometry.block_dv) <= 64
+    return replace(geometry, group=group, stages=max(geometry.stages, 3) if narrow else geometry.stages)
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:
