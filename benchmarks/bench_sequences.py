@@ -5,7 +5,7 @@
 Times are medians of CUDA-graph replays in milliseconds (forward: with what it needs of the borders), on N(0,1) BF16
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
 more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, 32 sequences
-of 4096 keys in pages of 64, two key heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of
+of 4096 keys in pages, two key heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of
 which are v) against D = 256, for as many products.
 """
 
@@ -96,9 +96,9 @@ def alibi(shape: tuple[int, int, int, int], causal: str) -> dict[str, float]:
     return row(Call(tensors, visibility, Sequences(slopes=slopes)), Call(tensors, visibility))
 
 
-def pages(rows: int, heads: int, dim: int) -> dict[str, float]:
+def pages(rows: int, heads: int, dim: int, size: int) -> dict[str, float]:
     """A cache in pages, in an order of chance, against the same sequences' keys as a batch."""
-    count, keys, size, kv_heads = 32, 4096, 64, 2
+    count, keys, kv_heads = 32, 4096, 2
     q, k, v, do = (t.transpose(1, 2) for t in normal(count, keys, heads, dim))
     q, k, v = q[:, :, :rows], k[:, :kv_heads], v[:, :kv_heads]
     table = torch.randperm(count * keys // size, device="cuda").int().view(count, -1)
@@ -134,7 +134,8 @@ def main() -> None:
             for causal in ("top-left", "none"):
                 rows[f"ALiBi, {batch}x{length}, causal {causal}"] = alibi((batch, heads, length, dim), causal)
         for few in (1, 8):
-            rows[f"pages, {few} rows"] = pages(few, heads, dim)
+            for size in (16, 64, 256):
+                rows[f"pages of {size}, {few} rows"] = pages(few, heads, dim, size)
         result[f"{heads} heads of {dim}"] = rows
         print(heads, dim, json.dumps(rows, indent=1), flush=True)
         save(result, options.json)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
-from attn_diag.kernels.geometry import Level, Visibility, anonymous, forward_geometry
+from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_forward_kernel import forward_kernel
@@ -75,18 +75,20 @@ def forward(
     """
     (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     fast = has_tensor_memory(q.device)
-    tma = fast and sequences.table is None and all(fits_descriptor(t) for t in (q, k, v))
+    tma = fast and all(fits_descriptor(t) for t in (q, k, v))
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level, tma=tma, packed=fast,
         value_dim=v.shape[3],
     )  # fmt: skip
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     geometry = replace(
-        sequences.extended(geometry, recipe, visibility),
+        sequences.extended(geometry, recipe, visibility, k, v),
         split=splits > 1,
         unrounded=unrounded and splits == 1,
         sink=sinks is not None and splits == 1,
     )
+    group = heads // k_heads
+    geometry = _with_group(geometry, group, q_length, k_length, recipe, sequences)
     on_cpu = q.device.type == "cpu"
     scales = q
     if is_fp8(recipe):
@@ -112,11 +114,12 @@ def forward(
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
         lse if sinks is None else sinks.contiguous(), scales, *q.stride(), *k.stride(), *v.stride(), *o.stride()[:3],
-        heads, heads // k_heads, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
+        heads, group, *sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap),
         *sequences.pages(k), recipe.schedule.split_keys or 0, k_length, tiles, scale, softcap or 0.0,
     )  # fmt: skip
     inner = replace(recipe, out="fp32") if splits > 1 else recipe
-    grid = (sequences.blocks(q_length, geometry.block_m), batch * heads, splits)
+    blocks = sequences.blocks(q_length * geometry.group, geometry.block_m)
+    grid = (blocks, batch * heads // geometry.group, splits)
     forward_kernel[grid](
         *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
     )
@@ -137,6 +140,19 @@ def forward(
         probs.to(DTYPES.get(recipe.probs, torch.float32)),
         tile_max,
     )
+
+
+def _with_group(
+    geometry: Geometry, group: int, q_length: int, k_length: int, recipe: Recipe, sequences: Sequences
+) -> Geometry:
+    """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most (decoding)."""
+    rows = q_length if sequences.table is None else q_length // len(sequences.table)
+    # ptxas of Triton 3.6 may crash on such a kernel for a single key.
+    if 2 * rows > geometry.block_m or k_length == 1 or is_fp8(recipe) or recipe.schedule.order == "diagonal-first":
+        return geometry
+    # Few blocks, so that one has a core's shared memory: it loads two tiles ahead, where they are that narrow.
+    narrow = max(geometry.block_d, geometry.block_dv) <= 64
+    return replace(geometry, group=group, stages=max(geometry.stages, 3) if narrow else geometry.stages)
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:

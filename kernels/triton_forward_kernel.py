@@ -13,6 +13,7 @@ from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximu
 from attn_diag.kernels.triton_tiles import (
     key_source,
     key_tiles,
+    load_group,
     load_rest,
     load_tile,
     load_values,
@@ -128,35 +129,47 @@ def forward_kernel(
     BLOCK_DV: tl.constexpr = G.block_dv
     # The last query blocks see the most keys under causality: they go first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
-    b = bh // heads
-    h = bh % heads
+    b = tl.program_id(1) * G.group // heads
+    h = tl.program_id(1) * G.group % heads
     hk = h // group
     q_total = q_length
     item, block, q_first, q_length, k_first, k_length = sequence_of(
         block, b, q_length, k_length, cu_q_ptr, cu_k_ptr, documents, BLOCK_M, G
     )
     if G.documents:
-        shift *= k_length - q_length
+        shift *= k_length - q_length // G.group
         if q_length == 0:
             return
     offs = block * G.block_m + tl.arange(0, G.block_m)
     here = offs < q_length
-    positions = offs + shift
+    positions = offs // G.group + shift
+    q_rows = q_first // G.group + offs // G.group
     dims = tl.arange(0, G.block_dv)
     view = (k_length, left, right)
 
-    queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
     pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
     keys = key_source(k_desc, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
     values = key_source(v_desc, v_ptr, b, hk, k_first, pages, stride_vb, stride_vh, stride_vt, stride_vd, G)
-    alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
-    q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
-    q_rest = q
-    if G.rest_d:
-        q_rest = load_rest(queries, b, h, block * G.block_m, q_length, G.block_m, False, G)
+    units = head_scales(scales_ptr, b, h, heads, G)
+    if G.group > 1:
+        h += offs % G.group
+        starts = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q_rows.to(tl.int64) * stride_qt
+        q = load_group(q_ptr, starts, here, stride_qd, 0, G.block_d, G)
+        q_rest = q
+        if G.rest_d:
+            q_rest = load_group(q_ptr, starts, here, stride_qd, G.block_d, G.rest_d, G)
+        alibi = 0.0
+        if G.alibi != "none":
+            alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)[:, None]
+    else:
+        queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
+        q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
+        q_rest = q
+        if G.rest_d:
+            q_rest = load_rest(queries, b, h, block * G.block_m, q_length, G.block_m, False, G)
+        alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
 
-    row = bh.to(tl.int64) * q_total + q_first + offs
+    row = (b * heads + h).to(tl.int64) * q_total + q_rows
     any_slot = False
     slots = offs
     if G.dump:
@@ -174,8 +187,8 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     near = tl.zeros([BLOCK_M, ONES], tl.float32)
     cast_sum = tl.zeros([BLOCK_M, ONES], tl.float32)
-    first = block * G.block_m + shift
-    last = tl.minimum((block + 1) * G.block_m, q_length) - 1 + shift
+    first = block * G.block_m // G.group + shift
+    last = (tl.minimum((block + 1) * G.block_m, q_length) - 1) // G.group + shift
     begin, whole, partial, end = key_tiles(first, last, view, G)
     if G.split:
         split = tl.program_id(2)
@@ -185,7 +198,6 @@ def forward_kernel(
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
     sums = (acc, l, m, near, cast_sum)
-    units = head_scales(scales_ptr, b, h, heads, G)
     task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, units)
     exact_l = l
     if G.ranges:
@@ -227,18 +239,18 @@ def forward_kernel(
         used_l = exact_l
     lse = tl.where(unseen, m, fused(m, factor, tl.log(tl.where(unseen, 1.0, used_l))))
     if G.split:
-        bh += tl.program_id(2) * tl.num_programs(1)
-        row += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * q_total
-        b += tl.program_id(2) * (tl.num_programs(1) // heads)
-    o_offs = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-    o_offs += (q_first + offs).to(tl.int64)[:, None] * stride_ot + dims[None, :]
+        batch = tl.num_programs(1) * G.group // heads
+        row += tl.program_id(2).to(tl.int64) * batch * heads * q_total
+        b += tl.program_id(2) * batch
+    starts = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + q_rows.to(tl.int64) * stride_ot
+    o_offs = starts[:, None] + dims[None, :]
     inside = here[:, None] & (dims < G.value_dim)[None, :]
     tl.store(o_ptr + o_offs, cast, mask=inside)
     if G.unrounded:
         tl.store(unrounded_ptr + o_offs, o, mask=inside)
     tl.store(lse_ptr + row, lse, mask=here)
     if G.rows:
-        plane = tl.num_programs(1).to(tl.int64) * q_total
+        plane = tl.num_programs(1).to(tl.int64) * G.group * q_total
         if G.split:
             plane *= tl.num_programs(2)
         tl.store(rows_ptr + row, keys_m, mask=here)

@@ -156,7 +156,7 @@ def multiplicities(
     geometry = replace(geometry, block_m=64, block_n=min(geometry.block_n, 64), warps=4, stages=2)
     if geometry.block_d > 256:
         geometry = replace(geometry, warps=8, stages=1)
-    geometry = sequences.extended(geometry, recipe, visibility)
+    geometry = sequences.extended(geometry, recipe, visibility, k)
     seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
     documents = 1 if sequences.cu_q is None else len(sequences.cu_q) - 1
     if q.device.type == "cpu":

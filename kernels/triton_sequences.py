@@ -29,24 +29,26 @@ def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BL
     """The sequence that a block of BLOCK rows is of, and where it lies.
 
     ``cu_ptr``: documents' borders in the tensor with the blocks (of all that documents can have, see ``first_block``),
-    of ``length`` rows; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages.
+    of ``length`` rows; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages. A row counts
+    once for each head of G.group, in what is returned too.
 
     Returns (batch item or document, block in it, its first row, its rows, its first row in the other tensor, its rows
     there); no rows where the document has fewer blocks.
     """
     item = b
+    length *= G.group
     first = 0
     other = 0
     if G.documents:
         item = -1
         for chunk in range(0, documents + 1, G.documents):
             i = chunk + tl.arange(0, G.documents)
-            begin = tl.load(cu_ptr + i, mask=i <= documents, other=0)
+            begin = tl.load(cu_ptr + i, mask=i <= documents, other=0) * G.group
             item += tl.sum(((i <= documents) & (first_block(begin, i, BLOCK) <= block)).to(tl.int32), 0)
         # Borders on a GPU are not checked: whatever they are, nothing is written outside.
         item = tl.maximum(item, 0)
-        first = tl.load(cu_ptr + item)
-        end = tl.load(cu_ptr + tl.minimum(item + 1, documents))
+        first = tl.load(cu_ptr + item) * G.group
+        end = tl.load(cu_ptr + tl.minimum(item + 1, documents)) * G.group
         length = tl.where(item == documents, length, tl.minimum(end, length)) - first
         block -= first_block(first, item, BLOCK)
         length = tl.where((block >= 0) & (block * BLOCK < length), length, 0)
@@ -102,9 +104,15 @@ class Sequences:
             return 0
         return 32 if len(self.cu_q) <= 32 else 512
 
-    def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility) -> Geometry:
-        """The geometry of a kernel for these sequences."""
-        geometry = replace(geometry, documents=self._at_once, paged=self.table is not None)
+    def extended(self, geometry: Geometry, recipe: Recipe, visibility: Visibility, *keys: Tensor) -> Geometry:
+        """The geometry of a kernel for these sequences; ``keys``: k, and v where it is read, which may be in pages."""
+        geometry = replace(geometry, documents=self._at_once)
+        if self.table is not None:
+            size, tile = keys[0].shape[2], geometry.block_n
+            page = size if tile % size == 0 else tile if size % tile == 0 else 0
+            # A descriptor finds a page by its first row.
+            tma = geometry.tma and page == tile and all(t.stride(0) % t.stride(2) == 0 for t in keys)
+            geometry = replace(geometry, paged=True, page=page, tma=tma)
         if self.slopes is None:
             return geometry
         alibi: Any = visibility.alibi_origin

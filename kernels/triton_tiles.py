@@ -39,6 +39,8 @@ def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stri
     """As ``source``, of k or v, which may lie in pages: ``pages`` is (the sequence's row of the table, page size)."""
     if G.paged:
         table, size = pages
+        if G.tma:
+            stride_b = (stride_b // stride_t).to(tl.int32)  # a page's rows, with those that lie between
         found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, size, stride_b))
     else:
         found = source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G)
@@ -74,6 +76,9 @@ def _load(source, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr,
           BLOCK_D: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Features FIRST to FIRST + BLOCK_D, of DIM in all."""
     desc, ptr, stride_t, stride_d, first, pages = source
+    if G.tma and PAGED:
+        table, size, step = pages
+        first = tl.load(table + start // size, mask=start < length, other=0) * step + start % size - start
     if G.tma and FIRST == 0 and G.documents:
         tile = tl.reshape(desc.load([_RAGGED, first + length, h, _RAGGED - length + start, 0]), [BLOCK, BLOCK_D])
     elif G.tma and FIRST == 0:
@@ -82,13 +87,46 @@ def _load(source, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr,
         offs = start + tl.arange(0, BLOCK)
         dims = FIRST + tl.arange(0, BLOCK_D)
         here = (offs < length)[:, None] & (dims < DIM)[None, :]
-        at = offs.to(tl.int64) * stride_t
         if PAGED:
-            table, size, stride_page = pages
-            page = tl.load(table + offs // size, mask=offs < length, other=0)
-            at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
+            at = _in_pages(pages, start, length, stride_t, BLOCK, G)
+        else:
+            at = offs.to(tl.int64) * stride_t
         tile = tl.load(ptr + at[:, None] + dims[None, :] * stride_d, mask=here, other=0.0)
     return tile
+
+
+@triton.jit
+def _in_pages(pages, start, length, stride_t, BLOCK: tl.constexpr, G: tl.constexpr):
+    """Where keys [start, start + BLOCK) lie in their pages: [BLOCK]."""
+    table, size, stride_page = pages
+    local = tl.arange(0, BLOCK)
+    if G.page == BLOCK:
+        page = tl.load(table + start // size, mask=start < length, other=0)
+        at = page.to(tl.int64) * stride_page + (start % size).to(tl.int64) * stride_t + local * stride_t
+    elif G.page * 4 >= BLOCK:
+        at = tl.zeros([BLOCK], tl.int64)
+        for i in tl.static_range(BLOCK // G.page):
+            begin = start + i * G.page
+            page = tl.load(table + begin // G.page, mask=begin < length, other=0)
+            at = tl.where(local // G.page == i, page.to(tl.int64) * stride_page, at)
+        at += (local % G.page) * stride_t
+    elif G.page:
+        offs = start + local
+        page = tl.load(table + offs // G.page, mask=offs < length, other=0)
+        at = page.to(tl.int64) * stride_page + (local % G.page) * stride_t
+    else:
+        offs = start + local
+        page = tl.load(table + offs // size, mask=offs < length, other=0)
+        at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
+    return at
+
+
+@triton.jit
+def load_group(ptr, rows, here, stride_d, FIRST: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile`` or ``load_rest``, of q, whose rows begin at ``rows`` [M]: those ``here``."""
+    dims = FIRST + tl.arange(0, BLOCK_D)
+    mask = here[:, None] & (dims < G.head_dim)[None, :]
+    return tl.load(ptr + rows[:, None] + dims[None, :] * stride_d, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -94,9 +94,33 @@ def test_every_sequence_has_the_bits_of_contiguous_keys(name: str, device: str) 
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("size", [7, 64, 256])
 def test_pages_of_any_size(size: int, device: str) -> None:
     check(pool(device, size=size, rows=1, lengths=(40, 9)), causal="bottom-right")
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_pages_with_heads_before_keys(device: str) -> None:
+    cache = pool(device, size=128, rows=2, lengths=(140, 9), kv_heads=2, heads=4)
+    k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (cache.k, cache.v))
+    check(replace(cache, k=k, v=v), causal="bottom-right")
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["full", "causal", "splits"])
+def test_a_few_rows_of_a_group_have_the_bits_of_many(name: str, device: str) -> None:
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, h, n, 16, generator=g).bfloat16().to(device) for h, n in ((6, 40), (2, 70), (2, 70)))
+    options = {"causal": "bottom-right", "instrument": "rows", **OPTIONS[name]}
+    options |= {
+        "alibi_slopes": torch.rand(2, 6, generator=g).to(device),
+        "sinks": torch.randn(6, generator=g).to(device),
+    }
+    out, dump = attention(q, k, v, **options)
+    few, one = attention(q[:, :, -3:], k, v, **options)
+    assert torch.equal(few, out[:, :, -3:])
+    assert torch.equal(one.lse, dump.lse[:, :, -3:])
+    assert torch.equal(one.row_sum, dump.row_sum[:, :, -3:])
 
 
 @pytest.mark.usefixtures("poisoned")
