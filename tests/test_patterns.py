@@ -398,3 +398,32 @@ def test_rows_of_their_neighbours_are_no_rounding_though_few_carry_the_error(see
         answers.append(head.verdict.labels if head.verdict is not None else ())
     assert "wrong" not in answers[0]
     assert answers[1] == ("wrong",)
+
+
+@pytest.mark.parametrize(("factor", "seed"), [(1e3, 2), (1e3, 5), (1e4, 4)])
+def test_a_hair_of_error_shows_no_other_scale(factor: float, seed: int) -> None:
+    """Every row attends to one key: O is V's row, and a scale that fits it better by 1e-9 says nothing."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
+    q, k, v = (factor * q).bfloat16(), k.bfloat16(), v.bfloat16()
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o}, causal="top-left")
+    found = attn_diag.inspect_captures([capture], device="cpu").captures[0]
+    assert [check.better for check in found.assumptions.checks] == [None]
+
+
+def test_gradients_that_underflow_are_not_judged_by_what_was_flushed() -> None:
+    """What is small of dV is zero: at 1e-38, where a kernel's terms are flushed, nothing is said; at 1e-30 it is wrong."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 48, 16, generator=g).bfloat16() for _ in range(4))
+    for size, answer in ((1e-38, "good"), (1e-30, "wrong")):
+        small = (size * do).bfloat16()
+        value = v.clone().requires_grad_()
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, value, is_causal=True)
+        (dv,) = torch.autograd.grad(o, value, small)
+        dv = torch.where(dv.abs() < size, 0.0, dv.float()).bfloat16()
+        tensors = {"q": q, "k": k, "v": v, "do": small, "o": o.detach(), "dv": dv}
+        capture = attn_diag.Capture.from_tensors(tensors, causal="top-left")
+        head = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads[0]
+        answers = {x.quantity: x.answer for x in head.quantities}
+        assert answers["dv"] == answer

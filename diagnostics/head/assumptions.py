@@ -115,7 +115,10 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated is None:
         return None
     if stated.ok:
-        near = scaled_reading(capture, observation, device, stated.error / 2)
+        # Rows that attend to one key have O exactly: what is less than a rounding of O shows no other scale.
+        rounding = torch.finfo(capture.tensors[capture.key(observation, "o")].dtype).eps / math.sqrt(48)
+        seen = stated.error > rounding / 4
+        near = scaled_reading(capture, observation, device, stated.error / 2) if seen else None
         return _misfit(observation, stated, near)
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()
     for cut in cuts:
