@@ -413,7 +413,7 @@ def test_a_hair_of_error_shows_no_other_scale(factor: float, seed: int) -> None:
 
 
 def test_gradients_that_underflow_are_not_judged_by_what_was_flushed() -> None:
-    """What is small of dV is zero: at 1e-38, where a kernel's terms are flushed, nothing is said; at 1e-30 it is wrong."""
+    """What is small of dV is zero: nothing is said at 1e-38, where terms are flushed; at 1e-30 it is wrong."""
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, 48, 16, generator=g).bfloat16() for _ in range(4))
     for size, answer in ((1e-38, "good"), (1e-30, "wrong")):
