@@ -82,6 +82,21 @@ def _value_head_zero(c: Call) -> None:
     c.dv[:, -1] = 0
 
 
+def _key_nan(c: Call) -> None:
+    c.dk = c.dk.clone()
+    c.dk[0, 1, 3] = torch.nan
+
+
+def _value_infinite(c: Call) -> None:
+    c.dv = c.dv.clone()
+    c.dv[0, 1, 3, 0] = torch.inf
+
+
+def _query_nan(c: Call) -> None:
+    c.dq = c.dq.clone()
+    c.dq[0, 1, 3] = torch.nan
+
+
 def _stale_scale(c: Call) -> None:
     c.dq = c.dq * 0.75
 
@@ -145,6 +160,9 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "one future key": _future_key,
     "dK of a head zero": _key_head_zero,
     "dV of a head zero": _value_head_zero,
+    "dK of a head NaN": _key_nan,
+    "dV of a head Inf": _value_infinite,
+    "dQ of a head NaN": _query_nan,
     "dQ of a stale scale": _stale_scale,
     "dK unscaled": _dk_unscaled,
     "dV transposed": _dv_transposed,

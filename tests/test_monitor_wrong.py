@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -283,3 +285,77 @@ def test_a_step_without_a_gradient_does_not_answer() -> None:
     assert not state.update(MonitorCheck(7, (layer,))), "once"
     looks.consider(check_of(5, dq=1000.0))
     assert not looks.wanted, "an alarm has named it"
+
+
+def nonfinite_at(which: tuple[int, ...], fault: str, steps: int = 2) -> Monitor:
+    """A monitor of every step of a loop that keeps NaN from the weights; the backward calls that are spoilt."""
+    count = itertools.count()
+    model = nano_gpt().model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with replaced(fault, "cpu", lambda: next(count) in which), Monitor(model, every=1) as monitor:
+        for step in range(steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = next_token_loss(model, tokens(step))
+            torch.autograd.backward(loss)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor
+
+
+@pytest.mark.parametrize(
+    ("calls", "fault", "layer", "words"),
+    [
+        ((1,), "dK of a head NaN", 0, "dK holds NaN or Inf, made here: what went in (q, k, v, O and dO) is finite"),
+        ((1,), "dV of a head Inf", 0, "dV holds NaN or Inf, made here"),
+        # Of two layers the upper one's backward comes first; what it makes goes on to the lower one.
+        ((0, 2), "dQ of a head NaN", 1, "dQ holds NaN or Inf, made here"),
+    ],
+)
+def test_what_a_kernel_makes_nan_alarms_at_that_check_in_its_layer_alone(
+    calls: tuple[int, ...], fault: str, layer: int, words: str
+) -> None:
+    monitor = nonfinite_at(calls, fault)
+    assert [(a.kind, a.step, a.layer, a.head) for a in monitor.alarms] == [("nonfinite", 0, layer, 1)]
+    assert words in monitor.alarms[0].reason
+    below = monitor.history[0].layers[0].values["came_nonfinite"]
+    assert (below == layer).all(), "of the lower layer, what came in with dO"
+
+
+def test_nan_that_came_in_and_rows_without_keys_are_not_the_kernels() -> None:
+    call = called(100, heads=2)
+    assert call.do is not None
+    call.do[0, 1, 3] = math.nan
+    for gradient in (call.dq, call.dk, call.dv):
+        assert gradient is not None
+        gradient[0, 1, 5] = math.nan
+    found = head_metrics(call, rows=10)
+    assert found.came_nonfinite.tolist() == [0, 1]
+    for name in QUANTITIES:
+        assert getattr(found, f"{name}_nonfinite").tolist() == [0, 0], name
+    # A mask leaves rows without keys, and these may hold anything.
+    padded = called(100, heads=2)
+    hidden = torch.ones(1, 1, 100, 100, dtype=torch.bool)
+    hidden[..., 7, :] = False
+    assert padded.dq is not None
+    padded.o[0, :, 7], padded.dq[0, :, 7] = math.nan, math.nan
+    found = head_metrics(replace(padded, mask=hidden))
+    assert not found.o_nonfinite.any()
+    assert not found.dq_nonfinite.any()
+    assert head_metrics(padded).o_nonfinite.all()
+
+
+def test_fp16_gradients_overflow_once_where_a_scaler_is_at_work() -> None:
+    call = called(100, heads=2)
+    names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+    half = replace(call, **{name: getattr(call, name).half() for name in names})
+    assert half.dk is not None
+    half.dk[0, 1, 5] = math.inf
+    found = head_metrics(half)
+    assert found.dk_nonfinite.tolist() == [0, 0.5]
+    layer = LayerCheck(0, "m", {name: getattr(found, name).numpy() for name in vars(found)})
+    state = AlarmState()
+    assert not state.update(MonitorCheck(0, (layer,)))
+    assert [(a.kind, a.head) for a in state.update(MonitorCheck(1, (layer,)))] == [("nonfinite", 1)]

@@ -46,8 +46,12 @@ head that stands out there (``standing_out``) is judged on the next step as ``in
 "wrong" in one such look is an alarm, one for its layer, from the first check on. No rate is proven for it either:
 ``benchmarks/study_absolute_monitor.py`` counts.
 
-A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf ("nonfinite"; a
-single one is what a loss scaler is for), and an error larger than the gradient itself ("overwhelmed").
+NaN or Inf in a head's O, dQ, dK or dV whose inputs are finite ("nonfinite") alarms at once, one alarm for its layer; of
+FP16's gradients, which overflow where a loss scaler tries its factor, after two checks in a row.
+
+A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf that came in, or was
+met elsewhere ("nonfinite"; a single one is what a loss scaler is for), and an error larger than the gradient itself
+("overwhelmed").
 
 All is a pure function of the stream of ``MonitorCheck``: ``replay`` gives the alarms of a log.
 """
@@ -64,6 +68,8 @@ import numpy.typing as npt
 
 from attn_diag.printing import printable
 from attn_diag.results.wording import ranges
+from attn_diag.watching.monitoring.error_words import error_words
+from attn_diag.watching.monitoring.made_here import MadeHere
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.standing_out import same_as, standing_out
 
@@ -75,6 +81,7 @@ _THIRD_MOMENT = 15.0
 _FORMER_EXPECTATION = 2.0
 _HEDGE = 0.25
 _TINY = 1e-30
+_ADVICE = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,7 @@ class AlarmState:
     def update(self, check: MonitorCheck) -> tuple[Alarm, ...]:
         """Take the next check, and return the alarms that it raises."""
         found: list[Alarm] = []
+        states: list[tuple[LayerState, LayerCheck]] = []
         for layer in check.layers:
             key = layer.layer, layer.module
             if layer.again:
@@ -140,8 +148,14 @@ class AlarmState:
             if state is None or state.heads != layer.heads:
                 state = self._layers[key] = LayerState(layer.heads, self.rule)
             state.update(check.step, layer, self.rule.log_odds(check.heads))
-            found += state.alarms(check.step, layer)
+            states.append((state, layer))
             self._again.setdefault(key, AgainState()).checked(check.step, layer)
+        # Where a kernel made NaN, its place is told first, and the layers that it went on to are not.
+        for state, layer in states:
+            found += state.nonfinite(check.step, layer)
+        source = any(bool(state.made) for state, _ in states)
+        for state, layer in states:
+            found += state.alarms(check.step, layer, source=source)
         return tuple(found)
 
     @property
@@ -164,6 +178,7 @@ class LayerState:
         self.excess = np.zeros(heads)
         self.average, self.lowest = np.full(heads, math.nan), np.full(heads, math.inf)
         self.checks, self.above, self.broken, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(4))
+        self.made = MadeHere(heads)
         self._raised: set[tuple[str, int]] = set()
 
     @property
@@ -205,17 +220,32 @@ class LayerState:
         self.lowest_at = np.where(lower, step, self.lowest_at)
         self.above = np.where(known, np.where(share >= 1, self.above + 1, 0), self.above)
         self.broken = np.where(layer.values.get("nonfinite_rate", np.zeros(self.heads)) > 0, self.broken + 1, 0)
+        self.made.update(layer)
         self.checks += known
 
-    def alarms(self, step: int, layer: LayerCheck) -> list[Alarm]:
-        """Return the alarms that the last check raises."""
+    def nonfinite(self, step: int, layer: LayerCheck) -> list[Alarm]:
+        """Return the alarms of what was made NaN or Inf here: one for each of O, dQ, dK and dV, with all its heads."""
+        found = []
+        for heads, reason in self.made.alarms(layer):
+            self._raised |= {("nonfinite", head) for head in heads}
+            values = {name: float(v[heads[0]]) for name, v in layer.values.items() if math.isfinite(v[heads[0]])}
+            found.append(Alarm("nonfinite", step, layer.layer, heads[0], layer.module, reason, _ADVICE, values))
+        return found
+
+    def alarms(self, step: int, layer: LayerCheck, *, source: bool) -> list[Alarm]:
+        """Return the other alarms that the last check raises.
+
+        Args:
+            source: Whether NaN or Inf was made in a layer that the check saw.
+        """
+        came = layer.values.get("came_nonfinite", np.zeros(self.heads)) > 0
         with np.errstate(invalid="ignore"):
             matters = self.average >= math.log(self.rule.level)
             grows = self.average >= self.lowest + math.log(self.rule.growth)
         masks: dict[Kind, npt.NDArray[np.bool_]] = {
             "rounding": self.witnessed & matters & grows,
             "overwhelmed": self.above >= 2,
-            "nonfinite": self.broken >= 2,
+            "nonfinite": (self.broken >= 2) & ~(came & source),
         }
         found = []
         for kind, mask in masks.items():
@@ -234,37 +264,15 @@ class LayerState:
             "witness_threshold": self.odds,
         }
         if kind == "nonfinite":
-            reason = (
-                f"NaN or Inf in q, o, dO or what follows from them, in {values['nonfinite_rate']:.1%} of sampled rows"
-            )
+            where = f"in {values['nonfinite_rate']:.1%} of sampled rows"
+            reason = f"NaN or Inf in q, o, dO or what follows from them, {where}"
+            if values.get("came_nonfinite"):
+                reason = f"NaN or Inf came in with q, k, v or dO, {where}: made by another call, or by an earlier step"
             advice = "Look for the first step that has one: capture it (attn_diag.capture) and run attn-diag inspect"
         else:
-            reason = self._words(kind, head, values)
-            advice = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
+            reason = error_words(kind, self.name, int(self.lowest_at[head]), values)
+            advice = _ADVICE
         return Alarm(kind, step, layer.layer, head, layer.module, reason, advice, values)
-
-    def _words(self, kind: Kind, head: int, values: dict[str, float]) -> str:
-        share = values.get(f"{self.name}_share", values["share_average"])
-        matrix = "dW_Q" if self.name == "dw_q" else "dQ"
-        # A wrong O, too, is more than correct rounding makes: what made its error is for ``inspect`` to say.
-        parts = [f"the error of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
-        if values.get("measured"):
-            # Logs of before it do not have it.
-            parts = [f"{matrix} is off by {share:.2g} of its norm"]
-        over = values.get(f"{self.name}_over_floor")
-        if over is not None:
-            parts.append(f"{over:.1f} times what correct rounding of O would")
-            if (expected := values.get(f"{self.name}_expected_over_floor")) is not None:
-                parts.append(f"a well-rounded kernel is expected to leave {expected:.1f} times that")
-        if kind == "rounding":
-            # Averages, as the rule compares them: the check at that step may itself have been off by more.
-            average, lowest = values["share_average"], values["share_lowest"]
-            parts.append(f"averaged over checks {average:.2g}, lowest {lowest:.2g} at step {self.lowest_at[head]}")
-        elif kind == "overwhelmed":
-            parts.append("more than the gradient itself in two checks on end")
-        told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}
-        parts += [f"{text} {values[name]:.3g}" for name, text in told.items() if name in values]
-        return "; ".join(parts)
 
 
 class JudgedState:
@@ -329,8 +337,7 @@ class AgainState:
         if others := sorted((also | set(wrong)) - {head}):
             said = f"heads {ranges(others)} stand" if len(others) > 1 else f"head {others[0]} stands"
             reason += f"; {said} out as well (step {self._step})"
-        advice = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
-        return [Alarm("wrong", step, layer.layer, head, layer.module, reason, advice, values)]
+        return [Alarm("wrong", step, layer.layer, head, layer.module, reason, _ADVICE, values)]
 
 
 _SEEN_WITH: dict[Kind, tuple[Kind, ...]] = {"wrong": ("wrong", "rounding"), "rounding": ("wrong", "rounding")}

@@ -83,6 +83,15 @@ class HeadMetrics:
     dv_error: Tensor
     """||V^T dV - O^T dO|| over ||O^T dO||, likewise."""
     dv_factor: Tensor
+    o_nonfinite: Tensor
+    """1 where O holds NaN or Inf though what went in is finite, else 0; of all rows that see a key."""
+    dq_nonfinite: Tensor
+    """The same of dQ, where q, k, v, O and dO are finite; 1/2 in FP16, which overflows where a loss scaler is at work.
+    Likewise ``dk_nonfinite``, ``dv_nonfinite``, of all keys."""
+    dk_nonfinite: Tensor
+    dv_nonfinite: Tensor
+    came_nonfinite: Tensor
+    """1 where q, k, v or dO hold NaN or Inf already, else 0."""
 
 
 METRICS = tuple(f.name for f in fields(HeadMetrics))
@@ -100,7 +109,8 @@ SUMS = (
     "dk_off", "dk_size", "dk_left", "dv_off", "dv_size", "dv_left",
 )  # fmt: skip
 # What the largest counts of; one column each.
-MAXIMA = ("max_logit", "w_q_norm", "o_row", "dq_row")
+NONFINITE = tuple(f"{name}_nonfinite" for name in ("o", "dq", "dk", "dv", "came"))
+MAXIMA = ("max_logit", "w_q_norm", "o_row", "dq_row", *NONFINITE)
 # Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
 NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
 
@@ -178,6 +188,7 @@ class HeadSums:
             o_row_factor=largest["o_row"].sqrt(),
             dq_row_factor=largest["dq_row"].sqrt(),
             **found,
+            **{name: largest[name] for name in NONFINITE},
         )
 
     def split(self, layers: int) -> list[HeadSums]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attn_diag.reference import format_of
 from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.monitoring.figures import NORMS, SUMS, HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.figures import NONFINITE, NORMS, SUMS, HeadMetrics, HeadSums
 from attn_diag.watching.monitoring.key_gradients import COLUMNS, ForwardSketch, GradientFit
+from attn_diag.watching.monitoring.nonfinite import broken_rows
 from attn_diag.watching.monitoring.rows import (
     TEMPORARIES,
     SampledRows,
@@ -104,10 +105,11 @@ class _FewHeads:
             projection = LayerProjection.of(sample.w_q[heads], sample.q[:, heads], sample.x, self._temporaries)
         elif projection is not None:
             projection = LayerProjection(*(values[heads] for values in projection))
-        largest, lefts, rights, sketched = [], [], [], []
+        largest, seen, lefts, rights, sketched = [], [], [], [], []
         self._add_keys()
         for sequence in range(len(sample.q)):
             found = measure_rows(sample, sequence, self._kv_heads, self._temporaries)
+            seen.append(found.sees_key)
             rows = torch.stack([found.max_logit, *self._add_errors(sequence, found)])
             largest.append(torch.where(found.usable, rows, -torch.inf).amax(2))
             lse_factor = self._add_forward(sequence, found)
@@ -121,7 +123,7 @@ class _FewHeads:
                 sketched.append(sketch(x))
                 if past is not None:
                     self._add_past(left[0], sketched[-1], past[heads].double(), clusters)
-        maxima, *of_rows = torch.stack(largest).amax(0)
+        maxima, *worst = torch.stack(largest).amax(0)
         if projection is not None:
             self._add(q=projection.q, misfit=projection.misfit)
         unknown = torch.full_like(maxima, torch.nan)
@@ -134,7 +136,21 @@ class _FewHeads:
                 norms[:, 2] = torch.nan
         weight = unknown if projection is None else projection.norms
         sums = torch.stack([self._totals.get(name, unknown) for name in SUMS], 1)
-        return HeadSums(sums, torch.stack([maxima, weight, *of_rows], 1), norms, sketches)
+        columns = [maxima, weight, *worst, *self._nonfinite(torch.stack(seen))]
+        return HeadSums(sums, torch.stack(columns, 1), norms, sketches)
+
+    def _nonfinite(self, seen: Tensor) -> list[Tensor]:
+        """One a name of ``NONFINITE``; ``seen``: which sampled rows see a key, [S, h, R]."""
+        sample, heads = self._sample, self._heads
+        if sample.largest is None:
+            return [torch.full(seen.shape[1:2], torch.nan, dtype=torch.float64, device=seen.device)] * len(NONFINITE)
+        rows: list[Tensor | None] = [None, None]
+        if not sample.all_see_keys:
+            rows = [None if t is None else broken_rows(t[:, heads], seen) for t in (sample.o, sample.dq)]
+        made = sample.largest.of_heads(heads, self._kv_heads).made(*rows)
+        # A loss scaler tries how much FP16 holds.
+        often = {"dq": 0.5, "dk": 0.5, "dv": 0.5} if sample.q.dtype == torch.float16 else {}
+        return [value * often.get(name, 1.0) for name, value in made.items()]
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():

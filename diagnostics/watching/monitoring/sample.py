@@ -18,6 +18,7 @@ from attn_diag.reference import Masking
 from attn_diag.watching.live.call import AttentionCall, Documents, OwnRows
 from attn_diag.watching.live.pending import TOTALS
 from attn_diag.watching.monitoring.key_gradients import ForwardSketch, GradientFit
+from attn_diag.watching.monitoring.nonfinite import Largest
 
 # 2**10 powers of the Gram matrix; see ``spectral_norms`` for what that leaves.
 _SQUARINGS = 10
@@ -83,6 +84,8 @@ class Sample:
     """[S, L * Hk, Tk, D], where no row is left out; None also where not all gradients were seen."""
     dv: Tensor | None = None
     """[S, L * Hk, Tk, Dv]."""
+    largest: Largest | None = None
+    """Of the whole tensors, where NaN and Inf show."""
 
     @classmethod
     def of(cls, call: AttentionCall, sequences: int = 1, rows: int = 1024) -> Sample:
@@ -136,6 +139,7 @@ class Sample:
             sketch=ForwardSketch.of(call.q[:several], call.o[:several])
             if count < length and call.own is None and (call.awaits_backward or call.do is not None)
             else None,
+            largest=Largest.of(call),
         )
         return sample.with_gradient(call)
 
@@ -149,7 +153,9 @@ class Sample:
         gradients = (call.do, call.dq if own else None)
         do, dq = (None if t is None else _picked(t, len(self.q), self.q_length, self.q.shape[2]) for t in gradients)
         keys = self._key_gradients(call) if own and call.own is None else {}
-        return replace(self, do=do, dq=dq, x=None if between else self.x, sketch=None, **keys)
+        largest = None if self.largest is None else self.largest.with_gradient(call)
+        x = None if between else self.x
+        return replace(self, do=do, dq=dq, x=x, sketch=None, largest=largest, **keys)
 
     def _key_gradients(self, call: AttentionCall) -> dict[str, Any]:
         """Copies of dK and dV, or what takes their place where rows are left out; nothing where one is not there."""
@@ -172,7 +178,7 @@ class Sample:
             own = id(self)  # whether others are packed alike would have to be looked up on the device
         options = (
             self.masking.causal, self.masking.window, self.scale, self.softcap, self.alibi_origin, self.dropout_p,
-            self.fused, self.keys is not None,
+            self.fused, self.keys is not None, self.largest and self.largest.known,
         )  # fmt: skip
         return *kinds, self.q_length, *options, own
 
@@ -192,7 +198,18 @@ class Sample:
         projection = LayerProjection(*map(torch.cat, zip(*projections, strict=True))) if projections else None
         each = [sample.keys for sample in samples if sample.keys is not None]
         keys = GradientFit(*map(torch.cat, zip(*each, strict=True))) if each else None
+        tensors["largest"] = Largest.stacked([sample.largest for sample in samples])
         return replace(samples[0], **tensors, projection=projection, keys=keys, layers=len(samples))
+
+    @property
+    def all_see_keys(self) -> bool:
+        """Whether it is known on the host that every row sees a key, those left out too."""
+        if self.mask is not None or self.documents is not None or self.own is not None:
+            return False
+        shift = self.masking.shift(self.q_length, self.k.shape[2])
+        # Between the first and the last row spans move by no more than a key a row.
+        spans = (self.masking.span(at + shift, at + shift, self.k.shape[2]) for at in (0, self.q_length - 1))
+        return all(span.start < span.stop for span in spans)
 
     def position(self, index: int) -> int:
         """Compute ``positions`` of one sampled row on the host, without asking the device."""
