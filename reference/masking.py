@@ -137,8 +137,8 @@ _ABSORBS = -(2.0**17)
 def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
     """Rows of which every visible key has so low a number added that fp32 does not hold the score beside it.
 
-    What a kernel makes of such a row is the rounding of score + mask: from -2^30 on P is uniform. The host does not
-    wait.
+    Or FP16's lowest number, beside which FP16 holds no score. What a kernel makes of such a row is the rounding of
+    score + mask: from -2^30 on P is uniform. The host does not wait.
 
     Args:
         mask: Additive, [..., R or 1, K or 1].
@@ -149,4 +149,4 @@ def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
     """
     top = mask if hidden is None else torch.where(hidden, -torch.inf, mask)
     top = top.amax(-1, keepdim=True)
-    return (top <= _ABSORBS) & (top > -torch.inf)
+    return ((top <= _ABSORBS) | hides(top)) & (top > -torch.inf)

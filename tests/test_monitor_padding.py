@@ -33,6 +33,7 @@ def left_padded(length: int, value: float) -> Tensor:
 def test_rows_are_absorbed_where_fp32_does_not_hold_a_score_beside_what_every_visible_key_is_given() -> None:
     mask = torch.tensor([[-1e9, 0.0], [-1e9, -1e5], [-1e6, -torch.inf], [-torch.inf, -torch.inf], [torch.nan, -1e9]])
     assert absorbed_rows(mask, None).flatten().tolist() == [False, False, True, False, False]
+    assert absorbed_rows(torch.tensor([[-65504.0], [-1e4]]).half(), None).flatten().tolist() == [True, False]
     beside = torch.tensor([[False, True]] * 5)
     assert absorbed_rows(mask, beside).flatten().tolist() == [True, True, True, False, False]
 
