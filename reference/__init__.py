@@ -15,7 +15,7 @@ from attn_diag.reference.attention import (
 from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
 from attn_diag.reference.dropout import Dropout
 from attn_diag.reference.linear import LINEAR_OPERATORS, LinearCall, LinearOperator, LinearReference, linear_reference
-from attn_diag.reference.masking import Alibi, Masking, hides
+from attn_diag.reference.masking import Alibi, Masking, absorbed_rows, hides
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Masking",
     "RowBlock",
     "Rows",
+    "absorbed_rows",
     "format_of",
     "hides",
     "linear_reference",

@@ -128,3 +128,25 @@ def hides(mask: Tensor) -> Tensor:
     Hugging Face writes that number for -inf.
     """
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+# Half the fp32 spacing from here on, 2^-7, is BF16's spacing at 1: no kernel's P is then known from its inputs.
+_ABSORBS = -(2.0**17)
+
+
+def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
+    """Rows of which every visible key has so low a number added that fp32 does not hold the score beside it.
+
+    Or FP16's lowest number, beside which FP16 holds no score. What a kernel makes of such a row is the rounding of
+    score + mask: from -2^30 on P is uniform. The host does not wait.
+
+    Args:
+        mask: Additive, [..., R or 1, K or 1].
+        hidden: Of ``Masking.hidden``.
+
+    Returns:
+        bool [..., R or 1, 1]; rows that see no key at all are not among them.
+    """
+    top = mask if hidden is None else torch.where(hidden, -torch.inf, mask)
+    top = top.amax(-1, keepdim=True)
+    return ((top <= _ABSORBS) | hides(top)) & (top > -torch.inf)

@@ -197,6 +197,11 @@ class _FewHeads:
                 left = total(casts * other[sequence, heads].double().square().sum(-1)) * many
                 of_group = left.view(-1, group).sum(1).repeat_interleave(group)
                 self._add(**{f"{name}_left": of_group})
+            if found.absorbed is not None and sample.fused:
+                # A fused kernel's LSE loses ln l in such a row: what it adds to dK and dV is no gradient.
+                lost = (found.absorbed & (sample.do[sequence, heads] != 0).any(-1)).any(1).view(-1, group).any(1)
+                unknown = torch.where(lost, torch.nan, 0.0).double().repeat_interleave(group)
+                self._add(**{f"{name}_{of}": unknown for name in ("dk", "dv") for of in ("off", "size", "left")})
         return of_o, off / gradient.dq_expected.clamp(min=1e-300)
 
     def _add_forward(self, sequence: int, found: SampledRows) -> Tensor | None:

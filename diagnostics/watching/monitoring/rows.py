@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TF32
-from attn_diag.reference import Alibi, FloatFormat, format_of, hides, round_nearest_even, ulp
+from attn_diag.reference import Alibi, FloatFormat, absorbed_rows, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.sums import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample, by_layer
 
@@ -35,7 +35,7 @@ class SampledRows:
     usable: Tensor
     """bool: the row sees a key, and all that was sampled of it or computed from it is finite."""
     sees_key: Tensor
-    """bool: the row sees a key."""
+    """bool: the row sees a key, and not absorbed ones alone (``reference.absorbed_rows``)."""
     max_logit: Tensor
     top_key: Tensor
     """int64: the first key with the largest score."""
@@ -53,6 +53,8 @@ class SampledRows:
     """What a well-rounded kernel leaves of it in the mean (``head.counterfactual``)."""
     o_casts: Tensor
     """Of that the part of P_bar's cast."""
+    absorbed: Tensor | None = None
+    """bool: the row sees absorbed keys alone (``reference.absorbed_rows``); None: no row does."""
     gradient: GradientRows | None = None
 
 
@@ -139,6 +141,7 @@ def measure_rows(sample: Sample, sequence: int, kv_heads: slice, temporaries: in
         o_size=truth.square().sum(-1),
         o_expected=spacing.square().sum(-1).div_(12) + o_casts + values * (smallest * square + _FLUSHED),
         o_casts=o_casts,
+        absorbed=b.get("absorbed"),
     )
     if sample.do is not None:
         do = sample.do[sequence, heads].double()
@@ -213,7 +216,7 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     scores = product(q.mul_(sample.scale) if early else q, k.mT)
     if not early:
         scores.mul_(sample.scale)
-    scores, slope, largest = _mask(sample, sequence, heads, rows, keys, scores)
+    scores, slope, largest, absorbed = _mask(sample, sequence, heads, rows, keys, scores)
     row_max, top_key = scores.max(-1, keepdim=True)
     scores.scatter_(-1, top_key, -torch.inf)
     found = {"row_max": row_max[..., 0], "top_key": top_key[..., 0] + keys.start, "second": scores.amax(-1)}
@@ -230,6 +233,8 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
         found["weighted"] += of_sink * of_sink.exp()
     if largest is not None:
         found["largest"] = largest
+    if absorbed is not None:
+        found["absorbed"] = absorbed
     del scores, shifted
 
     def dropped(x: Tensor) -> Tensor:
@@ -271,8 +276,11 @@ def _visible(sample: Sample, rows: slice) -> slice:
 
 def _mask(
     sample: Sample, sequence: int, heads: slice, rows: slice, keys: slice, scores: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Softcap and masks, in place: scores, the softcap's slope, the largest visible alpha q.k where it is another.
+
+    Last, [h, R], which rows are absorbed, where some may be: no key is left to them.
+    """
     hidden = sample.masking.hidden(sample.positions(rows), keys)
     if sample.documents is not None:
         others = sample.documents.hidden(rows, keys)
@@ -283,7 +291,11 @@ def _mask(
         part = slice(sequence, sequence + 1), slice(None), heads if sample.layers == 1 else slice(None), rows, keys
         mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape, strict=True))][0]
     additive = mask is not None and mask.dtype != torch.bool
-    slope = largest = None
+    slope = largest = absorbed = None
+    if mask is not None and additive:
+        absorbed = absorbed_rows(mask, hidden)
+        mask = mask.masked_fill(absorbed, -torch.inf)
+        absorbed = absorbed.expand(*scores.shape[:3], 1).flatten(0, 1)[..., 0]
     if sample.softcap is not None or additive or sample.alibi_slopes is not None:
         seen = scores
         if mask is not None:
@@ -304,7 +316,7 @@ def _mask(
         own = sample.alibi_slopes[sequence, heads]
         own = own[:, rows] if own.shape[1] > 1 else own
         scores = scores.add_(own[..., None] * distances)
-    return scores, slope, largest
+    return scores, slope, largest, absorbed
 
 
 def _tie_threshold(row_max: Tensor, fmt: FloatFormat) -> Tensor:
