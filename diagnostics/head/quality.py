@@ -33,8 +33,8 @@ ELEMENT_LIMIT = 8.0
 # Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost;
 # but nothing is forgiven that is more than such a part of the tensor's largest element.
 _FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
-# Of a tensor whose largest element is no more than a thousand such losses that part is none.
-_ALL_SMALL = 2.0**-106
+# fp32's smallest normal number: of every row's term, with the other operand about 1, so much may be lost in any case.
+_SMALLEST_NORMAL = 2.0**-126
 # One of so many healthy groups may exceed the quantile of its noise.
 _CHANCE = 1e-9
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
@@ -216,8 +216,8 @@ def sample(
     of_features, draws = (None, None) if drawn is None else (drawn.features, drawn.draws)
     assert not isinstance(of_rows, Drawn)
     truth = reference[rows]
-    largest_truth = float(truth.abs().max()) if truth.numel() else 0.0
-    lost = _FLUSHED if largest_truth <= _ALL_SMALL else min(_FLUSHED, _NEXT_TO_NOTHING * largest_truth)
+    lost = min(_FLUSHED, _NEXT_TO_NOTHING * float(truth.abs().max())) if truth.numel() else 0.0
+    lost = max(lost, len(reference) * _SMALLEST_NORMAL)
     error, other = _beyond(observed[rows] - truth, lost), _beyond(counterfactual[rows] - truth, lost)
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
     floor = spacing.square() / 12
