@@ -261,7 +261,7 @@ class _Report:
 
     @property
     def _summed(self) -> str:
-        """How the best recipe's products are summed, where not in fp32; with a space before."""
+        """How the best recipe's products are summed, with a comma before; empty where in fp32."""
         return ", with sums of products as a Hopper tensor core makes them" if self.found.best.cut_off else ""
 
     def _notes(self) -> tuple[str, ...]:
