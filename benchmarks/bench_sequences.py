@@ -1,12 +1,12 @@
 """The Triton kernels on packed sequences, with ALiBi, on pages and absorbed MLA, against their dense call, on one GPU.
 
-    python benchmarks/bench_sequences.py [--parts 64 128 mla] [--json FILE]
+    python benchmarks/bench_sequences.py [--parts packed alibi pages mla] [--json FILE]
 
 Times are medians of CUDA-graph replays in milliseconds (forward: with what it needs of the borders), on N(0,1) BF16
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
-more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, 32 sequences
-of 4096 keys in pages, two key heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of
-which are v) against D = 256, for as many products.
+more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, two key
+heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of which are v) against D = 256, for as
+many products.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from attn_diag.kernels.triton_sequences import DENSE, Sequences
 
 # Heads and head dimension.
 HEADS = ((12, 64), (16, 128))
+PARTS = ["packed", "alibi", "pages", "mla"]
 MIXED = (64, 1900, 333, 1024, 1, 777, 2048, 130, 512, 1500, 96, 850, 1280, 40, 1700, 600)
 PACKED = {
     "8 documents of 1024": (1024,) * 8,
@@ -96,9 +97,9 @@ def alibi(shape: tuple[int, int, int, int], causal: str) -> dict[str, float]:
     return row(Call(tensors, visibility, Sequences(slopes=slopes)), Call(tensors, visibility))
 
 
-def pages(rows: int, heads: int, dim: int, size: int) -> dict[str, float]:
+def pages(rows: int, heads: int, dim: int, size: int, count: int, keys: int) -> dict[str, float]:
     """A cache in pages, in an order of chance, against the same sequences' keys as a batch."""
-    count, keys, kv_heads = 32, 4096, 2
+    kv_heads = 2
     q, k, v, do = (t.transpose(1, 2) for t in normal(count, keys, heads, dim))
     q, k, v = q[:, :, :rows], k[:, :kv_heads], v[:, :kv_heads]
     table = torch.randperm(count * keys // size, device="cuda").int().view(count, -1)
@@ -123,19 +124,23 @@ def absorbed(rows: int, keys: int, heads: int) -> dict[str, float]:
 
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("--parts", nargs="+", default=["64", "128", "mla"], choices=["64", "128", "mla"], help="of it")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of it")
     options = parser.parse_args()
     result: dict[str, Any] = made_by("cuda")
     for heads, dim in HEADS:
-        if str(dim) not in options.parts:
-            continue
-        rows = {f"packed, {name}": packed(lengths, heads, dim) for name, lengths in PACKED.items()}
-        for length, batch in ((1024, 8), (4096, 4)):
-            for causal in ("top-left", "none"):
-                rows[f"ALiBi, {batch}x{length}, causal {causal}"] = alibi((batch, heads, length, dim), causal)
-        for few in (1, 8):
-            for size in (16, 64, 256):
-                rows[f"pages of {size}, {few} rows"] = pages(few, heads, dim, size)
+        rows = {}
+        if "packed" in options.parts:
+            rows |= {f"packed, {name}": packed(lengths, heads, dim) for name, lengths in PACKED.items()}
+        if "alibi" in options.parts:
+            for length, batch in ((1024, 8), (4096, 4)):
+                for causal in ("top-left", "none"):
+                    rows[f"ALiBi, {batch}x{length}, causal {causal}"] = alibi((batch, heads, length, dim), causal)
+        if "pages" in options.parts:
+            for count, keys in ((32, 4096), (256, 1024)):
+                for few in (1, 8):
+                    for size in (16, 64, 256):
+                        name = f"pages of {size}, {few} rows of {count} sequences of {keys}"
+                        rows[name] = pages(few, heads, dim, size, count, keys)
         result[f"{heads} heads of {dim}"] = rows
         print(heads, dim, json.dumps(rows, indent=1), flush=True)
         save(result, options.json)

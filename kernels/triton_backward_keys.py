@@ -37,7 +37,7 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         lse, delta = tile_statistics(statistics, start, G.block_m)
         s = dot(k, tl.trans(q), tl.constexpr(R.input))  # [N, M]
         if G.rest_d:
-            q_rest = load_rest(queries, b, h, start, q_length, G.block_m, False, G)
+            q_rest = load_rest(queries, 0, b, h, start, q_length, G.block_m, False, G)
             s = dot_more(k_rest, tl.trans(q_rest), s, tl.constexpr(R.input))
         positions = offs + shift
         s, slope = backward_scores(
@@ -46,7 +46,7 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         if MASKED:
             s = tl.trans(mask_scores(tl.trans(s), positions, cols, view, G))
         p = tl.exp2(s - lse[None, :])
-        do = load_values(gradients, b, h, start, q_length, G.block_m, G)
+        do = load_values(gradients, 0, b, h, start, q_length, G.block_m, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
         dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
         ds = as_operand(score_gradients(p, dp, delta[None, :], slope, scale, R, G), tl.constexpr(R.dscores))
@@ -100,12 +100,12 @@ def dkdv_kernel(
     keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
     values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
     k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
-    v = load_values(values, b, hk, start, k_length, BLOCK_N, G)
+    v = load_values(values, 0, b, hk, start, k_length, BLOCK_N, G)
     k_rest = k
     dk_rest = 0.0
     rest_part = 0.0
     if G.rest_d:
-        k_rest = load_rest(keys, b, hk, start, k_length, BLOCK_N, False, G)
+        k_rest = load_rest(keys, 0, b, hk, start, k_length, BLOCK_N, False, G)
         dk_rest = tl.zeros([BLOCK_N, REST_D], tl.float32)
         if R.gradient_accumulator != "fp32":
             rest_part = tl.zeros([BLOCK_N, REST_D], tl.float32)

@@ -59,10 +59,10 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
         start = tile * G.block_n
         cols = start + tl.arange(0, G.block_n)
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-        v = load_values(values, b, hk, start, view[0], G.block_n, G)
+        v = load_values(values, 0, b, hk, start, view[0], G.block_n, G)
         s = dot(q, tl.trans(k), tl.constexpr(R.input))
         if G.rest_d:
-            k_rest = load_rest(keys, b, hk, start, view[0], G.block_n, False, G)
+            k_rest = load_rest(keys, 0, b, hk, start, view[0], G.block_n, False, G)
             s = dot_more(q_rest, tl.trans(k_rest), s, tl.constexpr(R.input))
         s, slope = backward_scores(s, positions[:, None], cols[None, :], start, alibi, view[0], scale, softcap, R, G)
         if MASKED:
@@ -129,8 +129,8 @@ def dq_kernel(
     q = load_tile(queries, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
     q_rest = q
     if G.rest_d:
-        q_rest = load_rest(queries, b, h, block * BLOCK_M, q_length, BLOCK_M, False, G)
-    do = load_values(gradients, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
+        q_rest = load_rest(queries, 0, b, h, block * BLOCK_M, q_length, BLOCK_M, False, G)
+    do = load_values(gradients, 0, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
     slots = offs
     any_slot = False
     if G.dump:

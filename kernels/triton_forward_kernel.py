@@ -17,7 +17,9 @@ from attn_diag.kernels.triton_tiles import (
     load_rest,
     load_tile,
     load_values,
+    scores_of,
     source,
+    tile_pages,
     tile_scores,
 )  # fmt: skip
 
@@ -27,12 +29,20 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
                 G: tl.constexpr):  # fmt: skip
     """Online softmax over ``n_tiles`` tiles of keys from ``first_tile`` on."""
     acc, l, m, near, cast_sum = sums
-    _, _, _, b, hk, view, _, _, _, _ = task
+    _, _, keys, b, hk, view, _, _, _, _ = task
+    tile = first_tile
+    if R.schedule.order == "descending":
+        tile = first_tile + n_tiles - 1
+    following = tile_pages(keys, tl.maximum(tile, 0) * G.block_n, view[0], G.block_n, G)
     for i in tl.range(0, n_tiles, num_stages=G.stages):
         tile = first_tile + i
+        after = tile + 1
         if R.schedule.order == "descending":
             tile = first_tile + n_tiles - 1 - i
-        s = tile_scores(task, tile, MASKED, R, G)  # [M, N]
+            after = tl.maximum(tile - 1, 0)
+        page = following
+        following = tile_pages(keys, after * G.block_n, view[0], G.block_n, G)
+        s = scores_of(task, tile, page, MASKED, R, G)  # [M, N]
         top = tl.max(s, 1)
         repeated = False
         if R.softmax.kind == "stabilised":
@@ -49,7 +59,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
         if G.dump:
             dump_tile(dump, s, cast, m_new, tile, view[0], G)
-        v = load_values(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
@@ -98,7 +108,8 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
             total += range_sum(p, cast, R)
             if G.rows:
                 cast_sum = dot_add(cast, ones, cast_sum, tl.constexpr(R.probs))
-            v = load_values(values, b, hk, tile * G.block_n, view[0], G.block_n, G)
+            page = tile_pages(values, tile * G.block_n, view[0], G.block_n, G)
+            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
                 dump_tile(dump, s, cast, m_new, tile, view[0], G)
@@ -166,7 +177,7 @@ def forward_kernel(
         q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
         q_rest = q
         if G.rest_d:
-            q_rest = load_rest(queries, b, h, block * G.block_m, q_length, G.block_m, False, G)
+            q_rest = load_rest(queries, 0, b, h, block * G.block_m, q_length, G.block_m, False, G)
         alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
 
     row = (b * heads + h).to(tl.int64) * q_total + q_rows

@@ -39,6 +39,8 @@ def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stri
     """As ``source``, of k or v, which may lie in pages: ``pages`` is (the sequence's row of the table, page size)."""
     if G.paged:
         table, size = pages
+        if G.page and G.page < G.block_n:
+            size = G.page
         if G.tma:
             stride_b = (stride_b // stride_t).to(tl.int32)  # a page's rows, with those that lie between
         found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, size, stride_b))
@@ -48,37 +50,55 @@ def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stri
 
 
 @triton.jit
+def tile_pages(source, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """Which page each of the keys [start, start + BLOCK) lies in, [BLOCK], or a descriptor's: a scalar; 0: in none.
+
+    A walk over tiles loads its next tile's pages a step ahead: Triton begins loads several steps early, but not those
+    of an address that the same step loads.
+    """
+    page = 0
+    if G.paged:
+        table, size, _ = source[5]
+        if G.tma:
+            page = tl.load(table + start // size, mask=start < length, other=0)
+        else:
+            offs = start + tl.arange(0, BLOCK)
+            page = tl.load(table + offs // size, mask=offs < length, other=0)
+    return page
+
+
+@triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """Positions [start, start + BLOCK) of q or k: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
-    return _load(source, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, False, G)
+    return _load(source, 0, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, False, G)
 
 
 @triton.jit
-def load_keys(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """As ``load_tile``, of k, which may lie in pages."""
-    return _load(source, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, G.paged, G)
+def load_keys(source, page, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile``, of k, which may lie in pages: those of ``tile_pages``."""
+    return _load(source, page, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, G.paged, G)
 
 
 @triton.jit
-def load_rest(source, b, h, start, length, BLOCK: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):
+def load_rest(source, page, b, h, start, length, BLOCK: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):
     """As ``load_tile``, of the features behind block_d: [BLOCK, rest_d]."""
-    return _load(source, b, h, start, length, BLOCK, G.block_d, G.head_dim, G.rest_d, PAGED, G)
+    return _load(source, page, b, h, start, length, BLOCK, G.block_d, G.head_dim, G.rest_d, PAGED, G)
 
 
 @triton.jit
-def load_values(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+def load_values(source, page, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """As ``load_keys``, of v, or of dO, for keys in no pages: [BLOCK, block_dv], zero beyond V's features."""
-    return _load(source, b, h, start, length, BLOCK, 0, G.value_dim, G.block_dv, G.paged, G)
+    return _load(source, page, b, h, start, length, BLOCK, 0, G.value_dim, G.block_dv, G.paged, G)
 
 
 @triton.jit
-def _load(source, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
+def _load(source, page, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
           BLOCK_D: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Features FIRST to FIRST + BLOCK_D, of DIM in all."""
     desc, ptr, stride_t, stride_d, first, pages = source
+    _, size, stride_page = pages
     if G.tma and PAGED:
-        table, size, step = pages
-        first = tl.load(table + start // size, mask=start < length, other=0) * step + start % size - start
+        first = page * stride_page + start % size - start
     if G.tma and FIRST == 0 and G.documents:
         tile = tl.reshape(desc.load([_RAGGED, first + length, h, _RAGGED - length + start, 0]), [BLOCK, BLOCK_D])
     elif G.tma and FIRST == 0:
@@ -88,37 +108,11 @@ def _load(source, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr,
         dims = FIRST + tl.arange(0, BLOCK_D)
         here = (offs < length)[:, None] & (dims < DIM)[None, :]
         if PAGED:
-            at = _in_pages(pages, start, length, stride_t, BLOCK, G)
+            at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
         else:
             at = offs.to(tl.int64) * stride_t
         tile = tl.load(ptr + at[:, None] + dims[None, :] * stride_d, mask=here, other=0.0)
     return tile
-
-
-@triton.jit
-def _in_pages(pages, start, length, stride_t, BLOCK: tl.constexpr, G: tl.constexpr):
-    """Where keys [start, start + BLOCK) lie in their pages: [BLOCK]."""
-    table, size, stride_page = pages
-    local = tl.arange(0, BLOCK)
-    if G.page == BLOCK:
-        page = tl.load(table + start // size, mask=start < length, other=0)
-        at = page.to(tl.int64) * stride_page + (start % size).to(tl.int64) * stride_t + local * stride_t
-    elif G.page * 4 >= BLOCK:
-        at = tl.zeros([BLOCK], tl.int64)
-        for i in tl.static_range(BLOCK // G.page):
-            begin = start + i * G.page
-            page = tl.load(table + begin // G.page, mask=begin < length, other=0)
-            at = tl.where(local // G.page == i, page.to(tl.int64) * stride_page, at)
-        at += (local % G.page) * stride_t
-    elif G.page:
-        offs = start + local
-        page = tl.load(table + offs // G.page, mask=offs < length, other=0)
-        at = page.to(tl.int64) * stride_page + (local % G.page) * stride_t
-    else:
-        offs = start + local
-        page = tl.load(table + offs // size, mask=offs < length, other=0)
-        at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
-    return at
 
 
 @triton.jit
@@ -267,14 +261,20 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
 @triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
+    return scores_of(task, tile, tile_pages(task[2], tile * G.block_n, task[5][0], G.block_n, G), MASKED, R, G)
+
+
+@triton.jit
+def scores_of(task, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
+    """As ``tile_scores``, of keys that lie in ``page``, as ``tile_pages`` has it."""
     queries, positions, keys, b, hk, view, scale, softcap, alibi, units = task
     q, q_rest = queries
     start = tile * G.block_n
     cols = start + tl.arange(0, G.block_n)
-    k = load_keys(keys, b, hk, start, view[0], G.block_n, G)
+    k = load_keys(keys, page, b, hk, start, view[0], G.block_n, G)
     products = dot(q, tl.trans(k), tl.constexpr(R.input))
     if G.rest_d:
-        k_rest = load_rest(keys, b, hk, start, view[0], G.block_n, G.paged, G)
+        k_rest = load_rest(keys, page, b, hk, start, view[0], G.block_n, G.paged, G)
         products = dot_more(q_rest, tl.trans(k_rest), products, tl.constexpr(R.input))
     products = rescaled_products(products, units, G)
     s = recipe_scores(products, scale, softcap, R, G)
