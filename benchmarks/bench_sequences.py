@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = made_by("cuda")
     for heads, dim in HEADS:
-        rows = {}
+        rows: dict[str, dict[str, float]] = {}
         if "packed" in options.parts:
             rows |= {f"packed, {name}": packed(lengths, heads, dim) for name, lengths in PACKED.items()}
         if "alibi" in options.parts:

@@ -6,13 +6,15 @@ package registers none. What a declaration does not mention is refused by the ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from attn_diag.captures.metadata import AlibiOrigin
+from attn_diag.watching.live import flashinfer_calls
 from attn_diag.watching.live.fused_dropout import kept_by_efficient, kept_by_flash
 from attn_diag.watching.live.paged_calls import of_kvcache, without_pages
 
@@ -45,7 +47,7 @@ class FusedOperator:
     """An operator, or a function, that does the whole forward, with another that does the backward."""
 
     name: str
-    """"namespace::name" of an operator, "module:name" of a Python function."""
+    """"namespace::name" of an operator, "module:name" of a Python function, "module:Class.name" of a method."""
     kernel: str
     """What reports call it."""
     backward: str
@@ -73,6 +75,8 @@ class FusedOperator:
     kept: Callable[[Given, Sequence[Any], int], Tensor | None] | None = None
     """Tells which probabilities of the first sequences a call with dropout kept, bool [sequences, Hq, Tq, Tk], from
     what it was given and returned; None: nobody can."""
+    returns: Callable[[Sequence[Any], Given], Sequence[Any]] | None = None
+    """Makes what ``o`` and ``lse`` say of its results and of what it was given by name; None: they are that."""
 
     @property
     def is_function(self) -> bool:
@@ -279,6 +283,10 @@ def _of_sage(name: str) -> FusedOperator:
     return FusedOperator(f"sageattention.core:{name}", f"SageAttention {name}", "", (), reads=_sage)
 
 
+def _of_flashinfer(name: str, reads: Callable[[Given], Given]) -> FusedOperator:
+    return replace(_of_tokens(f"flashinfer.{name}", "FlashInfer", "", reads), returns=flashinfer_calls.results)
+
+
 OPERATORS = (
     _of_torch("_scaled_dot_product_flash_attention", "flash", "CUDA", causal="bottom-right", kept=kept_by_flash),
     _of_torch("_scaled_dot_product_efficient_attention", "efficient", "CUDA", kept=kept_by_efficient),
@@ -312,6 +320,11 @@ OPERATORS = (
     ),
     # Its kernel is no operator. With new keys it puts them into the cache first.
     _of_tokens("flash_attn.flash_attn_interface:flash_attn_with_kvcache", "flash_attn 2 kvcache", "", of_kvcache),
+    _of_flashinfer("prefill:single_prefill_with_kv_cache", flashinfer_calls.of_one),
+    _of_flashinfer("decode:single_decode_with_kv_cache", flashinfer_calls.of_one),
+    _of_flashinfer("prefill:BatchPrefillWithPagedKVCacheWrapper.run", flashinfer_calls.of_pages),
+    _of_flashinfer("prefill:BatchPrefillWithRaggedKVCacheWrapper.run", flashinfer_calls.of_ragged),
+    _of_flashinfer("decode:BatchDecodeWithPagedKVCacheWrapper.run", flashinfer_calls.of_pages),
     _of_tokens("xformers_flash::flash_fwd", "xformers flash", "xformers_flash::flash_bwd"),
     _of_tokens("xformers_flash3::flash_fwd", "xformers flash 3", "xformers_flash3::flash_bwd"),
     _of_tokens(
@@ -344,6 +357,14 @@ def declare(operator: FusedOperator) -> None:
 def operators() -> tuple[FusedOperator, ...]:
     """All that are known now."""
     return (*OPERATORS, *_declared.values())
+
+
+def loaded(name: str) -> Callable[..., Any] | None:
+    """The function or method of a package that is loaded now, by the name that an operator has for it."""
+    module, _, bare = name.partition(":")
+    owner, _, last = bare.rpartition(".")
+    home = sys.modules.get(module)
+    return getattr(getattr(home, owner, None) if owner else home, last, None)
 
 
 def is_forward(name: str) -> bool:

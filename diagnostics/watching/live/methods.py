@@ -1,7 +1,7 @@
-"""Attention that transformers' models compute in a method of their own, with ALiBi: BLOOM and MPT.
+"""Attention in methods: of FlashInfer's wrappers, and of transformers' models with ALiBi, BLOOM and MPT.
 
-Their bias is one number a head and key, slope j or slope (j - (Tk - 1)), rounded as the model rounds it. It is kept so,
-[B, H, 1, Tk], beside a causal mask; written out for every row only where the mask is no causal one.
+The latter have a bias of one number a head and key, slope j or slope (j - (Tk - 1)), rounded as the model does. It is
+kept so, [B, H, 1, Tk], beside a causal mask; written out for every row only where the mask is no causal one.
 """
 
 from __future__ import annotations
@@ -14,20 +14,16 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import Masking, hides
+from attn_diag.watching.live.kernels import loaded, operators
 from attn_diag.watching.live.sites import AttentionSite, Fields, Function, with_dropout
 from attn_diag.watching.live.tap import Tap
 
-_CLASSES = {
-    "BloomAttention": "transformers.models.bloom.modeling_bloom",
-    "MptAttention": "transformers.models.mpt.modeling_mpt",
-}
-
 
 class MethodSpace(dict[str, Any]):
-    """The ``forward`` of a class as a namespace: what is put there is put into the class."""
+    """A method of a class as a namespace: what is put there is put into the class."""
 
-    def __init__(self, owner: type) -> None:
-        super().__init__(forward=vars(owner)["forward"])
+    def __init__(self, owner: type, name: str) -> None:
+        super().__init__({name: vars(owner)[name]})
         self._owner = owner
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -37,16 +33,19 @@ class MethodSpace(dict[str, Any]):
 
 def method_spaces() -> Iterator[MethodSpace]:
     """Those of the classes that are loaded."""
-    for name, module in _CLASSES.items():
-        owner = getattr(sys.modules.get(module), name, None)
-        if isinstance(owner, type) and "forward" in vars(owner):
-            yield MethodSpace(owner)
+    for where in (*_SITES, *(o.name for o in operators() if o.is_function)):
+        module, _, bare = where.partition(":")
+        owner, _, name = bare.rpartition(".")
+        found = getattr(sys.modules.get(module), owner, None) if owner else None
+        if isinstance(found, type) and name in vars(found):
+            yield MethodSpace(found, name)
 
 
 def methods() -> Iterator[tuple[AttentionSite, Function]]:
-    """Every such method that is loaded now."""
-    for space in method_spaces():
-        yield _SITES[space._owner.__name__], space["forward"]
+    """Every method that is loaded now and that no operator is declared for."""
+    for where, site in _SITES.items():
+        if (method := loaded(where)) is not None:
+            yield site, method
 
 
 def _read_bloom(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
@@ -136,6 +135,10 @@ def _masked(bias: Tensor, mask: Tensor | None, q: Tensor, combined: Callable[[Te
 
 
 _SITES = {
-    "BloomAttention": AttentionSite("transformers BLOOM", _read_bloom, tapped=True),
-    "MptAttention": AttentionSite("transformers MPT", _read_mpt, tapped=True),
+    "transformers.models.bloom.modeling_bloom:BloomAttention.forward": AttentionSite(
+        "transformers BLOOM", _read_bloom, tapped=True
+    ),
+    "transformers.models.mpt.modeling_mpt:MptAttention.forward": AttentionSite(
+        "transformers MPT", _read_mpt, tapped=True
+    ),
 }

@@ -45,8 +45,10 @@ class OperatorCall:
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
     ) -> None:
         self.operator = operator
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        self._results: Sequence[Any] = results
+        results: Sequence[Any] = result if isinstance(result, (list, tuple)) else (result,)
+        if operator.returns is not None:
+            results = operator.returns(results, kwargs)
+        self._results = results
         self._o: Any = results[operator.o] if len(results) > operator.o else None
         lse = results[operator.lse] if len(results) > operator.lse else None
         # Transformer Engine's comes with others, which autograd keeps.

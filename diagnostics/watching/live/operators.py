@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from attn_diag.watching.live.backlog import Backlog
-from attn_diag.watching.live.kernels import FusedOperator, operators
+from attn_diag.watching.live.kernels import FusedOperator, loaded, operators
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
 from attn_diag.watching.live.untraced import passed_by, traced_again, untraced
 
@@ -136,8 +136,7 @@ class OperatorOverrides:
         """
         for operator in operators():
             for name in (operator.name, operator.backward) if operator.is_function else ():
-                module, _, bare = name.partition(":")
-                function = getattr(sys.modules.get(module), bare, None)
+                function = loaded(name)
                 if function is not None and getattr(function, "__code__", None) not in self._codes:
                     # The same each time: what a graph breaks at is guarded, and would be compiled anew.
                     if id(function) not in self._standing_in:
