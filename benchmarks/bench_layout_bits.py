@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.identification import identify_head
 from attn_diag.head.recipe_candidates import describe_schedule
+from attn_diag.kernels import Recipe
 
 HEADS, KEY_HEADS, HEAD_DIM, LENGTH = 4, 2, 64, 1024
 LENGTHS = (333, 512, 128, 51)
@@ -147,15 +148,25 @@ CALLS: dict[str, Callable[[], Capture]] = {
 
 
 def judged(capture: Capture) -> dict[str, Any]:
-    """The recipe of the first head of the longest sequence, and what it misses of all."""
+    """The recipe of the first head of the longest sequence, and what it misses of all.
+
+    Where that head does not tell several recipes apart, the others' bits do.
+    """
     longest = max(range(capture.batch), key=capture.lengths)
     found = identify_head(capture, "observed", longest, 0, torch.device("cuda"))
     if found is None:
         return {"refused": "no recipe covers these formats"}
+
+    def of(recipe: Recipe) -> dict[str, dict[str, Any]]:
+        return {m: missed(capture, "observed", replace(recipe, accumulation=m), torch.device("cuda")) for m in MODELS}
+
+    def fewest(by_model: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return min(by_model.values(), key=lambda counts: counts["o"])
+
     # Where nothing fits: the nearest, whose misses tell by how little.
-    recipe = found.recipe or found.best.recipe
-    by_model = {m: missed(capture, "observed", replace(recipe, accumulation=m), torch.device("cuda")) for m in MODELS}
-    least = min(by_model.values(), key=lambda counts: counts["o"])
+    recipes = [t.recipe for t in found.as_good] or [found.recipe or found.best.recipe]
+    recipe, by_model = min(((r, of(r)) for r in recipes), key=lambda pair: fewest(pair[1])["o"])
+    least = fewest(by_model)
     return {
         "outcome": found.outcome, "recipe": recipe.name, "schedule": describe_schedule(recipe.schedule),
         "agreement": 1 - least["o"] / least["o_of"], "missed": by_model,
