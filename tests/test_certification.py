@@ -172,11 +172,11 @@ def test_roundings_in_doubt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
     doubtful = ulps / 2 - error.abs() <= bound / 2
-    return RoundedBound(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
+    return RoundedBound(1, torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
 
 
 def never_doubtful(*_: Tensor) -> RoundedBound:
-    return RoundedBound(None, None)
+    return RoundedBound(1, None, None)
 
 
 def rounds_within(bound_of: Callable[..., RoundedBound]) -> bool:
@@ -213,14 +213,16 @@ def test_how_far_a_correct_rounding_can_move() -> None:
 
 def test_sums_of_what_can_move() -> None:
     moved, unsigned = torch.tensor([[0.0, 2.0], [1.0, 0.0]]), torch.tensor([[True, False], [False, False]])
-    found = RoundedBound(moved, unsigned)
-    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]])
-    assert found.sum() == pytest.approx(3.0, rel=1e-5)
-    assert found.sum(excess) == pytest.approx(7.0, rel=1e-5)
-    assert found.turned(excess) == pytest.approx(6.0, rel=1e-5)
-    assert min(found.sum() - 3, found.sum(excess) - 7, found.turned(excess) - 6) > 0
+    # Two heads: the sums of one know nothing of the other's.
+    found = RoundedBound(2, torch.stack([moved, 2 * moved]), torch.stack([unsigned, ~unsigned]))
+    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]]).expand(2, 2, 2)
+    of_heads = ([3.0, 6.0], found.sums()), ([7.0, 14.0], found.sums(excess)), ([6.0, 12.0], found.turned(excess))
+    for expected, sums in of_heads:
+        assert sums.tolist() == pytest.approx(expected, rel=1e-5)
+        assert (sums > expected).all()
+    assert found.counts == [2, 2]
     nothing = never_doubtful()
-    assert (nothing.sum(), nothing.sum(excess), nothing.turned(excess)) == (0.0, 0.0, 0.0)
+    assert (nothing.sums(), nothing.sums(excess[:1]), nothing.turned(excess[:1]), nothing.counts) == (0, 0, 0, [0])
 
 
 def test_rounding_of_row_sums_is_within_its_bound() -> None:
@@ -232,7 +234,7 @@ def test_rounding_of_row_sums_is_within_its_bound() -> None:
         abs(float(Fraction(computed) - sum(map(mul, map(Fraction, x.tolist()), map(Fraction, y.tolist())))))
         for x, y, computed in zip(left, right, (left * right).sum(1).tolist(), strict=True)
     ]
-    assert 0 < sum(errors) <= rounding_of_products(left, right)
+    assert 0 < sum(errors) <= rounding_of_products(left[None], right[None])[0]
     assert sum(errors) > 65 * UNIT * float((left * right).sum(1).abs().sum())
 
 

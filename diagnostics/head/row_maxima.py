@@ -211,14 +211,13 @@ def _second_max(block: RowBlock) -> Tensor:
     return second
 
 
-def swamped_elements(out: Tensor, reference_out: Tensor, v: Tensor, top_key: Tensor) -> Tensor:
-    """Where O_obs equals V of the row's maximal key exactly, though the true O does not. bool [Tq, Dv].
+def swamped_elements(out: Tensor, reference_out: Tensor, v_top: Tensor) -> Tensor:
+    """Where O_obs equals V of the row's maximal key exactly, though the true O does not. bool [..., Tq, Dv].
 
-    ``out``, ``reference_out`` [Tq, Dv], ``v`` [Tk, Dv], ``top_key`` [Tq]. A count, not a cause by itself.
+    ``out``, ``reference_out`` and ``v_top`` (V of each row's top key) [..., Tq, Dv]. A count, not a cause by itself.
     """
-    v_top = v.index_select(0, top_key)
     found = torch.zeros_like(out, dtype=torch.bool)
     # Few rows hold such an element; to find those by a difference is cheaper than to compare every element.
-    rows = ((out - v_top).abs_().amin(1) == 0).nonzero()[:, 0]
+    rows = ((out - v_top).abs_().amin(-1) == 0).nonzero(as_tuple=True)
     found[rows] = (out[rows] == v_top[rows]) & (reference_out[rows] != v_top[rows])
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -139,19 +141,16 @@ class StreamedHead:
 
     def variance(self, seen: ObservedHead) -> dict[str, Tensor]:
         """The expected squared errors of what an observation is held against, see ``NoiseCollector``."""
-        found = self.noise.finished(self.truth.reference, seen.formats)
-        declared = self.declared(seen)
-        if declared is None:
-            return found
         if seen.name not in self._variances:
-            self._variances[seen.name] = declared.variance(found)
+            found, declared = self.noise.finished(self.truth.reference, seen.formats), self.declared(seen)
+            self._variances[seen.name] = found if declared is None else declared.variance(found)
         return self._variances[seen.name]
 
-    def nearly_uniform(self, usable: Tensor) -> bool:
+    def nearly_uniform(self, usable: npt.NDArray[np.bool_]) -> bool:
         """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
-        several = usable & (self._visible > 1)
-        even = several & (self.truth.reference.row_sum >= self._visible / 2)
-        return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
+        visible, row_sum = self._visible.cpu().numpy(), self.truth.reference.row_sum.cpu().numpy()
+        several = usable & (visible > 1)
+        return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
 
     def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
         """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K."""

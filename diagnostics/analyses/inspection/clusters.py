@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 
 # What needs dO: tested over the rows that have a gradient.
 NEED_GRADIENT = ("delta", "delta_excess", "rounding_delta", "dq")

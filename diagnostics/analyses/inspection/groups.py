@@ -10,7 +10,7 @@ import torch
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import NonFiniteCensus
 from attn_diag.head.streaming import StreamedHead, stream_heads
@@ -37,15 +37,26 @@ def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device
 
 
 def made_at_once(
-    heads: Sequence[Callable[[], StreamedHead]], capture: Capture, device: torch.device
-) -> Iterator[StreamedHead]:
-    """Opens heads and makes their passes, as many together as share launches: on a CPU one at a time."""
+    heads: Sequence[Callable[[], StreamedHead]],
+    measure: Callable[[Sequence[StreamedHead], slice], list[list[HeadMeasurement]]],
+    capture: Capture,
+    device: torch.device,
+) -> Iterator[tuple[StreamedHead, list[HeadMeasurement]]]:
+    """Opens heads, makes their passes and measures them, as many together as share launches: on a CPU one at a time.
+
+    Args:
+        heads: What opens each.
+        measure: What measures some of them; it is told which.
+        capture: Where they are.
+        device: Where they are computed.
+    """
     count = _heads_at_once(capture, device)
     for i in range(0, len(heads), count):
         passes = [open_head() for open_head in heads[i : i + count]]
         stream_heads(passes)
+        found = measure(passes, slice(i, i + count))
         while passes:
-            yield passes.pop(0)
+            yield passes.pop(0), found.pop(0)
 
 
 def _heads_at_once(capture: Capture, device: torch.device) -> int:
