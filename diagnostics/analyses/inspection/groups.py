@@ -17,8 +17,9 @@ from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
-# So many elements of q are measured at once on CUDA; each takes about 40 numbers in float64.
-_FUSED_ELEMENTS = 2**23
+# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64; on a CPU more of them would
+# leave its cache.
+_ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def made_at_once(
 
 def _heads_at_once(capture: Capture, device: torch.device) -> int:
     of_head = max(capture.q_length, capture.k_length) * capture.head_dim
-    return max(1, _FUSED_ELEMENTS // max(of_head, 1)) if device.type == "cuda" else 1
+    return max(1, _ELEMENTS["cuda" if device.type == "cuda" else "cpu"] // max(of_head, 1))
 
 
 @dataclass(frozen=True)
