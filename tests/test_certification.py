@@ -35,7 +35,7 @@ from attn_diag.results.embedded import embedded_diagnosis
 from attn_diag.statistics.means import PRIMARY
 
 T, D = 64, 16
-ORIGINAL_BOUNDS = BoundCollector.bounds
+ORIGINAL_BOUNDS = BoundCollector.each
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -160,13 +160,14 @@ def test_roundings_in_doubt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     def reasons() -> tuple[str, ...]:
         return some(next(heads(attn_diag.inspect(**given, causal=True))).verdict).reasons
 
-    def wide(self: BoundCollector, reference: HeadReference) -> HeadBounds:
-        found = ORIGINAL_BOUNDS(self, reference)
-        found.out *= 1e4
+    def wide(collectors: list[BoundCollector], references: list[HeadReference]) -> list[HeadBounds]:
+        found = ORIGINAL_BOUNDS(collectors, references)
+        for of_head in found:
+            of_head.out *= 1e4
         return found
 
     assert reasons().count("O is bit-identical to correct rounding.") == 1
-    monkeypatch.setattr(BoundCollector, "bounds", wide)
+    monkeypatch.setattr(BoundCollector, "each", staticmethod(wide))
     assert any("as far as float64 can tell" in reason for reason in reasons()), reasons()
 
 
@@ -241,9 +242,9 @@ def test_rounding_of_row_sums_is_within_its_bound() -> None:
 # A reference that is wrong.
 
 
-def tiny_bounds(self: BoundCollector, reference: HeadReference) -> HeadBounds:
-    found = ORIGINAL_BOUNDS(self, reference)
-    return HeadBounds(found.out / 1e6, found.lse, found.delta, found.dq)
+def tiny_bounds(collectors: list[BoundCollector], references: list[HeadReference]) -> list[HeadBounds]:
+    found = ORIGINAL_BOUNDS(collectors, references)
+    return [HeadBounds(of_head.out / 1e6, of_head.lse, of_head.delta, of_head.dq) for of_head in found]
 
 
 def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "reference": (forward, "product_in_parts", product_in_fp32),
-    "bound": (BoundCollector, "bounds", tiny_bounds),
+    "bound": (BoundCollector, "each", staticmethod(tiny_bounds)),
 }
 
 

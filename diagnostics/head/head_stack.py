@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.propagation import ForwardErrors
-from attn_diag.head.stacks import stacked
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import AttentionHead, FloatFormat, Rows
+from attn_diag.reference.heads import stacked
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from attn_diag.head.row_maxima import DEFINITIONS, swamped_elements
 from attn_diag.head.shared import SharedRows, rows_alike
 from attn_diag.head.signed_errors import each_by_feature, each_of_elements, each_of_rows
 from attn_diag.head.sink_gradients import sink_terms
-from attn_diag.head.stacks import numbers, stacked
+from attn_diag.head.stacks import numbers
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import FloatFormat, Rows, round_nearest_even, ulp
+from attn_diag.reference.heads import stacked
 from attn_diag.results.diagnosis import DeltaRounding
 
 _Bools = npt.NDArray[np.bool_]

@@ -1,16 +1,9 @@
-"""Tensors of several heads side by side, so that what is computed of each of them is one operation for all."""
+"""Sums over tensors of several heads that lie side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """[H, ...], of H heads; of one its own memory."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

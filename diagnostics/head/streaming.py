@@ -62,7 +62,7 @@ class StreamedHead:
     truth: HeadTruth
     """The pass's, once it was made."""
     bounds: HeadBounds
-    """How far its reference may be off."""
+    """How far its reference may be off; ``stream_heads`` tells."""
 
     def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
         """Set up the observers; ``stream_heads`` makes the pass."""
@@ -89,7 +89,8 @@ class StreamedHead:
             self.backward[seen.name] = BackwardCollector(
                 inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
             )
-        self._bounds = BoundCollector(inputs.head)
+        self.collected = BoundCollector(inputs.head)
+        """What its bounds need."""
         self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
         stored = next((seen.formats for seen in observed), {})
         want_keys = self.want_keys
@@ -118,7 +119,6 @@ class StreamedHead:
             key_gradients=self.want_keys,
             gradient_sums=True,
         )
-        self.bounds = self._bounds.bounds(self.truth.reference)
 
     @property
     def want_keys(self) -> bool:
@@ -158,8 +158,7 @@ class StreamedHead:
             collector.take(fused, i)
         maxima, every = next(iter(self._collectors.values())), (slice(None),)
         self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
-        self._bounds.take(fused, i)
-        self.bounds = self._bounds.bounds(reference)
+        self.collected.take(fused, i)
         self._visible = fused.forward.visible[i]
         for errors in self.errors.values():
             assert reference.delta is not None
@@ -168,7 +167,7 @@ class StreamedHead:
                 errors.lse_error = (errors.lse - reference.lse).masked_fill_(reference.fully_masked, 0.0)
 
     def _observe(self, block: RowBlock) -> None:
-        self._bounds.add(block)
+        self.collected.add(block)
         self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
         self.noise.add(block)
         for collector in self._collectors.values():
@@ -197,9 +196,12 @@ def stream_heads(passes: Sequence[StreamedHead]) -> None:
             found = [some[i] for i in batch]
             if not streamed and fuses([one.inputs.head for one in found]):
                 _fuse(found)
-                continue
-            for one in found:
-                one.stream()
+            else:
+                for one in found:
+                    one.stream()
+            bounds = BoundCollector.each([one.collected for one in found], [one.truth.reference for one in found])
+            for one, of_head in zip(found, bounds, strict=True):
+                one.bounds = of_head
 
 
 def _fuse(passes: Sequence[StreamedHead]) -> None:

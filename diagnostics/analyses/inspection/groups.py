@@ -17,8 +17,8 @@ from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
-# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64; on a CPU more of them would
-# leave its cache.
+# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64; on a CPU more of them
+# would leave its cache.
 _ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
 
 
@@ -32,7 +32,7 @@ class HeadGroup:
 
 
 def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device) -> list[Sequence[HeadGroup]]:
-    """The groups whose heads share launches; on a CPU, where nothing is fused, each is alone."""
+    """The groups whose heads are measured side by side."""
     count = max(1, _heads_at_once(capture, device) // (capture.q_heads // capture.kv_heads))
     return [groups[i : i + count] for i in range(0, len(groups), count)]
 
@@ -43,7 +43,7 @@ def made_at_once(
     capture: Capture,
     device: torch.device,
 ) -> Iterator[tuple[StreamedHead, list[HeadMeasurement]]]:
-    """Opens heads, makes their passes and measures them, as many together as share launches: on a CPU one at a time.
+    """Opens heads, makes their passes and measures them, as many of them side by side as fit.
 
     Args:
         heads: What opens each.
