@@ -20,7 +20,7 @@ from attn_diag.head.judging import KeyTerms
 from attn_diag.head.measurement import HeadMeasurement, RepeatSums
 from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.read import all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, swamped_elements
+from attn_diag.head.row_maxima import DEFINITIONS, settle_alike, swamped_elements
 from attn_diag.head.shared import SharedRows, rows_alike
 from attn_diag.head.signed_errors import each_by_feature, each_of_elements, each_of_rows
 from attn_diag.head.sink_gradients import sink_terms
@@ -52,6 +52,7 @@ def measure_heads(
     """
     results: list[list[HeadMeasurement]] = [[] for _ in passes]
     for i in range(len(passes[0].observed)):
+        settle_alike([p.maxima[p.observed[i].name] for p in passes])
         opened = [_opened(p, p.observed[i], *place) for p, place in zip(passes, places, strict=True)]
         for some in _alike(opened):
             stack = HeadStack([o.passed for o in some], [o.seen for o in some], [o.rows for o in some])
