@@ -124,13 +124,10 @@ class RowMaximaCollector:
         if definition not in self._multiplicity:
             return None
         self._settle()
-        parts = self._positions[definition]
-        empty = torch.zeros(0, dtype=torch.int64, device=self._index.device)
-        rows = torch.cat([empty, *(r for r, _ in parts)])
-        keys = torch.cat([empty, *(k for _, k in parts)])
+        parts = self._positions[definition] or [(self._index[:0], self._index[:0])]
+        rows, keys = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
         # Rows never looked at have their maximum once.
-        seen = (self._row_max > -torch.inf).long()
-        return Repeats(torch.maximum(self._multiplicity[definition], seen), rows, keys)
+        return Repeats(torch.maximum(self._multiplicity[definition], self._row_max > -torch.inf), rows, keys)
 
     def _threshold(self, top: Tensor) -> Tensor:
         """Below it no score counts as the row's largest, ``top``."""
