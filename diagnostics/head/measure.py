@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attn_diag.head import judging
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sums_of
-from attn_diag.head.figure_sums import FigureSums, UlpCounts, aligned, row_norms
+from attn_diag.head.figure_sums import UlpCounts, aligned, row_norms
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.judging import KeyTerms
-from attn_diag.head.measurement import HeadMeasurement, RepeatSums
+from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.opened import Bools, OpenedHead, alike, opened_head
+from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import GradientParts, dq_parts, project
-from attn_diag.head.read import all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, settle_alike, swamped_elements
-from attn_diag.head.shared import SharedRows, rows_alike
+from attn_diag.head.row_maxima import settle_alike, swamped_elements
+from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import each_by_feature, each_of_elements, each_of_rows
 from attn_diag.head.sink_gradients import sink_terms
 from attn_diag.head.stacks import numbers
@@ -29,8 +30,6 @@ from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import FloatFormat, Rows, round_nearest_even, ulp
 from attn_diag.reference.heads import stacked
 from attn_diag.results.diagnosis import DeltaRounding
-
-_Bools = npt.NDArray[np.bool_]
 
 
 def measure_heads(
@@ -53,8 +52,8 @@ def measure_heads(
     results: list[list[HeadMeasurement]] = [[] for _ in passes]
     for i in range(len(passes[0].observed)):
         settle_alike([p.maxima[p.observed[i].name] for p in passes])
-        opened = [_opened(p, p.observed[i], *place) for p, place in zip(passes, places, strict=True)]
-        for some in _alike(opened):
+        opened = [opened_head(p, p.observed[i], *place) for p, place in zip(passes, places, strict=True)]
+        for some in alike(opened):
             stack = HeadStack([o.passed for o in some], [o.seen for o in some], [o.rows for o in some])
             _measure_errors([o.result for o in some], stack, [o.eligible for o in some])
             for one, quality in zip(some, judging.measure_quality(stack), strict=True):
@@ -72,96 +71,7 @@ def measure_heads(
     return results
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """One observation of one head, and which of its rows count."""
-
-    passed: StreamedHead
-    seen: ObservedHead
-    result: HeadMeasurement
-    rows: Rows
-    usable: _Bools
-    """[Tq]."""
-    several_keys: _Bools
-    """[Tq]."""
-
-    @property
-    def eligible(self) -> _Bools:
-        """Those of the usable rows with several keys, [n]."""
-        return self.several_keys[self.usable]
-
-    @property
-    def kind(self) -> object:
-        """What heads agree in that are measured side by side."""
-        head, seen = self.passed.truth.head, self.seen
-        shapes = head.q.shape, head.k.shape, head.v.shape
-        return shapes, tuple(seen.formats.items()), seen.declared, self.passed.truth.projection is None
-
-
-def _alike(opened: Sequence[_Opened]) -> list[list[_Opened]]:
-    """Heads that can be measured side by side: all rows of each are usable, as ever but for masked or non-finite ones,
-    and they were captured alike. Others are alone."""
-    found: dict[object, list[_Opened]] = {}
-    for one in opened:
-        found.setdefault(one.kind if isinstance(one.rows, slice) else id(one), []).append(one)
-    return list(found.values())
-
-
-def _opened(passed: StreamedHead, seen: ObservedHead, batch: int, head: int) -> _Opened:
-    inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
-    on_host = inputs.unusable, reference.fully_masked, passed.bounds.known_rows, maxima.several_keys
-    unusable, masked, known, several_keys = (t.cpu().numpy() for t in on_host)
-    finite = ~unusable
-    before = usable = finite & ~masked & known
-    broken = {name: bad for name, values in seen.outputs.items() if (bad := _broken_rows(values)) is not None}
-    for bad in broken.values():
-        usable = usable & ~bad
-    kept = np.flatnonzero(usable)
-    # All rows usable: a slice spares copies of every tensor.
-    rows = slice(None) if len(kept) == len(usable) else torch.from_numpy(kept).to(passed.truth.head.q.device)
-    repeats = {name: maxima.repeats(name) for name in DEFINITIONS}
-    counts = {name: None if r is None else r.multiplicity.cpu().numpy() for name, r in repeats.items()}
-    exact, unit, places = counts["exact"], counts["unit"], repeats["unit"]
-    assert exact is not None
-    assert unit is not None
-    assert places is not None
-    of_unit = places.rows.cpu().numpy(), places.keys.cpu().numpy()
-    result = HeadMeasurement(
-        batch=batch,
-        head=head,
-        rows=kept,
-        rows_fully_masked=int((masked & finite).sum()),
-        rows_unknown=int((finite & ~masked & ~known).sum()),
-        rows_nonfinite=int(unusable.sum()) + int(before.sum()) - len(kept),
-        rows_eligible=int((usable & several_keys).sum()),
-        repeats={name: _repeat_sums(count, usable) for name, count in counts.items()},
-        tested=kept,
-        top_key=maxima.top_key.cpu().numpy()[usable],
-        alike=rows_alike(inputs.head),
-        figures=FigureSums.of(exact, unit, of_unit, maxima.row_max.cpu().numpy(), usable),
-        broken_outputs={name: count for name, bad in broken.items() if (count := int((bad & before).sum()))},
-        without_keys=judging.rows_without_keys(seen, masked & finite),
-        nearly_uniform=passed.nearly_uniform(usable),
-    )
-    return _Opened(passed, seen, result, rows, usable, several_keys)
-
-
-def _repeat_sums(multiplicity: npt.NDArray[np.int64] | None, usable: _Bools) -> RepeatSums | None:
-    if multiplicity is None:
-        return None
-    kept = multiplicity[usable]
-    return RepeatSums(int((kept > 1).sum()), int(kept.max(initial=0)))
-
-
-def _broken_rows(values: Tensor) -> _Bools | None:
-    """Rows with NaN or Inf, bool [Tq]; None: no row."""
-    if all_finite(values):
-        return None
-    broken: _Bools = (~values.isfinite()).cpu().numpy()
-    return broken.any(1) if broken.ndim == 2 else broken
-
-
-def _finish(one: _Opened, shared: SharedRows | None) -> None:
+def _finish(one: OpenedHead, shared: SharedRows | None) -> None:
     """What is measured head by head."""
     passed, seen, result = one.passed, one.seen, one.result
     if shared is not None:
@@ -174,7 +84,7 @@ def _finish(one: _Opened, shared: SharedRows | None) -> None:
         result.mean_sums = judging.measure_means(passed, seen, torch.from_numpy(result.tested).to(device))
 
 
-def _leave_out(one: _Opened, shared: SharedRows) -> None:
+def _leave_out(one: OpenedHead, shared: SharedRows) -> None:
     """Keep the signed errors of those rows alone that no earlier sequence has; all else is over all rows."""
     result, repeated = one.result, one.usable & shared.repeated
     result.repeated = int(repeated.sum())
@@ -203,7 +113,7 @@ class _Rounding:
         self.certain = RoundedBound.of(truth, self.error, self.ulps, bound)
 
 
-def _measure_errors(results: Sequence[HeadMeasurement], stack: HeadStack, eligible: Sequence[_Bools]) -> None:
+def _measure_errors(results: Sequence[HeadMeasurement], stack: HeadStack, eligible: Sequence[Bools]) -> None:
     """Everything that is known row by row; ``eligible`` of each head's rows, [n], have several keys."""
     truth, bound = stack.of(lambda passed: passed.truth.reference.out), stack.of(lambda passed: passed.bounds.out)
     rounding = _Rounding(truth, bound, stack.formats.get("o", stack.passes[0].inputs.input_format))
@@ -231,7 +141,7 @@ def _by_feature_where_uniform(
 
 
 def _measure_forward(
-    results: Sequence[HeadMeasurement], stack: HeadStack, rounding: _Rounding, eligible: Sequence[_Bools]
+    results: Sequence[HeadMeasurement], stack: HeadStack, rounding: _Rounding, eligible: Sequence[Bools]
 ) -> None:
     if (out := stack.output("o")) is not None:
         error, excess = out - rounding.truth, out - rounding.rounded
@@ -320,13 +230,18 @@ def _measure_backward(results: Sequence[HeadMeasurement], stack: HeadStack, roun
         result.dq, result.figures.dq, result.conditioning = sums, norms[h], (weights[h], sums.reference)
         passed, seen, rows = stack.passes[h], stack.seen[h], stack.rows[h]
         if (projection := passed.truth.projection) is not None:
-            x, pull = projection.x[rows], projection.pull
-            pulled = parts.map(lambda t, h=h, pull=pull, rows=rows: pull(t[h], rows))
+            x = projection.x[rows]
+            pulled = parts.map(partial(_pulled, projection, h, rows))
             result.dw_q = project(pulled, x)
             if (of_delta := pulled.parts["delta"]) is not None:
                 result.atoms = of_delta, x
         if seen.want_keys:
             result.keys = _key_terms(passed, seen)
+
+
+def _pulled(projection: HeadProjection, head: int, rows: Rows, errors: Tensor) -> Tensor:
+    """Errors of dQ of one head of several, [n, D], as they are where dW_Q is made of them."""
+    return projection.pull(errors[head], rows)
 
 
 def _sign_backward(results: Sequence[HeadMeasurement], terms: dict[str, Tensor], judged: Tensor) -> None:

@@ -211,8 +211,9 @@ def sample(
         carriers: What all keys of dK share.
         directions: See ``Directions``; ``Drawn``, where ``variance`` is the mean of draws.
     """
-    tensors = [None if t is None else t[rows][None] for t in (observed, reference, counterfactual, variance, fed)]
-    one = samples(*tensors[:4], fmt, rows[None], len(reference), fed=tensors[4], directions=[directions])[0]
+    seen, true, other, noise = (t[rows][None] for t in (observed, reference, counterfactual, variance))
+    casts = None if fed is None else fed[rows][None]
+    (one,) = samples(seen, true, other, noise, fmt, rows[None], len(reference), fed=casts, directions=[directions])
     return replace(one, clusters=clusters, carriers=carriers)
 
 
@@ -261,7 +262,7 @@ def samples(
     places, worst = rows.cpu().numpy(), _worst(deviations, error, spacing)
 
     def of_head(h: int) -> QuantitySample:
-        known, (row, feature, *largest) = directions[h], worst[h]
+        known, (row, feature, ulps, beyond) = directions[h], worst[h]
         drawn = known if isinstance(known, Drawn) else None
         sums, size, draws = by_row[:, h], sizes[h], None if drawn is None else drawn.draws
 
@@ -277,7 +278,7 @@ def samples(
             return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
 
         # NaN too: another element may stand out.
-        some = deviations[h] > ELEMENT_LIMIT if not largest[1] <= ELEMENT_LIMIT else deviations[h][:0]
+        some = deviations[h] > ELEMENT_LIMIT if not beyond <= ELEMENT_LIMIT else deviations[h][:0]
         stands_out = some.nonzero().cpu().numpy()
         marked = np.zeros(len(size), dtype=bool)
         marked[stands_out[:, 0]] = True
@@ -304,7 +305,7 @@ def samples(
             zeroed=zeroed & (size > _NEXT_TO_NOTHING**2 * size.max(initial=0.0)),
             misplaced=_misplaced(sums, size, _OF_ROW),
             misplaced_features=_misplaced(by_feature[:, h], of_features[h], _OF_FEATURE),
-            largest=(int(places[h][row]) if len(size) else 0, feature, *largest),
+            largest=(int(places[h][row]) if len(size) else 0, feature, ulps, beyond),
             clusters=None,
             carriers=None,
         )
@@ -325,7 +326,7 @@ def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int
     most, at = deviations.flatten(1).max(1)
     ulps = (error.flatten(1).gather(1, at[:, None]).abs() / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
     numbers = zip(at.tolist(), *torch.stack([ulps, most]).tolist(), strict=True)
-    return [(*divmod(place, deviations.shape[2]), *rest) for place, *rest in numbers]
+    return [(*divmod(place, deviations.shape[2]), in_ulps, beyond) for place, in_ulps, beyond in numbers]
 
 
 def _misplaced(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:

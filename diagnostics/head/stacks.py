@@ -10,9 +10,11 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """The sum of each head's products of elements, [H]; of one head without the products in memory."""
     if len(a) == 1:
         return torch.dot(a.reshape(-1), b.reshape(-1))[None]
-    return torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+    found: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+    return found
 
 
 def numbers(*by_head: Tensor) -> list[list[float]]:
     """Several numbers of every head, each of them [H]: one list a head, copied from their device at once."""
-    return torch.stack(by_head, 1).tolist()
+    found: list[list[float]] = torch.stack(by_head, 1).tolist()
+    return found
