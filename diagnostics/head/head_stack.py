@@ -63,8 +63,3 @@ class HeadStack:
     def chosen(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The rows that count of a tensor [Tq, ...] of each head."""
         return stacked([t[rows] for t, rows in zip(tensors, self.rows, strict=True) if t is not None])
-
-    def part(self, heads: Sequence[int], rows: Sequence[Rows] | None = None) -> HeadStack:
-        """Some of the heads, by number, with the same rows or others."""
-        chosen = [self.rows[h] for h in heads] if rows is None else rows
-        return HeadStack([self.passes[h] for h in heads], [self.seen[h] for h in heads], chosen)

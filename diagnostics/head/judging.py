@@ -69,11 +69,8 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
     """O and dQ of each head beside a well-rounded kernel's."""
     found: list[dict[str, QuantitySample]] = [{} for _ in stack.passes]
     for name in ("o", "dq"):
-        if (
-            (observed := stack.output(name)) is None
-            or not observed.shape[1]
-            or (name == "dq" and stack.head.do is None)
-        ):
+        observed = stack.output(name)
+        if observed is None or not observed.shape[1] or (name == "dq" and stack.head.do is None):
             continue
         fed = [None if name == "o" else _fed(p, s) for p, s in zip(stack.passes, stack.seen, strict=True)]
         top_keys = stack.top_key.cpu().numpy()

@@ -17,8 +17,8 @@ from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
-# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64; on a CPU more of them
-# would leave its cache.
+# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64, and about as many again
+# while it is measured; on a CPU more of them would leave its cache.
 _ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
 
 
