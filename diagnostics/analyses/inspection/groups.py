@@ -32,8 +32,11 @@ class HeadGroup:
 
 
 def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device) -> list[Sequence[HeadGroup]]:
-    """The groups whose heads are measured side by side."""
+    """The groups whose heads are measured side by side; on a CPU as many sets of them as there are threads, or more."""
     count = max(1, _heads_at_once(capture, device) // (capture.q_heads // capture.kv_heads))
+    if device.type == "cpu":
+        # One set alone would have all threads in each small operation, which takes longer than on one.
+        count = max(1, min(count, -(-len(groups) // torch.get_num_threads())))
     return [groups[i : i + count] for i in range(0, len(groups), count)]
 
 
