@@ -9,14 +9,16 @@ the median of the ratios of neighbours is given too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from measuring import CAPTURES, captured, made_by, normal, options_of, save, timed
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_diag import Capture, load
@@ -34,10 +36,21 @@ class NoBounds:
     def add(self, block: RowBlock) -> None:
         pass
 
-    def bounds(self, _: HeadReference) -> HeadBounds:
-        zero, rows = self._head.q.new_zeros(()), len(self._head.q)
-        out, dq = (zero.expand(rows, x.shape[1]) for x in (self._head.v, self._head.q))
-        return HeadBounds(out, zero.expand(rows), zero.expand(rows), dq)
+    def take(self, *_: object) -> None:
+        pass
+
+    @staticmethod
+    def each(collectors: Sequence[NoBounds], _: Sequence[HeadReference]) -> list[HeadBounds]:
+        found = []
+        for head in (c._head for c in collectors):
+            zero, rows = head.q.new_zeros(()), len(head.q)
+            out, dq = (zero.expand(rows, x.shape[1]) for x in (head.v, head.q))
+            found.append(HeadBounds(out, zero.expand(rows), zero.expand(rows), dq))
+        return found
+
+
+def no_sums(of_heads: Tensor, *_: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.zeros(len(of_heads))
 
 
 def without_sums(*arguments: Any, **options: Any) -> HeadReference:
@@ -48,11 +61,11 @@ def without_sums(*arguments: Any, **options: Any) -> HeadReference:
 def no_bounds() -> Iterator[None]:
     """Inspections in here do none of the bounds' work."""
     with (
-        patch("attn_diag.head.measure.BoundCollector", NoBounds),
+        patch("attn_diag.head.streaming.BoundCollector", NoBounds),
         patch("attn_diag.head.truth.reference_head", without_sums),
-        patch("attn_diag.head.measure.sum_of", lambda _: 0.0),
-        patch("attn_diag.head.measure.rounding_of_products", lambda *_: 0.0),
-        patch.object(RoundedBound, "of", lambda *_: RoundedBound(None, None)),
+        patch("attn_diag.head.measure.sums_of", no_sums),
+        patch("attn_diag.head.measure.rounding_of_products", no_sums),
+        patch.object(RoundedBound, "of", lambda truth, *_: RoundedBound(len(truth), None, None)),
     ):
         yield
 

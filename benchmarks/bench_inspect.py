@@ -3,6 +3,7 @@
     python benchmarks/bench_inspect.py [--device cpu|cuda] [--json FILE]
     python benchmarks/bench_inspect.py --folders [NAME …] [--json FILE]
     python benchmarks/bench_inspect.py --floors [NAME …] [--json FILE]
+    python benchmarks/bench_inspect.py --operations [NAME …] [--before PYTHON] [--json FILE]
 
 Naive: softmax(Q K^T) V with autograd in float64, forward and backward, T x T matrices and all. Time: once in a fresh
 process, imports and inputs aside, as a command or a breakpoint does it (median over processes); and the median of
@@ -18,6 +19,10 @@ rounded, of inputs of its own.
 matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven),
 the streamed reference (the same seven), and ``inspect_captures`` of captures with O and dQ, warm, over those seven.
 O is that of ``attn_diag.attention``, and so recognised.
+
+``--operations``, on one thread of a CPU: how many of torch's operations an inspection calls, how many of them hand one
+number to Python (on a GPU the host waits there), and the seconds of one core that it takes, by head. ``--before`` names
+the Python of another installation, which is measured in turn with this one.
 """
 
 from __future__ import annotations
@@ -26,7 +31,10 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +44,7 @@ from typing import Any
 import torch
 from measuring import CAPTURES, captured, in_fresh_process, made_by, normal, options_of, save, timed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
@@ -59,6 +68,8 @@ FLOORS = {
     "(1,1,32768,128)": (1, (1, 1, 32768, 128)),
     "(1,1,131072,128)": (1, (1, 1, 131072, 128)),
 }
+# Captures, and the shape of each.
+OPERATIONS = {"2 x (1,12,256,64)": (2, (1, 12, 256, 64)), "(1,12,1024,64)": (1, (1, 12, 1024, 64))}
 RUNS = 5
 WORKS = ("analysis", "streamed reference", "naive")
 
@@ -164,6 +175,56 @@ def measure_floors(names: list[str], file: Path | None) -> None:
     result["float64 product [TFLOP/s]"] = round(product_rate() / 1e12, 1)
     for name in names or FLOORS:
         result[name] = floors(name)
+        save(result, file)
+
+
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations on this thread by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(name: str) -> dict[str, float]:
+    """What inspecting one of ``OPERATIONS`` takes in this process, by head."""
+    torch.set_num_threads(1)
+    count, shape = OPERATIONS[name]
+    captures = []
+    for seed in range(count):
+        inputs = normal(*shape, seed=seed)
+        o, dq = (found.bfloat16() for found in naive(*inputs))
+        captures.append(captured(inputs, o=o, dq=dq))
+    work, heads = partial(inspect_captures, captures, device="cpu"), count * shape[0] * shape[1]
+    timed(work)
+    seconds = statistics.median(timed(work, time.process_time) for _ in range(RUNS))
+    with _Counted() as counted:
+        work()
+    calls = counted.calls
+    return {
+        "operations": round(calls.total() / heads, 1),
+        "numbers read": round(calls["aten._local_scalar_dense.default"] / heads, 1),
+        "core [ms]": round(seconds / heads * 1e3, 2),
+    }
+
+
+def measure_operations(names: list[str], before: str | None, file: Path | None) -> None:
+    """One entry a shape: of this installation, of the other, and the ratios."""
+    result: dict[str, Any] = made_by()
+    pythons = {"now": sys.executable} | ({"before": before} if before else {})
+    for name in names or OPERATIONS:
+        found: dict[str, dict[str, float]] = {}
+        for which, python in pythons.items():
+            command = [python, __file__, "--operations-of", name]
+            found[which] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        if before:
+            found["now / before"] = {k: round(v / found["before"][k], 3) for k, v in found["now"].items()}
+        result[name] = found
+        print(name, found, flush=True)
         save(result, file)
 
 
@@ -279,10 +340,19 @@ def main() -> None:
         parser.add_argument(what, nargs=2, metavar=("SHAPE", "WORK"), help="print this of one piece of work, and stop")
     parser.add_argument("--folders", nargs="*", choices=FOLDERS, metavar="NAME", help="measure whole folders instead")
     parser.add_argument("--floors", nargs="*", choices=FLOORS, metavar="NAME", help="measure against float64's floor")
+    parser.add_argument("--operations", nargs="*", choices=OPERATIONS, metavar="NAME", help="count operations instead")
+    parser.add_argument("--before", metavar="PYTHON", help="the Python of an installation to compare --operations with")
+    parser.add_argument("--operations-of", choices=OPERATIONS, metavar="NAME", help="print these of one, and stop")
     parser.add_argument("--folder", type=Path, help="print what inspecting this folder takes, and stop")
     options = parser.parse_args()
     if options.folder:
         print(json.dumps(inspect_folder(options.folder)))
+        return
+    if options.operations_of:
+        print(json.dumps(operations_of(options.operations_of)))
+        return
+    if options.operations is not None:
+        measure_operations(options.operations, options.before, options.json)
         return
     if options.folders is not None:
         measure_folders(options.folders, options.json)

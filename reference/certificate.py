@@ -58,6 +58,7 @@ underflow (``tiny``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ from attn_diag.reference.attention import (
     HeadReference,
     RowBlock,
 )
+from attn_diag.reference.heads import Heads, stacked
 from attn_diag.reference.magnitudes import LOST_SQUARE, SLACK, exponent_of, parts, quantum_of, upper_norm
 from attn_diag.reference.sums import is_power_of_two, product_depth, sum_depth
 
@@ -154,84 +156,100 @@ class BoundCollector:
 
     def bounds(self, reference: HeadReference) -> HeadBounds:
         """The bounds of everything that the stream left."""
+        return self.each([self], [reference])[0]
+
+    @staticmethod
+    def each(collectors: Sequence[BoundCollector], references: Sequence[HeadReference]) -> list[HeadBounds]:
+        """The same of several heads of one shape, scale and masking, side by side."""
         with torch.no_grad():
-            return self._bounds(reference)
+            return _bounds(collectors, references)
 
-    def _bounds(self, reference: HeadReference) -> HeadBounds:
-        head = self._head
-        visible = _visible_at_most(head, self._keys)
-        depths = (torch.minimum(visible, depth) for depth in (self._product_depth, self._sum_depth))
-        weights = _Weights(head, reference, self._norm, self._mask, self._rises, visible, *depths)
-        rho, gamma, product = weights.rho, weights.gamma, weights.product
-        v = _Columns(head.v if head.dropout is None else head.v * (head.dropout.factor * SLACK))
-        share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
-        underflow = weights.tiny * (1 + v.top)
-        out = torch.empty_like(reference.out)
-        # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
-        before, spread = (torch.zeros_like(rho), torch.zeros_like(rho)) if head.do is not None else (None, None)
-        for part in parts(out):
-            sizes = reference.out[part].abs()
-            torch.addcmul(underflow[part, None], sizes, relative[part, None], out=out[part])
-            out[part] += v.least(share[part] * weights.norm[part], share[part])  # (rho + gamma(n_O)) B
-            if before is not None and spread is not None and head.do is not None:
-                do = head.do[part].abs()
-                by_norm, by_largest = (do @ v.stacked).unbind(1)
-                of_mean = torch.minimum(weights.norm[part] * by_norm, by_largest)
-                of_out = sizes.mul_(do).sum(1)
-                before[part] = product[part] * of_mean + _gamma(head.v.shape[1]) * of_out
-                spread[part] = of_mean + of_out
-        logarithm = reference.row_sum.clamp(max=torch.finfo(torch.float64).max).log()
-        lse = rho + gamma + _FUNCTION * logarithm.abs() + UNIT * reference.lse.abs()
-        lse = lse * weights.factor + weights.tiny
-        found = HeadBounds(weights.settle(out), weights.settle(lse), None, None)
-        if before is not None and spread is not None:
-            self._backward(reference, weights, before, spread, found)
-        return found
 
-    def _backward(
-        self, reference: HeadReference, weights: _Weights, before: Tensor, spread: Tensor, found: HeadBounds
-    ) -> None:
-        head, rho, gamma, product = self._head, weights.rho, weights.gamma, weights.product
-        assert head.do is not None
-        assert reference.delta is not None
-        assert reference.dq is not None
-        assert self._gradient is not None
-        dprobs = _Products(head.do, head.v)
-        of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(head.v.shape[1]) * dprobs.size)
-        # dO times what P_bar V lost, 1 times what dO O lost, dP times what P_bar lost; the same after dO V^T.
-        underflow = weights.tiny * (1 + dprobs.left_norm) * (1 + dprobs.right_norm)
-        if head.dropout is not None:
-            w = head.dropout.factor * SLACK
-            of_dprobs, underflow = (of_dprobs + UNIT * dprobs.size) * w, underflow * w
-        residual, norm = (s.abs() * weights.inverse_row_sum for s in self._gradient)
-        norm += LOST_SQUARE * self._keys.sqrt()
-        spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
-        before = before + (gamma + 3 * UNIT) * reference.delta.abs()
-        after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
-        of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
-        found.delta = weights.settle(of_delta * weights.factor + underflow)
-        if reference.sink_probs is not None and reference.dsink is not None:
-            of_dsink = (rho + gamma + 3 * UNIT) * reference.dsink.abs() * weights.factor
-            # P_sink was made of L.
-            of_dsink += (reference.sink_probs * found.lse.clamp(max=1.0) * 2) * reference.delta.abs()
-            found.dsink = weights.settle(of_dsink + reference.sink_probs * found.delta * SLACK + underflow)
+def _bounds(collectors: Sequence[BoundCollector], references: Sequence[HeadReference]) -> list[HeadBounds]:
+    heads = Heads.of([c._head for c in collectors], references)
 
-        k, alpha, drift = _Columns(head.k), abs(head.scale), of_dprobs + of_delta
-        relative = rho + product + 3 * UNIT + weights.slope_error
-        # Y of the computed dS, and what the errors of dP and delta add to it.
-        of_y, of_mean = alpha * relative * weights.factor, alpha * drift * (1 + relative) * weights.factor
-        by_norm, by_largest = of_y * norm + of_mean * weights.norm, of_y * spread + of_mean
-        of_dq = (rho + gamma + 4 * UNIT) * weights.factor
-        underflow = underflow * (1 + alpha) * (1 + k.top)
-        dq = torch.empty_like(reference.dq)
-        for part in parts(dq):
-            torch.addcmul(underflow[part, None], reference.dq[part].abs(), of_dq[part, None], out=dq[part])
-            dq[part] += k.least(by_norm[part], by_largest[part])
-        found.dq = weights.settle(dq)
+    def kept(name: str) -> Tensor:
+        return stacked([getattr(c, name) for c in collectors])
+
+    keys, of_out = kept("_keys"), stacked([r.out for r in references])
+    visible = _visible_at_most(heads, keys)
+    depths = (torch.minimum(visible, kept(name)) for name in ("_product_depth", "_sum_depth"))
+    weights = _Weights(heads, kept("_norm"), kept("_mask"), kept("_rises"), visible, *depths)
+    rho, gamma, product = weights.rho, weights.gamma, weights.product
+    v = _Columns(heads.v if heads.dropout is None else heads.v * (heads.dropout * SLACK))
+    share, relative = (rho + product) * weights.factor, (rho + gamma + 3 * UNIT) * weights.factor
+    underflow = weights.tiny * (1 + v.top)
+    out = torch.empty_like(of_out)
+    # Rounding of the products' sums and of rowsum(dO o O), as they reach delta.
+    before, spread = torch.zeros_like(rho), torch.zeros_like(rho)
+    for part in parts(out):
+        sizes = of_out[:, part].abs()
+        torch.addcmul(underflow[:, part, None], sizes, relative[:, part, None], out=out[:, part])
+        out[:, part] += v.least(share[:, part] * weights.norm[:, part], share[:, part])  # (rho + gamma(n_O)) B
+        if heads.do is not None:
+            do = heads.do[:, part].abs()
+            by_norm, by_largest = (do @ v.stacked).unbind(2)
+            of_mean = torch.minimum(weights.norm[:, part] * by_norm, by_largest)
+            of_rows = sizes.mul_(do).sum(2)
+            before[:, part] = product[:, part] * of_mean + _gamma(heads.v.shape[2]) * of_rows
+            spread[:, part] = of_mean + of_rows
+    logarithm = heads.row_sum.clamp(max=torch.finfo(torch.float64).max).log()
+    lse = rho + gamma + _FUNCTION * logarithm.abs() + UNIT * stacked([r.lse for r in references]).abs()
+    out, lse = weights.settle(out), weights.settle(lse * weights.factor + weights.tiny)
+    if heads.do is None:
+        return [HeadBounds(*of_head, None, None) for of_head in zip(out, lse, strict=True)]
+    sums = [stacked(found) for found in zip(*(c._gradient for c in collectors if c._gradient), strict=True)]
+    return _backward(heads, references, weights, before, spread, sums, keys, out, lse)
+
+
+def _backward(
+    heads: Heads, references: Sequence[HeadReference], weights: _Weights, before: Tensor, spread: Tensor,
+    sums: Sequence[Tensor], keys: Tensor, out: Tensor, lse: Tensor,
+) -> list[HeadBounds]:  # fmt: skip
+    rho, gamma, product = weights.rho, weights.gamma, weights.product
+    assert heads.do is not None
+    sizes, of_dq = (stacked([getattr(r, name) for r in references]).abs() for name in ("delta", "dq"))
+    dprobs = _Products(heads.do, heads.v)
+    of_dprobs = torch.where(dprobs.exact(), 0.0, _gamma(heads.v.shape[2]) * dprobs.size)
+    # dO times what P_bar V lost, 1 times what dO O lost, dP times what P_bar lost; the same after dO V^T.
+    underflow = weights.tiny * (1 + dprobs.left_norm) * (1 + dprobs.right_norm)
+    if heads.dropout is not None:
+        w = heads.dropout * SLACK
+        of_dprobs, underflow = (of_dprobs + UNIT * dprobs.size) * w, underflow * w
+    residual, norm = (s.abs() * weights.inverse_row_sum for s in sums)
+    norm += LOST_SQUARE * keys.sqrt()
+    spread = torch.minimum(spread, norm * weights.visible.sqrt())  # X
+    before = before + (gamma + 3 * UNIT) * sizes
+    after = residual + _gamma(weights.sum_depth + 2) * spread + of_dprobs
+    of_delta = rho * (spread + of_dprobs) + torch.minimum(before, after)
+    delta = weights.settle(of_delta * weights.factor + underflow)
+    dsink = None
+    if references[0].sink_probs is not None and references[0].dsink is not None:
+        probs, terms = (stacked([getattr(r, name) for r in references]) for name in ("sink_probs", "dsink"))
+        of_dsink = (rho + gamma + 3 * UNIT) * terms.abs() * weights.factor
+        # P_sink was made of L.
+        of_dsink += (probs * lse.clamp(max=1.0) * 2) * sizes
+        dsink = weights.settle(of_dsink + probs * delta * SLACK + underflow)
+
+    k, alpha, drift = _Columns(heads.k), abs(heads.scale), of_dprobs + of_delta
+    relative = rho + product + 3 * UNIT + weights.slope_error
+    # Y of the computed dS, and what the errors of dP and delta add to it.
+    of_y, of_mean = alpha * relative * weights.factor, alpha * drift * (1 + relative) * weights.factor
+    by_norm, by_largest = of_y * norm + of_mean * weights.norm, of_y * spread + of_mean
+    of_size = (rho + gamma + 4 * UNIT) * weights.factor
+    underflow = underflow * (1 + alpha) * (1 + k.top)
+    dq = torch.empty_like(of_dq)
+    for part in parts(dq):
+        torch.addcmul(underflow[:, part, None], of_dq[:, part], of_size[:, part, None], out=dq[:, part])
+        dq[:, part] += k.least(by_norm[:, part], by_largest[:, part])
+    dq = weights.settle(dq)
+    return [
+        HeadBounds(out[i], lse[i], delta[i], dq[i], None if dsink is None else dsink[i]) for i in range(len(references))
+    ]
 
 
 class _Weights:
-    """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [Tq].
+    """What is known of every row's probabilities: their errors, norms, and the lengths of the sums. All [H, Tq].
 
     ``visible`` keys at most, ``rho`` relative error of P_bar, ``gamma`` of the row sum beyond that, ``product`` of the
     sums in products, ``norm`` ||P||_2, ``tiny`` what underflow may take from a row, ``factor`` what covers everything
@@ -240,8 +258,7 @@ class _Weights:
 
     def __init__(
         self,
-        head: AttentionHead,
-        reference: HeadReference,
+        head: Heads,
         norm: Tensor,
         mask: Tensor,
         rises: Tensor,
@@ -257,12 +274,12 @@ class _Weights:
         self.product, self.gamma = _gamma(in_product), _gamma(in_sum)
         error, size, exact = _score_error(head)
         if head.sink is not None:
-            size, exact = size.clamp(min=abs(head.sink)), torch.zeros_like(exact)
+            size, exact = torch.maximum(size, head.sink.abs()), torch.zeros_like(exact)
         self.slope_error = torch.zeros_like(error)
         if head.softcap is not None:
             self.slope_error = 3 * error / head.softcap + 3 * UNIT
         if bool((mask > 0).any()):
-            error, size, exact = _mask_error(reference, mask, error, size, exact)
+            error, size, exact = _mask_error(head, mask, error, size, exact)
             if head.masking.alibi is not None and head.masking.mask is not None:
                 error = error + 2 * UNIT * SLACK * size  # of two additions the first may be larger than what follows
         theta = error + torch.where(exact, 0.0, UNIT * (2 * size).clamp(max=_VANISHES)) + _FUNCTION
@@ -272,12 +289,12 @@ class _Weights:
         self.factor = (1 + 8 * relative) * SLACK
         # NaN where something overflowed: nothing is certain then.
         self._hopeless = ~(relative <= _TOO_LARGE)
-        self._masked = reference.fully_masked
+        self._masked = head.fully_masked
         self._any_special = bool((self._hopeless | self._masked).any())
-        self.inverse_row_sum = reference.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
+        self.inverse_row_sum = head.row_sum.reciprocal().masked_fill_(self._masked, 0.0)
         self.norm = (norm * self.inverse_row_sum).clamp_(max=1.0)
         # As many underflows as a row and one feature see, times as many features.
-        self.tiny = _SMALL * (visible + 8) * (head.q.shape[1] + head.v.shape[1])
+        self.tiny = _SMALL * (visible + 8) * (head.q.shape[2] + head.v.shape[2])
 
     def settle(self, bound: Tensor) -> Tensor:
         """The bound, in place: 0 in fully masked rows, inf where it says nothing."""
@@ -288,16 +305,16 @@ class _Weights:
         return bound
 
 
-def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
-    """Error of S before the mask, |S| at most, and whether S is free of rounding; [Tq] each."""
+def _score_error(head: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Error of S before the mask, |S| at most, and whether S is free of rounding; [H, Tq] each."""
     alpha = abs(head.scale)
     products = _Products(head.q, head.k)
     size = products.size * alpha
     exact = products.exact(alpha)
-    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * SLACK, _gamma(head.q.shape[1] + 1)) * size
+    error = torch.where(exact, 0.0 if is_power_of_two(alpha) else UNIT * SLACK, _gamma(head.q.shape[2] + 1)) * size
     exact = exact & is_power_of_two(alpha)
     # Where q alpha underflows, at most D 2**-1022 ||k|| < 2**-500: less than ``_FUNCTION`` leaves.
-    error += torch.where(exact, 0.0, _SMALL * (head.q.shape[1] + 2) * (1 + alpha))
+    error += torch.where(exact, 0.0, _SMALL * (head.q.shape[2] + 2) * (1 + alpha))
     if head.softcap is not None:
         size = size.clamp(max=head.softcap)
         # S / c (2 u: on CUDA torch multiplies by 1 / c), tanh (4 u), times c (u), and 1 u for their products.
@@ -306,11 +323,9 @@ def _score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
     return error, size, exact
 
 
-def _mask_error(
-    reference: HeadReference, mask: Tensor, error: Tensor, size: Tensor, exact: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same after an additive mask of at most ``mask`` [Tq] where it counts."""
-    top = reference.row_max.masked_fill(reference.fully_masked, 0.0).abs()
+def _mask_error(head: Heads, mask: Tensor, error: Tensor, size: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same after an additive mask of at most ``mask`` [H, Tq] where it counts."""
+    top = head.row_max.masked_fill(head.fully_masked, 0.0).abs()
     bound = torch.minimum(top + _VANISHES, size + mask)
     error = error + torch.where(mask > 0, UNIT * SLACK * bound, 0.0)
     # Keys that vanish must do so in truth as well: the mask's own rounding there is relative to |m| + |S - m|.
@@ -318,11 +333,11 @@ def _mask_error(
     return error, size + mask, exact & (mask == 0)
 
 
-def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
-    """How many keys each row may see, as far as causality and window tell; float64 [Tq]."""
+def _visible_at_most(head: AttentionHead | Heads, keys: Tensor) -> Tensor:
+    """How many keys each row may see, as far as causality and window tell; float64, of the shape of ``keys``."""
     left, right = head.masking.reach
     position = head.positions.double()
-    stop, start = keys.new_full(keys.shape, float(len(head.k))), torch.zeros_like(keys)
+    stop, start = keys.new_full(keys.shape, float(head.k.shape[-2])), torch.zeros_like(keys)
     if right is not None:
         stop = torch.minimum(stop, position + right + 1)
     if left is not None:
@@ -331,40 +346,39 @@ def _visible_at_most(head: AttentionHead, keys: Tensor) -> Tensor:
 
 
 class _Columns:
-    """Of K or V [n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [d]; ``top`` max over all.
-
-    ``stacked`` [d, 2]: both.
+    """Of K or V [H, n, d]: at least ||M_.d||_2 (``norm``) and max_j |M_jd| (``largest``), [H, d]; ``top`` max over all,
+    [H, 1]. ``stacked`` [H, d, 2]: both.
     """
 
     def __init__(self, values: Tensor) -> None:
-        self.norm = upper_norm(values, 0)
-        self.largest = torch.maximum(values.amax(0), -values.amin(0)) if len(values) else self.norm
-        self.top = self.largest.amax()
-        self.stacked = torch.stack([self.norm, self.largest], 1)
+        self.norm = upper_norm(values, 1)
+        self.largest = torch.maximum(values.amax(1), -values.amin(1)) if values.shape[1] else self.norm
+        self.top = self.largest.amax(1, keepdim=True)
+        self.stacked = torch.stack([self.norm, self.largest], 2)
 
     def least(self, by_norm: Tensor, by_largest: Tensor) -> Tensor:
-        """The smaller of the two products with ``by_norm`` and ``by_largest`` [R]; [R, d]."""
-        found = torch.outer(by_norm, self.norm)
-        return torch.minimum(found, torch.outer(by_largest, self.largest), out=found)
+        """The smaller of the two products with ``by_norm`` and ``by_largest`` [H, R]; [H, R, d]."""
+        found = by_norm[..., None] * self.norm[:, None]
+        return torch.minimum(found, by_largest[..., None] * self.largest[:, None], out=found)
 
 
 class _Products:
-    """The products of rows of ``left`` [n, d] with all rows of ``right`` [m, d].
+    """The products of rows of ``left`` [H, n, d] with all rows of ``right`` [H, m, d].
 
-    ``size`` [n]: at least the sum of the sizes of the terms of every product, from ``left_norm`` [n] and the largest
-    ``right_norm`` (Cauchy-Schwarz).
+    ``size`` [H, n]: at least the sum of the sizes of the terms of every product, from ``left_norm`` [H, n] and the
+    largest ``right_norm`` [H, 1] (Cauchy-Schwarz).
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left_norm = upper_norm(left, 1)
-        self.right_norm = upper_norm(right, 1).amax() if len(right) else right.new_zeros(())
+        self.left_norm, some = upper_norm(left, 2), right.shape[1] > 0
+        self.right_norm = upper_norm(right, 2).amax(1, keepdim=True) if some else right.new_zeros(len(right), 1)
         self.size = self.left_norm * self.right_norm
         # Every element of row t, and of ``right``, is a multiple of 2**quantum.
         self._left = quantum_of(left)
-        self._right = quantum_of(right).amin() if len(right) else 0
+        self._right = quantum_of(right).amin(1, keepdim=True) if some else self._left.new_zeros(len(right), 1)
 
     def exact(self, factor: float = 1.0) -> Tensor:
-        """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [n]."""
+        """Whether no product, sum or difference of two sums rounds (nor times ``factor``, a power of two); [H, n]."""
         smallest = min(math.frexp(factor)[1] - 1, 0)
         quantum = self._left + self._right
         normal = torch.minimum(quantum, self._left) + smallest >= -1022

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -14,29 +16,34 @@ SLACK = 1 + 2.0**-20
 
 
 def parts(values: Tensor) -> list[slice]:
-    """Rows of ``values`` a few at a time on a CPU, where fresh memory for temporaries costs more than arithmetic."""
-    rows = len(values) if values.is_cuda else max(1, _PART_ELEMENTS // max(values.shape[1], 1))
-    return [slice(start, start + rows) for start in range(0, len(values), max(rows, 1))]
+    """Rows of ``values`` [H, n, d] a few at a time on a CPU, where fresh memory costs more than arithmetic."""
+    heads, count, width = values.shape
+    rows = count if values.is_cuda else max(1, _PART_ELEMENTS // max(heads * width, 1))
+    return [slice(start, start + rows) for start in range(0, count, max(rows, 1))]
 
 
 def quantum_of(values: Tensor) -> Tensor:
-    """e such that every element of a row is a multiple of 2**e; int64 [n]."""
+    """e such that every element of a row of [H, n, d] is a multiple of 2**e; int64 [H, n]."""
     significand = _significand(values)
     found = exponent_of(_smallest(values)) - significand
-    if significand == 11 and all(not bool((values[part] * 2.0**24).frac().any()) for part in parts(values)):
-        found.clamp_(min=-24)  # FP16: its subnormal numbers have fewer bits
+    if bool((half := significand == 11).any()):
+        whole = half.clone()
+        for part in parts(values):
+            whole &= ~(values[:, part] * 2.0**24).frac().any(2).any(1, keepdim=True)
+        found = torch.where(whole, found.clamp(min=-24), found)  # FP16: its subnormal numbers have fewer bits
     return found
 
 
 def _smallest(values: Tensor) -> Tensor:
-    """The smallest size of a nonzero element of each row, [n]; inf where there is none."""
-    found = values.new_full((len(values),), torch.inf)
-    if values.shape[1]:
+    """The smallest size of a nonzero element of each row, [H, n]; inf where there is none."""
+    found = values.new_full(values.shape[:2], torch.inf)
+    if values.shape[2]:
         for part in parts(values):
-            sizes = values[part].abs()
-            torch.amin(sizes, 1, out=found[part])
-            if not bool(found[part].amin() > 0):
-                found[part] = sizes.masked_fill_(sizes == 0, torch.inf).amin(1)
+            sizes = values[:, part].abs()
+            smallest = sizes.amin(2)
+            if not bool(smallest.amin() > 0):
+                smallest = sizes.masked_fill_(sizes == 0, torch.inf).amin(2)
+            found[:, part] = smallest
     return found
 
 
@@ -45,16 +52,18 @@ def exponent_of(sizes: Tensor) -> Tensor:
     return ((sizes.view(torch.int64) >> 52) - 1022).masked_fill_(sizes == torch.inf, 10**6)
 
 
-def _significand(values: Tensor) -> int:
-    """How many significant bits every element has at most: 8 where all are BF16 numbers, and so on."""
-    needed = 0
-    for part in parts(values):
-        bits = values[part].contiguous().view(torch.int64)
-        while needed < len(_SIGNIFICANDS) - 1 and bits.numel():
-            if not bool((bits & ((1 << (53 - _SIGNIFICANDS[needed])) - 1)).amax()):
-                break
-            needed += 1
-    return _SIGNIFICANDS[needed]
+def _significand(values: Tensor) -> Tensor:
+    """How many significant bits every element of a head has at most, int64 [H, 1]: 8 where all are BF16 numbers, ..."""
+    found = torch.full((len(values), 1), _SIGNIFICANDS[0], device=values.device)
+    for fewer, more in pairwise(_SIGNIFICANDS):
+        lost = torch.zeros_like(found, dtype=torch.bool)
+        for part in parts(values) if values.shape[2] else []:
+            bits = values[:, part].contiguous().view(torch.int64)
+            lost |= (bits & ((1 << (53 - fewer)) - 1)).amax((1, 2))[:, None] != 0
+        if not bool(lost.any()):
+            break
+        found[lost] = more
+    return found
 
 
 def upper_norm(values: Tensor, dim: int) -> Tensor:

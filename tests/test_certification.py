@@ -35,7 +35,7 @@ from attn_diag.results.embedded import embedded_diagnosis
 from attn_diag.statistics.means import PRIMARY
 
 T, D = 64, 16
-ORIGINAL_BOUNDS = BoundCollector.bounds
+ORIGINAL_BOUNDS = BoundCollector.each
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -160,23 +160,24 @@ def test_roundings_in_doubt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     def reasons() -> tuple[str, ...]:
         return some(next(heads(attn_diag.inspect(**given, causal=True))).verdict).reasons
 
-    def wide(self: BoundCollector, reference: HeadReference) -> HeadBounds:
-        found = ORIGINAL_BOUNDS(self, reference)
-        found.out *= 1e4
+    def wide(collectors: list[BoundCollector], references: list[HeadReference]) -> list[HeadBounds]:
+        found = ORIGINAL_BOUNDS(collectors, references)
+        for of_head in found:
+            of_head.out *= 1e4
         return found
 
     assert reasons().count("O is bit-identical to correct rounding.") == 1
-    monkeypatch.setattr(BoundCollector, "bounds", wide)
+    monkeypatch.setattr(BoundCollector, "each", staticmethod(wide))
     assert any("as far as float64 can tell" in reason for reason in reasons()), reasons()
 
 
 def half_as_careful(truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
     doubtful = ulps / 2 - error.abs() <= bound / 2
-    return RoundedBound(torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
+    return RoundedBound(1, torch.where(doubtful, ulps + 2 * bound, 0.0), truth.abs() <= bound)
 
 
 def never_doubtful(*_: Tensor) -> RoundedBound:
-    return RoundedBound(None, None)
+    return RoundedBound(1, None, None)
 
 
 def rounds_within(bound_of: Callable[..., RoundedBound]) -> bool:
@@ -213,14 +214,16 @@ def test_how_far_a_correct_rounding_can_move() -> None:
 
 def test_sums_of_what_can_move() -> None:
     moved, unsigned = torch.tensor([[0.0, 2.0], [1.0, 0.0]]), torch.tensor([[True, False], [False, False]])
-    found = RoundedBound(moved, unsigned)
-    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]])
-    assert found.sum() == pytest.approx(3.0, rel=1e-5)
-    assert found.sum(excess) == pytest.approx(7.0, rel=1e-5)
-    assert found.turned(excess) == pytest.approx(6.0, rel=1e-5)
-    assert min(found.sum() - 3, found.sum(excess) - 7, found.turned(excess) - 6) > 0
+    # Two heads: the sums of one know nothing of the other's.
+    found = RoundedBound(2, torch.stack([moved, 2 * moved]), torch.stack([unsigned, ~unsigned]))
+    excess = torch.tensor([[-3.0, 1.0], [5.0, 0.0]]).expand(2, 2, 2)
+    of_heads = ([3.0, 6.0], found.sums()), ([7.0, 14.0], found.sums(excess)), ([6.0, 12.0], found.turned(excess))
+    for expected, sums in of_heads:
+        assert sums.tolist() == pytest.approx(expected, rel=1e-5)
+        assert (sums > expected).all()
+    assert found.counts == [2, 2]
     nothing = never_doubtful()
-    assert (nothing.sum(), nothing.sum(excess), nothing.turned(excess)) == (0.0, 0.0, 0.0)
+    assert (nothing.sums(), nothing.sums(excess[:1]), nothing.turned(excess[:1]), nothing.counts) == (0, 0, 0, [0])
 
 
 def test_rounding_of_row_sums_is_within_its_bound() -> None:
@@ -232,16 +235,16 @@ def test_rounding_of_row_sums_is_within_its_bound() -> None:
         abs(float(Fraction(computed) - sum(map(mul, map(Fraction, x.tolist()), map(Fraction, y.tolist())))))
         for x, y, computed in zip(left, right, (left * right).sum(1).tolist(), strict=True)
     ]
-    assert 0 < sum(errors) <= rounding_of_products(left, right)
+    assert 0 < sum(errors) <= rounding_of_products(left[None], right[None])[0]
     assert sum(errors) > 65 * UNIT * float((left * right).sum(1).abs().sum())
 
 
 # A reference that is wrong.
 
 
-def tiny_bounds(self: BoundCollector, reference: HeadReference) -> HeadBounds:
-    found = ORIGINAL_BOUNDS(self, reference)
-    return HeadBounds(found.out / 1e6, found.lse, found.delta, found.dq)
+def tiny_bounds(collectors: list[BoundCollector], references: list[HeadReference]) -> list[HeadBounds]:
+    found = ORIGINAL_BOUNDS(collectors, references)
+    return [HeadBounds(of_head.out / 1e6, of_head.lse, of_head.delta, of_head.dq) for of_head in found]
 
 
 def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
@@ -250,7 +253,7 @@ def product_in_fp32(weights: Tensor, values: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "reference": (forward, "product_in_parts", product_in_fp32),
-    "bound": (BoundCollector, "bounds", tiny_bounds),
+    "bound": (BoundCollector, "each", staticmethod(tiny_bounds)),
 }
 
 

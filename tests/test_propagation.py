@@ -62,7 +62,8 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: str, with_lse: b
         probs_k[block.rows] = (block.probs * slope) @ head.k[block.keys]
 
     reference_head(head, observe, block_rows=10)
-    dq = dq_parts(head, reference, probs_k, errors, collected, observed["dq"], FP64)
+    fed = errors.delta_error, errors.lse_error, collected.dq_cast
+    dq = dq_parts(head.scale, some(reference.dq), probs_k, *fed, observed["dq"], FP64)
     keys = key_parts([reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64})
     for name, parts in {"dq": dq, **keys}.items():
         assert parts.observed is not None

@@ -88,7 +88,7 @@ def test_swamped_elements() -> None:
     v = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=torch.float64)
     truth = torch.tensor([[1.0, 2.001], [4.1, 8.0]], dtype=torch.float64)
     out = torch.tensor([[1.0, 2.0], [4.125, 8.0]], dtype=torch.float64)
-    found = swamped_elements(out, truth, v, torch.tensor([0, 1]))
+    found = swamped_elements(out, truth, v)
     assert found.tolist() == [[False, True], [False, False]]
 
 

@@ -51,6 +51,7 @@ def beside_well_rounded(
     clusters: npt.NDArray[np.int64] | None = None,
     carriers: Carriers | None = None,
     directions: Directions | None = None,
+    first: QuantitySample | None = None,
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
@@ -64,8 +65,8 @@ def beside_well_rounded(
         total: The quantity from the outputs of the query heads that make it.
         counterfactuals: Of these heads.
         variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
+        first: That with the first of them, where it is made already.
     """
-
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
 
     def against(outputs: Sequence[dict[str, Tensor]]) -> QuantitySample:
@@ -84,9 +85,9 @@ def beside_well_rounded(
         return float(apart.sum()), float((apart / np.maximum(chosen.expected[of], 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
-        found_alone = replace(against([c.outputs() for c in counterfactuals]), compared=False)
+        found_alone = replace(first or against([c.outputs() for c in counterfactuals]), compared=False)
         return replace(found_alone, rounding=_as_in_bf16(found_alone, counterfactuals, against))
-    chosen = beside(ALTERNATIVES[0])
+    chosen = first or beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
         others = [beside(alternative) for alternative in ALTERNATIVES[1:]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from attn_diag.errors import InputError
 from attn_diag.reference import UNIT, AttentionHead, HeadBounds, HeadReference
 from attn_diag.reference.magnitudes import upper_norm
 from attn_diag.results.diagnosis import Certificate
+
+Floats = npt.NDArray[np.float64]
 
 # The oracle's own default, without loading mpmath for it; the command line has it too.
 DEFAULT_ORACLE_BITS = 128
@@ -95,13 +99,14 @@ def pool_certificates(parts: Sequence[Certificate | None]) -> Certificate | None
 
 @dataclass(frozen=True)
 class RoundedBound:
-    """How far RN(O_ref) may lie from RN(O_true), ``moved`` [n, Dv]: 0 but for an O_ref within its bound of a midpoint.
+    """How far RN(O_ref) of H heads may lie from RN(O_true)."""
 
-    ``unsigned`` (bool): where the sign of O itself is not certain. Each is None where that is so nowhere, as a rule.
-    """
-
+    heads: int
+    """H."""
     moved: Tensor | None
+    """By so much, [H, n, Dv]: 0 but for an O_ref within its bound of a midpoint; None where it is 0, as a rule."""
     unsigned: Tensor | None
+    """Where the sign of O itself is not certain, bool [H, n, Dv]; None where it is, as a rule."""
 
     @classmethod
     def of(cls, truth: Tensor, error: Tensor, ulps: Tensor, bound: Tensor) -> RoundedBound:
@@ -110,7 +115,7 @@ class RoundedBound:
         A midpoint is half a spacing from O_ref's neighbours; below a power of two it is a quarter.
         """
         if not truth.numel():
-            return cls(None, None)
+            return cls(len(truth), None, None)
         # As a rule nothing is in doubt, and the largest and smallest elements tell so. In place: fresh memory costs
         # more than arithmetic. The sign of a float64 sum is right.
         scratch = error.abs().sub_(ulps, alpha=0.5).add_(bound)
@@ -118,33 +123,35 @@ class RoundedBound:
         doubtful = None if clear else (ulps / 2 - error.abs() <= bound) | (ulps / 4 <= bound)
         moved = None if doubtful is None else torch.where(doubtful, ulps + 2 * bound, 0.0)
         signed = float(torch.abs(truth, out=scratch).sub_(bound).amin()) > 0
-        return cls(moved, None if signed else truth.abs() <= bound)
+        return cls(len(truth), moved, None if signed else truth.abs() <= bound)
 
     @property
-    def count(self) -> int:
-        """How many roundings are in doubt."""
-        return 0 if self.moved is None else int(self.moved.count_nonzero())
+    def counts(self) -> list[int]:
+        """How many roundings of each head are in doubt."""
+        return [0] * self.heads if self.moved is None else self.moved.count_nonzero((1, 2)).tolist()
 
-    def sum(self, weights: Tensor | None = None) -> float:
-        """The sum of ``moved``, or of its products with |``weights``|."""
+    def sums(self, weights: Tensor | None = None) -> Floats:
+        """Each head's sum of ``moved``, or of its products with |``weights``|, [H]."""
         if self.moved is None:
-            return 0.0
-        return sum_of(self.moved if weights is None else (weights * self.moved).abs_())
+            return np.zeros(self.heads)
+        return sums_of(self.moved if weights is None else (weights * self.moved).abs_())
 
-    def turned(self, excess: Tensor) -> float:
-        """By how much the sum of ``excess``, each in the direction of O, changes at most if those signs are wrong."""
-        return 0.0 if self.unsigned is None else sum_of((2 * excess.abs()).masked_fill_(~self.unsigned, 0.0))
-
-
-def sum_of(bounds: Tensor) -> float:
-    """The sum of bounds, rounded upwards."""
-    return float(bounds.sum()) * (1 + 2.0**-20)
+    def turned(self, excess: Tensor) -> Floats:
+        """How much each head's sum of ``excess``, in the direction of O, changes at most if those signs are wrong."""
+        if self.unsigned is None:
+            return np.zeros(self.heads)
+        return sums_of((2 * excess.abs()).masked_fill_(~self.unsigned, 0.0))
 
 
-def rounding_of_products(left: Tensor, right: Tensor) -> float:
-    """Bound of the rounding of rowsum(left o right) in float64, summed over the rows.
+def sums_of(bounds: Tensor) -> Floats:
+    """The sum of each head's bounds [H, ...], rounded upwards, [H]."""
+    return np.asarray(bounds.flatten(1).sum(1).cpu().numpy() * (1 + 2.0**-20))
+
+
+def rounding_of_products(left: Tensor, right: Tensor) -> Floats:
+    """Bound of the rounding of rowsum(left o right) in float64, summed over the rows of each head; [H, n, D] and [H].
 
     gamma(D) sum |l r| (Higham, eq. 3.5) <= gamma(D) ||l|| ||r||; D + 1 for the rounding of this bound.
     """
-    steps = (left.shape[1] + 1) * UNIT
-    return sum_of(upper_norm(left, 1) * upper_norm(right, 1)) * (steps / (1 - steps))
+    steps = (left.shape[2] + 1) * UNIT
+    return sums_of(upper_norm(left, 2) * upper_norm(right, 2)) * (steps / (1 - steps))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.propagation import GradientParts
-from attn_diag.head.row_maxima import Repeats
-from attn_diag.reference import Rows
+from attn_diag.head.stacks import inner
 from attn_diag.results.figures import (
     Alignment,
     HeadFigures,
@@ -56,19 +55,29 @@ class UlpCounts:
     @classmethod
     def of(cls, errors: Tensor) -> UlpCounts:
         """Of errors in ulp, contiguous, any shape; float64; they are overwritten."""
-        flat = errors.reshape(-1)
-        if not len(flat):
-            return cls(0, 0, np.zeros(0, dtype=np.int64))
-        if not math.isfinite(square := float(torch.dot(flat, flat))):
-            flat = flat.clamp(-_LARGEST, _LARGEST)
-            square = float(torch.dot(flat, flat))
-        reach = _REACH * math.sqrt(square / len(flat))
-        level = max(0, math.ceil(math.log(reach / (_FINE_BINS * _FINE_WIDTH), 3))) if reach else 0
+        return cls.each(errors[None])[0]
+
+    @classmethod
+    def each(cls, errors: Tensor) -> list[UlpCounts]:
+        """The same of H heads, [H, ...]."""
+        flat = errors.flatten(1)
+        if not flat.shape[1]:
+            return [cls(0, 0, np.zeros(0, dtype=np.int64))] * len(flat)
+        squares = inner(flat, flat).tolist()
+        for i, square in enumerate(squares):
+            if not math.isfinite(square):
+                squares[i] = inner(one := flat[i : i + 1].clamp_(-_LARGEST, _LARGEST), one).item()
+        reaches = [_REACH * math.sqrt(square / flat.shape[1]) for square in squares]
+        levels = [max(0, math.ceil(math.log(r / (_FINE_BINS * _FINE_WIDTH), 3))) if r else 0 for r in reaches]
+        widths = flat.new_tensor([_FINE_WIDTH * 3**level for level in levels])[:, None]
         # Beyond the last bins on either side lies one more for what is outside.
-        index = flat.div_(_FINE_WIDTH * 3**level).round_().clamp_(-_FINE_BINS - 1, _FINE_BINS + 1)
-        index = index.add_(_FINE_BINS + 1).int()
-        counts = torch.bincount(index, minlength=2 * _FINE_BINS + 3).cpu().numpy()
-        return cls(level, -_FINE_BINS, counts[1:-1], int(counts[0]), int(counts[-1])).trimmed()
+        index, bins = flat.div_(widths).round_().clamp_(-_FINE_BINS - 1, _FINE_BINS + 1), 2 * _FINE_BINS + 3
+        index = index.int().add_(_FINE_BINS + 1 + bins * torch.arange(len(flat), device=flat.device)[:, None])
+        found = torch.bincount(index.flatten(), minlength=bins * len(flat)).view(-1, bins).cpu().numpy()
+        return [
+            cls(level, -_FINE_BINS, counts[1:-1], int(counts[0]), int(counts[-1])).trimmed()
+            for level, counts in zip(levels, found, strict=True)
+        ]
 
     def trimmed(self) -> UlpCounts:
         """Without empty bins at either end."""
@@ -168,7 +177,31 @@ class _RowNorms:
 
 
 def _squares(values: Tensor) -> Floats:
+    """Of every row, [..., n]."""
     return np.asarray(torch.linalg.vecdot(values, values).cpu().numpy(), dtype=np.float64)
+
+
+def row_norms(error: Tensor | None, by_delta: Tensor | None, reference: Tensor) -> list[_RowNorms | None]:
+    """Of dQ of H heads: its error and the true one [H, n, D], and the squared norms [H, n] of what delta makes of it.
+
+    None where neither is known.
+    """
+    if error is None and by_delta is None:
+        return [None] * len(reference)
+    observed = None if error is None else _squares(error)
+    predicted = None if by_delta is None else by_delta.cpu().numpy()
+    return [
+        _RowNorms(None if observed is None else observed[i], None if predicted is None else predicted[i], squares)
+        for i, squares in enumerate(_squares(reference))
+    ]
+
+
+def aligned(contributions: Tensor) -> Floats:
+    """Of dO * error of O of H heads, [H, n, Dv]: see ``FigureSums.aligned``, [H, 3, Dv]."""
+    signs = contributions.sign()
+    balance, nonzero = signs.sum(1), signs.abs_().sum(1)
+    found = torch.stack([(balance + nonzero) / 2, nonzero, contributions.sum(1)], 1)
+    return np.asarray(found.cpu().numpy(), dtype=np.float64)
 
 
 @dataclass
@@ -191,43 +224,26 @@ class FigureSums:
     dq: _RowNorms | None = None
 
     @classmethod
-    def of(cls, exact: Repeats, unit: Repeats, row_max: Tensor, rows: Rows) -> FigureSums:
-        """From the row maxima of a head: by both definitions, and the maxima [Tq]; ``rows`` the usable ones."""
-        kept = row_max[rows]
-        multiplicity = unit.multiplicity[rows]
-        number = torch.full_like(unit.multiplicity, -1)
-        number[rows] = torch.arange(len(kept), device=number.device)
-        at = number[unit.rows]
+    def of(
+        cls, exact: Ints, unit: Ints, unit_places: tuple[Ints, Ints], row_max: Floats, usable: npt.NDArray[np.bool_]
+    ) -> FigureSums:
+        """From the row maxima of a head, [Tq]: multiplicities by both definitions, and the maxima; ``usable`` rows.
+
+        ``unit_places``: rows and keys of the second.
+        """
+        rows, keys = unit_places
+        multiplicity, kept = unit[usable], row_max[usable]
         # A collector meets the rows in their order.
-        order = (at >= 0).nonzero()[:, 0]
-        order = order[torch.from_numpy(_evenly(len(order), _POSITIONS)).to(order.device)]
+        order = np.flatnonzero(usable[rows])
+        order = order[_evenly(len(order), _POSITIONS)]
         return cls(
-            exact=exact.multiplicity[rows].int().cpu().numpy(),
-            unit=multiplicity.int().cpu().numpy(),
-            unit_rows=at[order].cpu().numpy(),
-            unit_keys=unit.keys[order].cpu().numpy(),
+            exact=exact[usable].astype(np.int32),
+            unit=multiplicity.astype(np.int32),
+            unit_rows=(np.cumsum(usable) - 1)[rows[order]],
+            unit_keys=keys[order],
             unit_total=int(multiplicity[multiplicity > 1].sum()),
             max_logit=float(kept.max()) if len(kept) else None,
         )
-
-    def add_out(self, error: Tensor, ulps: Tensor) -> None:
-        """O's signed error and the spacing there, both [n, Dv] float64."""
-        self.o_error = UlpCounts.of(error / ulps)
-
-    def add_contributions(self, contributions: Tensor) -> None:
-        """dO * error of O, [n, Dv] float64."""
-        signs = contributions.sign()
-        balance, nonzero = signs.sum(0), signs.abs_().sum(0)
-        self.aligned = torch.stack([(balance + nonzero) / 2, nonzero, contributions.sum(0)]).cpu().numpy()
-
-    def add_dq(self, error: Tensor | None, by_delta: Tensor | None, reference: Tensor) -> None:
-        """dQ's error and the true dQ [n, D], and the squared norms [n] of what delta makes of it; None if unknown."""
-        if error is not None or by_delta is not None:
-            self.dq = _RowNorms(
-                None if error is None else _squares(error),
-                None if by_delta is None else by_delta.cpu().numpy(),
-                _squares(reference),
-            )
 
 
 def head_figures(

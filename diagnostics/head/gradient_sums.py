@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.head.propagation import GradientParts
+from attn_diag.head.stacks import inner, numbers
 from attn_diag.results.diagnosis import GradientError
 
 _FLIPS = 499
@@ -32,24 +34,37 @@ class GradientSums:
     @classmethod
     def of(cls, p: GradientParts, floor: float | None = None, atoms: AtomSums | None = None) -> GradientSums:
         """Of one gradient tensor (Frobenius inner products)."""
-        delta = p.parts.get("delta")
-        sums = cls(
-            reference=_dot(p.reference, p.reference),
-            observed=p.observed is not None,
-            predicted_by_delta=None if delta is None else _dot(delta, delta),
-            floor=floor,
-            atoms=atoms,
-        )
-        if p.observed is None:
-            return sums
-        error = p.observed - p.reference
-        sums.error = _dot(error, error)
-        sums.dots = {name: None if part is None else _dot(part, error) for name, part in p.parts.items()}
+        return replace(cls.each(p.map(lambda tensor: tensor[None]), [floor])[0], atoms=atoms)
+
+    @classmethod
+    def each(cls, p: GradientParts, floors: Sequence[float | None]) -> list[GradientSums]:
+        """Of the gradients of H heads, [H, ...] each."""
+        delta, found = p.parts.get("delta"), {"reference": inner(p.reference, p.reference)}
         if delta is not None:
-            sums.left_by_delta = _dot(rest := error - delta, rest)
-        if p.predicted is not None:
-            sums.left_by_all = _dot(rest := p.observed - p.predicted, rest)
-        return sums
+            found["predicted_by_delta"] = inner(delta, delta)
+        parts = p.parts if p.observed is not None else {}
+        if p.observed is not None:
+            error = p.observed - p.reference
+            found["error"] = inner(error, error)
+            found |= {f"part {name}": inner(part, error) for name, part in parts.items() if part is not None}
+            if delta is not None:
+                found["left_by_delta"] = inner(rest := error - delta, rest)
+            if p.predicted is not None:
+                found["left_by_all"] = inner(rest := p.observed - p.predicted, rest)
+        of_heads = [dict(zip(found, values, strict=True)) for values in numbers(*found.values())]
+        return [
+            cls(
+                reference=sums["reference"],
+                error=sums.get("error", 0.0),
+                observed=p.observed is not None,
+                predicted_by_delta=sums.get("predicted_by_delta"),
+                left_by_delta=sums.get("left_by_delta", 0.0),
+                left_by_all=sums.get("left_by_all"),
+                dots={name: sums.get(f"part {name}") for name in parts},
+                floor=floor,
+            )
+            for sums, floor in zip(of_heads, floors, strict=True)
+        ]
 
     @classmethod
     def pool(cls, parts: list[GradientSums]) -> GradientSums:

@@ -19,8 +19,17 @@ from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums
+from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
-from attn_diag.head.quality import ELEMENT_LIMIT, LOSSY, QuantitySample, RowEffect, shared_deltas
+from attn_diag.head.quality import (
+    ELEMENT_LIMIT,
+    LOSSY,
+    Directions,
+    QuantitySample,
+    RowEffect,
+    samples,
+    shared_deltas,
+)
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
@@ -56,38 +65,74 @@ class KeyTerms:
     """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
 
 
-def measure_quality(
-    passed: StreamedHead, seen: ObservedHead, rows: Tensor, top_key: Tensor
-) -> dict[str, QuantitySample]:
-    """O and dQ beside a well-rounded kernel's."""
-    reference, head, fmt = passed.truth.reference, passed.truth.head, passed.truth.out_format
-    variance, declared = passed.variance(seen), passed.declared(seen)
-    found: dict[str, QuantitySample] = {}
-    if not len(rows):
-        return found
-    for name, truth in (("o", reference.out), ("dq", reference.dq)):
-        if name not in seen.outputs or truth is None:
+def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
+    """O and dQ of each head beside a well-rounded kernel's."""
+    found: list[dict[str, QuantitySample]] = [{} for _ in stack.passes]
+    for name in ("o", "dq"):
+        observed = stack.output(name)
+        if observed is None or not observed.shape[1] or (name == "dq" and stack.head.do is None):
             continue
-        backward = passed.backward.get(seen.name)
-        fed = None if name == "o" or backward is None or backward.dq_cast is None else backward.dq_cast
-        clusters = torch.unique(top_key, return_inverse=True)[1].cpu().numpy() if name == "o" else None
-        if declared is not None:
-            found[name] = beside_declared(
-                seen.outputs[name], truth, partial(_only, name), [declared], variance=variance[name],
-                fmt=seen.formats[name], rows=rows, fed=fed if covers(fmt) else None, clusters=clusters,
-                by_scale=partial(_by_scale, passed) if name == "o" else None,
-                lse_apart=partial(_lse_apart, seen) if "lse" in seen.outputs else None,
-            )  # fmt: skip
-            continue
-        found[name] = beside_well_rounded(
-            name, seen.outputs[name], truth, partial(_only, name), [passed.counterfactuals],
-            variance=variance[name], fmt=seen.formats[name], rows=rows, fed=fed, clusters=clusters,
-            # Errors that all keys share may lie in one direction.
-            directions=partial(directions, head, fmt, name) if covers(fmt) else None,
+        fed = [None if name == "o" else _fed(p, s) for p, s in zip(stack.passes, stack.seen, strict=True)]
+        top_keys = stack.top_key.cpu().numpy()
+        clusters = [np.unique(keys, return_inverse=True)[1] if name == "o" else None for keys in top_keys]
+        firsts: list[QuantitySample | None] = [None] * len(found)
+        if stack.passes[0].declared(stack.seen[0]) is None:
+            firsts[:] = samples(
+                observed,
+                stack.of(partial(_true, name)),
+                stack.chosen([passed.counterfactuals.outputs()[name] for passed in stack.passes]),
+                stack.chosen([p.variance(s)[name] for p, s in zip(stack.passes, stack.seen, strict=True)]),
+                stack.formats[name],
+                stack.indices,
+                len(stack.head.q),
+                fed=None if fed[0] is None else stack.chosen(fed),
+                directions=[_directions(passed, name) for passed in stack.passes],
+            )
+        for h, (passed, seen) in enumerate(zip(stack.passes, stack.seen, strict=True)):
+            first = firsts[h]
+            first = None if first is None else replace(first, clusters=clusters[h])
+            found[h][name] = _quality(name, passed, seen, stack.indices[h], fed[h], clusters[h], first)
+    return found
+
+
+def _true(name: str, passed: StreamedHead) -> Tensor:
+    found = passed.truth.reference.out if name == "o" else passed.truth.reference.dq
+    assert found is not None
+    return found
+
+
+def _fed(passed: StreamedHead, seen: ObservedHead) -> Tensor | None:
+    """dQ as the casts of a backward make it that is fed with the captured O and LSE; None: unknown."""
+    backward = passed.backward.get(seen.name)
+    return None if backward is None else backward.dq_cast
+
+
+def _directions(passed: StreamedHead, name: str) -> Directions | None:
+    """Errors that all keys share may lie in one direction; None where no recipe tells."""
+    fmt = passed.truth.out_format
+    return partial(directions, passed.truth.head, fmt, name) if covers(fmt) else None
+
+
+def _quality(
+    name: str, passed: StreamedHead, seen: ObservedHead, rows: Tensor, fed: Tensor | None,
+    clusters: npt.NDArray[np.int64] | None, first: QuantitySample | None,
+) -> QuantitySample:  # fmt: skip
+    """O or dQ of one head beside a well-rounded kernel's; ``first`` beside the first of these, if none is declared."""
+    truth, variance = _true(name, passed), passed.variance(seen)[name]
+    observed, fmt, backward = seen.outputs[name], seen.formats[name], passed.backward.get(seen.name)
+    if (declared := passed.declared(seen)) is not None:
+        return beside_declared(
+            observed, truth, partial(_only, name), [declared], variance=variance, fmt=fmt, rows=rows,
+            fed=fed if covers(passed.truth.out_format) else None, clusters=clusters,
+            by_scale=partial(_by_scale, passed) if name == "o" else None,
+            lse_apart=partial(_lse_apart, seen) if "lse" in seen.outputs else None,
         )  # fmt: skip
-        if name == "dq" and fed is not None and backward is not None:
-            total = partial(_only, name)
-            found[name] = _named(found[name], name, seen.outputs[name], fed, [backward], total, seen.formats[name])
+    found = beside_well_rounded(
+        name, observed, truth, partial(_only, name), [passed.counterfactuals], variance=variance, fmt=fmt, rows=rows,
+        fed=fed, clusters=clusters, directions=_directions(passed, name), first=first,
+    )  # fmt: skip
+    if name == "dq" and fed is not None and backward is not None:
+        return _named(found, name, observed, fed, [backward], partial(_only, name), fmt)
     return found
 
 
@@ -199,13 +244,13 @@ def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dic
     return mean_sums(runs, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
 
 
-def rows_without_keys(seen: ObservedHead, rows: Tensor) -> dict[str, tuple[int, int]]:
-    """Of the rows that see no key, where O and dQ are 0: how many have NaN or Inf instead, and how many a number."""
+def rows_without_keys(seen: ObservedHead, rows: npt.NDArray[np.bool_]) -> dict[str, tuple[int, int]]:
+    """Of the rows [Tq] that see no key, where O and dQ are 0: how many have NaN or Inf, and how many a number."""
     found = {}
     for name in ("o", "dq"):
-        if name in seen.outputs and bool(rows.any()):
-            values = seen.outputs[name][rows]
-            finite = values.isfinite().all(1)
+        if name in seen.outputs and rows.any():
+            values = seen.outputs[name].cpu().numpy()[rows]
+            finite = np.isfinite(values).all(1)
             found[name] = int((~finite).sum()), int((values[finite] != 0).any(1).sum())
     return {name: counts for name, counts in found.items() if any(counts)}
 

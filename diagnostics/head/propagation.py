@@ -213,28 +213,38 @@ def sloped(block: RowBlock, values: Tensor) -> Tensor:
 
 
 def dq_parts(
-    head: AttentionHead,
-    reference: HeadReference,
+    scale: float,
+    dq: Tensor,
     probs_k: Tensor,
-    errors: ForwardErrors,
-    collected: BackwardCollector,
+    delta_error: Tensor,
+    lse_error: Tensor | None,
+    dq_cast: Tensor | None,
     observed: Tensor | None,
     observed_format: FloatFormat | None,
 ) -> GradientParts:
-    """The parts of dQ's error. ``probs_k`` [Tq, D] is P K; ``observed`` [Tq, D] the kernel's dQ or None."""
-    assert reference.dq is not None
-    delta = probs_k * (-head.scale * errors.delta_error)[:, None]
+    """The parts of dQ's error, of one head or of H side by side.
+
+    Args:
+        scale: alpha.
+        dq: The true one, [..., n, D].
+        probs_k: P K, [..., n, D].
+        delta_error, lse_error: As of ``ForwardErrors``, [..., n].
+        dq_cast: As of ``BackwardCollector``, [..., n, D]; None: unknown.
+        observed: The kernel's dQ, [..., n, D]; None: unknown.
+        observed_format: Its format.
+    """
+    delta = probs_k * (-scale * delta_error)[..., None]
     lse = None
-    if errors.lse_error is not None:
-        lse = torch.expm1(-errors.lse_error)[:, None] * (reference.dq + delta)
+    if lse_error is not None:
+        lse = torch.expm1(-lse_error)[..., None] * (dq + delta)
     parts: dict[str, Tensor | None] = {"delta": delta, "lse": lse, "ds_cast": None, "dq_cast": None}
     predicted = None
-    if collected.dq_cast is not None and observed_format is not None:
-        predicted = round_nearest_even(collected.dq_cast, observed_format)
-        uncast = reference.dq + delta + (0.0 if lse is None else lse)
-        parts["ds_cast"] = collected.dq_cast - uncast
-        parts["dq_cast"] = predicted - collected.dq_cast
-    return GradientParts(reference.dq, observed, parts, predicted)
+    if dq_cast is not None and observed_format is not None:
+        predicted = round_nearest_even(dq_cast, observed_format)
+        uncast = dq + delta + (0.0 if lse is None else lse)
+        parts["ds_cast"] = dq_cast - uncast
+        parts["dq_cast"] = predicted - dq_cast
+    return GradientParts(dq, observed, parts, predicted)
 
 
 def key_parts(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +197,7 @@ def sample(
     carriers: Carriers | None = None,
     directions: Directions | Drawn | None = None,
 ) -> QuantitySample:
-    """Compare one quantity with a well-rounded kernel's.
+    """Compare one quantity with a well-rounded kernel's; ``samples`` of one head.
 
     Args:
         observed: [T, D] float64, as the next four.
@@ -211,118 +211,158 @@ def sample(
         carriers: What all keys of dK share.
         directions: See ``Directions``; ``Drawn``, where ``variance`` is the mean of draws.
     """
-    drawn = directions if isinstance(directions, Drawn) else None
-    of_rows = drawn.rows if drawn is not None else directions
-    of_features, draws = (None, None) if drawn is None else (drawn.features, drawn.draws)
-    assert not isinstance(of_rows, Drawn)
-    truth = reference[rows]
-    lost = min(_FLUSHED, _NEXT_TO_NOTHING * float(truth.abs().max())) if truth.numel() else 0.0
-    lost = max(lost, len(reference) * _SMALLEST_NORMAL)
-    error, other = _beyond(observed[rows] - truth, lost), _beyond(counterfactual[rows] - truth, lost)
+    seen, true, other, noise = (t[rows][None] for t in (observed, reference, counterfactual, variance))
+    casts = None if fed is None else fed[rows][None]
+    (one,) = samples(seen, true, other, noise, fmt, rows[None], len(reference), fed=casts, directions=[directions])
+    return replace(one, clusters=clusters, carriers=carriers)
+
+
+def samples(
+    observed: Tensor,
+    truth: Tensor,
+    counterfactual: Tensor,
+    variance: Tensor,
+    fmt: FloatFormat,
+    rows: Tensor,
+    length: int,
+    *,
+    fed: Tensor | None,
+    directions: Sequence[Directions | Drawn | None],
+) -> list[QuantitySample]:
+    """Compare one quantity of H heads, n rows of each, with a well-rounded kernel's.
+
+    Args:
+        observed, truth, counterfactual, variance, fed: As of ``sample``, the rows that count alone, [H, n, D].
+        fmt: The format in which ``observed`` was stored.
+        rows: Which rows they are, [H, n].
+        length: How many rows there are, T.
+        directions: As of ``sample``, of every head.
+    """
+    lost = torch.full_like(truth[:, :1, :1], length * _SMALLEST_NORMAL)
+    if truth.numel():
+        most = truth.abs().amax((1, 2), keepdim=True)
+        lost = torch.maximum(lost, (most * _NEXT_TO_NOTHING).clamp_(max=_FLUSHED))
+    error, other = _beyond(observed - truth, lost), _beyond(counterfactual - truth, lost)
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
     floor = spacing.square() / 12
-    expected = torch.maximum(variance[rows], floor)
+    expected = torch.maximum(variance, floor)
     unit = expected.clamp(min=1e-300)
-    allowed = torch.maximum(others, (fed[rows] - truth).square()) if fed is not None else others
+    allowed = torch.maximum(others, (fed - truth).square()) if fed is not None else others
     # What is too large is rounded as much more coarsely.
-    rounded = torch.maximum(unit, ulp(observed[rows], fmt).square() / 12)
+    rounded = torch.maximum(unit, ulp(observed, fmt).square() / 12)
     deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / rounded.sqrt()
-    stands_out = (deviations > ELEMENT_LIMIT).nonzero()
-    worst = int(deviations.argmax()) if deviations.numel() else 0
-    row, feature = divmod(worst, max(truth.shape[1], 1))
-    silent = (truth.square().sum(1) <= _ZERO**2 * expected.sum(1)) & (others.sum(1) <= _ZERO * expected.sum(1))
-    sane = others, floor, expected, allowed
-    yardstick = _largest(sane, 1)
-    sizes = truth.square().sum(1)
-    something = sizes > _NEXT_TO_NOTHING**2 * sizes.amax(0) if len(sizes) else sizes > 0
-    zeroed = (observed[rows] == 0).all(1) & (squares.sum(1) > _LOST**2 * yardstick) & something
-    largest = (0, 0, 0.0, 0.0)
-    if deviations.numel():
-        ulps, beyond = float(error[row, feature].abs() / spacing[row, feature]), float(deviations[row, feature])
-        largest = int(rows[row]), feature, ulps, beyond
-    return QuantitySample(
-        rows=rows.cpu().numpy(),
-        error=squares.sum(1).cpu().numpy(),
-        counterfactual=others.sum(1).cpu().numpy(),
-        floor=floor.sum(1).cpu().numpy(),
-        expected=expected.sum(1).cpu().numpy(),
-        reference=truth.square().sum(1).cpu().numpy(),
-        features=torch.stack([squares.sum(0), others.sum(0), floor.sum(0)]).cpu().numpy(),
-        bad_rows=_outlying(squares, others, floor, expected, allowed, 1, of_rows, rows, draws),
-        bad_features=np.maximum(
-            _outlying(squares, others, floor, expected, allowed, 0, of_features, rows, draws),
-            # Once more in units of every element's noise: no row outweighs the others.
-            _outlying(
-                squares / unit,
-                others / unit,
-                floor / unit,
-                expected / unit,
-                allowed / unit,
-                0,
-                of_features,
-                rows,
-                draws,
-            ),
-        ),
-        bad_elements=torch.stack([rows[stands_out[:, 0]], stands_out[:, 1]], 1).cpu().numpy(),
-        in_outlying_element=(deviations > ELEMENT_LIMIT).any(1).cpu().numpy(),
-        not_zero=(silent & (squares.sum(1) > _SPEAKS * expected.sum(1))).cpu().numpy(),
-        zeroed=(zeroed & (truth.shape[1] >= _LOST_ELEMENTS)).cpu().numpy(),
-        misplaced=_misplaced(squares.sum(1), sizes, yardstick, _OF_ROW),
-        misplaced_features=_misplaced(
-            squares.sum(0),
-            truth.square().sum(0),
-            _largest(sane, 0),
-            _OF_FEATURE,
-        ),
-        largest=largest,
-        clusters=clusters,
-        carriers=carriers,
+    every = (squares, others, floor, expected, allowed)
+    # By row, by feature, and by feature once more in units of every element's noise: no row outweighs the others.
+    by_row, by_feature, in_units = (
+        torch.stack([t.sum(dim) for t in of]).cpu().numpy()
+        for of, dim in ((every, 2), (every, 1), ((t / unit for t in every), 1))
     )
+    true = truth.square()
+    sizes, of_features, zeros = (t.cpu().numpy() for t in (true.sum(2), true.sum(1), (observed == 0).all(2)))
+    places, worst = rows.cpu().numpy(), _worst(deviations, error, spacing)
+
+    def of_head(h: int) -> QuantitySample:
+        known, (row, feature, ulps, beyond) = directions[h], worst[h]
+        drawn = known if isinstance(known, Drawn) else None
+        sums, size, draws = by_row[:, h], sizes[h], None if drawn is None else drawn.draws
+
+        def of_rows(found: Tensor) -> Tensor | Array:
+            own = known if drawn is None else drawn.rows
+            return np.ones(len(found)) if own is None else own(rows[h, found])  # type: ignore[operator]
+
+        def of_columns(found: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+            if drawn is not None:
+                return drawn.features(found)
+            # Rows' errors are independent of each other.
+            of_rows = noise()[:, found]
+            return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
+
+        # NaN too: another element may stand out.
+        some = deviations[h] > ELEMENT_LIMIT if not beyond <= ELEMENT_LIMIT else deviations[h][:0]
+        stands_out = some.nonzero().cpu().numpy()
+        marked = np.zeros(len(size), dtype=bool)
+        marked[stands_out[:, 0]] = True
+        zeroed = zeros[h] & (sums[0] > _LOST**2 * sums[1:].max(0)) & (truth.shape[2] >= _LOST_ELEMENTS)
+        silent = (size <= _ZERO**2 * sums[3]) & (sums[1] <= _ZERO * sums[3])
+        return QuantitySample(
+            rows=places[h],
+            error=sums[0],
+            counterfactual=sums[1],
+            floor=sums[2],
+            expected=sums[3],
+            reference=size,
+            features=by_feature[:3, h],
+            bad_rows=_outlying(sums, of_rows, truth.device, draws),
+            bad_features=np.maximum(
+                _outlying(by_feature[:, h], partial(of_columns, noise=lambda: expected[h]), truth.device, draws),
+                _outlying(
+                    in_units[:, h], partial(of_columns, noise=lambda: expected[h] / unit[h]), truth.device, draws
+                ),
+            ),
+            bad_elements=np.stack([places[h][stands_out[:, 0]], stands_out[:, 1]], 1),
+            in_outlying_element=marked,
+            not_zero=silent & (sums[0] > _SPEAKS * sums[3]),
+            zeroed=zeroed & (size > _NEXT_TO_NOTHING**2 * size.max(initial=0.0)),
+            misplaced=_misplaced(sums, size, _OF_ROW),
+            misplaced_features=_misplaced(by_feature[:, h], of_features[h], _OF_FEATURE),
+            largest=(int(places[h][row]) if len(size) else 0, feature, ulps, beyond),
+            clusters=None,
+            carriers=None,
+        )
+
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return [of_head(h) for h in range(len(rows))]
 
 
-def _beyond(error: Tensor, lost: float) -> Tensor:
+def _beyond(error: Tensor, lost: Tensor) -> Tensor:
     """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
     return error.sign() * (error.abs() - lost).clamp_(min=0.0)
 
 
-def _largest(squares: Sequence[Tensor], dim: int) -> Tensor:
-    """Of several errors the largest in each group (sums over ``dim``): what any sane kernel may leave there."""
-    return torch.stack([t.sum(dim) for t in squares]).amax(0)
+def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int, int, float, float]]:
+    """Of each head (all [H, n, D]) the element that deviates most: row, feature, error in ulp, and deviation."""
+    if not deviations.numel():
+        return [(0, 0, 0.0, 0.0)] * len(deviations)
+    most, at = deviations.flatten(1).max(1)
+    ulps = (error.flatten(1).gather(1, at[:, None]).abs() / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
+    numbers = zip(at.tolist(), *torch.stack([ulps, most]).tolist(), strict=True)
+    return [(*divmod(place, deviations.shape[2]), in_ulps, beyond) for place, in_ulps, beyond in numbers]
 
 
-def _misplaced(squares: Tensor, sizes: Tensor, yardstick: Tensor, part: float) -> npt.NDArray[np.bool_]:
-    """Which groups' errors are too large for this kernel, however coarse it is."""
-    ratio, there = squares / yardstick.clamp(min=1e-300), sizes > 0
+def _misplaced(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:
+    """Which groups' errors (``sums`` [5, groups], as of ``_outlying``) are too large for this kernel, however coarse
+    it is."""
+    ratio, there = sums[0] / np.maximum(sums[1:].max(0), 1e-300), sizes > 0
     if int(there.sum()) < _GROUPS:
         return np.zeros(len(ratio), bool)
-    usual, size = ratio[there].median().clamp(min=1.0), sizes.clamp(min=sizes[there].median())
-    found: npt.NDArray[np.bool_] = ((ratio > _OTHERS**2 * usual) & (squares > part**2 * size)).cpu().numpy()
-    return found
+    usual, size = max(_median(ratio[there]), 1.0), np.maximum(sizes, _median(sizes[there]))
+    return np.asarray((ratio > _OTHERS**2 * usual) & (sums[0] > part**2 * size))
+
+
+def _median(values: Array) -> float:
+    """The lower of the two in the middle."""
+    middle = (len(values) - 1) // 2
+    return float(np.partition(values, middle)[middle])
 
 
 def _outlying(
-    squares: Tensor, others: Tensor, floor: Tensor, expected: Tensor, allowed: Tensor, dim: int,
-    directions: Directions | None, rows: Tensor, draws: int | None = None,
-) -> Array:  # fmt: skip
-    """How many times its limit each group's error is (sums over ``dim``), where that is above 1; else 0."""
-    yardstick = _largest((others, floor, expected, allowed), dim)
-    ratio = (squares.sum(dim) / yardstick.clamp(min=1e-300)).sqrt()
-    found = (ratio > GROUP_LIMIT).nonzero()[:, 0]
-    result = np.zeros(len(ratio))
-    if not len(found):
-        return result
-    if dim == 0 and directions is not None:
-        count = directions(found)
-    elif dim == 0:
-        # Rows' errors are independent of each other.
-        of_rows = expected[:, found]
-        count = of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
-    else:
-        count = torch.ones(len(found), dtype=ratio.dtype) if directions is None else directions(rows[found])
-    limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(float(n))), draws) for n in count])
-    times = ratio[found].cpu().numpy() / limits
-    result[found.cpu().numpy()] = np.where(times > 1, times, 0.0)
+    sums: Array, directions: Callable[[Tensor], Tensor | Array], device: torch.device, draws: int | None
+) -> Array:
+    """How many times its limit each group's error is, where that is above 1; else 0.
+
+    Args:
+        sums: [5, groups], each group's squared error, and those that any sane kernel may leave there.
+        directions: How many directions the noise of some groups has.
+        device: Where that is asked.
+        draws: As of ``quantile``.
+    """
+    ratio = np.sqrt(sums[0] / np.maximum(sums[1:].max(0), 1e-300))
+    found, result = np.flatnonzero(ratio > GROUP_LIMIT), np.zeros(len(ratio))
+    if len(found):
+        counts = directions(torch.from_numpy(found).to(device))
+        limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(float(n))), draws) for n in counts])
+        times = ratio[found] / limits
+        result[found] = np.where(times > 1, times, 0.0)
     return result
 
 

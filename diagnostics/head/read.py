@@ -22,10 +22,10 @@ class NonFiniteCensus:
         # (tensor, batch, head) -> (count, first position in the inner layout)
         self._heads: dict[tuple[str, int, int], tuple[int, tuple[int, ...]]] = {}
 
-    def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
-        """Record the non-finite values of one head; returns where ``values`` is not finite (bool)."""
+    def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor | None:
+        """Record the non-finite values of one head; returns where ``values`` is not finite (bool), None for nowhere."""
         if all_finite(values):
-            return torch.zeros_like(values, dtype=torch.bool)
+            return None
         bad = ~values.isfinite()
         self.record(name, batch, head, bad)
         return bad
@@ -157,8 +157,8 @@ def read_key_outputs(
             continue
         if output == "dkv":
             require_shared(capture, batch, kv_head)
-        if bad := int(census.add(key, batch, kv_head, tensor).any(1).sum()):
-            broken[output] = bad
+        if (bad := census.add(key, batch, kv_head, tensor)) is not None:
+            broken[output] = int(bad.any(1).sum())
         else:
             outputs[output], formats[output] = tensor, _made_in(tensor, capture, key)
     return outputs, formats, broken
@@ -243,9 +243,8 @@ def read_head(
         factor = capture.descale(name, batch, index)
         values = values if factor == 1.0 else values * factor
         bad = census.add(name, batch, index, values)
-        tensors[name], bad_rows[name] = values, bad.any(1)
-        if bad_rows[name].any():
-            values.masked_fill_(bad, 0.0)
+        tensors[name] = values if bad is None else values.masked_fill_(bad, 0.0)
+        bad_rows[name] = torch.zeros(len(values), dtype=torch.bool, device=device) if bad is None else bad.any(1)
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     sink = _read_sink(capture, batch, head, census, bad_rows["q"])
     mask, bad_mask = _read_mask(capture, batch, head, device, census)

@@ -6,7 +6,7 @@ Qiu & Yao, arXiv 2510.04212, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,43 +124,63 @@ class RowMaximaCollector:
         if definition not in self._multiplicity:
             return None
         self._settle()
-        parts = self._positions[definition]
-        empty = torch.zeros(0, dtype=torch.int64, device=self._index.device)
-        rows = torch.cat([empty, *(r for r, _ in parts)])
-        keys = torch.cat([empty, *(k for _, k in parts)])
+        parts = self._positions[definition] or [(self._index[:0], self._index[:0])]
+        rows, keys = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
         # Rows never looked at have their maximum once.
-        seen = (self._row_max > -torch.inf).long()
-        return Repeats(torch.maximum(self._multiplicity[definition], seen), rows, keys)
+        return Repeats(torch.maximum(self._multiplicity[definition], self._row_max > -torch.inf), rows, keys)
 
     def _threshold(self, top: Tensor) -> Tensor:
         """Below it no score counts as the row's largest, ``top``."""
         return top - top.abs().mul_(self._relative_reach).clamp_(min=self._reach)
 
     def _settle(self) -> None:
-        """Decide about the candidates gathered so far; those of one row always come together."""
-        if not self._pending:
-            return
-        rows, keys, scores = (torch.cat(column) for column in zip(*self._pending, strict=True))
-        self._pending, self._pending_count = [], 0
-        row_top = self._row_max[rows]
-        repeats = {
-            "exact": round_nearest_even(scores, self._format) == round_nearest_even(row_top, self._format),
-            "window": row_top - scores <= WINDOW,
-            "unit": scores - row_top >= self._format.rounds_to_one,
-        }
-        if self._round_scores is not None:
-            repeats["as_run"] = self._round_scores(scores) == self._round_scores(row_top)
-        for name, is_repeat in repeats.items():
-            self._record(name, rows[is_repeat], keys[is_repeat])
+        _settle([self])
 
-    def _record(self, name: str, rows: Tensor, keys: Tensor) -> None:
-        count = torch.bincount(rows, minlength=len(self._row_max))
-        self._multiplicity[name] += count
-        several = count[rows] > 1
-        rows, keys = rows[several], keys[several]
-        rank = torch.arange(len(rows), device=rows.device) - torch.searchsorted(rows, rows)
-        keep = rank < MAX_POSITIONS
-        self._positions[name].append((rows[keep], keys[keep]))
+
+def settle_alike(collectors: Sequence[RowMaximaCollector]) -> None:
+    """Decide what these collectors of one recipe have gathered, of heads of one length in one go."""
+    alike: dict[object, list[RowMaximaCollector]] = {}
+    for one in collectors:
+        alike.setdefault((len(one._row_max), one._format, tuple(one._multiplicity)), []).append(one)
+    for some in alike.values():
+        _settle(some)
+
+
+def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
+    """Decide about the candidates gathered so far; those of one row always come together."""
+    first, count = collectors[0], len(collectors[0]._row_max)
+    found = [(part, h * count) for h, c in enumerate(collectors) for part in c._pending]
+    if not found:
+        return
+    rows = torch.cat([rows + start for (rows, _, _), start in found])
+    keys, scores = (torch.cat([part[i] for part, _ in found]) for i in (1, 2))
+    row_top = torch.cat([c._row_max for c in collectors])[rows]
+    repeats = {
+        "exact": round_nearest_even(scores, first._format) == round_nearest_even(row_top, first._format),
+        "window": row_top - scores <= WINDOW,
+        "unit": scores - row_top >= first._format.rounds_to_one,
+    }
+    if first._round_scores is not None:
+        repeats["as_run"] = first._round_scores(scores) == first._round_scores(row_top)
+    # Every definition has all rows of all heads to itself.
+    number, at = torch.stack(list(repeats.values())).nonzero(as_tuple=True)
+    places = number * (count * len(collectors)) + rows[at]
+    counts = torch.bincount(places, minlength=len(repeats) * count * len(collectors))
+    several = counts[places] > 1
+    places, at = places[several], at[several]
+    keep = torch.arange(len(places), device=places.device) - torch.searchsorted(places, places) < MAX_POSITIONS
+    places, keys = places[keep], keys[at[keep]]
+    starts = torch.arange(len(repeats) * len(collectors) + 1, device=places.device) * count
+    ends = torch.searchsorted(places, starts).tolist()
+    of_heads = counts.view(len(repeats), len(collectors), count)
+    for i, name in enumerate(repeats):
+        for h, collector in enumerate(collectors):
+            collector._multiplicity[name] += of_heads[i, h]
+            one = i * len(collectors) + h
+            part = slice(ends[one], ends[one + 1])
+            collector._positions[name].append((places[part] - one * count, keys[part]))
+    for collector in collectors:
+        collector._pending, collector._pending_count = [], 0
 
 
 def collector_of(inputs: HeadInputs, recipe: Recipe | None) -> RowMaximaCollector:
@@ -211,14 +231,13 @@ def _second_max(block: RowBlock) -> Tensor:
     return second
 
 
-def swamped_elements(out: Tensor, reference_out: Tensor, v: Tensor, top_key: Tensor) -> Tensor:
-    """Where O_obs equals V of the row's maximal key exactly, though the true O does not. bool [Tq, Dv].
+def swamped_elements(out: Tensor, reference_out: Tensor, v_top: Tensor) -> Tensor:
+    """Where O_obs equals V of the row's maximal key exactly, though the true O does not. bool [..., Tq, Dv].
 
-    ``out``, ``reference_out`` [Tq, Dv], ``v`` [Tk, Dv], ``top_key`` [Tq]. A count, not a cause by itself.
+    ``out``, ``reference_out`` and ``v_top`` (V of each row's top key) [..., Tq, Dv]. A count, not a cause by itself.
     """
-    v_top = v.index_select(0, top_key)
     found = torch.zeros_like(out, dtype=torch.bool)
     # Few rows hold such an element; to find those by a difference is cheaper than to compare every element.
-    rows = ((out - v_top).abs_().amin(1) == 0).nonzero()[:, 0]
+    rows = ((out - v_top).abs_().amin(-1) == 0).nonzero(as_tuple=True)
     found[rows] = (out[rows] == v_top[rows]) & (reference_out[rows] != v_top[rows])
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,8 @@ def _mixed(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64).view(torch.int64)
 
 
+@lru_cache(maxsize=32)
 def _weights(count: int, seed: int) -> Tensor:
-    """Random odd numbers, the same ones every time."""
+    """Random odd numbers, the same ones every time; not to be changed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attn_diag.head.stacks import inner, numbers
 from attn_diag.statistics.means import FeatureSums, SignedErrors
 
 
@@ -15,32 +17,49 @@ def of_elements(errors: Tensor, ulp_sum: float) -> SignedErrors:
     """Signed errors from elementwise errors [n, D] and the sum of their spacings: the mean in ulp is mean(e) /
     mean(ulp).
     """
-    total = errors.sum(1).cpu().numpy()
-    positive, nonzero = _count_signs(errors)
-    return SignedErrors(
-        total=total,
-        square=_sum_of_squares(errors),
-        positive=positive,
-        nonzero=nonzero,
-        unit_total=float(total.sum()),
-        unit_scale=ulp_sum,
-        count=errors.shape[1],
-    )
+    return each_of_elements(errors[None], [ulp_sum])[0]
+
+
+def each_of_elements(errors: Tensor, ulp_sums: Sequence[float]) -> list[SignedErrors]:
+    """The same of H heads: [H, n, D] and [H]."""
+    totals = errors.sum(2).cpu().numpy()
+    return [
+        SignedErrors(
+            total=total,
+            square=square,
+            positive=positive,
+            nonzero=nonzero,
+            unit_total=float(total.sum()),
+            unit_scale=ulp_sum,
+            count=errors.shape[2],
+        )
+        for total, ulp_sum, (square, positive, nonzero) in zip(totals, ulp_sums, _sizes(errors), strict=True)
+    ]
 
 
 def of_rows(errors: Tensor, units: Tensor) -> SignedErrors:
     """Signed errors from one error a row in units of one scale a row, both [n]: the mean in units is mean(e / unit)."""
+    return each_of_rows(errors[None], units[None])[0]
+
+
+def each_of_rows(errors: Tensor, units: Tensor) -> list[SignedErrors]:
+    """The same of H heads, both [H, n]."""
     usable = (units > 0) & units.isfinite()
-    positive, nonzero = _count_signs(errors)
-    return SignedErrors(
-        total=errors.cpu().numpy(),
-        square=_sum_of_squares(errors),
-        positive=positive,
-        nonzero=nonzero,
-        unit_total=float((errors[usable] / units[usable]).sum()),
-        unit_scale=float(usable.count_nonzero()),
-        count=1,
-    )
+    in_units = numbers(torch.where(usable, errors / units, 0.0).sum(1), usable.sum(1))
+    return [
+        SignedErrors(
+            total=total,
+            square=square,
+            positive=positive,
+            nonzero=nonzero,
+            unit_total=unit_total,
+            unit_scale=unit_scale,
+            count=1,
+        )
+        for total, (unit_total, unit_scale), (square, positive, nonzero) in zip(
+            errors.cpu().numpy(), in_units, _sizes(errors), strict=True
+        )
+    ]
 
 
 def by_feature(signed: SignedErrors, contributions: Tensor, keys: Tensor) -> SignedErrors:
@@ -48,43 +67,51 @@ def by_feature(signed: SignedErrors, contributions: Tensor, keys: Tensor) -> Sig
 
     Unchanged where that is not most of them: a kernel's delta need not come from the O that it returns.
     """
-    present = int(keys.max()) + 1 if len(keys) else 0
-    cells = contributions.new_zeros(present, contributions.shape[1]).index_add_(0, keys, contributions)
-    return by_cell(signed, cells, keys)
+    return each_by_feature([signed], contributions[None], keys[None])[0]
+
+
+def each_by_feature(signed: Sequence[SignedErrors], contributions: Tensor, keys: Tensor) -> list[SignedErrors]:
+    """The same of H heads, [H, n, D] and [H, n]."""
+    heads, _, features = contributions.shape
+    present = int(keys.max()) + 1 if keys.numel() else 0
+    places = keys + torch.arange(heads, device=keys.device)[:, None] * present
+    cells = contributions.new_zeros(heads * present, features)
+    cells.index_add_(0, places.flatten(), contributions.flatten(0, 1))
+    return _each_by_cell(signed, cells.view(heads, present, features), keys)
 
 
 def by_cell(signed: SignedErrors, cells: Tensor, keys: Tensor) -> SignedErrors:
     """The same from the contributions' sums by key and feature, [K, D], 0 <= key < K."""
-    total = torch.as_tensor(signed.total, dtype=cells.dtype, device=cells.device)
-    own = cells.new_zeros(len(cells)).index_add_(0, keys, total)
-    if _sum_of_squares(own - cells.sum(1)) > _sum_of_squares(own) / 4:
-        return signed
-    rows = torch.bincount(keys, minlength=len(cells)).to(cells.dtype)
-    return replace(signed, features=feature_sums(cells, rows, signed.count))
+    return _each_by_cell([signed], cells[None], keys[None])[0]
 
 
-def feature_sums(cells: Tensor, rows: Tensor, count: int) -> FeatureSums:
-    """Errors by feature and cell of one head: ``cells`` [K, D] the errors' sums, ``rows`` [K] each key's rows,
-    ``count`` elements a row.
+def _each_by_cell(signed: Sequence[SignedErrors], cells: Tensor, keys: Tensor) -> list[SignedErrors]:
+    heads, present, features = cells.shape
+    total = torch.from_numpy(np.stack([s.total for s in signed])).to(cells)
+    own, rows = (cells.new_zeros(heads, present).scatter_add_(1, keys, t) for t in (total, torch.ones_like(total)))
+    of_keys, sizes = cells.sum(2), rows * (signed[0].count / features)
+    unlike = own - of_keys
+    of_cells = numbers(
+        inner(unlike, unlike), inner(own, own), inner(cells, cells), inner(of_keys, sizes), inner(sizes, sizes),
+        sizes.sum(1),
+    )  # fmt: skip
+    return [
+        s
+        if apart > size / 4
+        else replace(
+            s, features=FeatureSums(sums, np.full(features, whole), squares, products, square_sizes * features)
+        )
+        for s, sums, (apart, size, squares, products, square_sizes, whole) in zip(
+            signed, cells.sum(1).cpu().numpy(), of_cells, strict=True
+        )
+    ]
+
+
+def _sizes(values: Tensor) -> list[tuple[float, int, int]]:
+    """Of each head's numbers the sum of the squares, how many are positive, and how many not zero.
+
+    Sums of signs are exact, and a quarter of the cost of comparing.
     """
-    features = cells.shape[1]
-    sizes = rows * (count / features)
-    return FeatureSums(
-        sums=cells.sum(0).cpu().numpy(),
-        sizes=np.full(features, float(sizes.sum())),
-        cell_squares=_sum_of_squares(cells),
-        cell_products=float(cells.sum(1) @ sizes),
-        cell_sizes=_sum_of_squares(sizes) * features,
-    )
-
-
-def _sum_of_squares(values: Tensor) -> float:
-    flat = values.reshape(-1)
-    return float(torch.dot(flat, flat))
-
-
-def _count_signs(values: Tensor) -> tuple[int, int]:
-    """How many are positive, and how many not zero. Sums of signs are exact, and a quarter of the cost of comparing."""
     signs = values.sign()
-    nonzero = int(_sum_of_squares(signs))
-    return (nonzero + int(signs.sum())) // 2, nonzero
+    found = numbers(inner(values, values), inner(signs, signs), signs.flatten(1).sum(1))
+    return [(square, (int(nonzero) + int(balance)) // 2, int(nonzero)) for square, nonzero, balance in found]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class StreamedHead:
     truth: HeadTruth
     """The pass's, once it was made."""
     bounds: HeadBounds
-    """How far its reference may be off."""
+    """How far its reference may be off; ``stream_heads`` tells."""
 
     def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
         """Set up the observers; ``stream_heads`` makes the pass."""
@@ -87,7 +89,8 @@ class StreamedHead:
             self.backward[seen.name] = BackwardCollector(
                 inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
             )
-        self._bounds = BoundCollector(inputs.head)
+        self.collected = BoundCollector(inputs.head)
+        """What its bounds need."""
         self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
         stored = next((seen.formats for seen in observed), {})
         want_keys = self.want_keys
@@ -116,7 +119,6 @@ class StreamedHead:
             key_gradients=self.want_keys,
             gradient_sums=True,
         )
-        self.bounds = self._bounds.bounds(self.truth.reference)
 
     @property
     def want_keys(self) -> bool:
@@ -139,19 +141,16 @@ class StreamedHead:
 
     def variance(self, seen: ObservedHead) -> dict[str, Tensor]:
         """The expected squared errors of what an observation is held against, see ``NoiseCollector``."""
-        found = self.noise.finished(self.truth.reference, seen.formats)
-        declared = self.declared(seen)
-        if declared is None:
-            return found
         if seen.name not in self._variances:
-            self._variances[seen.name] = declared.variance(found)
+            found, declared = self.noise.finished(self.truth.reference, seen.formats), self.declared(seen)
+            self._variances[seen.name] = found if declared is None else declared.variance(found)
         return self._variances[seen.name]
 
-    def nearly_uniform(self, usable: Tensor) -> bool:
+    def nearly_uniform(self, usable: npt.NDArray[np.bool_]) -> bool:
         """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
-        several = usable & (self._visible > 1)
-        even = several & (self.truth.reference.row_sum >= self._visible / 2)
-        return bool(several.any()) and int(2 * even.sum()) >= int(several.sum())
+        visible, row_sum = self._visible.cpu().numpy(), self.truth.reference.row_sum.cpu().numpy()
+        several = usable & (visible > 1)
+        return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
 
     def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
         """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K."""
@@ -159,8 +158,7 @@ class StreamedHead:
             collector.take(fused, i)
         maxima, every = next(iter(self._collectors.values())), (slice(None),)
         self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
-        self._bounds.take(fused, i)
-        self.bounds = self._bounds.bounds(reference)
+        self.collected.take(fused, i)
         self._visible = fused.forward.visible[i]
         for errors in self.errors.values():
             assert reference.delta is not None
@@ -169,7 +167,7 @@ class StreamedHead:
                 errors.lse_error = (errors.lse - reference.lse).masked_fill_(reference.fully_masked, 0.0)
 
     def _observe(self, block: RowBlock) -> None:
-        self._bounds.add(block)
+        self.collected.add(block)
         self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
         self.noise.add(block)
         for collector in self._collectors.values():
@@ -198,9 +196,12 @@ def stream_heads(passes: Sequence[StreamedHead]) -> None:
             found = [some[i] for i in batch]
             if not streamed and fuses([one.inputs.head for one in found]):
                 _fuse(found)
-                continue
-            for one in found:
-                one.stream()
+            else:
+                for one in found:
+                    one.stream()
+            bounds = BoundCollector.each([one.collected for one in found], [one.truth.reference for one in found])
+            for one, of_head in zip(found, bounds, strict=True):
+                one.bounds = of_head
 
 
 def _fuse(passes: Sequence[StreamedHead]) -> None:

@@ -196,7 +196,7 @@ def _row_kinds(head: OpenHead, table: SiteTable) -> dict[str, RowKind]:
     out = head.outputs.get("o")
     if out is None:
         out = emulate_head(head.baseline.recipe, replace(truth.head, do=None)).o.double()
-    swamped = swamped_elements(out, truth.reference.out, truth.head.v, truth.top_key).all(1)
+    swamped = swamped_elements(out, truth.reference.out, truth.head.v[truth.top_key]).all(1)
     repeats = truth.maxima.repeats("exact")
     assert repeats is not None
     kinds = {

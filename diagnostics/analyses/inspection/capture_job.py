@@ -34,7 +34,8 @@ from attn_diag.head.declared import declared_recipe, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms, key_quality
-from attn_diag.head.measure import HeadMeasurement, measure_head
+from attn_diag.head.measure import measure_heads
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
 from attn_diag.head.quality import QuantitySample, RowEffect
@@ -196,9 +197,15 @@ class CaptureJob:
         """Every observation of the query heads that share a key head, in one sequence; of several such groups."""
         results = [GroupMeasurement(group) for group in groups]
         heads = [partial(self._open, result, head) for result in results for head in result.group.heads]
-        passes = made_at_once(heads, self.capture, self.device)
+        places = [(group.batch, head) for group in groups for head in group.heads]
+        shared = [self.shared.get(head, {}).get(batch) for batch, head in places]
+
+        def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
+            return measure_heads(passes, places[which], self.certify, shared[which])
+
+        measured = made_at_once(heads, measure, self.capture, self.device)
         for result in results:
-            self._measure_group(result, passes)
+            self._measure_group(result, measured)
         return results
 
     def _open(self, result: GroupMeasurement, head: int) -> StreamedHead:
@@ -208,12 +215,12 @@ class CaptureJob:
         found = self.opened.projection
         return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
 
-    def _measure_group(self, result: GroupMeasurement, passes: Iterator[StreamedHead]) -> None:
+    def _measure_group(
+        self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
+    ) -> None:
         group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
         usable = len(group.heads) == self.group
-        for head, passed in zip(group.heads, passes, strict=False):
-            shared = self.shared.get(head, {}).get(group.batch)
-            parts = measure_head(passed, group.batch, head, self.certify, shared)
+        for head, (passed, parts) in zip(group.heads, measured, strict=False):
             self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
             usable &= not bool(passed.inputs.unusable.any())
             for seen, part in zip(passed.observed, parts, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 
 # What needs dO: tested over the rows that have a gradient.
 NEED_GRADIENT = ("delta", "delta_excess", "rounding_delta", "dq")
@@ -58,28 +58,32 @@ class Clusters:
         self._sequences: npt.NDArray[np.int64] | None = None
         if sequences is not None:
             self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
+        self._found: dict[tuple[str, bool], npt.NDArray[np.int64]] = {}
 
     def of(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own.
 
         ``shared``: its errors are clustered by feature, too, which takes keys beside.
         """
-        return (
-            self.within(quantity, shared=shared) if self._sequences is None else self._dense(self._sequences, quantity)
-        )
+        return self.within(quantity, shared=shared) if self._sequences is None else self._dense("sequences", quantity)
 
     def within(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The same within sequences."""
-        found = self._dense(self._keys, quantity)
+        found = self._dense("keys", quantity)
         if shared:
             return found
         if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not found.any()):
-            rows = self._dense(self._rows, quantity)
-            return None if len(np.unique(rows)) == len(rows) else rows
+            rows = self._dense("rows", quantity)
+            return None if int(rows.max(initial=-1)) + 1 == len(rows) else rows
         return found
 
-    def _dense(self, labels: npt.NDArray[np.int64], quantity: str) -> npt.NDArray[np.int64]:
+    def _dense(self, what: str, quantity: str) -> npt.NDArray[np.int64]:
         """The labels of the rows that the quantity has, renumbered from 0, in their order, without gaps."""
-        if self._with_gradient is not None and quantity in NEED_GRADIENT:
-            labels = labels[np.concatenate(self._with_gradient)]
-        return np.unique(labels, return_inverse=True)[1]
+        some = self._with_gradient is not None and quantity in NEED_GRADIENT
+        if (what, some) not in self._found:
+            labels = {"keys": self._keys, "rows": self._rows, "sequences": self._sequences}[what]
+            assert labels is not None
+            if some and self._with_gradient is not None:
+                labels = labels[np.concatenate(self._with_gradient)]
+            self._found[what, some] = np.unique(labels, return_inverse=True)[1]
+        return self._found[what, some]

@@ -10,15 +10,16 @@ import torch
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import NonFiniteCensus
 from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
-# So many elements of q are measured at once on CUDA; each takes about 40 numbers in float64.
-_FUSED_ELEMENTS = 2**23
+# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64, and about as many again
+# while it is measured; on a CPU more of them would leave its cache.
+_ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,40 @@ class HeadGroup:
 
 
 def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device) -> list[Sequence[HeadGroup]]:
-    """The groups whose heads share launches; on a CPU, where nothing is fused, each is alone."""
+    """The groups whose heads are measured side by side; on a CPU as many sets of them as there are threads, or more."""
     count = max(1, _heads_at_once(capture, device) // (capture.q_heads // capture.kv_heads))
+    if device.type == "cpu":
+        # One set alone would have all threads in each small operation, which takes longer than on one.
+        count = max(1, min(count, -(-len(groups) // torch.get_num_threads())))
     return [groups[i : i + count] for i in range(0, len(groups), count)]
 
 
 def made_at_once(
-    heads: Sequence[Callable[[], StreamedHead]], capture: Capture, device: torch.device
-) -> Iterator[StreamedHead]:
-    """Opens heads and makes their passes, as many together as share launches: on a CPU one at a time."""
+    heads: Sequence[Callable[[], StreamedHead]],
+    measure: Callable[[Sequence[StreamedHead], slice], list[list[HeadMeasurement]]],
+    capture: Capture,
+    device: torch.device,
+) -> Iterator[tuple[StreamedHead, list[HeadMeasurement]]]:
+    """Opens heads, makes their passes and measures them, as many of them side by side as fit.
+
+    Args:
+        heads: What opens each.
+        measure: What measures some of them; it is told which.
+        capture: Where they are.
+        device: Where they are computed.
+    """
     count = _heads_at_once(capture, device)
     for i in range(0, len(heads), count):
         passes = [open_head() for open_head in heads[i : i + count]]
         stream_heads(passes)
+        found = measure(passes, slice(i, i + count))
         while passes:
-            yield passes.pop(0)
+            yield passes.pop(0), found.pop(0)
 
 
 def _heads_at_once(capture: Capture, device: torch.device) -> int:
     of_head = max(capture.q_length, capture.k_length) * capture.head_dim
-    return max(1, _FUSED_ELEMENTS // max(of_head, 1)) if device.type == "cuda" else 1
+    return max(1, _ELEMENTS["cuda" if device.type == "cuda" else "cpu"] // max(of_head, 1))
 
 
 @dataclass(frozen=True)

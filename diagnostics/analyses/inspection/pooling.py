@@ -18,7 +18,7 @@ from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
 from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.propagation import add_parts
 from attn_diag.reference import UNIT
 from attn_diag.results.diagnosis import (

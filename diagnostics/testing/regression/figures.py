@@ -14,7 +14,7 @@ from attn_diag.captures.selection import Selection
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.machine import pick_device
-from attn_diag.head.measure import HeadMeasurement
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.kernels import LOW_BIT, Recipe
 from attn_diag.reference import FloatFormat, format_of, ulp
 from attn_diag.reference.fused import reference_of

@@ -1,0 +1,104 @@
+"""Heads measured side by side are what each of them is alone: figures, verdicts, and every sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_fused_inspect import differences
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_diag.analyses.inspection import groups
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.head import head_stack, signed_errors
+from attn_diag.reference import certificate
+from attn_diag.results.diagnosis import Diagnosis
+
+HEADS = 5
+
+
+def taken(seed: int, spoil: Callable[[dict[str, Tensor]], object], *, batch: int = 1, dtype: torch.dtype) -> Capture:
+    """Heads of different kinds: N(0,1), peaked, nearly uniform, a repeated maximum, V of one sign."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(batch, HEADS, 40, 16, generator=generator) for _ in range(4))
+    q[:, 1], q[:, 2], k[:, 3, 9] = 8 * q[:, 1], q[:, 2] / 50, k[:, 3, 5]
+    v[:, 4], v[:, 2] = v[:, 4].abs(), v[:, 2] + 1
+    inputs = {"q": q, "k": k, "v": v, "do": do}
+    tensors = {name: t.to(dtype) for name, t in inputs.items()}
+    spoil(tensors)
+    exact = [tensors[name].double().requires_grad_() for name in "qkv"]
+    out = scaled_dot_product_attention(*exact, is_causal=True)
+    dq, dk, dv = torch.autograd.grad(out, exact, tensors["do"].double())
+    outputs = {"o": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    tensors |= {name: t.to(dtype) for name, t in outputs.items()}
+    scores = exact[0].detach() @ exact[1].detach().mT / 4
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    tensors["lse"] = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).float()
+    return Capture.from_tensors(tensors, causal="top-left", scale=0.25)
+
+
+def without_gradients(tensors: dict[str, Tensor]) -> None:
+    tensors["do"][0, 1, 20:] = 0
+    tensors["do"][0, 3] = 0
+
+
+def shared_prompt(tensors: dict[str, Tensor]) -> None:
+    for name in "qkv":
+        tensors[name][1, :, :25] = tensors[name][0, :, :25]
+
+
+def wrong_in_some() -> Capture:
+    found = taken(3, lambda _: None, dtype=torch.bfloat16)
+    o, dq, lse = (found.tensors[name].clone() for name in ("o", "dq", "lse"))
+    o[0, 1, 7] *= 1.5
+    o[0, 2, 3, 4] = torch.nan
+    dq[0, 4, :, 3] = 0
+    dq[0, 0] *= 1.02
+    lse[0, 3, 11] += 1
+    return Capture.from_tensors({**found.tensors, "o": o, "dq": dq, "lse": lse}, causal="top-left", scale=0.25)
+
+
+CAPTURES: dict[str, Callable[[], Capture]] = {
+    "healthy": lambda: taken(0, lambda _: None, dtype=torch.bfloat16),
+    "fp16": lambda: taken(1, lambda _: None, dtype=torch.float16),
+    "fp32": lambda: taken(2, lambda _: None, dtype=torch.float32),
+    "wrong in some": wrong_in_some,
+    "rows without a gradient": lambda: taken(4, without_gradients, dtype=torch.bfloat16),
+    "a shared prompt": lambda: taken(5, shared_prompt, batch=2, dtype=torch.bfloat16),
+    "nan in some": lambda: taken(6, lambda t: t["q"][0, 1, 3].fill_(torch.nan), dtype=torch.bfloat16),
+}
+
+
+def inspected(capture: Capture, at_once: int, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: at_once)
+    return inspect_captures([capture], device="cpu")
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_heads_side_by_side_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CAPTURES[name]()
+    alone = inspected(capture, 1, monkeypatch)
+    assert not differences(alone, inspected(capture, 2 * HEADS, monkeypatch), 1e-10, drawn=False)
+
+
+def of_the_next(values: Tensor) -> Tensor:
+    return values.roll(1, 0)
+
+
+MIXED_UP: dict[str, tuple[object, str, Callable[..., Tensor]]] = {
+    "sums of squares": (signed_errors, "inner", lambda a, b: of_the_next((a * b).flatten(1).sum(1))),
+    "rows": (head_stack, "stacked", lambda tensors: of_the_next(torch.stack(list(tensors)))),
+    "bounds": (certificate, "upper_norm", lambda x, dim: of_the_next(torch.linalg.vector_norm(x, dim=dim))),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_UP)
+def test_heads_that_are_mixed_up_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CAPTURES["healthy"]()
+    alone = inspected(capture, 1, monkeypatch)
+    monkeypatch.setattr(*MIXED_UP[name])
+    found = inspected(capture, HEADS, monkeypatch).to_json(), alone.to_json()
+    assert found[0] != found[1]
