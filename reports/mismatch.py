@@ -143,8 +143,9 @@ def _ring_rows(found: Mismatch) -> Iterator[tuple[str, ...]]:
     for (layer, run, output), ranks in groups.items():
         most = max(ranks, key=lambda one: one.error)
         parts = (most.error, most.from_merge, most.from_hops, most.from_forward)
+        count = len({one.rank for one in ranks})
         yield (
-            str(layer), run, SYMBOLS[output], str(len({one.rank for one in ranks})), str(most.hops), *(percent(part, ".2g") for part in parts),
+            str(layer), run, SYMBOLS[output], str(count), str(most.hops), *(percent(part, ".2g") for part in parts),
             times(most.merge_factor), most.way or DASH,
         )  # fmt: skip
 

@@ -67,9 +67,10 @@ class MismatchCause:
     kind: CauseKind
     """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
     weights: another w_q; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged through
-    a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring off by itself; coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its
-    emulation explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x
-    differ by more than rounding, and nothing tried says why."""
+    a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring is off by itself;
+    coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its emulation
+    explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x differ by more
+    than rounding, and nothing tried says why."""
     label: MismatchLabel
     """semantics: the two compute something else; rounding: one rounds more; unnamed: not told which."""
     side: RunName | Literal["both"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -60,14 +61,16 @@ def merges_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iterator
         rows: n.
         out: O's dtype.
     """
-    tried = _formats(parts, out)
     orders = _orders(parts)
-    for (kind, (part, merged, lse)), (order, chosen) in product(tried.items(), orders.items()):
-        yield Way(kind, order, _merged(chosen, rows, part, merged, lse).to(out).float())
+    for (kind, kept), (order, chosen) in product(_formats(parts, out), orders.items()):
+        yield Way(kind, order, _merged(chosen, rows, kept).to(out).float())
     for name, dtype in _narrow(out).items():
         for order, chosen in orders.items():
-            found = _merged(chosen, rows, _to(dtype), _to(dtype), _to(dtype), dtype)
+            found = _merged(chosen, rows, _Kept(*[_to(dtype)] * 4), dtype)
             yield Way(f"every operation of the merge in {name}", order, found.to(out).float())
+            if all(part.dtype == dtype for part in parts):
+                kind = f"hops' O in {name} that are subtracted before they are widened"
+                yield Way(kind, order, _unwidened(chosen, rows, dtype).to(out).float())
     of_base_2 = [_with_lse(p, p.lse * math.log(2)) for p in parts if p.lse is not None]
     yield Way("as if the hops' LSE were to base 2", "", _merged(of_base_2, rows).to(out).float())
     if len(parts) > 1:
@@ -88,12 +91,38 @@ def sums_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iterator[W
             yield Way(f"without hop {number}", "", _added(left, rows, _same).to(out).float())
 
 
+def reductions_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iterator[Way]:
+    """Ways in which an all-reduce may add up what ranks give, one part a rank: as ``sums_of``, and as rings and trees.
+
+    A ring reduces the r-th of as many pieces as there are ranks along the ranks from one rank on; which, differs.
+    """
+    yield from sums_of(parts, rows, out)
+    numbers = range(len(parts))
+    for name, dtype in _narrow(out).items():
+        kind, cast = f"the sum in {name} after each hop", _to(dtype)
+        level = [part.values for part in parts]
+        while len(level) > 1:
+            level = [cast(sum(level[i : i + 2], torch.zeros_like(level[0]))) for i in range(0, len(level), 2)]
+        yield Way(kind, "in pairs, as a tree", level[0].to(out).float())
+        for begin, step in product(numbers, (1, -1)):
+            pieces = []
+            for piece, values in enumerate(
+                zip(*(part.values.flatten().chunk(len(parts)) for part in parts), strict=True)
+            ):
+                total = torch.zeros_like(values[0])
+                for i in numbers:
+                    total = cast(total + values[(piece + begin + step * i) % len(parts)])
+                pieces.append(total)
+            order = f"each piece along the ring{'' if step > 0 else ' backwards'}, from {begin} ranks after its own"
+            yield Way(kind, order, torch.cat(pieces).reshape(parts[0].values.shape).to(out).float())
+
+
 @dataclass
 class Agreement:
     """How many elements of results have the bits of each way, over heads."""
 
-    same: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By kind and order."""
+    same: dict[str, dict[tuple[str, int], int]] = field(default_factory=dict)
+    """By kind, and by order and number of those that are alike in both."""
     elements: int = 0
     """Of so many."""
 
@@ -104,10 +133,12 @@ class Agreement:
         for part in parts:
             largest[part.rows] = torch.maximum(largest[part.rows], part.values.abs())
         allowed = largest * _ORDER if out == torch.float32 else torch.zeros_like(result)
+        alike: Counter[tuple[str, str]] = Counter()
         for way in ways:
-            by_order = self.same.setdefault(way.kind, {})
-            same = int(((result - way.result).abs() <= allowed).sum())
-            by_order[way.order] = by_order.get(way.order, 0) + same
+            key = way.order, alike[way.kind, way.order]
+            alike[way.kind, way.order] += 1
+            of_kind = self.same.setdefault(way.kind, {})
+            of_kind[key] = of_kind.get(key, 0) + int(((result - way.result).abs() <= allowed).sum())
 
     @property
     def kinds(self) -> list[str]:
@@ -132,21 +163,33 @@ class Agreement:
         if EXACT in kinds:
             return f"{EXACT}, cast once"
         orders = self.same[kinds[0]]
-        at = [order for order, same in orders.items() if same >= max(orders.values()) - _FEWER * self.elements]
-        order = at[0] if len(at) == 1 else ""
+        at = {order for (order, _), same in orders.items() if same >= max(orders.values()) - _FEWER * self.elements}
+        order = at.pop() if len(at) == 1 else ""
         return " or ".join(kinds[:2]) + (f", {order}" if order else "")
 
 
-def _formats(parts: Sequence[HopPart], out: torch.dtype) -> dict[str, tuple[_Cast, _Cast, _Cast]]:
-    """By kind what is done to a hop's O, to the merged O and to the merged LSE."""
-    found: dict[str, tuple[_Cast, _Cast, _Cast]] = {EXACT: (_same, _same, _same)}
+@dataclass(frozen=True)
+class _Kept:
+    """What is done to a hop's O and LSE, and to the merged ones."""
+
+    part: _Cast
+    part_lse: _Cast
+    merged: _Cast
+    lse: _Cast
+
+
+def _formats(parts: Sequence[HopPart], out: torch.dtype) -> list[tuple[str, _Kept]]:
+    """By kind, of which several are alike to who reads of it, what is rounded."""
+    found = [(EXACT, _Kept(_same, _same, _same, _same))]
     for name, dtype in _narrow(out).items():
+        low = _to(dtype)
         if any(part.dtype == torch.float32 for part in parts):
-            found[f"each hop's O in {name}"] = (_to(dtype), _same, _same)
-        found[f"the merged O in {name} after each hop"] = (_same, _to(dtype), _same)
-        found[f"the merged O and LSE in {name} after each hop"] = (_same, _to(dtype), _to(dtype))
+            found.append((f"each hop's O in {name}", _Kept(low, _same, _same, _same)))
+        found.append((f"the merged O in {name} after each hop", _Kept(_same, _same, low, _same)))
+        found += [(f"the merged O and LSE in {name} after each hop", _Kept(_same, of, low, low)) for of in (_same, low)]
     for name, dtype in _NARROW.items():
-        found[f"the LSE in {name} after each hop"] = (_same, _same, _to(dtype))
+        low = _to(dtype)
+        found += [(f"the LSE in {name} after each hop", _Kept(_same, of, _same, low)) for of in (_same, low)]
     return found
 
 
@@ -163,24 +206,42 @@ def _orders(parts: Sequence[HopPart]) -> dict[str, list[HopPart]]:
 
 
 def _merged(
-    parts: Sequence[HopPart], rows: int, part_as: _Cast | None = None, merged_as: _Cast | None = None,
-    lse_as: _Cast | None = None, dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
+    parts: Sequence[HopPart], rows: int, kept: _Kept | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """O <- O - sigmoid(L_hop - L) (O - O_hop), L <- L - logsigmoid(L - L_hop), each operation in ``dtype``; fp32."""
-    part_as, merged_as, lse_as = (one or _same for one in (part_as, merged_as, lse_as))
+    kept = kept or _Kept(_same, _same, _same, _same)
     o = parts[0].values.new_zeros(rows, parts[0].values.shape[1]).to(dtype)
     lse = o.new_full((rows, 1), -torch.inf)
     for part in parts:
         assert part.lse is not None
-        at, new, new_lse = part.rows, part_as(part.values).to(dtype), lse_as(part.lse[:, None]).to(dtype)
-        # Rows that saw nothing yet, or see nothing here, have no difference of two LSE.
-        fresh, empty = lse[at] == -torch.inf, new_lse == -torch.inf
-        step = torch.sigmoid(new_lse - lse[at]).masked_fill(fresh, 1.0).masked_fill(empty, 0.0)
-        both = lse[at] - functional.logsigmoid(lse[at] - new_lse)
-        both = torch.where(empty, lse[at], torch.where(fresh, new_lse, both))
-        o[at] = merged_as((o[at] - step * (o[at] - new)).float()).to(dtype)
-        lse[at] = lse_as(both.float()).to(dtype)
+        at, new, new_lse = part.rows, kept.part(part.values).to(dtype), kept.part_lse(part.lse[:, None]).to(dtype)
+        step, both = _weighed(lse[at], new_lse)
+        o[at] = kept.merged((o[at] - step * (o[at] - new)).float()).to(dtype)
+        lse[at] = kept.lse(both.float()).to(dtype)
     return o.float()
+
+
+def _unwidened(parts: Sequence[HopPart], rows: int, dtype: torch.dtype) -> Tensor:
+    """The same with O as torch has it without convert_to_f32: in the hops' dtype, until the fp32 LSE widens it."""
+    o = parts[0].values.new_zeros(rows, parts[0].values.shape[1]).to(dtype)
+    lse = parts[0].values.new_full((rows, 1), -torch.inf)
+    for number, part in enumerate(parts):
+        assert part.lse is not None
+        at, new = part.rows, part.values.to(dtype)
+        step, both = _weighed(lse[at], part.lse[:, None])
+        added = new if number == 0 else o[at] - step * (o[at] - new)
+        o = o.to(added.dtype).index_copy(0, at, added)
+        lse[at] = both
+    return o.float()
+
+
+def _weighed(lse: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """What a hop's O weighs beside what is merged, and the LSE of both."""
+    # Rows that saw nothing yet, or see nothing here, have no difference of two LSE.
+    fresh, empty = lse == -torch.inf, new == -torch.inf
+    step = torch.sigmoid(new - lse).masked_fill(fresh, 1.0).masked_fill(empty, 0.0)
+    both = lse - functional.logsigmoid(lse - new)
+    return step, torch.where(empty, lse, torch.where(fresh, new, both))
 
 
 def _added(parts: Sequence[HopPart], rows: int, cast: _Cast) -> Tensor:

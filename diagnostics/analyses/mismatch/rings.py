@@ -70,7 +70,7 @@ def _of_call(ranks: Sequence[RankHops], run: RunName) -> Iterator[RingMerge]:
         by_rank = {rank.rank: rank for rank in ranks}
         for (source, name), added in of_keys.items():
             keys.setdefault((source, name), _Sums(name)).add(*added.put_together(by_rank[source], name, item, key_head))
-    for (rank_number, name), sums in sorted(keys.items(), key=lambda one: (_OUTPUTS.index(one[0][1]), one[0][0])):
+    for (rank_number, _), sums in sorted(keys.items(), key=lambda one: (_OUTPUTS.index(one[0][1]), one[0][0])):
         yield sums.result(run, ranks[0].layer, rank_number)
 
 
@@ -188,11 +188,12 @@ def _coarse_merges(ranks: Sequence[RingMerge]) -> Iterator[MismatchCause]:
     for way in dict.fromkeys(r.way for r in coarse):
         those = [r for r in coarse if r.way == way]
         most = max(those, key=lambda r: r.merge_factor or 0.0)
-        how = way or "in a way that was not tried (no format or order has its bits)"
+        how = way if way.startswith(OTHER) else f"with {way}"
+        how = how if way else "in a way that was not tried (no format or order has its bits)"
         at = f"rank{'s' if len(those) > 1 else ''} {listed([str(r.rank) for r in those], 8)}"
         words = (
             f"{most.run} puts {SYMBOLS[most.output]} of {plural(most.hops, 'hop')} together {how} ({at}): "
-            f"{times(most.merge_factor)} times the error of doing it in fp32 with one cast at the end"
+            f"{times(most.merge_factor)} times the error of doing that in fp32 with one cast at the end"
         )
         label: MismatchLabel = "unnamed" if not way else "semantics" if way.startswith(OTHER) else "rounding"
         yield _cause("ring", label, words, most, most.from_merge)
