@@ -34,6 +34,7 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, tile: 
           score: Any = None, probs: Any = torch.bfloat16, acc: Any = None, total: Any = None, stale: float = 0.0,
           base2: bool = False, sum_cast: bool = False, sink: float | None = None, cap: float | None = None) -> Tensor:  # fmt: skip
     """Online softmax, tile by tile; a format is that of what is rounded, None: fp32."""
+
     def low(t: Tensor, fmt: Any) -> Tensor:
         return t if fmt is None else t.to(fmt).float()
 
@@ -89,7 +90,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, wide: 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """torch's own on a CPU."""
-    o = functional.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], bias[None, None].to(q), scale=scale)
+    o = functional.scaled_dot_product_attention(
+        q[None, None], k[None, None], v[None, None], bias[None, None].to(q), scale=scale
+    )
     return o[0, 0].float()
 
 
@@ -232,9 +235,13 @@ class Model:
         h = (h.float() + y.float() * (0.9 if fault == "residual scale" else 1.0)).to(how.stream)
         z = rms(h, w["norm2"]).to(low)
         act = functional.relu if fault == "activation" else functional.silu
-        return (h.float() + functional.linear(act(functional.linear(z, weights["up"])), weights["down"]).float()).to(how.stream)
+        return (h.float() + functional.linear(act(functional.linear(z, weights["up"])), weights["down"]).float()).to(
+            how.stream
+        )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict[str, Tensor], how: Run, fault: str, at: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: dict[str, Tensor], how: Run, fault: str, at: Tensor
+    ) -> Tensor:
         keys = torch.arange(k.shape[2])
         distance = at[:, None] - keys
         window, scale, sunk, cap = how.window, DIM**-0.5, how.sink, how.softcap
@@ -294,7 +301,9 @@ KERNEL_FAULTS: dict[str, Kernel] = {
     "merge by an LSE in FP16": with_options(split, size=16, lse=torch.float16),
     "merge with LSE to base 2": with_options(split, size=32, base2=True),
     "a split left out": with_options(split, size=16, drop=1),
-    "P of 512 steps": lambda q, k, v, bias, scale: ((q.float() @ k.float().mT * scale + bias).softmax(-1) * 512).round().div(512) @ v.float(),
+    "P of 512 steps": lambda q, k, v, bias, scale: (
+        ((q.float() @ k.float().mT * scale + bias).softmax(-1) * 512).round().div(512) @ v.float()
+    ),
 }
 
 
@@ -304,14 +313,31 @@ def laid_out(made: dict[str, Any], layout: str) -> Iterator[dict[str, Any]]:
     if layout == "dense":
         yield made
     elif layout == "BTHD":
-        yield {"tensors": {n: x.transpose(1, 2) if n in "qkvo" else x for n, x in t.items()}, "metadata": {**said, "layout": "BTHD"}}
+        yield {
+            "tensors": {n: x.transpose(1, 2) if n in "qkvo" else x for n, x in t.items()},
+            "metadata": {**said, "layout": "BTHD"},
+        }
     elif layout == "repeated keys":
         yield {**made, "tensors": t | {n: t[n].repeat_interleave(HEADS // KEY_HEADS, 1) for n in "kv"}}
     elif layout == "heads apart":
         for rank, part in enumerate((0, 1)):
-            half = {n: x[:, part * x.shape[1] // 2 : (part + 1) * x.shape[1] // 2] if n in "qkvo" else x for n, x in t.items()}
-            half = {n: x[rank * len(x) // 2 : (rank + 1) * len(x) // 2] if n in ("sinks", "w_q") else x for n, x in half.items()}
-            yield {"tensors": half, "metadata": {**said, "rank": rank, "head_offset": rank * HEADS // 2, "extra": {"run": "a", "world_size": "2", "call": "0"}}}
+            half = {
+                n: x[:, part * x.shape[1] // 2 : (part + 1) * x.shape[1] // 2] if n in "qkvo" else x
+                for n, x in t.items()
+            }
+            half = {
+                n: x[rank * len(x) // 2 : (rank + 1) * len(x) // 2] if n in ("sinks", "w_q") else x
+                for n, x in half.items()
+            }
+            yield {
+                "tensors": half,
+                "metadata": {
+                    **said,
+                    "rank": rank,
+                    "head_offset": rank * HEADS // 2,
+                    "extra": {"run": "a", "world_size": "2", "call": "0"},
+                },
+            }
     elif layout == "packed":
         ends = [torch.tensor([0, *[t[n].shape[2] * (b + 1) for b in range(BATCH)]], dtype=torch.int32) for n in "qk"]
         flat = {n: torch.cat(list(t[n]), 1)[None] for n in "qkvo"}
@@ -342,7 +368,10 @@ def laid_out(made: dict[str, Any], layout: str) -> Iterator[dict[str, Any]]:
 def scale_in_q(made: dict[str, Any]) -> dict[str, Any]:
     """q multiplied by alpha already, and alpha stated as 1 (64 ** -0.5 is a power of two)."""
     t, said = made["tensors"], made["metadata"]
-    return {"tensors": {**{n: x for n, x in t.items() if n not in ("x", "w_q")}, "q": t["q"] * DIM**-0.5}, "metadata": {**said, "scale": 1.0}}
+    return {
+        "tensors": {**{n: x for n, x in t.items() if n not in ("x", "w_q")}, "q": t["q"] * DIM**-0.5},
+        "metadata": {**said, "scale": 1.0},
+    }
 
 
 DECODING = (64, *range(65, LENGTH + 1))
@@ -360,7 +389,6 @@ HEALTHY: dict[str, tuple[Run, Run]] = {
     "P not cast": (BASE, Run(with_options(tiled, probs=None))),
     "P in FP16": (BASE, Run(with_options(tiled, probs=torch.float16))),
     "float64": (BASE, Run(with_options(plain, wide=True))),
-    "P normalised, then cast": (BASE, Run(with_options(plain, probs=torch.bfloat16))),
     "exp2": (BASE, Run(with_options(tiled, base2=True))),
     "row sum of the cast P": (BASE, Run(with_options(tiled, sum_cast=True))),
     "a maximum that stays": (BASE, Run(with_options(tiled, stale=4.0, tile=16))),
@@ -387,7 +415,12 @@ HEALTHY: dict[str, tuple[Run, Run]] = {
     "peaked": (Run(peaked=8.0), Run(with_options(tiled, tile=16), peaked=8.0)),
     "nearly uniform": (Run(peaked=0.1), Run(with_options(split, size=16), peaked=0.1)),
 }  # fmt: skip
-_W, _S, _C, _A = replace(BASE, window=30), replace(BASE, sink=True), replace(BASE, softcap=8.0), replace(BASE, alibi=True)
+_W, _S, _C, _A = (
+    replace(BASE, window=30),
+    replace(BASE, sink=True),
+    replace(BASE, softcap=8.0),
+    replace(BASE, alibi=True),
+)
 INPUT, OUT, COARSE = {"unnamed-input"}, {"unnamed-o"}, {"coarse"}
 FAULTS: dict[str, tuple[Run, set[str]]] = {
     "scale + 3 %": (BASE, {"scale"}), "scale - 1 %": (BASE, {"scale"}), "scale of 80": (BASE, {"scale"}),
@@ -407,6 +440,8 @@ FAULTS: dict[str, tuple[Run, set[str]]] = {
     "merge by an LSE in BF16": (BASE, {"merge"}), "merge by an LSE in FP16": (BASE, {"merge"}),
     "merge with LSE to base 2": (BASE, {"lse-base"}), "a split left out": (BASE, OUT), "P of 512 steps": (BASE, OUT | COARSE),
 }  # fmt: skip
+# Not fused, which is told where it is beyond 1.25 times a fused kernel's error.
+EITHER = {"coarse", ""}
 # What arises behind O of layer 1 shows in layer 2.
 BEHIND = {"residual scale": INPUT, "activation": INPUT}
 
@@ -420,7 +455,9 @@ class Count:
 
 
 def judged(found: attn_diag.Mismatch, kinds: set[str], layer: int) -> str:
-    """"right", or what is wrong."""
+    """ "right", or what is wrong."""
+    if kinds == EITHER and found.outcome != "finding":
+        return "right"
     if not kinds:
         return "right" if found.outcome != "finding" else "accused"
     if found.outcome != "finding":
@@ -435,13 +472,16 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--only", nargs="*", help="these cases alone")
+    parser.add_argument("--faults", action="store_true", help="no healthy ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    cases: dict[str, tuple[Run, Run, set[str], int]] = {n: (a, b, set(), AT) for n, (a, b) in HEALTHY.items()}
+    healthy = {} if options.faults else HEALTHY
+    cases: dict[str, tuple[Run, Run, set[str], int]] = {n: (a, b, set(), AT) for n, (a, b) in healthy.items()}
     cases |= {n: (run, replace(run, fault=n), kinds, AT) for n, (run, kinds) in FAULTS.items()}
     cases |= {n: (BASE, replace(BASE, fault=n), kinds, AT + 1) for n, kinds in BEHIND.items()}
+    cases["P normalised, then cast"] = (BASE, Run(with_options(plain, probs=torch.bfloat16)), EITHER, 0)
     counts = []
     for name, (train, rollout, kinds, layer) in cases.items():
         if options.only and name not in options.only:
@@ -464,7 +504,16 @@ def main() -> None:
         for verdict, count in row["verdicts"].items():
             of[verdict] = of.get(verdict, 0) + count
     print(totals)
-    save({**made_by(), "seconds": round(time.monotonic() - started), "seeds": options.seeds, "totals": totals, "cases": counts}, options.json)
+    save(
+        {
+            **made_by(),
+            "seconds": round(time.monotonic() - started),
+            "seeds": options.seeds,
+            "totals": totals,
+            "cases": counts,
+        },
+        options.json,
+    )
 
 
 if __name__ == "__main__":

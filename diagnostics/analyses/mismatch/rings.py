@@ -28,6 +28,8 @@ from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times
 _HEADS = 2
 # A hop is off where it is so many times as far off as rounding at every site leaves it, and as the others are.
 _HOP_OFF = 2.0
+# Of what is put together in fp32 to fp32, by whatever formula, nothing is said.
+_FP32 = 16 * 2.0**-24
 # Without a yardstick (fp32) what is no rounding's.
 _WRONG = 1e-3
 _OUTPUTS = ("o", "dq", "dk", "dv")
@@ -184,7 +186,8 @@ def _off_hops(ranks: Sequence[RingMerge]) -> Iterator[MismatchCause]:
 
 
 def _coarse_merges(ranks: Sequence[RingMerge]) -> Iterator[MismatchCause]:
-    coarse = [r for r in ranks if r.hops > 1 and (r.merge_factor or 0.0) > LOSSY and not r.way.startswith(EXACT)]
+    beyond = [r for r in ranks if r.hops > 1 and (r.merge_factor or 0.0) > LOSSY and r.from_merge > _FP32]
+    coarse = [r for r in beyond if not r.way.startswith(EXACT)]
     for way in dict.fromkeys(r.way for r in coarse):
         those = [r for r in coarse if r.way == way]
         most = max(those, key=lambda r: r.merge_factor or 0.0)
