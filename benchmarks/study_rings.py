@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import Agreement, HopPart, reductions_of
+from attn_diag.analyses.mismatch.merges import SharedBits, HopPart, reductions_of
 from attn_diag.watching.live.rings import positions
 
 HEADS, DIM, LAYERS = 8, 64, 2
@@ -213,7 +213,7 @@ def compared(folder: Path, name: str, device: str) -> dict[str, Any]:
     }
 
 
-def errors_of_one(folder: Path) -> dict[str, Any]:
+def inspected(folder: Path) -> dict[str, Any]:
     """Errors of O, dQ, dK and dV on one rank, by layer: inspect's."""
     rows: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -246,7 +246,7 @@ def reduced(model: Model, x: Tensor, do: Tensor, folder: Path, group: Any, on_ho
         part = functional.linear(o, weight).flatten(0, -2)
         exact = (o.double() @ weight.double().T).flatten(0, -2)
         parts, exacts = (gathered(t.cpu() if on_host else t, group) for t in (part, exact))
-        agreement = Agreement()
+        agreement = SharedBits()
         hops = [HopPart(torch.arange(len(p), device=p.device), p.float(), dtype=p.dtype) for p in parts]
         result = y.flatten(0, -2).to(parts[0].device)
         agreement.add(result.float(), list(reductions_of(hops, len(result), result.dtype)), hops, result.dtype)
@@ -298,19 +298,30 @@ def main() -> None:
 
     if rank == 0:
         run(model_of(whole), x.to(kind, torch.bfloat16), do.to(kind), folder / "one")
+        errors_of_one = inspected(folder / "one")
     _attention._cp_options.enable_load_balance = True
-    faults = [] if options.healthy else [(sizes[-1], fault) for fault in FAULTS]
-    for n, fault in [(n, "none") for n in sizes] + faults:
+
+    def kept() -> None:
+        shape = {"heads": HEADS, "head_dim": DIM, "length": options.length, "layers": LAYERS, "seed": options.seed}
+        how = {"ranks": ranks, "gpus": gpus, "backend": backend, "seconds": round(time.monotonic() - started)}
+        found = {"one": errors_of_one, "rings": rings, "tensor_parallel": tensor}
+        save({**made_by(kind), **shape, **how, **found}, options.json)
+
+    def ring(n: int, fault: str) -> None:
         name = f"ring of {n}" if fault == "none" else f"ring of {n}, {fault}"
         if rank < n:
             rows = positions("zigzag", rank, n, options.length // n)
             with planted(fault, groups[n]):
-                model = model_of(lambda q, k, v, group=groups[n]: Ring.apply(q, k, v, group))  # type: ignore[misc]
+                model = model_of(lambda q, k, v: Ring.apply(q, k, v, groups[n]))
                 run(model, x[:, rows].to(kind, torch.bfloat16), do[:, rows].to(kind), folder / name)
         distributed.barrier()
         if rank == 0:
             rings.append(compared(folder, name, kind))
             print(name, rings[-1]["headline"], *rings[-1]["causes"], sep="\n  ", flush=True)
+            kept()
+
+    for n in sizes:
+        ring(n, "none")
     for n in sizes:
         name = f"tensor parallel {n}"
         if rank < n:
@@ -323,11 +334,9 @@ def main() -> None:
         if rank == 0:
             tensor.append({**compared(folder, name, kind), "sums": sums})
             print(name, tensor[-1]["headline"], *tensor[-1]["causes"], *sums, sep="\n  ", flush=True)
-    if rank == 0:
-        shape = {"heads": HEADS, "head_dim": DIM, "length": options.length, "layers": LAYERS, "seed": options.seed}
-        how = {"ranks": ranks, "gpus": gpus, "backend": backend, "seconds": round(time.monotonic() - started)}
-        found = {"one": errors_of_one(folder / "one"), "rings": rings, "tensor_parallel": tensor}
-        save({**made_by(kind), **shape, **how, **found}, options.json)
+            kept()
+    for fault in () if options.healthy else FAULTS:
+        ring(sizes[-1], fault)
     distributed.barrier()
     distributed.destroy_process_group()
 

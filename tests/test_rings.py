@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import Agreement, HopPart, reductions_of
+from attn_diag.analyses.mismatch.merges import SharedBits, HopPart, reductions_of
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys
 from attn_diag.errors import InputError
@@ -146,7 +146,7 @@ def test_an_all_reduce_is_told_by_its_bits(way: str) -> None:
         result = torch.cat([low(low(low(pieces[n % 4][i] + pieces[(n + 1) % 4][i]) + pieces[(n + 2) % 4][i])
                                 + pieces[(n + 3) % 4][i]) for i, n in enumerate(range(1, 5))]).view(32, 64)  # fmt: skip
     hops = [HopPart(torch.arange(32), part, dtype=torch.bfloat16) for part in parts]
-    found = Agreement()
+    found = SharedBits()
     found.add(result, list(reductions_of(hops, 32, torch.bfloat16)), hops, torch.bfloat16)
     assert {"ring": "along the ring, from 1 ranks", "tree": "as a tree", "fp32": "in fp32"}[way] in found.words
 

@@ -118,7 +118,7 @@ def reductions_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iter
 
 
 @dataclass
-class Agreement:
+class SharedBits:
     """How many elements of results have the bits of each way, over heads."""
 
     same: dict[str, dict[tuple[str, int], int]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.hops import OfHead, Put, PutTogether, RankHops
-from attn_diag.analyses.mismatch.merges import EXACT, OTHER, Agreement, HopPart, Way, sums_of
+from attn_diag.analyses.mismatch.merges import EXACT, OTHER, SharedBits, HopPart, Way, sums_of
 from attn_diag.captures.capture import Capture
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLabel, RingMerge, RunName
@@ -56,7 +56,7 @@ def ring_merges(captures: Iterable[Capture], run: RunName, device: torch.device)
 
 
 def _of_call(ranks: Sequence[RankHops], run: RunName) -> Iterator[RingMerge]:
-    keys: dict[tuple[int, str], _Sums] = {}
+    found: dict[tuple[int, str], _Sums] = {}
     whole = len(ranks) == ranks[0].sharing
     for item, key_head in ranks[0].some_heads(_HEADS):
         of_keys: dict[tuple[int, str], _KeySum] = {}
@@ -64,16 +64,18 @@ def _of_call(ranks: Sequence[RankHops], run: RunName) -> Iterator[RingMerge]:
             heads = [rank.head(item, head) for head in rank.query_heads(key_head)]
             for head in heads:
                 for name in rank.row_outputs:
-                    keys.setdefault((rank.rank, name), _Sums(name)).add(*head.put_together(name))
+                    found.setdefault((rank.rank, name), _Sums(name)).add(*head.put_together(name))
             for name in rank.key_outputs if whole else ():
                 for number, (source, _) in enumerate(rank.hops):
                     sums = of_keys.setdefault((source, name), _KeySum())
                     sums.add(rank, heads, number, name, item, key_head)
         by_rank = {rank.rank: rank for rank in ranks}
         for (source, name), added in of_keys.items():
-            keys.setdefault((source, name), _Sums(name)).add(*added.put_together(by_rank[source], name, item, key_head))
-    for (rank_number, _), sums in sorted(keys.items(), key=lambda one: (_OUTPUTS.index(one[0][1]), one[0][0])):
-        yield sums.result(run, ranks[0].layer, rank_number)
+            found.setdefault((source, name), _Sums(name)).add(
+                *added.put_together(by_rank[source], name, item, key_head)
+            )
+    for of_rank, name in sorted(found, key=lambda one: (_OUTPUTS.index(one[1]), one[0])):
+        yield found[of_rank, name].result(run, ranks[0].layer, of_rank)
 
 
 @dataclass
@@ -90,7 +92,7 @@ class _KeySum:
         values = rank.tensor(number, name, item, key_head)
         rows = torch.arange(len(values), device=values.device)
         found = [head.of_keys(number, name) for head in heads]
-        fed, truth = (torch.stack([one[i] for one in found]).sum(0) for i in (0, 1))
+        fed, truth = (torch.stack(those).sum(0) for those in ([f for f, _, _ in found], [t for _, t, _ in found]))
         self.parts.append((number, HopPart(rows, values, dtype=rank.dtype(number, name))))
         self.fed.append((rows, fed))
         self.truth.append((rows, truth))
@@ -123,7 +125,7 @@ class _Sums:
     squares: dict[str, float] = field(default_factory=dict)
     hops: list[list[float]] = field(default_factory=list)
     sources: Sequence[int] = ()
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: SharedBits = field(default_factory=SharedBits)
 
     def add(self, found: PutTogether, parts: Sequence[HopPart], ways: list[Way], out: torch.dtype) -> None:
         plain = next(way.result for way in ways if way.kind == EXACT).double()
