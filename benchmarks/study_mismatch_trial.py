@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,40 +28,45 @@ LAYERS, HEADS, KEY_HEADS, DIM, WIDTH = 3, 4, 2, 64, 256
 LENGTH, BATCH, AT = 112, 2, 1
 Kernel = Callable[..., Tensor]
 """From q [n, D], k, v [m, D] of a head in BF16, what is added to scores [n, m], and alpha: O [n, D], fp32."""
+Format = torch.dtype | None
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, tile: int = 64, backwards: bool = False,
-          score: Any = None, probs: Any = torch.bfloat16, acc: Any = None, total: Any = None, stale: float = 0.0,
-          base2: bool = False, sum_cast: bool = False, sink: float | None = None, cap: float | None = None) -> Tensor:  # fmt: skip
+def rounded(t: Tensor, fmt: torch.dtype | None) -> Tensor:
+    """In fp32 again."""
+    return t if fmt is None else t.to(fmt).float()
+
+
+def tiled(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, tile: int = 64, backwards: bool = False,
+    score: Format = None, probs: Format = torch.bfloat16, acc: Format = None, total: Format = None, stale: float = 0.0,
+    base2: bool = False, sum_cast: bool = False, sink: float | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Online softmax, tile by tile; a format is that of what is rounded, None: fp32."""
-
-    def low(t: Tensor, fmt: Any) -> Tensor:
-        return t if fmt is None else t.to(fmt).float()
-
-    m = q.new_full((len(q), 1), -torch.inf, dtype=torch.float32)
-    l, o = torch.zeros_like(m), torch.zeros(len(q), v.shape[1])
+    top = q.new_full((len(q), 1), -torch.inf, dtype=torch.float32)
+    row_sum, o = torch.zeros_like(top), torch.zeros(len(q), v.shape[1])
     if sink is not None:
-        m, l = torch.full_like(m, sink), torch.ones_like(m)
+        top, row_sum = torch.full_like(top, sink), torch.ones_like(top)
     tiles = range(0, len(k), tile)
     for at in reversed(tiles) if backwards else tiles:
         s = q.float() @ k[at : at + tile].float().mT * scale
         s = s if cap is None else cap * torch.tanh(s / cap)
-        s = low(s + bias[:, at : at + tile], score)
-        top = torch.maximum(m, s.amax(1, keepdim=True))
+        s = rounded(s + bias[:, at : at + tile], score)
+        new = torch.maximum(top, s.amax(1, keepdim=True))
         if stale:
-            top = torch.where((top - m > stale) | m.isinf(), top, m)
-        safe = top.masked_fill(top.isinf(), 0.0)
+            new = torch.where((new - top > stale) | top.isinf(), new, top)
+        safe = new.masked_fill(new.isinf(), 0.0)
         p = torch.exp2((s - safe) * math.log2(math.e)) if base2 else (s - safe).exp()
-        factor = (m - safe).exp()
-        cast = low(p, probs)
-        l = low(l * factor + (cast if sum_cast else p).sum(1, keepdim=True), total)
-        o = low(o * factor + cast @ v[at : at + tile].float(), acc)
-        m = top
-    return o / l.clamp(min=1e-37)
+        factor, cast = (top - safe).exp(), rounded(p, probs)
+        row_sum = rounded(row_sum * factor + (cast if sum_cast else p).sum(1, keepdim=True), total)
+        o = rounded(o * factor + cast @ v[at : at + tile].float(), acc)
+        top = new
+    return o / row_sum.clamp(min=1e-37)
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, size: int, lse: Any = None,
-          part: Any = None, base2: bool = False, drop: int | None = None, **options: Any) -> Tensor:  # fmt: skip
+def split(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, size: int, lse: Format = None,
+    part: Format = None, base2: bool = False, drop: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Splits of keys merged by their LSE; ``part`` and ``lse`` are the formats in which they are stored."""
     outs, logs = [], []
     for number, at in enumerate(range(0, len(k), size)):
@@ -78,14 +83,13 @@ def split(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, size: 
     return (torch.stack(outs) * weights).sum(0)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, wide: bool = False, probs: Any = None,
-          scores: Any = None) -> Tensor:  # fmt: skip
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *, wide: bool = False, probs: Format = None
+) -> Tensor:
     """Softmax of the whole row, then the product."""
     q, k, v = (t.double() if wide else t.float() for t in (q, k, v))
-    s = q @ k.mT * scale
-    s = (s if scores is None else s.to(scores).to(s.dtype)) + bias
-    p = s.softmax(-1)
-    return (p if probs is None else p.to(probs).to(p.dtype)).mul(1).matmul(v).float()
+    p = (q @ k.mT * scale + bias).softmax(-1)
+    return (p if probs is None else p.to(probs).to(p.dtype)).matmul(v).float()
 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -94,11 +98,6 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> T
         q[None, None], k[None, None], v[None, None], bias[None, None].to(q), scale=scale
     )
     return o[0, 0].float()
-
-
-def with_options(kernel: Callable[..., Tensor], **options: Any) -> Kernel:
-    """A kernel with some of its options."""
-    return partial(kernel, **options)
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,8 @@ class Run:
     """In layer 1."""
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Of what the capture says."""
+    also: str = ""
+    """In all layers, in both runs."""
     with_x: bool = True
     peaked: float = 2.0
     stream: torch.dtype = torch.float32
@@ -165,8 +166,9 @@ class Model:
         self.tokens = torch.randn(BATCH, LENGTH, WIDTH, generator=g)
         self.layers = [
             {
-                "q": linear(HEADS * DIM, WIDTH), "k": linear(KEY_HEADS * DIM, WIDTH), "v": linear(KEY_HEADS * DIM, WIDTH),
-                "o": linear(WIDTH, HEADS * DIM, 0.5), "up": linear(2 * WIDTH, WIDTH), "down": linear(WIDTH, 2 * WIDTH, 0.5),
+                "q": linear(HEADS * DIM, WIDTH), "k": linear(KEY_HEADS * DIM, WIDTH),
+                "v": linear(KEY_HEADS * DIM, WIDTH), "o": linear(WIDTH, HEADS * DIM, 0.5),
+                "up": linear(2 * WIDTH, WIDTH), "down": linear(WIDTH, 2 * WIDTH, 0.5),
                 "norm": 1 + 0.1 * torch.randn(WIDTH, generator=g), "norm2": 1 + 0.1 * torch.randn(WIDTH, generator=g),
                 "sink": torch.randn(HEADS, generator=g), "slopes": 2.0 ** -torch.arange(1, HEADS + 1).float(),
                 "qn": 1 + 0.1 * torch.randn(DIM, generator=g), "kn": 1 + 0.1 * torch.randn(DIM, generator=g),
@@ -189,7 +191,7 @@ class Model:
     def _layer(self, h: Tensor, number: int, w: dict[str, Tensor], how: Run, cache: list[Tensor], begin: int, call: int,
                found: list[attn_diag.Capture]) -> Tensor:  # fmt: skip
         fault = how.fault if number == AT else ""
-        low = how.dtype
+        fault, low = fault or how.also, how.dtype
         weights = {n: w[n].to(low) for n in ("q", "k", "v", "o", "up", "down")}
         if fault.startswith("int4 "):
             for name in fault.removeprefix("int4 "):
@@ -201,6 +203,10 @@ class Model:
         q = (rms(q, w["qn"]) * how.peaked).to(low)
         if fault != "no norm of k":
             k = rms(k, w["kn"]).to(low)
+        if fault == "q 5 % large":
+            q = (q.float() * 1.05).to(low)
+        if fault == "no values":
+            v[:, 0] = 0.0
         if fault == "bias of q":
             q = (q + torch.linspace(-0.3, 0.3, DIM)).to(low)
         at = torch.arange(begin, begin + h.shape[1])
@@ -229,8 +235,8 @@ class Model:
             tensors["alibi_slopes"] = w["slopes"]
         made = {"tensors": tensors, "metadata": said}
         made = how.change(made) if how.change else made
-        for one in laid_out(made, how.layout):
-            found.append(attn_diag.Capture.from_tensors(one["tensors"], **one["metadata"]))
+        every = laid_out(made, how.layout)
+        found += [attn_diag.Capture.from_tensors(one["tensors"], **one["metadata"]) for one in every]
         y = functional.linear(o.to(low).transpose(1, 2).flatten(2), weights["o"])
         h = (h.float() + y.float() * (0.9 if fault == "residual scale" else 1.0)).to(how.stream)
         z = rms(h, w["norm2"]).to(low)
@@ -259,6 +265,11 @@ class Model:
             k = k.roll(1, 2)
         if fault == "values late":
             v = v.roll(1, 2)
+        if fault == "another sequence's cache" and len(keys) > 40:
+            k, v = k.clone(), v.clone()
+            k[1, :, 30:36], v[1, :, 30:36] = k[0, :, 30:36], v[0, :, 30:36]
+        if fault == "no window while decoding" and len(at) == 1:
+            seen = distance >= 0
         if fault == "stale key":
             k = k.clone()
             k[:, :, min(5, len(keys) - 1)] = k[:, :, 0]
@@ -280,6 +291,8 @@ class Model:
                 out[b, head] = kernel(q[b, head], k[b, kv], v[b, kv], bias, scale, **options)
         if fault == "heads swapped":
             out = out[:, [1, 0, 2, 3]]
+        if fault == "O 10 % small":
+            out *= 0.9
         if fault == "one head 1 % small":
             out[:, 2] *= 0.99
         if fault == "some rows of another":
@@ -293,14 +306,14 @@ class Model:
 
 
 KERNEL_FAULTS: dict[str, Kernel] = {
-    "scores in BF16": with_options(tiled, score=torch.bfloat16),
-    "accumulator in BF16": with_options(tiled, tile=16, acc=torch.bfloat16),
-    "row sum in BF16": with_options(tiled, tile=16, total=torch.bfloat16),
-    "P in E4M3": with_options(tiled, probs=torch.float8_e4m3fn),
-    "merge by an LSE in BF16": with_options(split, size=16, lse=torch.bfloat16),
-    "merge by an LSE in FP16": with_options(split, size=16, lse=torch.float16),
-    "merge with LSE to base 2": with_options(split, size=32, base2=True),
-    "a split left out": with_options(split, size=16, drop=1),
+    "scores in BF16": partial(tiled, score=torch.bfloat16),
+    "accumulator in BF16": partial(tiled, tile=16, acc=torch.bfloat16),
+    "row sum in BF16": partial(tiled, tile=16, total=torch.bfloat16),
+    "P in E4M3": partial(tiled, probs=torch.float8_e4m3fn),
+    "merge by an LSE in BF16": partial(split, size=16, lse=torch.bfloat16),
+    "merge by an LSE in FP16": partial(split, size=16, lse=torch.float16),
+    "merge with LSE to base 2": partial(split, size=32, base2=True),
+    "a split left out": partial(split, size=16, drop=1),
     "P of 512 steps": lambda q, k, v, bias, scale: (
         ((q.float() @ k.float().mT * scale + bias).softmax(-1) * 512).round().div(512) @ v.float()
     ),
@@ -362,7 +375,8 @@ def laid_out(made: dict[str, Any], layout: str) -> Iterator[dict[str, Any]]:
             paged[n] = torch.empty_like(pages).index_copy_(0, order, pages)
         lengths = torch.full((BATCH,), t["k"].shape[2], dtype=torch.int32)
         more = {"page_table": order.view(BATCH, count).int(), "cache_seqlens": lengths}
-        yield {"tensors": {n: x for n, x in t.items() if n not in ("x", "w_q")} | paged | more, "metadata": said}
+        rest = {n: x for n, x in t.items() if n not in ("x", "w_q")}
+        yield {"tensors": rest | paged | more, "metadata": said}
 
 
 def scale_in_q(made: dict[str, Any]) -> dict[str, Any]:
@@ -377,44 +391,52 @@ def scale_in_q(made: dict[str, Any]) -> dict[str, Any]:
 DECODING = (64, *range(65, LENGTH + 1))
 BASE = Run()
 HEALTHY: dict[str, tuple[Run, Run]] = {
-    "tiles of 16": (BASE, Run(with_options(tiled, tile=16))),
-    "tiles of 48": (BASE, Run(with_options(tiled, tile=48))),
-    "tiles of 64 from the last": (BASE, Run(with_options(tiled, backwards=True))),
-    "one tile": (BASE, Run(with_options(tiled, tile=512))),
-    "2 splits": (BASE, Run(with_options(split, size=56))),
-    "splits of 16": (BASE, Run(with_options(split, size=16))),
-    "splits of 40": (BASE, Run(with_options(split, size=40))),
-    "splits of 56 whose O is in BF16": (BASE, Run(with_options(split, size=56, part=torch.bfloat16))),
+    "tiles of 16": (BASE, Run(partial(tiled, tile=16))),
+    "tiles of 48": (BASE, Run(partial(tiled, tile=48))),
+    "tiles of 64 from the last": (BASE, Run(partial(tiled, backwards=True))),
+    "one tile": (BASE, Run(partial(tiled, tile=512))),
+    "2 splits": (BASE, Run(partial(split, size=56))),
+    "splits of 16": (BASE, Run(partial(split, size=16))),
+    "splits of 40": (BASE, Run(partial(split, size=40))),
+    "splits of 56 whose O is in BF16": (BASE, Run(partial(split, size=56, part=torch.bfloat16))),
     "torch's SDPA": (BASE, Run(torch_sdpa)),
-    "P not cast": (BASE, Run(with_options(tiled, probs=None))),
-    "P in FP16": (BASE, Run(with_options(tiled, probs=torch.float16))),
-    "float64": (BASE, Run(with_options(plain, wide=True))),
-    "exp2": (BASE, Run(with_options(tiled, base2=True))),
-    "row sum of the cast P": (BASE, Run(with_options(tiled, sum_cast=True))),
-    "a maximum that stays": (BASE, Run(with_options(tiled, stale=4.0, tile=16))),
+    "P not cast": (BASE, Run(partial(tiled, probs=None))),
+    "P in FP16": (BASE, Run(partial(tiled, probs=torch.float16))),
+    "float64": (BASE, Run(partial(plain, wide=True))),
+    "exp2": (BASE, Run(partial(tiled, base2=True))),
+    "row sum of the cast P": (BASE, Run(partial(tiled, sum_cast=True))),
+    "a maximum that stays": (BASE, Run(partial(tiled, stale=4.0, tile=16))),
     "prefill in chunks of 32": (BASE, Run(calls=(32, 64, 96, LENGTH))),
     "prefill in chunks of 7": (BASE, Run(calls=(*range(7, LENGTH, 7), LENGTH))),
     "decoding": (BASE, Run(calls=DECODING)),
-    "decoding with splits": (BASE, Run(with_options(split, size=32), calls=DECODING)),
+    "decoding with splits": (BASE, Run(partial(split, size=32), calls=DECODING)),
     "packed": (BASE, Run(layout="packed")),
-    "packed, without x": (BASE, Run(with_options(split, size=32), layout="packed", with_x=False)),
-    "padded left": (BASE, Run(with_options(tiled, tile=32), layout="padded left", with_x=False)),
-    "pages of 16": (BASE, Run(with_options(tiled, tile=16), layout="pages 16")),
+    "packed, without x": (BASE, Run(partial(split, size=32), layout="packed", with_x=False)),
+    "padded left": (BASE, Run(partial(tiled, tile=32), layout="padded left", with_x=False)),
+    "pages of 16": (BASE, Run(partial(tiled, tile=16), layout="pages 16")),
     "pages of 7, decoding": (BASE, Run(layout="pages 7", calls=DECODING)),
-    "BTHD": (BASE, Run(with_options(tiled, tile=16), layout="BTHD")),
-    "keys repeated for every query head": (BASE, Run(with_options(tiled, tile=16), layout="repeated keys")),
-    "heads on two ranks": (BASE, Run(with_options(tiled, tile=32), layout="heads apart")),
-    "alpha in q": (BASE, Run(with_options(tiled, tile=32), change=scale_in_q)),
-    "windows in both": (Run(window=30), Run(with_options(split, size=16), window=30, calls=DECODING)),
-    "sinks in both": (Run(sink=True), Run(with_options(tiled, tile=16), sink=True, calls=DECODING)),
-    "softcap in both": (Run(softcap=20.0), Run(with_options(tiled, tile=16), softcap=20.0)),
-    "ALiBi in both": (Run(alibi=True), Run(with_options(tiled, tile=16), alibi=True, calls=DECODING)),
-    "residual in BF16 in both": (Run(stream=torch.bfloat16), Run(with_options(tiled, tile=16), stream=torch.bfloat16)),
+    "BTHD": (BASE, Run(partial(tiled, tile=16), layout="BTHD")),
+    "keys repeated for every query head": (BASE, Run(partial(tiled, tile=16), layout="repeated keys")),
+    "heads on two ranks": (BASE, Run(partial(tiled, tile=32), layout="heads apart")),
+    "alpha in q": (BASE, Run(partial(tiled, tile=32), change=scale_in_q)),
+    "windows in both": (Run(window=30), Run(partial(split, size=16), window=30, calls=DECODING)),
+    "sinks in both": (Run(sink=True), Run(partial(tiled, tile=16), sink=True, calls=DECODING)),
+    "softcap in both": (Run(softcap=20.0), Run(partial(tiled, tile=16), softcap=20.0)),
+    "ALiBi in both": (Run(alibi=True), Run(partial(tiled, tile=16), alibi=True, calls=DECODING)),
+    "residual in BF16 in both": (Run(stream=torch.bfloat16), Run(partial(tiled, tile=16), stream=torch.bfloat16)),
     "residual in BF16 in the engine": (BASE, Run(stream=torch.bfloat16)),
-    "FP16 in both": (Run(dtype=torch.float16, kernel=with_options(tiled, probs=torch.float16)), Run(with_options(split, size=16, probs=torch.float16), dtype=torch.float16)),
-    "peaked": (Run(peaked=8.0), Run(with_options(tiled, tile=16), peaked=8.0)),
-    "nearly uniform": (Run(peaked=0.1), Run(with_options(split, size=16), peaked=0.1)),
+    "FP16 in both": (
+        Run(partial(tiled, probs=torch.float16), torch.float16),
+        Run(partial(split, size=16, probs=torch.float16), torch.float16),
+    ),
+    "FP8 caches in both": (Run(also="fp8 kv"), Run(partial(tiled, tile=16), also="fp8 kv", calls=DECODING)),
+    "INT8 caches in both": (Run(also="int8 kv"), Run(partial(tiled, tile=16), also="int8 kv")),
+    "a head without values": (Run(also="no values"), Run(partial(tiled, tile=16), also="no values")),
+    "INT4 weights in both": (Run(also="int4 qkv"), Run(partial(tiled, tile=16), also="int4 qkv", calls=DECODING)),
+    "peaked": (Run(peaked=8.0), Run(partial(tiled, tile=16), peaked=8.0)),
+    "nearly uniform": (Run(peaked=0.1), Run(partial(split, size=16), peaked=0.1)),
 }  # fmt: skip
+_P = replace(BASE, peaked=16.0)
 _W, _S, _C, _A = (
     replace(BASE, window=30),
     replace(BASE, sink=True),
@@ -432,40 +454,41 @@ FAULTS: dict[str, tuple[Run, set[str]]] = {
     "heads swapped": (BASE, OUT), "other key heads": (BASE, OUT), "keys late": (BASE, OUT), "values late": (BASE, OUT),
     "stale key": (BASE, OUT | COARSE), "page swapped": (BASE, OUT), "one head 1 % small": (BASE, OUT | COARSE),
     "some rows of another": (BASE, OUT), "dropout": (BASE, OUT), "int4 q": (BASE, {"weights"} | INPUT),
-    "int4 k": (BASE, INPUT), "int4 kv": (BASE, INPUT), "epsilon": (BASE, {"norm"}), "norm without one": (BASE, INPUT | {"norm"}),
+    "int4 k": (BASE, INPUT), "int4 kv": (BASE, INPUT), "epsilon": (BASE, {"norm"}),
+    "norm without one": (BASE, INPUT | {"norm"}),
     "no norm of k": (BASE, INPUT | {"norm"}), "bias of q": (BASE, INPUT), "fp8 v": (BASE, {"storage"}),
     "fp8 k": (BASE, {"storage"}), "fp8 kv": (replace(BASE, calls=DECODING), {"storage"}), "int8 k": (BASE, {"storage"}),
     "int8 kv": (BASE, {"storage"}), "truncated O": (BASE, COARSE), "scores in BF16": (BASE, COARSE),
     "accumulator in BF16": (BASE, COARSE), "row sum in BF16": (BASE, COARSE), "P in E4M3": (BASE, COARSE),
-    "merge by an LSE in BF16": (BASE, {"merge"}), "merge by an LSE in FP16": (BASE, {"merge"}),
-    "merge with LSE to base 2": (BASE, {"lse-base"}), "a split left out": (BASE, OUT), "P of 512 steps": (BASE, OUT | COARSE),
+    "merge by an LSE in BF16": (BASE, {"merge"}), "merge by an LSE in FP16": (_P, {"merge"}),
+    "merge with LSE to base 2": (BASE, {"lse-base"}), "a split left out": (BASE, OUT),
+    "P of 512 steps": (BASE, OUT | COARSE), "q 5 % large": (BASE, INPUT | {"norm"}), "O 10 % small": (BASE, OUT),
+    "another sequence's cache": (BASE, OUT),
+    "no window while decoding": (replace(_W, calls=DECODING), {"window"} | OUT),
 }  # fmt: skip
 # Not fused, which is told where it is beyond 1.25 times a fused kernel's error.
 EITHER = {"coarse", ""}
-# What arises behind O of layer 1 shows in layer 2.
+# What arises behind O of layer 1 shows in layer 2; where it is as small as roundings may be, a note says so.
 BEHIND = {"residual scale": INPUT, "activation": INPUT}
 
 
-@dataclass
-class Count:
-    """What came of a case."""
-
-    name: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-
-def judged(found: attn_diag.Mismatch, kinds: set[str], layer: int) -> str:
+def judged(found: attn_diag.Mismatch, kinds: set[str], layer: int, side: str) -> str:
     """ "right", or what is wrong."""
     if kinds == EITHER and found.outcome != "finding":
         return "right"
     if not kinds:
         return "right" if found.outcome != "finding" else "accused"
     if found.outcome != "finding":
-        return "called rounding"
+        return "noted" if any(f"Layer {layer}: x differs" in note for note in found.notes) else "called rounding"
     if found.begins != layer:
         return "wrong layer"
     first = {c.kind for c in found.causes if c.layer == layer}
-    return "right" if first <= kinds else "wrong kind" if not first & kinds else "one more kind"
+    if any(c.layer == layer and c.side not in (side, "both") for c in found.causes):
+        return "wrong side"
+    if first <= kinds:
+        return "right"
+    unnamed = first <= {*kinds, "unnamed-o", "unnamed-input"}
+    return "found, without its name" if unnamed else "wrong kind" if not first & kinds else "one more kind"
 
 
 def main() -> None:
@@ -474,6 +497,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="these cases alone")
     parser.add_argument("--faults", action="store_true", help="no healthy ones")
+    parser.add_argument("--mirrored", action="store_true", help="the fault is train's")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -481,7 +505,7 @@ def main() -> None:
     cases: dict[str, tuple[Run, Run, set[str], int]] = {n: (a, b, set(), AT) for n, (a, b) in healthy.items()}
     cases |= {n: (run, replace(run, fault=n), kinds, AT) for n, (run, kinds) in FAULTS.items()}
     cases |= {n: (BASE, replace(BASE, fault=n), kinds, AT + 1) for n, kinds in BEHIND.items()}
-    cases["P normalised, then cast"] = (BASE, Run(with_options(plain, probs=torch.bfloat16)), EITHER, 0)
+    cases["P normalised, then cast"] = (BASE, Run(partial(plain, probs=torch.bfloat16)), EITHER, 0)
     counts = []
     for name, (train, rollout, kinds, layer) in cases.items():
         if options.only and name not in options.only:
@@ -489,8 +513,10 @@ def main() -> None:
         row: dict[str, Any] = {"name": name, "healthy": not kinds, "verdicts": {}, "said": {}}
         for seed in range(options.first, options.first + options.seeds):
             try:
-                found = attn_diag.mismatch(Model(seed).run(train), Model(seed).run(rollout))
-                verdict, said = judged(found, kinds, layer), found.headline
+                both = [Model(seed).run(train), Model(seed).run(rollout)]
+                found = attn_diag.mismatch(*(reversed(both) if options.mirrored else both))
+                side = "train" if options.mirrored else "rollout"
+                verdict, said = judged(found, kinds, layer, side), found.headline
             except attn_diag.InputError as error:
                 verdict, said = "refused", str(error)
             row["verdicts"][verdict] = row["verdicts"].get(verdict, 0) + 1

@@ -1,7 +1,7 @@
 """One model on one device, in rings and under tensor parallelism on real ranks: what ``mismatch`` says of each.
 
-Ranks that have a GPU each exchange by NCCL; more ranks than GPUs, and ranks on a CPU, by gloo (through the host). A ring
-of n, and tensor parallelism of n, is of the first n ranks. Rings are torch's own, balanced, with every hop captured;
+Ranks that have a GPU each exchange by NCCL; more ranks than GPUs, and ranks on a CPU, by gloo (through the host). A
+ring of n, and tensor parallelism of n, has the first n ranks. Rings are torch's own, balanced, with every hop captured;
 each is compared with the same model on one rank. Faults are planted into the largest ring.
 
     torchrun --nproc-per-node 4 benchmarks/study_rings.py --json benchmarks/results/rings_cpu.json --device cpu
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import SharedBits, HopPart, reductions_of
+from attn_diag.analyses.mismatch.merges import HopPart, SharedBits, reductions_of
 from attn_diag.watching.live.rings import positions
 
 HEADS, DIM, LAYERS = 8, 64, 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import SharedBits, HopPart, reductions_of
+from attn_diag.analyses.mismatch.merges import HopPart, SharedBits, reductions_of
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys
 from attn_diag.errors import InputError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attn_diag.analyses.mismatch.causes import alike, causes_of
+from attn_diag.analyses.mismatch.causes import alike, causes_of, small_jump
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
@@ -111,7 +111,10 @@ def compare_runs(
             notes.append(f"Layer {layer}: no row is in both runs.")
             continue
         result = layer_result(found)
-        causes += causes_of(found, result, results)
+        new = causes_of(found, result, results)
+        causes += new
+        if not new and (said := small_jump(found, result, results)):
+            notes.append(said)
         if alike(found):
             factors = " and ".join(times(fit.factor) for fit in found.fits)
             notes.append(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.hops import OfHead, Put, PutTogether, RankHops
-from attn_diag.analyses.mismatch.merges import EXACT, OTHER, SharedBits, HopPart, Way, sums_of
+from attn_diag.analyses.mismatch.merges import EXACT, OTHER, HopPart, SharedBits, Way, sums_of
 from attn_diag.captures.capture import Capture
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLabel, RingMerge, RunName
