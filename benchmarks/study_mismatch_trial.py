@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
+from attn_diag.results.mismatch import Mismatch
 
 LAYERS, HEADS, KEY_HEADS, DIM, WIDTH = 3, 4, 2, 64, 256
 LENGTH, BATCH, AT = 112, 2, 1
@@ -141,7 +142,7 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 def quantised(w: Tensor, group: int = 32) -> Tensor:
     """INT4 in groups along the inputs."""
-    parts = w.float().unflatten(-1, (-1, group))
+    parts = w.float().reshape(*w.shape[:-1], -1, group)
     scale = parts.abs().amax(-1, keepdim=True) / 7
     return ((parts / scale).round().clamp(-7, 7) * scale).flatten(-2).to(w.dtype)
 
@@ -161,7 +162,7 @@ class Model:
         g = self.generator = torch.Generator().manual_seed(seed)
 
         def linear(rows: int, columns: int, size: float = 1.0) -> Tensor:
-            return torch.randn(rows, columns, generator=g) * size * columns**-0.5
+            return torch.randn(rows, columns, generator=g) * (size / math.sqrt(columns))
 
         self.tokens = torch.randn(BATCH, LENGTH, WIDTH, generator=g)
         self.layers = [
@@ -199,7 +200,8 @@ class Model:
         eps = 0.05 if fault == "epsilon" else 1e-6
         norm = w["norm"] - 1 if fault == "norm without one" else w["norm"]
         x = rms(h, norm, eps).to(low)
-        q, k, v = (functional.linear(x, weights[n]).unflatten(-1, (-1, DIM)).transpose(1, 2) for n in "qkv")
+        every = (functional.linear(x, weights[n]) for n in "qkv")
+        q, k, v = (t.reshape(*t.shape[:2], -1, DIM).transpose(1, 2) for t in every)
         q = (rms(q, w["qn"]) * how.peaked).to(low)
         if fault != "no norm of k":
             k = rms(k, w["kn"]).to(low)
@@ -235,8 +237,8 @@ class Model:
             tensors["alibi_slopes"] = w["slopes"]
         made = {"tensors": tensors, "metadata": said}
         made = how.change(made) if how.change else made
-        every = laid_out(made, how.layout)
-        found += [attn_diag.Capture.from_tensors(one["tensors"], **one["metadata"]) for one in every]
+        pieces = laid_out(made, how.layout)
+        found += [attn_diag.Capture.from_tensors(one["tensors"], **one["metadata"]) for one in pieces]
         y = functional.linear(o.to(low).transpose(1, 2).flatten(2), weights["o"])
         h = (h.float() + y.float() * (0.9 if fault == "residual scale" else 1.0)).to(how.stream)
         z = rms(h, w["norm2"]).to(low)
@@ -353,10 +355,10 @@ def laid_out(made: dict[str, Any], layout: str) -> Iterator[dict[str, Any]]:
             }
     elif layout == "packed":
         ends = [torch.tensor([0, *[t[n].shape[2] * (b + 1) for b in range(BATCH)]], dtype=torch.int32) for n in "qk"]
-        flat = {n: torch.cat(list(t[n]), 1)[None] for n in "qkvo"}
-        flat |= {"x": torch.cat(list(t["x"]))[None], "w_q": t["w_q"]} if "x" in t else {}
-        flat |= {n: x for n, x in t.items() if n in ("sinks", "alibi_slopes")}
-        yield {"tensors": flat | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}, "metadata": said}
+        joined = {n: torch.cat(list(t[n]), 1)[None] for n in "qkvo"}
+        joined |= {"x": torch.cat(list(t["x"]))[None], "w_q": t["w_q"]} if "x" in t else {}
+        joined |= {n: x for n, x in t.items() if n in ("sinks", "alibi_slopes")}
+        yield {"tensors": joined | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}, "metadata": said}
     elif layout == "padded left":
         pad = 9
         wide = {n: functional.pad(t[n], (0, 0, pad, 0), value=0.5) for n in "qkvo"}
@@ -370,8 +372,8 @@ def laid_out(made: dict[str, Any], layout: str) -> Iterator[dict[str, Any]]:
         order = torch.randperm(count * BATCH, generator=torch.Generator().manual_seed(1))
         paged = {}
         for n in "kv":
-            wide = functional.pad(t[n].transpose(1, 2), (0, 0, 0, 0, 0, count * size - t[n].shape[2]), value=3.0)
-            pages = wide.unflatten(1, (count, size)).flatten(0, 1)
+            flat = functional.pad(t[n].transpose(1, 2), (0, 0, 0, 0, 0, count * size - t[n].shape[2]), value=3.0)
+            pages = flat.reshape(BATCH * count, size, *flat.shape[2:])
             paged[n] = torch.empty_like(pages).index_copy_(0, order, pages)
         lengths = torch.full((BATCH,), t["k"].shape[2], dtype=torch.int32)
         more = {"page_table": order.view(BATCH, count).int(), "cache_seqlens": lengths}
@@ -472,7 +474,7 @@ EITHER = {"coarse", ""}
 BEHIND = {"residual scale": INPUT, "activation": INPUT}
 
 
-def judged(found: attn_diag.Mismatch, kinds: set[str], layer: int, side: str) -> str:
+def judged(found: Mismatch, kinds: set[str], layer: int, side: str) -> str:
     """ "right", or what is wrong."""
     if kinds == EITHER and found.outcome != "finding":
         return "right"
@@ -489,6 +491,16 @@ def judged(found: attn_diag.Mismatch, kinds: set[str], layer: int, side: str) ->
         return "right"
     unnamed = first <= {*kinds, "unnamed-o", "unnamed-input"}
     return "found, without its name" if unnamed else "wrong kind" if not first & kinds else "one more kind"
+
+
+def totals_of(counts: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Verdicts of all healthy and of all faulty runs."""
+    totals: dict[str, dict[str, int]] = {"healthy": {}, "faults": {}}
+    for row in counts:
+        of = totals["healthy" if row["healthy"] else "faults"]
+        for verdict, count in row["verdicts"].items():
+            of[verdict] = of.get(verdict, 0) + count
+    return totals
 
 
 def main() -> None:
@@ -524,22 +536,9 @@ def main() -> None:
                 row["said"][seed] = said
         counts.append(row)
         print(name, row["verdicts"], *row["said"].values(), sep=" | ", flush=True)
-    totals: dict[str, dict[str, int]] = {"healthy": {}, "faults": {}}
-    for row in counts:
-        of = totals["healthy" if row["healthy"] else "faults"]
-        for verdict, count in row["verdicts"].items():
-            of[verdict] = of.get(verdict, 0) + count
-    print(totals)
-    save(
-        {
-            **made_by(),
-            "seconds": round(time.monotonic() - started),
-            "seeds": options.seeds,
-            "totals": totals,
-            "cases": counts,
-        },
-        options.json,
-    )
+        how = {"seconds": round(time.monotonic() - started), "first": options.first, "mirrored": options.mirrored}
+        save({**made_by(), **how, "totals": totals_of(counts), "cases": counts}, options.json)
+    print(totals_of(counts))
 
 
 if __name__ == "__main__":

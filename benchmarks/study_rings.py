@@ -129,9 +129,10 @@ class Model(nn.Module):
     def __init__(self, attend: Attend, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(Layer(attend) for _ in range(LAYERS))
+        self.each = [Layer(attend) for _ in range(LAYERS)]
+        self.layers = nn.ModuleList(self.each)
         with torch.no_grad():
-            for layer in self.layers:
+            for layer in self.each:
                 for projection in (layer.q_proj, layer.k_proj):
                     projection.weight.mul_(2.5)
 
@@ -190,7 +191,7 @@ FAULTS = (
 def run(model: Model, x: Tensor, do: Tensor, folder: Path) -> Tensor:
     """A forward and a backward, captured."""
     with attn_diag.capture(model, folder, batch=None, calls=None, hops=True):
-        y = model(x)
+        y: Tensor = model(x)
         torch.autograd.backward(y, do.to(y))
     return y.detach()
 
@@ -238,7 +239,7 @@ def reduced(model: Model, x: Tensor, do: Tensor, folder: Path, group: Any, on_ho
 
         return hook
 
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(model.each):
         layer.o_proj.register_forward_hook(keep(number))
     run(model, x, do, folder)
     rows = []
@@ -281,7 +282,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank % gpus)
         if not by_nccl:
-            _attention._create_rotater = ThroughTheHost
+            _attention._create_rotater = ThroughTheHost  # type: ignore[assignment]
     names: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     distributed.broadcast_object_list(names)
     folder = Path(names[0])
