@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import attn_diag
 from attn_diag.analyses.mismatch.merges import HopPart, SharedBits, reductions_of
+from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys
 from attn_diag.errors import InputError
@@ -32,6 +33,15 @@ def low(t: Tensor) -> Tensor:
 def given(seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, HEADS, LENGTH, DIM, generator=generator).bfloat16() for _ in range(4)]
+
+
+def repeated(seed: int = 0) -> list[Tensor]:
+    """Keys and values of one token: dS is the difference of two numbers that are the same."""
+    q, k, v, do = ordinary(seed)
+    return [q, k[:, :, :1].expand_as(k).contiguous(), v[:, :, :1].expand_as(v).contiguous(), do]
+
+
+ordinary = given
 
 
 def ring(
@@ -104,6 +114,13 @@ def test_a_ring_in_fp32_is_no_cause() -> None:
         # What is added up exactly is what was captured: the parts make the whole.
         assert merge.error <= merge.from_merge + merge.from_hops + (merge.from_forward or 0.0) + 1e-12
     assert "in fp32, cast once" in found.report(100)
+
+
+def test_gradients_that_cancel_to_nothing_accuse_no_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "given", repeated)
+    found = ring_merges(ring(), "rollout", torch.device("cpu"))
+    assert {m.output for m in found} == {"o", "dq", "dk", "dv"}
+    assert not with_rings([], found)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from attn_diag.captures.hops import hop_keys, hop_name
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.reference import FloatFormat, format_of, ulp
 
+# dP and delta are sums of D products in fp32, off by some units of 2^-24 of their size where dS cancels to nothing.
+_FP32_SUM = 2.0**-20
+
 Put = tuple["PutTogether", list[HopPart], list[Way], torch.dtype]
 """A result, its parts, the ways that are tried, and the result's dtype."""
 
@@ -57,6 +60,8 @@ class RankHops:
         m = capture.metadata
         if hop_name(0, "o") not in capture.tensors or "hops" not in m.extra or "o" not in capture.tensors:
             return None
+        if m.softcap is not None or capture.has_sinks:
+            return None  # what a hop does with these is not known
         hops = tuple((rank, keys.to(device)) for rank, keys in hop_keys(m.extra["hops"]))
         return cls(capture, hops, device)
 
@@ -85,8 +90,9 @@ class RankHops:
     @property
     def row_outputs(self) -> list[str]:
         """Which outputs of its own rows are there with their hops."""
-        names = {"o"} | ({"dq"} if "lse" in self.capture.tensors else set())
-        return [n for n in ("o", "dq") if n in names and n in self.capture.tensors and self._held(n)]
+        tensors = self.capture.tensors
+        found = ["o"] if self._held("o") and self._held("lse") else []
+        return found + (["dq"] if "lse" in tensors and "dq" in tensors and self._held("dq") else [])
 
     @property
     def key_outputs(self) -> list[str]:
@@ -173,13 +179,27 @@ class OfHead:
         # E[(RN(x) - x)^2 / x^2]; of fp32 kernels the sums, not the casts, are what errs.
         return 0.0 if self._format.name == "fp32" else 2.0 ** (-2 * self._format.precision) / 24
 
-    def _noise(self, weights: Tensor, factor: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
-        """The square that rounding ``weights`` before a product leaves, with the result's own rounding."""
+    @cached_property
+    def _differences(self) -> Tensor:
+        """By how much dS is off in fp32, [rows, keys]."""
+        _, _, v, do, scores, _ = self.inputs
+        assert do is not None
+        probs = (scores - self._captured("lse")[:, None]).exp()
+        return _FP32_SUM * probs * (do.abs() @ v.abs().mT + (do * self._captured("o")).abs().sum(1, keepdim=True))
+
+    def _noise(
+        self, weights: Tensor, factor: Tensor, exact: Tensor, dtype: torch.dtype, more: Tensor | None = None
+    ) -> float:
+        """The square that rounding ``weights`` before a product leaves, with the result's own rounding.
+
+        ``more`` is what the weights are off by besides.
+        """
         relative = self._relative_noise()
         if not relative:
             return 0.0
         last = float(ulp(exact, format_of(dtype)).square().sum()) / 12
-        return relative * float((weights.square() @ factor.square()).sum()) + last
+        variance = relative * weights.square() + (0.0 if more is None else more.square())
+        return float((variance @ factor.square()).sum()) + last
 
     def of_keys(self, number: int, name: str) -> tuple[Tensor, Tensor, float]:
         """What a hop adds to dk or dv: from the captured O and LSE, what is right, and the square of its noise."""
@@ -187,12 +207,14 @@ class OfHead:
         keys, dtype = self.rank.hops[number][1], self.rank.dtype(number, name)
         assert do is not None
         (probs, dscores), (true_probs, true_dscores) = self._fed
+        more = None
         if name == "dk":
             weights, right, factor = dscores[:, keys], true_dscores[:, keys], scale * q
+            more = self._differences[:, keys].mT
         else:
             weights, right, factor = probs[:, keys], true_probs[:, keys], do
         fed = weights.mT @ factor
-        return fed, right.mT @ factor, self._noise(weights.mT, factor, fed, dtype)
+        return fed, right.mT @ factor, self._noise(weights.mT, factor, fed, dtype, more)
 
     def put_together(self, name: str) -> Put:
         """O or dQ of its rows."""
@@ -258,7 +280,8 @@ class OfHead:
             got[part.rows] = values.double()
             errors.append(float((got - exact).square().sum()))
             sizes.append(float(exact.square().sum()))
-            noise.append(self._noise(dscores[:, keys], scale * k[keys], exact, part.dtype))
+            more = self._differences[:, keys]
+            noise.append(self._noise(dscores[:, keys], scale * k[keys], exact, part.dtype, more))
             fed, merged = fed + exact, merged + got
         result, out = self._captured("dq"), rank.capture.tensors["dq"].dtype
         truth = true_dscores @ (scale * k)

@@ -151,9 +151,11 @@ class _Sums:
         factors = [math.sqrt(error / noise) if noise else None for error, noise, _ in self.hops]
         off = [math.sqrt(error / of) if of else 0.0 for error, _, of in self.hops]
         worst = max(range(len(off)), key=lambda i: off[i] if factors[i] is None else factors[i] or 0.0)
-        rest = [factors[i] or 0.0 for i in range(len(factors)) if i != worst]
         factor = factors[worst]
-        bad = off[worst] > _WRONG if factor is None else factor > _HOP_OFF * max(1.0, median(rest) if rest else 1.0)
+        # What all hops are is the kernel's, and no hop's.
+        others = [one for i, one in enumerate(off if factor is None else [f or 0.0 for f in factors]) if i != worst]
+        usual = max(_WRONG if factor is None else _HOP_OFF, _HOP_OFF * median(others)) if others else math.inf
+        bad = (off[worst] if factor is None else factor) > usual
         return RingMerge(
             run=run, layer=layer, rank=rank, output=self.name, hops=len(self.hops), error=relative["error"],  # type: ignore[arg-type]
             from_merge=relative["merge"], from_hops=relative["hops"],
