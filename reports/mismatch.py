@@ -11,8 +11,8 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series, Tone
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
-from attn_diag.results.mismatch import DifferencePart, LogprobSplit, Mismatch, MismatchLayer, MismatchSide
-from attn_diag.results.wording import DASH, number, percent, plural, times
+from attn_diag.results.mismatch import DifferencePart, LogprobSplit, Mismatch, MismatchLayer, MismatchSide, RingMerge
+from attn_diag.results.wording import DASH, SYMBOLS, number, percent, plural, times
 
 _PARTS = {"inputs": "came in with q, k, v", "semantics": "another semantics", "rounding": "rounding and schedule"}
 _TONES: dict[str, Tone] = {"inputs": "second", "semantics": "third", "rounding": "accent"}
@@ -43,6 +43,13 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
     for row in map(_row, found.layers):
         table.add_row(*row)
     yield layout.indented(table)
+    if found.merges:
+        yield from layout.title("Hops of rings")
+        table = layout.table(*layout.figures(_RING_HEAD), collapse=True)
+        for row in _ring_rows(found):
+            table.add_row(*row)
+        yield layout.indented(table)
+        yield layout.paragraph(_RING_LEGEND)
     yield from layout.title("Log-probabilities")
     if found.logprobs is None:
         yield layout.paragraph(_NO_LOGPROBS)
@@ -69,6 +76,8 @@ def mismatch_document(found: Mismatch) -> str:
     """The same as a self-contained page."""
     paragraphs = (*_causes(found), *(_side(side) for side in (found.train, found.rollout)), *found.notes)
     sections = [Section("By layer", paragraphs, (_HEAD, *map(_row, found.layers)), tuple(_charts(found)))]
+    if found.merges:
+        sections.append(Section("Hops of rings", (_RING_LEGEND,), (_RING_HEAD, *_ring_rows(found))))
     if found.logprobs is None:
         sections.append(Section("Log-probabilities", (_NO_LOGPROBS,)))
     else:
@@ -116,6 +125,29 @@ def _row(layer: MismatchLayer) -> tuple[str, ...]:
         str(layer.layer), *(percent(value, ".2g") for value in (layer.x, largest, layer.difference)),
         *shares, times(errors.train_noise), times(errors.rollout_noise), errors.nearer.replace("neither", DASH),
     )  # fmt: skip
+
+
+_RING_HEAD = ("layer", "run", "of", "ranks", "hops", "error", "merge", "hops'", "forward", "merge×", "put together")
+_RING_LEGEND = (
+    "Of the rank with the largest error: its error against float64, over the norm of what is right; what putting the "
+    "hops' results together adds to it (merge), what the hops' own errors add up to (hops'), what a gradient has from "
+    "the errors of O and LSE (forward); the merge's error over that of fp32 with one cast at the end; and the format "
+    "and order whose bits the result has."
+)
+
+
+def _ring_rows(found: Mismatch) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[int, str, str], list[RingMerge]] = {}
+    for one in found.merges:
+        groups.setdefault((one.layer, one.run, one.output), []).append(one)
+    for (layer, run, output), ranks in groups.items():
+        most = max(ranks, key=lambda one: one.error)
+        parts = (most.error, most.from_merge, most.from_hops, most.from_forward)
+        count = len({one.rank for one in ranks})
+        yield (
+            str(layer), run, SYMBOLS[output], str(count), str(most.hops), *(percent(part, ".2g") for part in parts),
+            times(most.merge_factor), most.way or DASH,
+        )  # fmt: skip
 
 
 _SHARE_HEAD = ("layer", "where", "share", "rms", "mean", "± s.e.")

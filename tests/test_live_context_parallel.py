@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 import attn_diag
+from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.captures.capture import Capture
 from attn_diag.results.diagnosis import HeadDiagnosis
 from attn_diag.watching.live.rings import Order, positions
@@ -275,7 +277,7 @@ def one_rank(folder: Path) -> None:
             model = Model(ring(how))
             around: Any = contextlib.nullcontext()
             if watched:
-                around = attn_diag.capture(model, folder / how, batch=None, calls=None)
+                around = attn_diag.capture(model, folder / how, batch=None, calls=None, hops=True)
             bits.append(train(model, rows, around))
         assert all(map(torch.equal, *bits)), f"another run with {how}"
     distributed.destroy_process_group()
@@ -336,6 +338,20 @@ def test_a_rank_alone_is_judged_with_all_keys_that_its_rows_see(how: str, folder
             assert some(some(head.propagation.dq).relative_error) < allowed(head)
             assert head.propagation.dk is None
             assert any("dK (summed over the rows of other ranks" in words for words in head.not_judged)
+
+
+@pytest.mark.parametrize("how", RINGS)
+def test_hops_add_up_to_the_whole(how: str, folder: Path) -> None:
+    """In fp32, as all of these rings do it; "observed" has a backward of its own that nobody sees."""
+    first = [c for c in captures(folder / how) if c.metadata.step == 0]
+    found = ring_merges(first, "train", torch.device("cpu"))
+    outputs = ("o",) if how == "observed" else ("o", "dq", "dk", "dv")
+    assert {(m.layer, m.rank, m.output) for m in found} == set(product(range(LAYERS), range(2), outputs))
+    for merge in found:
+        assert merge.way == "in fp32, cast once"
+        assert not merge.hop_is_off
+        assert max(merge.error, merge.from_merge, merge.from_hops) < 3 * ROUNDINGS
+    assert not with_rings([], found)
 
 
 @pytest.mark.parametrize("how", RINGS)

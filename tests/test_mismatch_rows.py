@@ -166,3 +166,47 @@ def test_hidden_keys_are_no_sink(hidden: float, words: str, tmp_path: Path) -> N
 
     said = mismatch(tmp_path, normal(2), engine)
     assert said.startswith(f"FAIL the runs part in layer 0: rollout computes with {words}"), said
+
+
+def _base_e_taken_as_base_2(case: CaseInputs) -> Tensor:
+    """Two splits whose natural LSE is put into exp2."""
+    hidden = torch.ones(192, 192, dtype=torch.bool).triu(1)
+    scores = (case.q.double() @ case.k.double().mT * case.scale).masked_fill(hidden, -torch.inf)
+    outs, logs = [], []
+    for keys in (slice(0, 64), slice(64, 128), slice(128, 192)):
+        logs.append(scores[..., keys].logsumexp(-1, keepdim=True))
+        outs.append((scores[..., keys] - logs[-1]).exp().nan_to_num(0.0) @ case.v[..., keys, :].double())
+    weights = torch.exp2(torch.stack(logs))
+    return ((torch.stack(outs) * weights).sum(0) / weights.sum(0)).bfloat16()
+
+
+def test_a_natural_lse_put_into_exp2_is_named(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, normal(4), _base_e_taken_as_base_2)
+    assert "merged through an LSE to base e that is taken as one to base 2" in said
+
+
+def test_dropout_is_refused_with_what_to_do() -> None:
+    case = normal(5)
+    tensors = {"q": case.q, "k": case.k, "v": case.v, "o": emulate(FA2, case, CPU)["o"]}
+    plain = attn_diag.Capture.from_tensors(tensors, causal="top-left", layer=0)
+    kept = torch.ones(1, 2, 192, 192, dtype=torch.bool)
+    dropping = attn_diag.Capture.from_tensors(
+        {**tensors, "dropout_mask": kept}, causal="top-left", layer=0, dropout_p=0.1
+    )
+    for pair in ((plain, dropping), (dropping, plain)):
+        with pytest.raises(attn_diag.InputError, match=r"attention dropout \(p = 0.1\).*model.eval\(\)"):
+            attn_diag.mismatch(*pair)
+
+
+def test_a_small_jump_outside_attention_is_told_and_no_cause() -> None:
+    """x of layer 1 differs by 2 %, and nothing before it."""
+    case, runs = normal(6), []
+    x = torch.randn(1, 192, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for off in (0.0, 0.02):
+        other = x + off * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        tensors = {"q": case.q, "k": case.k, "v": case.v, "o": emulate(FA2, case, CPU)["o"]}
+        layers = [{**tensors, "x": x}, {**tensors, "x": other}]
+        runs.append([attn_diag.Capture.from_tensors(t, causal="top-left", layer=n) for n, t in enumerate(layers)])
+    found = attn_diag.mismatch(*runs)
+    assert not found.causes
+    assert any("Layer 1: x differs by 2" in note and "explain_logprobs" in note for note in found.notes)

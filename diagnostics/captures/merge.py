@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.hops import without_hops
 from attn_diag.captures.joined import JoinedSource, equal_bits
 from attn_diag.captures.metadata import Metadata
 from attn_diag.captures.sequence import joined_rows
@@ -88,7 +89,7 @@ def _alone(capture: Capture) -> Capture:
 
 def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
     """The captures of one call, merged as far as they agree, and the warnings."""
-    group = sorted(group, key=_rank)
+    group = [replace(capture, tensors=without_hops(capture.tensors)) for capture in sorted(group, key=_rank)]
     ranks = [_rank(capture) for capture in group]
     if len(set(ranks)) < len(ranks):
         twice = next(rank for rank in ranks if ranks.count(rank) > 1)

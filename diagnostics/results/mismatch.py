@@ -10,7 +10,7 @@ from attn_diag.results.base import Number, Result, Tool
 RunName = Literal["train", "rollout"]
 CauseKind = Literal[
     "scale", "window", "mask", "sink", "softcap", "position", "norm", "weights", "storage", "merge", "lse-base",
-    "coarse", "unnamed-o", "unnamed-input",
+    "coarse", "ring", "hop", "unnamed-o", "unnamed-input",
 ]  # fmt: skip
 MismatchLabel = Literal["semantics", "rounding", "unnamed"]
 Place = Literal["stream", "projection", "attention"]
@@ -67,9 +67,10 @@ class MismatchCause:
     kind: CauseKind
     """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
     weights: another w_q; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged through
-    a narrow LSE; coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its
-    emulation explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x
-    differ by more than rounding, and nothing tried says why."""
+    a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring is off by itself;
+    coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its emulation
+    explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x differ by more
+    than rounding, and nothing tried says why."""
     label: MismatchLabel
     """semantics: the two compute something else; rounding: one rounds more; unnamed: not told which."""
     side: RunName | Literal["both"]
@@ -237,6 +238,48 @@ class MismatchRepair:
     """What is left of the rms difference."""
 
 
+@dataclass(frozen=True)
+class RingMerge:
+    """How a rank of a ring put the results of its hops together, and which part of the error each step makes.
+
+    Norms are over that of what is right, in float64, of some heads."""
+
+    run: RunName
+    """Which run."""
+    layer: int
+    """The model's number of the layer."""
+    rank: int
+    """Whose rows (of o and dq), or whose keys (of dk and dv)."""
+    output: Literal["o", "dq", "dk", "dv"]
+    """What was put together."""
+    hops: int
+    """Of so many."""
+    error: Number
+    """Norm of the whole error."""
+    from_merge: Number
+    """Of what putting the hops' results together adds to it, beside doing that exactly."""
+    from_hops: Number
+    """Of what the hops' own errors add up to; those of a gradient given the captured O and LSE."""
+    from_forward: Number | None
+    """Of what a gradient has from errors of O and LSE; null for o."""
+    merge_factor: Number | None
+    """``from_merge`` over what doing it in fp32 with one cast at the end leaves; null where that leaves nothing."""
+    way: str
+    """The format and order whose bits the result has; empty: none that was tried."""
+    agreement: Number
+    """The part of its elements that have the bits of the nearest way."""
+    worst_hop: int
+    """The hop furthest off, beside its roundings, in the order in which they ran."""
+    worst_hop_rank: int
+    """The rank whose keys it saw; of dk and dv whose rows."""
+    worst_hop_error: Number
+    """Norm of its error over that of what it adds."""
+    worst_hop_factor: Number | None
+    """The same over what rounding at every site of a kernel leaves; null where that is not known (fp32)."""
+    hop_is_off: bool
+    """Whether no rounding makes that: it is beyond twice that, and twice what the other hops have."""
+
+
 @dataclass(frozen=True, repr=False)
 class Mismatch(Result):
     """The result of ``attn_diag.mismatch``."""
@@ -269,6 +312,8 @@ class Mismatch(Result):
     """What would remove how much, the most first."""
     notes: tuple[str, ...]
     """What was left out or assumed, in sentences."""
+    merges: tuple[RingMerge, ...] = ()
+    """Of ring attention whose captures hold the hops: by layer, rank and output."""
     schema: Literal["attn-diag-mismatch"] = "attn-diag-mismatch"
     schema_version: Literal[1] = 1
 

@@ -19,6 +19,8 @@ _RUNS: tuple[RunName, RunName] = ("train", "rollout")
 _ROUNDINGS = 8
 # What came in may be amplified, but not by so much in one layer.
 _JUMP = 4.0
+# From so many units on, a jump that may be rounding still is worth a sentence.
+_NOTED = 2
 # Scales that were stored in fp32.
 _SAME_SCALE = 1e-5
 
@@ -75,6 +77,20 @@ def alike(found: ComparedLayer) -> bool:
         if fit.factor:
             expected += float(found.sums[f"{name}.error"].sum()) / fit.factor**2
     return apart <= LOSSY**2 * expected and all(fit.coarse for fit in found.fits)
+
+
+def small_jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> str:
+    """What is said of an x that differs more than what came in, by no more than roundings may; empty: nothing."""
+    if result.x is None or not before or before[-1].layer != found.layer - 1:
+        return ""
+    came_in = max(before[-1].difference, before[-1].x or 0.0)
+    if not max(_NOTED * found.unit, _JUMP * came_in) < result.x <= _ROUNDINGS * found.unit:
+        return ""
+    return (
+        f"Layer {found.layer}: x differs by {percent(result.x)}, where O and x of layer {before[-1].layer} differ by "
+        f"{percent(came_in)} at most: roundings outside attention may make that, and so may an MLP, a norm or a "
+        "residual that differs a little; attn_diag.explain_logprobs with the model tells which."
+    )
 
 
 def _cause(
@@ -219,7 +235,7 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
         where = f"O of layer {before[-1].layer} by {percent(before[-1].difference)}" if before else "nothing before it"
         return "stream", (
             f"the attention's input x differs by {percent(result.x)}, {where}: something outside attention (norm, MLP, "
-            "embedding, projection of O) is another"
+            "embedding, projection of O, dropout) is another"
         )
     if result.x is None and before:
         return _unseen_jump(found, result, before[-1])

@@ -43,7 +43,7 @@ class SplitMerge:
     count: int
     """So many splits of the keys of each row."""
     lse: str
-    """What L is rounded to before it weighs a split; base 2: it is multiplied by log2(e)."""
+    """What L is rounded to before it weighs a split; base 2: it is multiplied by log2(e), base e: divided by that."""
     order: Literal["together", "in turn"]
     """Whether all L are rounded and then summed, or the running one is rounded after each split, as in a ring."""
 
@@ -52,7 +52,8 @@ class SplitMerge:
         """In a sentence."""
         what = f"splits of {self.size} keys" if self.size else f"{self.count} splits of each row's keys"
         how = "" if self.order == "together" else ", one after the other"
-        taken = f"in {self.lse}" if self.lse in _FORMATS else "to base 2 that is taken as one to base e"
+        other = {"base 2": "base e", "base e": "base 2"}
+        taken = f"in {self.lse}" if self.lse in _FORMATS else f"to {self.lse} that is taken as one to {other[self.lse]}"
         return f"{what} merged through an LSE {taken}{how}"
 
     def out(self, partials: Partials) -> Tensor:
@@ -72,7 +73,7 @@ class SplitMerge:
     def _kept(self, lse: Tensor) -> Tensor:
         """L as it is kept."""
         if self.lse not in _FORMATS:
-            return lse * math.log2(math.e)
+            return lse * (math.log2(math.e) if self.lse == "base 2" else math.log(2))
         rounded = round_nearest_even(lse.nan_to_num(neginf=0.0), format_of(_FORMATS[self.lse]))
         return rounded.where(lse.isfinite(), lse)
 
@@ -293,7 +294,7 @@ def _merges(stated: Stated) -> Iterator[tuple[OtherComputation, list[Tensor]]]:
     blocks = [blocks_of(s, rows) for rows, s in stated]
     for size, count in [(size, 0) for size in sizes] + [(None, count) for count in counts]:
         partials = [Partials.of(rows, s, b, size, count) for (rows, s), b in zip(stated, blocks, strict=True)]
-        for lse, order in product((*_FORMATS, "base 2"), ("together", "in turn")):
+        for lse, order in product((*_FORMATS, "base 2", "base e"), ("together", "in turn")):
             merge = SplitMerge(size, count, lse, order)  # type: ignore[arg-type]
-            kind: CauseKind = "lse-base" if lse == "base 2" else "merge"
+            kind: CauseKind = "merge" if lse in _FORMATS else "lse-base"
             yield OtherComputation(kind, merge.words, _set(), merge), [merge.out(p) for p in partials]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attn_diag.analyses.mismatch.causes import alike, causes_of
+from attn_diag.analyses.mismatch.causes import alike, causes_of, small_jump
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
+from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import find_captures, load
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from attn_diag.work import Progress
+
+_NAMES: tuple[RunName, RunName] = ("train", "rollout")
 
 CapturedRun = str | PathLike[str] | Capture | Sequence[Capture]
 
@@ -90,7 +93,7 @@ def compare_runs(
 ) -> ComparedRuns:
     """As ``mismatch``, with what a closer look needs."""
     at = pick_device(device)
-    sides = [_captures(side, name) for side, name in ((train, "train"), (rollout, "rollout"))]
+    sides = [_captures(side, name) for side, name in zip((train, rollout), _NAMES, strict=True)]
     layers, runs = read_runs(sides[0], sides[1], at)
     matched, notes = pairs(*runs)
     notes = [*runs[0].notes, *runs[1].notes, *notes]
@@ -108,7 +111,10 @@ def compare_runs(
             notes.append(f"Layer {layer}: no row is in both runs.")
             continue
         result = layer_result(found)
-        causes += causes_of(found, result, results)
+        new = causes_of(found, result, results)
+        causes += new
+        if not new and (said := small_jump(found, result, results)):
+            notes.append(said)
         if alike(found):
             factors = " and ".join(times(fit.factor) for fit in found.fits)
             notes.append(
@@ -121,6 +127,8 @@ def compare_runs(
             progress(done + 1, len(layers))
     if not results:
         raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
+    merges = [m for side, name in zip(sides, _NAMES, strict=True) for m in ring_merges(side, name, at)]
+    causes = with_rings(causes, merges)
     identical = all(layer.difference == 0 for layer in results)
     first = causes[0] if causes else None
     whole = Mismatch(
@@ -138,6 +146,7 @@ def compare_runs(
         logprobs=None,
         repairs=tuple(repairs_of(compared, causes)),
         notes=tuple(notes),
+        merges=tuple(merges),
     )
     return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared))
 

@@ -131,7 +131,11 @@ def by_layer(captures: Sequence[Capture]) -> tuple[dict[int, dict[CallKey, Captu
     if len(stated) > 1:
         raise InputError(f"{with_o[0].source}: only some captures of this run state their layer; state it in all")
     if dropping := next((c for c in with_o if KEPT in c.tensors), None):
-        raise InputError(f"{dropping.source}: captured with dropout, which no rollout has; capture model.eval()")
+        raise InputError(
+            f"{dropping.source}: captured with attention dropout (p = {dropping.metadata.dropout_p:g}): what it drops "
+            "would drown every other difference, and no engine drops; expected both runs without it: capture after "
+            "model.eval(), or with an attention dropout of 0"
+        )
     found: dict[int, list[tuple[CallKey, Capture]]] = {}
     for capture in with_o:
         m = capture.metadata

@@ -18,6 +18,7 @@ from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import PACKING
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
+from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.pipeline import Stage
 
 
@@ -144,6 +145,8 @@ class AttentionCall:
     own: OwnRows | None = None
     """Where other ranks have other rows: which are these. dk and dv are those of the rank's own keys then, summed over
     the rows of all ranks, while k and v are all the keys that the rows may see."""
+    hops: RingHops | None = None
+    """Of a ring what each hop returned: in the forward, and behind the backward there."""
     stage: Stage | None = None
     """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
@@ -186,7 +189,7 @@ class AttentionCall:
         """Forget the forward's data, once copied: else it would live on, checkpointed or not, until the backward."""
         # Tensors on "meta" would take microseconds, and what is asked for afterwards is what these were.
         self.q, self.k, self.v, self.o = (cast(Tensor, _Gone.of(t)) for t in (self.q, self.k, self.v, self.o))
-        self.lse = self.mask = self.x = self.w_q = self.sinks = self.alibi_slopes = self.dropout_mask = None
+        self.lse = self.mask = self.x = self.w_q = self.sinks = self.alibi_slopes = self.dropout_mask = self.hops = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by their names in capture format 1.
@@ -321,7 +324,7 @@ class Part:
                 part = part[items[0] : items[-1] + 1] if together else torch.stack([part[b] for b in items])
             if not some_heads:
                 pass
-            elif name in ("k", "v", "dk", "dv", "own_dk", "own_dv"):
+            elif name in ("k", "v") or name.endswith(("dk", "dv")):
                 part = part[:, first // group : last // group]
             elif name != "x" and part.shape[1] == heads:
                 part = part[:, first:last]

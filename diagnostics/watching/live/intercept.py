@@ -286,7 +286,8 @@ def _late(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
 
 def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hop's backward is given the merged O and LSE, and returns its part of the gradients."""
-    _thread.hops = deque(maxlen=0)
+    hops: list[OperatorBackward] | deque[OperatorBackward] = [] if _looking else deque(maxlen=0)
+    _thread.hops = hops
     try:
         result = function(*args, **kwargs)
     finally:
@@ -294,7 +295,7 @@ def _run_ring_backward(site: RingBackward, function: Function, args: tuple[Any, 
     backlog.tell()
     for observer in tuple(_looking):
         try:
-            back = site.back(bind(function, site, args, kwargs), result)
+            back = site.back(bind(function, site, args, kwargs), result, list(hops))
         except Exception as error:  # never an exception in somebody's training
             observer.failed(error)
             continue
@@ -352,9 +353,9 @@ def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observ
 
 
 def _backward(back: OperatorBackward) -> None:
-    if _in_ring():
-        return
-    if back.is_cuda and recordings.takes():
+    if (hops := _thread.hops) is not None:
+        hops.append(back)
+    elif back.is_cuda and recordings.takes():
         recordings.backward(back)
     else:
         _went_back(back)

@@ -15,6 +15,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.declared import declare_operator
+from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.rings import WINDOW, Order, merged
 from attn_diag.watching.live.sites import AttentionSite, Fields, gradients, turned, unchanged
 from attn_diag.watching.live.tap import Tap
@@ -155,7 +156,8 @@ def observe(
             keys, values, own = merged(lay_out(q), lay_out(k), lay_out(v), tap.hops, ring, group, causal=causal)
             # The first hop sees all rows, in the dtype to which the function may have cast them.
             found["q"] = found["q"].to(keys.dtype)
-            found |= {"k": keys, "v": values, "own": own, "refused": refused}
+            parts = RingHops.forward(tap.hops, values.shape[-1])
+            found |= {"k": keys, "v": values, "own": own, "refused": refused, "hops": parts}
             found["kernel"] = f"{label} of {tap.hops[0].kernel}, {plural(len(tap.hops), 'hop')}"
         return found
 

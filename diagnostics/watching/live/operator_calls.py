@@ -210,9 +210,11 @@ class OperatorBackward:
 
     Attributes:
         forward: What was recorded of the forward, where that is known.
+        hops: Of a ring's, those of its hops.
     """
 
     forward: object | None = None
+    hops: Sequence[OperatorBackward] = ()
 
     def __init__(
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.gradients_to_come import GradientToCome
+from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.sites import Graph, LayOut
@@ -192,6 +193,7 @@ class Pending:
         self._kept, self._last_row = [], None
         if back.forward is not None:
             self.call.copied |= {"do", "dq", "dk", "dv"}
+        self.call.hops = RingHops.backward(back.hops) if back.hops else None
         self._take(back.do, back.gradients)
 
     def give_up(self) -> None:

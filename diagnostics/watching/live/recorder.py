@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable
@@ -14,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from attn_diag.captures.capture import Capture, Captures
+from attn_diag.captures.hops import is_of_hop
 from attn_diag.captures.places import place
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
@@ -28,14 +28,13 @@ from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
 from attn_diag.watching.live.watch import UNSTEPPED, Watch
-from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, newest
+from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, file_name, newest
 
 _log = logging.getLogger("attn_diag")
 _GIB = 2**30
 # Device memory that may wait for the host at one time.
 _IN_FLIGHT = 4 * _GIB
 _LAST_TIMEOUT = 60.0
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 Steps = Container[int] | Callable[[int], bool]
 
@@ -67,6 +66,7 @@ class Recorder:
         max_bytes: int,
         first_step: int,
         if_taken: IfTaken,
+        hops: bool,
     ) -> None:
         for name, chosen in (("layers", layers), ("calls", calls), ("steps", None if callable(steps) else steps)):
             require_container(name, chosen)
@@ -80,7 +80,7 @@ class Recorder:
         self._asked, self._if_taken = place(path), if_taken
         self._model, self._first_step, self._step = model, first_step, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
-        self._part, self._ring = Part(heads, batch), ring
+        self._part, self._ring, self._hops = Part(heads, batch), ring, hops
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[CallPlace, Taken] = {}
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
@@ -246,25 +246,26 @@ class Recorder:
         if reason := call.refused or self._part.missing(call):
             self._losses.add(f"{call.place.module or 'attention'}: {reason}")
             return
-        tensors, metadata = self._part.clones(call, call.tensors()), self._metadata(call)
+        tensors, metadata = self._part.clones(call, self._tensors(call)), self._metadata(call)
         size = bytes_of(tensors.values())
         if call.place.gradients:
             # Those to come: of q, k, v and o, and perhaps of the projection's output.
             late = ("q", "k", "v", "o", *(("q",) if call.x is not None else ()))
             size += bytes_of(tensors[name] for name in late)
+            size += 3 * bytes_of(t for name, t in tensors.items() if is_of_hop(name))
         if self._bytes + size > self._max_bytes:
             self._full = True
             self._losses.add(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
             return
         self._bytes += size
-        self._taken[call.place] = Taken(tensors, metadata, call.place.step, self._name(call))
+        self._taken[call.place] = Taken(tensors, metadata, call.place.step, file_name(call.place, metadata["rank"]))
         call.let_go()
 
     def backward(self, call: AttentionCall) -> None:
         """Clone what is chosen of the gradients, and hand the call over."""
         taken = self._taken.pop(call.place, None)
         if taken is not None:
-            late = {name: t for name, t in call.tensors().items() if name in _LATE}
+            late = {name: t for name, t in self._tensors(call).items() if name in _LATE or is_of_hop(name)}
             taken.tensors |= self._part.clones(call, late)
             self._submit(taken)
 
@@ -279,6 +280,9 @@ class Recorder:
 
     # Ourselves.
 
+    def _tensors(self, call: AttentionCall) -> dict[str, Tensor]:
+        return call.tensors() | (call.hops.tensors() if self._hops and call.hops is not None else {})
+
     def _metadata(self, call: AttentionCall) -> dict[str, Any]:
         metadata = call.metadata()
         if self._where is None:
@@ -287,12 +291,6 @@ class Recorder:
         extra = {**metadata["extra"], "run": self._run, "world_size": str(count)}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
         return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": number, "extra": extra}
-
-    def _name(self, call: AttentionCall) -> str:
-        where = call.place
-        module = "" if where.module is None else "_" + _NOT_IN_NAMES.sub("-", where.module or "model")
-        number = rank() if self._where is None else self._where[0]
-        return f"step{where.step:06d}_layer{where.layer:02d}{module}_call{where.call}_rank{number}.safetensors"
 
     def _submit_open(self) -> None:
         intercept.backlog.tell()
@@ -323,6 +321,7 @@ def capture(
     max_bytes: int = _GIB,
     first_step: int = 0,
     if_taken: IfTaken = "stop",
+    hops: bool = False,
 ) -> Recorder:
     """Capture the attention calls of a model while it runs, as files that ``inspect`` reads.
 
@@ -362,6 +361,7 @@ def capture(
         first_step: the number of the first step.
         if_taken: where another run captures into the folder, or has (this one before it was killed, perhaps): "stop"
             with an InputError, or take "another": <path>-2, <path>-3 and so on, the same for all ranks of a run.
+        hops: of ring attention keep what every hop returned too, so that ``mismatch`` tells which merge errs.
 
     Returns:
         A context manager (also ``start()`` and ``close()``).
@@ -372,7 +372,7 @@ def capture(
     """
     return Recorder(
         model, path, steps=steps, layers=layers, heads=heads, batch=batch, calls=calls, ring=ring,
-        max_bytes=max_bytes, first_step=first_step, if_taken=if_taken,
+        max_bytes=max_bytes, first_step=first_step, if_taken=if_taken, hops=hops,
     )  # fmt: skip
 
 

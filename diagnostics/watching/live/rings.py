@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live.call import OwnRows
+from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.sites import AttentionSite, Fields, LayOut, turned, unchanged
 from attn_diag.watching.live.tap import Tap
@@ -42,11 +43,15 @@ class RingBackward(AttentionSite):
 
     lay_out: LayOut = unchanged
 
-    def back(self, a: Mapping[str, Any], result: Sequence[Tensor]) -> OperatorBackward:
-        """What a fused operator's backward would have told of it."""
+    def back(
+        self, a: Mapping[str, Any], result: Sequence[Tensor], hops: Sequence[OperatorBackward]
+    ) -> OperatorBackward:
+        """What a fused operator's backward would have told of it, and of its hops."""
         given = _named(a)
         o, do = self.lay_out(given["o"]), self.lay_out(given["do"])
-        return OperatorBackward.known(o, given["lse"], do, [self.lay_out(t) for t in result[:3]])
+        found = OperatorBackward.known(o, given["lse"], do, [self.lay_out(t) for t in result[:3]])
+        found.hops = hops
+        return found
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def _reader(ring: _Ring) -> Callable[[Mapping[str, Any], Any, Tap], Fields]:
             "causal": "top-left" if causal else "none",
             "scale": given.get("scale"),
             "own": own,
+            "hops": RingHops.forward(hops, v.shape[-1]),
             "refused": refused,
             "operator": whole,
         }

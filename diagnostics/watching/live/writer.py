@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
+from attn_diag.watching.live.call import CallPlace
 from attn_diag.watching.live.claim import Claim, RemoteClaim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.stream_capture import stay_out_of_graphs
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 # So many bytes at most wait for the end of a step to be handed over.
 _TOGETHER = 2**26
 _newest: list[Taken] = []
@@ -53,6 +56,12 @@ class Taken:
             self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.ready.record(torch.cuda.current_stream(device))
         return self
+
+
+def file_name(place: CallPlace, rank: int) -> str:
+    """What the file of a call is called."""
+    module = "" if place.module is None else "_" + _NOT_IN_NAMES.sub("-", place.module or "model")
+    return f"step{place.step:06d}_layer{place.layer:02d}{module}_call{place.call}_rank{rank}.safetensors"
 
 
 @dataclass
