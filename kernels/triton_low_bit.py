@@ -1,6 +1,6 @@
 """Attention below 16 bits in the Triton forward: codes of q and k, of P_bar and v, and the scales beside them.
 
-    S = (q_codes k_codes^T) s_q s_k        INT8 or E4M3; a scale for every row of q and k, which a block or a head shares
+    S = (q_codes k_codes^T) s_q s_k        INT8 or E4M3; a scale for every row of q and k (of a block, a head)
     O_bar = cast(c P_bar) v_codes          E4M3, c the recipe's ``probs_scale``; or P_bar and v in 16 bits
     O = (O_bar / c) s_v / l                a scale a feature of v
 
