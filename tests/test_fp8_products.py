@@ -150,7 +150,7 @@ def test_triton_dot_of_small_tiles_bit_for_bit(kind: str) -> None:
     ("kind", "length", "misses"), [("bit patterns", 32, 1124), ("wide", 64, 1458), ("one large", 96, 326)]
 )
 def test_widened_operands_have_an_h200s_sums(kind: str, length: int, misses: int) -> None:
-    """As many of these sums as an H200's own had other bits than this wrong model: ``fp8_products_h200.json``."""
+    """As many of these sums as an H200's own had other bits than this wrong model, on 2026-11-23."""
     a, b = bench.inputs(kind, length, 2027)
     got = tensor_core_matmul(a, b, core=HOPPER_WIDENED_FP8, operands="fp16")
     assert bench.missed(got.float(), replace(HOPPER, block=32), a, b) == misses
