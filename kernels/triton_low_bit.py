@@ -172,7 +172,7 @@ def in_codes(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe
         # An FP8 product takes both operands along the summed axis: keys, of v.
         stored[2] = stored[2].mT.contiguous().mT
     return Codes(
-        replace(geometry, scores_of=scores_of, values_of=values_of, tma=False), *stored,
+        replace(geometry, scores_of=scores_of, values_of=values_of, tma=False), stored[0], stored[1], stored[2],
         torch.stack(scales).view(batch, heads, -1),
         torch.stack(shifts).view(q.shape[:3]) if shifts else None,
     )  # fmt: skip
