@@ -112,7 +112,8 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
         step = (made.codes.double().abs() * 2.0**-fmt.mantissa_bits).clamp(min=least)
     apart = (made.values.double() - observed.double()).abs()
     slack = torch.finfo(observed.dtype).eps * made.values.double().abs()
-    return apart > step * scale * (1 + _FACTOR_TOLERANCE) + slack
+    # Where a block's own scale becomes 0, others keep their smallest one.
+    return (apart > step * scale * (1 + _FACTOR_TOLERANCE) + slack) & (scale > 0)
 
 
 def identify(
