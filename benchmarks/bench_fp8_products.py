@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from measuring import made_by, options_of, save
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels.accumulation import HOPPER_FP8, HOPPER_FP8_PROMOTED, TensorCore, tensor_core_matmul
@@ -90,7 +91,13 @@ def paths() -> dict[str, Product]:
         return call
 
     def triton(tile: int, promoted: bool) -> Product:
-        return lambda a, b: triton_probes.fp8_dot(a, b, torch.zeros(M, N, device=a.device), tile, promoted=promoted)[0]
+        def call(a: Tensor, b: Tensor) -> Tensor:
+            # Products of zeros behind the others change no sum.
+            more = -a.shape[1] % 128 if promoted else 0
+            a, b = (pad(x.view(torch.uint8), (0, more)).view(x.dtype) for x in (a, b.T))
+            return triton_probes.fp8_dot(a, b.T, torch.zeros(M, N, device=a.device), tile, promoted=promoted)[0]
+
+        return call
 
     found = {"_scaled_mm, fast": scaled(True), "_scaled_mm": scaled(False)}
     zeros = torch.zeros(M, 128, device="cuda").to(torch.float8_e4m3fn)
@@ -115,9 +122,13 @@ def planted() -> dict[str, Product]:
     }
 
 
-def missed(got: Tensor, core: TensorCore, a: Tensor, b: Tensor) -> int:
+# An mma.sync's operands: E4M3's subnormals are normal numbers in FP16.
+WIDENED = "mma.sync of fp16"
+
+
+def missed(got: Tensor, core: TensorCore, a: Tensor, b: Tensor, operands: str = "e4m3") -> int:
     """Sums in which the model has other bits; a zero of the other sign is not counted."""
-    model = tensor_core_matmul(a, b, core=core).float()
+    model = tensor_core_matmul(a, b, core=core, operands=operands).float()
     return int(((got != model) & ~(got.isnan() & model.isnan())).sum())
 
 
@@ -129,14 +140,17 @@ def _simplest_first(core: TensorCore) -> tuple[Any, ...]:
 class Search:
     """Models of one path, narrowed down over longer and longer sums."""
 
-    def __init__(self, path: Product, seed: int, device: torch.device | str) -> None:
-        self._path, self._seed, self._device = path, seed, device
+    def __init__(self, path: Product, seed: int, device: torch.device | str, operands: str = "e4m3") -> None:
+        self._path, self._seed, self._device, self._operands = path, seed, device, operands
 
     def narrowed(self, cores: list[TensorCore], lengths: tuple[int, ...]) -> list[tuple[int, TensorCore]]:
         """The models that miss least at these lengths, with their misses; ties all stay."""
         cases = [inputs(kind, length, self._seed, self._device) for kind in KINDS for length in lengths]
         outputs = [self._path(a, b) for a, b in cases]
-        counts = [sum(missed(out, core, a, b) for out, (a, b) in zip(outputs, cases, strict=True)) for core in cores]
+        by = self._operands
+        counts = [
+            sum(missed(out, core, a, b, by) for out, (a, b) in zip(outputs, cases, strict=True)) for core in cores
+        ]
         order = sorted(range(len(cores)), key=counts.__getitem__)
         last = counts[order[min(KEPT, len(order)) - 1]]
         return [(counts[i], cores[i]) for i in order if counts[i] <= last][: 16 * KEPT]
@@ -147,7 +161,8 @@ class Search:
             TensorCore(block=32, fraction_bits=bits, alignment=align, result=result, sums=kept)
             for bits, align, result, kept in product(BITS, MODES, MODES, SUMS)
         ]
-        single = [replace(core, block=block) for block in (16, 32) for core in one]
+        ways = [(16, False), (32, False)] + [(16, True)] * (self._operands == "fp16")
+        single = [replace(core, block=block, pairs=pairs) for block, pairs in ways for core in one]
         best = [core for _, core in self.narrowed(single, (32,))]
         wide = {
             replace(core, block=block, promotion=every)
@@ -163,8 +178,9 @@ class Search:
 def words(core: TensorCore) -> str:
     """A model in a line."""
     outside = "never added outside" if core.promotion is None else f"added in fp32 every {core.promotion}"
+    by = " by pairs of every four" if core.pairs else ""
     return (
-        f"{core.block} products at a time, {core.fraction_bits} bits beside the largest ({core.alignment}), sum to "
+        f"{core.block} products at a time{by}, {core.fraction_bits} bits beside the largest ({core.alignment}), sum to "
         f"{core.sums} ({core.result}), {outside}"
     )
 
@@ -181,13 +197,15 @@ def main() -> None:
     fits: dict[str, Any] = {}
     for name, path in (planted() if arguments.planted else paths()).items():
         try:
-            found = Search(path, arguments.seed, device).run(arguments.longest)
+            operands = "fp16" if WIDENED in name else "e4m3"
+            found = Search(path, arguments.seed, device, operands).run(arguments.longest)
         except Exception as error:  # a path that this GPU or version does not have
             fits[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
             print(f"{name}: {fits[name]['failed']}")
             continue
         best = found[0][1]
-        fits[name] = {"best": asdict(best), "equally good": sum(count == found[0][0] for count, _ in found)}
+        alike = sum(count == found[0][0] for count, _ in found)
+        fits[name] = {"best": asdict(best), "operands": operands, "equally good": alike}
         print(f"{name}: {words(best)}")
         for count, core in found[1:3]:
             print(f"    next, {count} missed against {found[0][0]}: {words(core)}")
@@ -197,7 +215,7 @@ def main() -> None:
             a, b = inputs(kind, length, arguments.seed + 1, device)
             got, exact = path(a, b), a.double() @ b.double()
             signed = float((got.double() - exact).mean() / exact.abs().mean())
-            rows.append(Row(name, kind, length, got.numel(), missed(got, best, a, b), signed))
+            rows.append(Row(name, kind, length, got.numel(), missed(got, best, a, b, operands), signed))
         mine = [row for row in rows if row.path == name]
         total, bad = sum(row.sums for row in mine), [row for row in mine if row.mismatches]
         print(

@@ -308,9 +308,10 @@ def main() -> None:
                 fault = "wrong descale" if plan.fault == "one head's descale" else plan.fault
                 counts["named"] += acts and fault in found["culprits"]
                 # A clipped or truncated v, and P, are smaller on average: that is said beside "casts of P_bar".
-                counts["misnamed"] += bool(set(found["culprits"]) - {fault, *ALIKE.get(fault, ())})
+                misnamed = bool(set(found["culprits"]) - {fault, *ALIKE.get(fault, ())})
+                counts["misnamed"] += misnamed
                 labels.update(found["labels"])
-                if acts and hit == (kind == "sound"):
+                if misnamed or (acts and hit == (kind == "sound")):
                     worst.append({"family": family, "seed": seed, **found})
                     if arguments.show:
                         print(name, worst[-1], file=sys.stderr)

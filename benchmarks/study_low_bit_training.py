@@ -4,16 +4,20 @@ Byte-level text (this repository's sources), a GPT of --layers layers. Arms: BF1
 quantised in the forward as the recipes fa3-fp8, mxfp8-attention and nvfp4-attention quantise them (straight-through
 gradients; sums are the device's, not FP22); INT4 weights of all linear layers in groups of 32 and of 128. At step
 --capture-at of the BF16 arm one layer is captured; ``what_if`` says how far off O and dQ each recipe would be there,
-``attribute`` which site is to blame, and ``quant`` the same of INT4's weights. Then an arm in which what was blamed in
-the arm with the largest loss is left whole. Reported whatever comes out. At most eight minutes on an H200.
+``attribute`` which site is to blame, and ``quant`` the same of INT4's weights. Then two arms with the recipe of the
+largest loss: what was blamed there is left whole, and what ``what_if`` says matters least. Every arm of a seed begins
+with the same weights and sees the same batches, so that losses are compared seed by seed. Reported whatever comes out.
 
-    python benchmarks/study_low_bit_training.py --device cuda --json benchmarks/results/low_bit_training_h200.json
+    for s in 0 1 2; do python benchmarks/study_low_bit_training.py --device cuda --seed $s --json seed$s.json & done
+    python benchmarks/study_low_bit_training.py --join seed*.json --json benchmarks/results/low_bit_training_h100.json
     python benchmarks/study_low_bit_training.py --tiny        # on a CPU, whether it runs
 """
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -254,11 +258,37 @@ def foresee(call: dict[str, Tensor], weight: Tensor, recipes: Iterable[str]) -> 
     return found
 
 
-def repaired(worst: Arm, foreseen: dict[str, Any]) -> Arm:
-    """What is blamed for O's error under its recipe is left whole."""
-    site = foreseen[worst.recipe]["guilty"].get("o", "")
-    whole = {"quantize_probs": "probs"}.get(site, site)
-    return Arm(f"{worst.name}, {whole} whole", worst.recipe, (whole,) if whole in SITES else ())
+# What ``attribute`` and ``what_if`` call the sites.
+_SITES = {"quantize_probs": "probs", "whole-probs": "probs"} | {f"whole-{n}": f"quantize_{n}" for n in "qkv"}
+
+
+def repaired(worst: Arm, foreseen: dict[str, Any]) -> list[Arm]:
+    """What is blamed for O's error under its recipe is left whole; and what leaves most of the error, if whole."""
+    found = foreseen[worst.recipe]
+    least = max(found["left"], key=found["left"].__getitem__)
+    chosen = {"blamed": found["guilty"].get("o", ""), "least": least}
+    sites = {why: _SITES.get(name, name) for why, name in chosen.items()}
+    return [Arm(f"{worst.name}, {why}: {s} whole", worst.recipe, (s,)) for why, s in sites.items() if s in SITES]
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several seeds: each arm's losses less those of BF16 of the same seed, mean and standard error."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for one in results:
+        plain = one["runs"][0]
+        for run in one["runs"][1:]:
+            if run["steps"] == plain["steps"]:
+                more = run["validation"] - plain["validation"], run["losses"][-1] - plain["losses"][-1]
+                # Which site was blamed may differ by seed.
+                name = run["arm"].split(":")[0]
+                rows.setdefault(name, []).append(more)
+    table = []
+    for name, found in rows.items():
+        spread = [statistics.stdev(x) / len(x) ** 0.5 if len(x) > 1 else math.nan for x in zip(*found, strict=True)]
+        means = [statistics.fmean(x) for x in zip(*found, strict=True)]
+        table.append({"arm": name, "seeds": len(found), "validation": means[0], "validation_error": spread[0],
+                      "training": means[1], "training_error": spread[1]})  # fmt: skip
+    return {"beside BF16": table, "seeds": results}
 
 
 def main() -> None:
@@ -271,7 +301,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seconds", type=float, default=55.0, help="of an arm, at most")
     parser.add_argument("--tiny", action="store_true", help="a few steps of a tiny model")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="results of several seeds")
     options = parser.parse_args()
+    if options.join:
+        found = joined([json.loads(file.read_text()) for file in options.join])
+        for row in found["beside BF16"]:
+            print(row)
+        save(found, options.json)
+        return
     if options.tiny:
         options.width, options.heads, options.layers, options.length, options.batch = 64, 2, 2, 64, 4
         options.steps, options.capture_at = 20, 10
@@ -292,9 +329,10 @@ def main() -> None:
         runs.append(train(arm, data, options, None))
         print(runs[-1])
     worst = max(arms, key=lambda arm: next(r.validation for r in runs if r.arm == arm.name))
-    runs.append(train(repaired(worst, foreseen), data, options, None))
-    print(runs[-1])
-    result = {"options": {k: v for k, v in vars(options).items() if k != "json"}, "foreseen": foreseen}
+    for arm in repaired(worst, foreseen):
+        runs.append(train(arm, data, options, None))
+        print(runs[-1])
+    result = {"options": {k: v for k, v in vars(options).items() if k not in ("json", "join")}, "foreseen": foreseen}
     save(made_by(options.device) | result | {"runs": [asdict(run) for run in runs]}, options.json)
 
 

@@ -1,5 +1,7 @@
 """SageAttention 1.0.6's own kernels beside the recipe ``sage1``: which part of O's elements has the same bits.
 
+The recipe is run twice: emulated, and by this project's own Triton kernel with the GPU's INT8 products.
+
 Needs a GPU and the wheel (`pip install sageattention==1.0.6`). Kinds of inputs, head dimensions, lengths and masks; of
 lengths that are no multiple of 64 without a causal mask also how far O is from float64: the released kernel does not
 mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads alone), so that they join the row sum.
@@ -32,6 +34,8 @@ from attn_diag.reference import AttentionHead, Masking, reference_head
 
 KINDS = ("gaussian", "k with a mean", "outliers", "large scores")
 HEADS = 4
+# Of these so many are emulated.
+EMULATED = 2
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,13 @@ class Row:
     width: int
     causal: bool
     equal: float
-    """The part of O's elements with the recipe's bits."""
+    """The part of O's elements with the recipe's bits, emulated."""
+    ours: float
+    """The part with the bits of this project's own kernel."""
+    ours_emulated: float
+    """The part of our kernel's elements with the emulation's bits."""
     without: dict[str, float]
-    """The same of recipes with one thing less."""
+    """As ``equal``, of recipes with one thing less; of the shortest sequences alone."""
     error: float
     """Of the kernel's O against float64, relative."""
     emulated_error: float
@@ -112,14 +120,21 @@ def main() -> None:
     device = pick_device("cuda")
     sageattn = importlib.import_module("sageattention.core").sageattn
 
-    rows = []
+    def kept() -> None:
+        save(made_by(device) | {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}, arguments.json)
+
+    rows: list[Row] = []
     for kind, length, width, causal in product(KINDS, (512, 1024, 200), (64, 128), (True, False)):
         q, k, v = (x.to(device) for x in inputs(kind, length, width, arguments.seed))
         got = sageattn(q, k.clone(), v, is_causal=causal)  # it takes k's mean off in place
-        counts = dict.fromkeys(("", *CHANGES), 0.0)
+        ours = attn_diag.attention(
+            q, k, v, recipe=preset("sage1", head_dim=width), causal="top-left" if causal else "none"
+        )
+        counts = dict.fromkeys(("", *(CHANGES if length == 512 else ())), 0.0)
+        ours_emulated = 0.0
         errors = torch.zeros(2, dtype=torch.float64)
         size = 0.0
-        for h in range(HEADS):
+        for h in range(EMULATED):
             masking = Masking("top-left" if causal else "none")
             one = [x[0, h].double() for x in (q, k, v)]
             head = AttentionHead(one[0], one[1], one[2], None, width**-0.5, masking)
@@ -127,22 +142,27 @@ def main() -> None:
             recipe = preset("sage1", head_dim=width)
             for name in counts:
                 made = emulate_head(replace(recipe, **CHANGES.get(name, {})), head).o
-                counts[name] += float((made == got[0, h]).double().mean()) / HEADS
+                counts[name] += float((made == got[0, h]).double().mean()) / EMULATED
                 if not name:
+                    ours_emulated += float((made == ours[0, h]).double().mean()) / EMULATED
                     errors[1] += float((made.double() - truth).square().sum())
             errors[0] += float((got[0, h].double() - truth).square().sum())
             size += float(truth.square().sum())
         relative = (errors / size).sqrt().tolist()
         own = counts.pop("")
-        rows.append(Row(kind, length, width, causal, own, counts, *relative))
+        by_kernel = float((ours == got).double().mean())
+        rows.append(Row(kind, length, width, causal, own, by_kernel, ours_emulated, counts, *relative))
+        kept()
         print(rows[-1])
         if arguments.capture and (kind, length, width, causal) == ("k with a mean", 512, 64, True):
             tensors = {n: x.cpu() for n, x in (("q", q), ("k", k), ("v", v), ("sage.o", got))}
             capture = attn_diag.Capture.from_tensors(tensors, causal="top-left", kernel="sageattention 1.0.6")
             capture.save(arguments.capture)
-    whole = [row.equal for row in rows if row.length % 64 == 0 or row.causal]
-    print(f"least {min(whole):.4%}, mean {sum(whole) / len(whole):.4%} of O's elements; {inspect.getfile(sageattn)}")
-    save(made_by(device) | {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}, arguments.json)
+    whole = [row for row in rows if row.length % 64 == 0 or row.causal]
+    for name in ("equal", "ours", "ours_emulated"):
+        shares = [getattr(row, name) for row in whole]
+        print(f"{name}: least {min(shares):.4%}, mean {sum(shares) / len(shares):.4%} of O's elements")
+    print(inspect.getfile(sageattn))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class TensorCore:
     """The format of a block's sum and the running one."""
     promotion: int | None = None
     """Products, a multiple of ``block``, after which the sum is added outside; None: never."""
+    pairs: bool = False
+    """Of twice ``block`` products the first pair of every four comes first, then the second; such twos are whole."""
 
 
 # Measured on an H200 (BF16 and FP16 operands; wgmma and mma.sync): no bit is missed in 1,966,080 sums of 16 to 4,096
@@ -71,6 +73,9 @@ HOPPER = TensorCore()
 HOPPER_FP8 = TensorCore(block=32, fraction_bits=13, sums="e8m13")
 # FP16 sums of FP16 operands, rounded to nearest after every instruction (MMA-Sim, as above).
 HOPPER_FP16_SUMS = TensorCore(result=Mode.NEAREST_EVEN, sums="fp16")
+# E4M3 operands of an mma.sync on Hopper: Triton widens them to FP16, two numbers of every four for an instruction (of
+# 32 products, which a thread holds by fours). Operands are "fp16" then.
+HOPPER_WIDENED_FP8 = TensorCore(pairs=True)
 # FP8 without ``use_fast_accum``: four instructions, then fp32 outside (CUTLASS's default interval).
 HOPPER_FP8_PROMOTED = replace(HOPPER_FP8, promotion=128)
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -129,6 +134,8 @@ def tensor_core_matmul(
     rounding = parse(operands)
     smallest = 2.0 ** (_FP32 if rounding is None else rounding.format).min_exponent
     a, b = a.double(), b.double()
+    if core.pairs:
+        a, b = _by_pairs(a, 2 * core.block), _by_pairs(b.T, 2 * core.block).T
     total = a.new_zeros(len(a), b.shape[1]) if accumulator is None else accumulator.double()
     if not core.subnormals:
         a, b, total = _flushed(a, smallest), _flushed(b, smallest), _flushed(total, _FP32_SMALLEST)
@@ -149,6 +156,13 @@ def tensor_core_matmul(
             running = added if finite else _with_infinities(added, x.values, y.values, running)
         parts.append(running if core.promotion is None else _added_outside(outside, running))
     return torch.cat(parts) if parts else total
+
+
+def _by_pairs(x: Tensor, width: int) -> Tensor:
+    """The columns of ``x`` [M, K] with the first two of every four of ``width`` before the others."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % width))
+    fours = x.view(len(x), -1, width // 4, 2, 2)
+    return fours.transpose(2, 3).reshape(x.shape)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from attn_diag.kernels.presets import preset
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING, Recipe
 from attn_diag.kernels.triton_backward import backward, backward_like
 from attn_diag.kernels.triton_forward import forward, forward_like
-from attn_diag.kernels.triton_low_bit import ELEMENTS, LEAST_WIDTH, MOST_WIDTH, QUANTIZER, is_fp8
+from attn_diag.kernels.triton_low_bit import low_bit_sites
 from attn_diag.kernels.triton_sequences import Sequences
 
 
@@ -57,10 +57,7 @@ def check_kernels_support(recipe: Recipe) -> None:
         "probs_scale": (1.0,),
         "arithmetic": ("fp32",),
     }
-    if is_fp8(recipe):
-        known |= dict.fromkeys(("quantize_q", "quantize_k", "quantize_v"), (QUANTIZER,))
-        known |= {"probs": (ELEMENTS,), "probs_scale": (recipe.probs_scale,), "row_sum_of": ("fp32-probs",)}
-        known |= dict.fromkeys(("row_sum", "range_pv", "accumulator"), ("fp32",))
+    known |= low_bit_sites(recipe)
     wrong = [f"{site}={getattr(recipe, site)}" for site, values in known.items() if getattr(recipe, site) not in values]
     tile, split = recipe.schedule.key_tile, recipe.schedule.split_keys
     if tile < 16 or tile & (tile - 1):
@@ -195,8 +192,6 @@ def attention(
     backward_recipe = recipe if backward_recipe is None else backward_recipe
     wanted = (r if isinstance(r, str) else r.json for r in (recipe, backward_recipe))
     recipes = [_resolve(name_or_json, dtype, dim) for name_or_json in wanted]
-    if instrument != "none" or borders[0] is not None or not LEAST_WIDTH <= dim <= MOST_WIDTH:
-        _refuse_fp8(recipes[0])
     left, right = window or (-1, -1)
     slots, n_slots = slots_of(q, instrument, dump_rows)
     key = 0 if instrument == "none" or torch.compiler.is_compiling() else next(_KEYS)
@@ -351,15 +346,6 @@ def sink_gradients(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse_fp8(recipe: str) -> None:
-    if is_fp8(Recipe.from_json(recipe)):
-        raise RecipeNotSupportedError(
-            f"FP8 kernels have no instruments, no packed sequences and no D outside {LEAST_WIDTH} to {MOST_WIDTH}: use "
-            "the emulation"
-        )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

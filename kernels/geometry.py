@@ -9,6 +9,8 @@ from attn_diag.kernels.recipe import Recipe
 
 Causal = Literal["none", "top-left", "bottom-right"]
 Level = Literal["none", "rows", "tiles", "full"]
+Operands = Literal["given", "int8", "e4m3"]
+"""Numbers as they are given, or codes with scales."""
 AlibiOrigin = Literal["row", "first-key", "last-key"]
 
 HEAD_DIMS = (16, 576)
@@ -92,8 +94,10 @@ class Geometry:
     """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
     """Whether they are counted two at a time."""
-    fp8: bool = False
-    """Whether q, k, v and P_bar are E4M3 codes, with a scale a head."""
+    scores_of: Operands = "given"
+    """What q k^T multiplies."""
+    values_of: Operands = "given"
+    """What P_bar V multiplies."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
     paged: bool = False

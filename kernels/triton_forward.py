@@ -38,7 +38,7 @@ from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, f
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_forward_kernel import forward_kernel
-from attn_diag.kernels.triton_low_bit import in_codes, is_fp8
+from attn_diag.kernels.triton_low_bit import check_low_bit, in_codes, low_bit_sites
 from attn_diag.kernels.triton_sequences import DENSE, Sequences
 from attn_diag.kernels.triton_tiles import described
 
@@ -90,9 +90,12 @@ def forward(
     group = heads // k_heads
     geometry = _with_group(geometry, group, q_length, k_length, recipe, sequences)
     on_cpu = q.device.type == "cpu"
-    scales = q
-    if is_fp8(recipe):
-        geometry, q, k, v, scales = in_codes(geometry, q, k, v)
+    scales, shift = q, None
+    if low_bit_sites(recipe):
+        plain = level == "none" and not sequences.packed
+        biased = any(x is not None for x in (softcap, sinks, sequences.slopes))
+        check_low_bit(recipe, head_dim, plain=plain, biased=biased)
+        geometry, q, k, v, scales, shift = in_codes(geometry, q, k, v, recipe, scale)
     out_format = DTYPES[recipe.out] if splits == 1 else torch.float32
     if on_cpu:
         # The interpreter's own BF16 is wrong: it gets BF16 numbers in fp32.
@@ -134,7 +137,7 @@ def forward(
     return ForwardOutputs(
         o.to(DTYPES[recipe.out]),
         full_o,
-        lse,
+        lse if shift is None else lse + shift,
         rows,
         scores.to(_kept_scores(recipe, sequences)),
         probs.to(DTYPES.get(recipe.probs, torch.float32)),
@@ -148,7 +151,8 @@ def _with_group(
     """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most (decoding)."""
     rows = q_length if sequences.table is None else q_length // len(sequences.table)
     # ptxas of Triton 3.6 may crash on such a kernel for a single key.
-    if 2 * rows > geometry.block_m or k_length == 1 or is_fp8(recipe) or recipe.schedule.order == "diagonal-first":
+    whole = bool(low_bit_sites(recipe)) or recipe.schedule.order == "diagonal-first"
+    if whole or 2 * rows > geometry.block_m or k_length == 1:
         return geometry
     # Few blocks, so that one has a core's shared memory: it loads two tiles ahead, where they are that narrow.
     narrow = max(geometry.block_d, geometry.block_dv) <= 64

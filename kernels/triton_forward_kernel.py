@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
-from attn_diag.kernels.triton_low_bit import cast_probs, head_scales, rescaled_sums
-from attn_diag.kernels.triton_math import as_operand, dot, dot_add, fused, round_to
+from attn_diag.kernels.triton_low_bit import cast_probs, range_product, rescaled_sums, scales_of
+from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot_add, fused, round_to
 from attn_diag.kernels.triton_sequences import head_slope, sequence_of
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
 from attn_diag.kernels.triton_tiles import (
@@ -60,10 +60,10 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
         if G.dump:
             dump_tile(dump, s, cast, m_new, tile, view[0], G)
         v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
-        if R.range_pv == "fp32" and R.accumulator == "fp32":
+        if R.range_pv == "fp32" and R.accumulator == "fp32" and R.pv_levels == "one":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
-            acc = add_range(acc, dot(cast, v, tl.constexpr(R.probs)), rescale, R)
+            acc = add_range(acc, range_product(cast, v, R), rescale, R)
         m = m_new
     return acc, l, m, near, cast_sum
 
@@ -161,7 +161,7 @@ def forward_kernel(
     pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
     keys = key_source(k_desc, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
     values = key_source(v_desc, v_ptr, b, hk, k_first, pages, stride_vb, stride_vh, stride_vt, stride_vd, G)
-    units = head_scales(scales_ptr, b, h, heads, G)
+    scales = scales_of(scales_ptr, b, h, heads, offs, dims, q_length, k_length, G)
     if G.group > 1:
         h += offs % G.group
         starts = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q_rows.to(tl.int64) * stride_qt
@@ -192,6 +192,8 @@ def forward_kernel(
     factor = 1.0
     if R.alpha == "in-exponent" and not G.softcap:
         factor = scale
+    if R.alpha == "in-q":
+        factor = 1.0 / LOG2_E  # it is in q, with log2 e
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -209,7 +211,7 @@ def forward_kernel(
         partial = tl.minimum(tl.maximum(partial, whole), end)
 
     sums = (acc, l, m, near, cast_sum)
-    task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, units)
+    task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, scales)
     exact_l = l
     if G.ranges:
         sums, exact_l = _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R, G)
@@ -240,7 +242,7 @@ def forward_kernel(
         l = round_to(l * shrink + own, tl.constexpr(R.row_sum))
         keys_l += beside_keys
 
-    acc = rescaled_sums(acc, units, R, G)
+    acc = rescaled_sums(acc, scales, R, G)
     # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
     unseen = (m == float("-inf")) & (l == 0)
     o = acc * tl.div_rn(1.0, tl.where(unseen, 1.0, l))[:, None]

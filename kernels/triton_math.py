@@ -70,7 +70,17 @@ def dot(a, b, FORMAT: tl.constexpr):
     elif FORMAT == "fp32":
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
-        product = tl.dot(a, b)
+        product = tl.dot(a, b).to(tl.float32)  # of INT8 codes an INT32
+    return product
+
+
+@triton.jit
+def dot_in_halves(a, b):
+    """``a @ b`` of FP16 operands, summed in FP16; interpreted, rounded to it once."""
+    if INTERPRETED:
+        product = dot(a, b, "fp16").to(tl.float16).to(tl.float32)
+    else:
+        product = tl.dot(a, b, out_dtype=tl.float16).to(tl.float32)
     return product
 
 

@@ -15,7 +15,7 @@ from attn_diag.kernels.triton_math import dot_add
 
 # Rows and columns of a tile, and its warps: the first is a wgmma where the GPU has one, the second an mma.sync.
 TILES = ((64, 4), (16, 1))
-Instruction = Literal["wgmma", "mma.sync", "other", "interpreter"]
+Instruction = Literal["wgmma", "mma.sync", "mma.sync of fp16", "other", "interpreter"]
 
 # Products of one tl.dot: one instruction of 16-bit operands.
 _BLOCK_K = 16
@@ -114,6 +114,9 @@ def dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0) -> tuple[Tensor, Instruc
 def fp8_dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0, *, promoted: bool = False) -> tuple[Tensor, Instruction]:
     """As ``dot``, of E4M3 operands on a GPU; their sizes are multiples of the tile, K of 32 (``promoted``: of 128).
 
+    Below 64 rows or four warps Triton multiplies by mma.sync on Hopper, which it gives the operands in FP16 ("mma.sync
+    of fp16"): exact numbers, and the sums of FP16 products.
+
     ``promoted``: Triton adds to the accumulator outside the tensor core, every 128 products.
 
     Raises:
@@ -133,7 +136,10 @@ def fp8_dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0, *, promoted: bool = 
         a.contiguous(), b.T.contiguous(), c.float().contiguous(), out, k, n, BLOCK=size, BLOCK_K=block_k,
         IMPRECISE=block_k if promoted else None, num_warps=warps,
     )  # fmt: skip
-    return out, _instruction(getattr(compiled, "asm", None))
+    asm = getattr(compiled, "asm", None)
+    found = _instruction(asm)
+    widened = found == "mma.sync" and asm is not None and "e4m3.e4m3" not in asm["ptx"]
+    return out, "mma.sync of fp16" if widened else found
 
 
 def exp2(x: Tensor) -> Tensor:

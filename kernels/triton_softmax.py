@@ -9,12 +9,22 @@ from attn_diag.kernels.triton_math import LOG2_E, fused, round_to
 
 
 @triton.jit
+def _in_twos(difference, factor, R: tl.constexpr):
+    """factor (s - m) log2 e; with alpha in q the scores have that in them."""
+    if R.alpha != "in-q":
+        difference = difference * factor * LOG2_E
+    return difference
+
+
+@triton.jit
 def exponential(s, m, factor, R: tl.constexpr):
     """P_bar = exp(factor (s - m)) for s [M, N], m [M]. A row that has seen no key yet (m = -inf) gives 0."""
     m = tl.where(m == float("-inf"), 0.0, m)
     if R.exp == "exp2-fma":
         c = factor * LOG2_E
         p = tl.exp2(fused(s, c, -(m * c)[:, None]))
+    elif R.exp == "exp2":
+        p = tl.exp2(_in_twos(round_to(s - m[:, None], tl.constexpr(R.difference)), factor, R))
     else:
         p = tl.exp(round_to((s - m[:, None]) * factor, tl.constexpr(R.difference)))
     return p
@@ -29,6 +39,8 @@ def rescaling(m, m_new, factor, R: tl.constexpr):
         rescale = tl.exp2(fused(m, c, -(m_new * c)))
     elif R.exp == "exp2-fma":
         rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
+    elif R.exp == "exp2":
+        rescale = tl.exp2(_in_twos(round_to(m - m_new, tl.constexpr(R.difference)), factor, R))
     else:
         rescale = tl.exp(round_to((m - m_new) * factor, tl.constexpr(R.difference)))
     return rescale

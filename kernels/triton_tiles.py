@@ -5,7 +5,7 @@ descriptor, pointer, stride of a position, stride of a feature, row of the tenso
 where pages are (the sequence's row of the page table, keys of a page, stride of a page), ``view`` is (number of keys,
 left, right), and ``task`` what a block of query rows needs to see its keys: (q and its features behind block_d, where
 there are any; their positions, source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope,
-the head's FP8 scales).
+the head's scales of codes).
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constex
 @triton.jit
 def scores_of(task, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """As ``tile_scores``, of keys that lie in ``page``, as ``tile_pages`` has it."""
-    queries, positions, keys, b, hk, view, scale, softcap, alibi, units = task
+    queries, positions, keys, b, hk, view, scale, softcap, alibi, scales = task
     q, q_rest = queries
     start = tile * G.block_n
     cols = start + tl.arange(0, G.block_n)
@@ -276,7 +276,7 @@ def scores_of(task, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.con
     if G.rest_d:
         k_rest = load_rest(keys, page, b, hk, start, view[0], G.block_n, G.paged, G)
         products = dot_more(q_rest, tl.trans(k_rest), products, tl.constexpr(R.input))
-    products = rescaled_products(products, units, G)
+    products = rescaled_products(products, scales, cols, view[0], G)
     s = recipe_scores(products, scale, softcap, R, G)
     s = biased(s, positions[:, None], cols[None, :], alibi, view[0], G)
     if MASKED:

@@ -10,7 +10,7 @@ from study_declared import WIDTH, Plan, inputs, run, to_fp8
 from test_declared import inspected
 from torch import Tensor
 
-from attn_diag.head.declared import dithered, drawn_noise
+from attn_diag.head.declared import dithered, drawn_noise, wrong_factors
 from attn_diag.head.declared_scales import ScaleSearch, stale_words
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
@@ -56,6 +56,27 @@ def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
     q, k, v, _ = inputs("outliers", 2)
     found = search("fa3-fp8", clipped(q, k, v, parts), "outliers", 2).stale()
     assert found == pytest.approx(parts, rel=0.01)
+
+
+def factors_of(off: Tensor) -> str:
+    """What is said of an O that is ``off`` [64, 32] that of a recipe with noise of 1, beside numbers of size 4."""
+    g = torch.Generator().manual_seed(0)
+    out, by_scale, noise = (
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((64, 32), (64, 32), (16, 64, 32))
+    )
+    return wrong_factors([(off + 0.3 * noise[0], 4 * out, 4 * by_scale, noise)], 0.02)
+
+
+def test_a_factor_is_not_named_beside_another_fault() -> None:
+    g = torch.Generator().manual_seed(0)
+    out, by_scale = (4 * torch.randn(64, 32, generator=g, dtype=torch.float64) for _ in range(2))
+    assert factors_of(0.07 * out).startswith("it is multiplied by 1.07 throughout")
+    assert factors_of(0.07 * by_scale).startswith("its scores are multiplied by 1.07 throughout")
+    assert factors_of(0.4 * by_scale + 0.05 * out).startswith("its scores are multiplied by about 1.4 throughout")
+    rows = torch.zeros(64, 1, dtype=torch.float64)
+    rows[:2] = -1.0  # two rows that hold nothing
+    assert factors_of(rows * out) == ""
+    assert factors_of(0.07 * out + 3 * rows * by_scale) == ""
 
 
 def test_sound_and_otherwise_broken_kernels_have_none() -> None:

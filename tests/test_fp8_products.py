@@ -16,6 +16,7 @@ from attn_diag.kernels.accumulation import (
     HOPPER,
     HOPPER_FP8,
     HOPPER_FP8_PROMOTED,
+    HOPPER_WIDENED_FP8,
     TensorCore,
     matmul,
     tensor_core_matmul,
@@ -129,3 +130,36 @@ def test_triton_dot_bit_for_bit(promoted: bool) -> None:
         if instruction != "wgmma":
             pytest.skip(f"this GPU multiplies FP8 by {instruction}")
         assert bench.missed(got, HOPPER_FP8_PROMOTED if promoted else HOPPER_FP8, a, b) == 0, kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", bench.KINDS)
+def test_triton_dot_of_small_tiles_bit_for_bit(kind: str) -> None:
+    """mma.sync, whose operands Triton widens to FP16: the sums of FP16 products."""
+    from attn_diag.kernels.triton_probes import fp8_dot
+
+    for k in (32, 512, 4096):
+        a, b = bench.inputs(kind, k, 9, "cuda")
+        got, instruction = fp8_dot(a, b, torch.zeros(64, 64, device="cuda"), 1)
+        if instruction != bench.WIDENED:
+            pytest.skip(f"this GPU multiplies FP8 by {instruction}")
+        assert bench.missed(got, HOPPER_WIDENED_FP8, a, b, "fp16") == 0, k
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "misses"), [("bit patterns", 32, 1124), ("wide", 64, 1458), ("one large", 96, 326)]
+)
+def test_widened_operands_have_an_h200s_sums(kind: str, length: int, misses: int) -> None:
+    """As many of these sums as an H200's own had other bits than this wrong model, on 2026-11-23."""
+    a, b = bench.inputs(kind, length, 2027)
+    got = tensor_core_matmul(a, b, core=HOPPER_WIDENED_FP8, operands="fp16")
+    assert bench.missed(got.float(), replace(HOPPER, block=32), a, b) == misses
+
+
+@pytest.mark.parametrize(("at", "kept"), [(4, False), (29, False), (2, True), (31, True), (33, True)])
+def test_two_of_every_four_share_an_instruction(at: int, kept: bool) -> None:
+    """Beside 2**26 a product of 1 is lost, beside nothing it is not."""
+    a, b = torch.zeros(1, 34), torch.ones(34, 1)
+    a[0, :2], b[:2] = torch.tensor([2.0**13, -(2.0**13)]), 2.0**13
+    a[0, at] = 1.0
+    assert float(tensor_core_matmul(a, b, core=HOPPER_WIDENED_FP8, operands="fp16")) == kept

@@ -1,4 +1,4 @@
-"""The Triton forward in FP8: the emulation's bits, on a GPU from the hardware's own FP8 products."""
+"""The Triton forward in INT8 and FP8: the emulation's bits, on a GPU from the hardware's own products."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"T": 140, "causal": "top-left", "D": 32},
     "gqa": {"T": 70, "H": 4, "Hk": 2, "D": 48, "causal": "bottom-right"},
     "window": {"T": 130, "window": (20, 5)},
+}
+# SageAttention's, and INT8 with a scale a token.
+INT8: dict[str, Recipe] = {
+    **{name: preset(name) for name in ("sage1", "sage2", "sage2-hopper")},
+    "a scale a token": replace(
+        preset("sage1"), quantize_q="int8", quantize_k="int8", alpha="in-exponent", exp="exp2-fma"
+    ),
+    "rotated": replace(preset("sage2"), rotation="hadamard", smooth_k="none"),
 }
 GPU_CASES: dict[str, dict[str, Any]] = {
     "causal": {"T": 1000, "causal": "top-left"},
@@ -57,6 +65,43 @@ def test_o_has_the_emulations_bits(case: dict[str, Any], device: str) -> None:
     assert apart < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, "both ways") for name in INT8] + [("sage1", "causal"), ("sage2", "window"), ("sage2-hopper", "causal")],
+)
+def test_int8_has_the_emulations_bits(name: str, case: str, device: str) -> None:
+    sums = "nvidia-tensor-core" if device == "cuda" else "fp32-nearest"
+    share, apart = agreement(CASES[case], replace(INT8[name], accumulation=sums), device)
+    assert share > 0.99
+    assert apart < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sage1", "sage2", "sage2-hopper"])
+@pytest.mark.parametrize("case", ["causal", "gqa"])
+def test_real_int8_products_are_reproduced(name: str, case: str) -> None:
+    recipe = preset(name, head_dim=GPU_CASES[case].get("D", 64))
+    share, apart = agreement(GPU_CASES[case], recipe, "cuda")
+    assert share > 0.99, share
+    assert apart < 1e-4
+    # Without the tensor core's own sums of P_bar V it would be another kernel.
+    plain = replace(recipe, accumulation="fp32-nearest", pv_sums="fp32")
+    assert agreement(GPU_CASES[case], plain, "cuda")[0] < share
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_sageattentions_own_kernels_bits(width: int, causal: bool) -> None:
+    """sageattention 1.0.6 (a Triton wheel) beside our kernel with its recipe."""
+    sageattn = pytest.importorskip("sageattention").sageattn
+    q, k, v, _ = kernel_inputs("cuda", T=512, D=width, H=4, Hk=4)
+    theirs = sageattn(q, k.clone(), v, is_causal=causal)  # it takes k's mean off in place
+    ours = attention(q, k, v, recipe=preset("sage1", head_dim=width), causal="top-left" if causal else "none")
+    share = float((ours == theirs).double().mean())
+    assert share > 0.99, share
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
 def test_real_fp8_products_are_reproduced(case: dict[str, Any]) -> None:
@@ -91,5 +136,12 @@ def test_what_fp8_kernels_lack_is_refused(device: str) -> None:
     for given in ({"instrument": "rows"}, {"cu_seqlens_q": borders, "cu_seqlens_k": borders}):
         with pytest.raises(RecipeNotSupportedError, match="no instruments, no packed sequences"):
             attention(q, k, v, recipe=recipe_of(64), **given)
-    with pytest.raises(RecipeNotSupportedError, match="probs=e4m3, quantize_q=fp8"):
+    with pytest.raises(RecipeNotSupportedError, match="probs=e4m3"):
         attention(q, k, v, recipe=recipe_of(64, quantize_v="none"))
+    with pytest.raises(RecipeNotSupportedError, match="quantize_q=int8 block=128rows"):
+        attention(q, k, v, recipe=replace(preset("sage1"), name="", quantize_k="none"))
+    with pytest.raises(RecipeNotSupportedError, match="smooth_q=block-mean"):
+        attention(q, k, v, recipe="sage2-int4")
+    for given in ({"softcap": 20.0}, {"sinks": torch.zeros(2, device=q.device)}):
+        with pytest.raises(RecipeNotSupportedError, match="need the scores themselves"):
+            attention(q, k, v, recipe="sage1", **given)

@@ -73,6 +73,15 @@ FAULTS: dict[str, Fault] = {
     "scale rounded up": ("mxfp4", made("mxfp4", scale="e8m0:up"), "scales rounded to e8m0:up"),
     "scale in BF16": ("int4", made("int4", scale="bf16"), "scales rounded to bf16"),
     "blocks of 32 for 16": ("nvfp4", made("nvfp4", block="32"), "blocks of 32"),
+    "another scale to multiply by": (
+        "fp8-row",
+        lambda w: made("fp8-row")(w) * 1.02,
+        "values multiplied by 1.02 afterwards",
+    ),
+    "E5M2 for E4M3": ("fp8", made("fp8", elements="e5m2"), "elements in e5m2"),
+    "E5M2 in E4M3's scale": ("fp8", made("fp8", elements="e5m2", target=448.0), "elements in e5m2"),
+    "INT3 for INT4": ("int4", made("int4", elements="int3"), "elements in int3"),
+    "scale in E5M2": ("int4", made("int4", scale="e5m2"), "scales rounded to e5m2"),
 }
 
 
@@ -102,6 +111,37 @@ def test_one_written_by_hand_passes() -> None:
     w = weight(4)
     assert attn_diag.quant(w, "int4", observed=plain_int4(w)).outcome == "pass"
     assert attn_diag.quant(w, "int4", observed=plain_int4(w).bfloat16()).outcome == "pass"
+
+
+def test_one_in_float64_passes() -> None:
+    w = weight(4)
+    values = plain_int4(w.double()).float()
+    assert float((values == attn_diag.quantize(w, "int4").values).double().mean()) < 0.99
+    assert attn_diag.quant(w, "int4", observed=values).outcome == "pass"
+
+
+def test_one_row_with_a_stale_amax_is_told() -> None:
+    w = weight(4)
+    w[5, 9] = 4 * w[5].abs().max()  # it alone is clipped, in 1 of 16,384 values
+    amax = w.abs().amax(1, keepdim=True)
+    amax[5] /= 2
+    found = attn_diag.quant(w, "fp8-row", observed=attn_diag.quantize(w, "fp8-row", amax=amax).values)
+    assert found.outcome == "fail"
+    assert "all but 1 of 16384 values are fp8-row's; these (in row 5)" in found.headline
+
+
+def test_values_on_every_second_number_are_not_called_drawn() -> None:
+    w = weight(2)
+    w[:, ::37] *= 8
+    blocks = w.view(64, -1, 32)
+    nearest = torch.exp2(blocks.abs().amax(-1, keepdim=True).log2().round() - 2)
+    down = torch.exp2(blocks.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    # Where the scale is twice the declared one: the codes of E2M1 are twice as far apart.
+    ups = (nearest > down).expand_as(blocks).reshape(w.shape)
+    values = torch.where(ups, made("mxfp4", scale="e8m0:up")(w), made("mxfp4")(w))
+    found = attn_diag.quant(w, "mxfp4", observed=values)
+    assert found.outcome == "fail"
+    assert "stochastic" not in found.headline
 
 
 def test_torchaos_own_fake_quantiser() -> None:

@@ -22,8 +22,14 @@ SAME = 0.999
 # A drawn value is the farther neighbour as often as it is the nearer one's distance over the gap: a rule makes it so
 # never (to nearest) or twice as often (directed, or on every second number). Half way between is the limit.
 _DRAWN = 0.5
-# What a factor of amax that is read off the values leaves of its own rounding.
+# The same of numbers that are counted: four standard deviations.
+_DRAWN_DEVIATIONS = 4.0
+# Bins of the distance from the nearer neighbour: values that lie on every second number are farther in each alike.
+_BINS = 4
+# What a factor that is read off the values leaves of its own rounding.
 _FACTOR_TOLERANCE = 2.0**-18
+# Two roundings to fp32: of a code times a scale, and of the scale, which others keep in float64.
+_LAST_BITS = 2.0**-22
 DECLARED = "as declared"
 _ARITHMETICS: dict[Arithmetic, str] = {
     "exact": "in exact arithmetic",
@@ -49,9 +55,15 @@ class PossibleQuantizer:
     """The zero point is off by so much."""
     amax_factor: float | None = None
     """The scales are those of so many times the data's amax."""
+    gain: float = 1.0
+    """The values are so many times what it makes."""
 
     def values(self, w: Tensor) -> Quantized:
         """What it makes of ``w``."""
+        found = self._values(w)
+        return found if self.gain == 1 else replace(found, values=found.values * self.gain)
+
+    def _values(self, w: Tensor) -> Quantized:
         if self.amax_factor is not None:
             own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
             target = self.by.largest if self.by.target is None else self.by.target
@@ -70,12 +82,38 @@ def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> flo
     equal = torch.zeros_like(observed, dtype=torch.bool)
     for one in modes:
         made = replace(candidate, by=replace(candidate.by, elements=f"{base}:{one}")).values(w).values
-        if candidate.amax_factor is None:
-            equal |= made.to(observed.dtype) == observed
-        else:
-            slack = max(_FACTOR_TOLERANCE, torch.finfo(observed.dtype).eps)
-            equal |= (made.double() - observed.double()).abs() <= slack * made.double().abs()
+        equal |= _alike(candidate, made, observed)
     return float(equal.double().mean())
+
+
+def _alike(candidate: PossibleQuantizer, made: Tensor, observed: Tensor) -> Tensor:
+    """Where ``observed`` is what the candidate made, bool."""
+    if candidate.amax_factor is None and candidate.gain == 1:
+        same = made.to(observed.dtype) == observed
+        slack = _LAST_BITS if observed.dtype in (torch.float32, torch.float64) else 0.0
+    else:
+        same = torch.zeros_like(observed, dtype=torch.bool)
+        slack = max(_FACTOR_TOLERANCE, torch.finfo(observed.dtype).eps)
+    return same | ((made.double() - observed.double()).abs() <= slack * made.double().abs())
+
+
+def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
+    """Where values are farther from the candidate's than a tie or a last bit takes them, bool: more than a number."""
+    made = candidate.values(w)
+    shape = w.shape[0], w.shape[1]
+    scale = spread(made.scale, shape, candidate.by).double() * candidate.gain
+    if made.tensor_scale is not None:
+        scale = scale * made.tensor_scale.double()
+    elements = candidate.by.parsed_elements
+    step = torch.ones_like(made.codes, dtype=torch.float64)
+    if isinstance(elements, Rounding):
+        fmt = elements.format
+        least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+        step = (made.codes.double().abs() * 2.0**-fmt.mantissa_bits).clamp(min=least)
+    apart = (made.values.double() - observed.double()).abs()
+    slack = torch.finfo(observed.dtype).eps * made.values.double().abs()
+    # Where a block's own scale becomes 0, others keep their smallest one.
+    return (apart > step * scale * (1 + _FACTOR_TOLERANCE) + slack) & (scale > 0)
 
 
 def identify(
@@ -147,10 +185,16 @@ def _looks_drawn(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> b
     )
     between = up > down
     part = ((w.double() - down) / (up - down))[between].clamp(0, 1)
-    expected = float(torch.minimum(part, 1 - part).sum())
+    near = torch.minimum(part, 1 - part)
     upward = ((observed - up).abs() < (observed - down).abs())[between]
-    farther = int((upward != (part > 0.5)).sum())
-    return expected > 0 and abs(farther / expected - 1) < _DRAWN
+    farther = (upward != (part > 0.5)).double()
+    bins = (near * 2 * _BINS).long().clamp(max=_BINS - 1)
+    expected, counted = (torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins.cpu(), x.cpu()) for x in
+                         (near, farther))  # fmt: skip
+    off = (counted - expected).abs()
+    allowed = torch.maximum(_DRAWN * expected, _DRAWN_DEVIATIONS * expected.sqrt())
+    total = float(expected.sum())
+    return total > 0 and abs(float(counted.sum()) / total - 1) < _DRAWN and bool((off <= allowed).all())
 
 
 def _as_declared(by: Quantizer) -> list[PossibleQuantizer]:
@@ -184,6 +228,7 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
             or (start.amax_factor and "target" in changes)
             or (start.zero_shift and other.symmetric)
             or (start.amax_factor and not other.symmetric)
+            or start.gain != 1
         ):
             return None
         name = " ".join([by.name, *(f"{k}={v}" for k, v in changes.items())])
@@ -200,8 +245,11 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
     elements = by.elements.partition(":")[0]
     modes = (Mode.NEAREST_EVEN, Mode.TOWARD_ZERO, Mode.DOWN, Mode.UP, Mode.STOCHASTIC)
     found += [changed(f"elements rounded {mode}", elements=f"{elements}:{mode}") for mode in modes]
+    for other, target in _other_elements(by):
+        mapped = "" if target is None else f", amax mapped to {target:g}"
+        found.append(changed(f"elements in {other}{mapped}", elements=other, target=target))
     found += [changed(words, target=target) for target, words in _targets(by)]
-    for scale in ("fp32", "bf16", "fp16", "e8m0", "e8m0:up", "e8m0:down", "e4m3"):
+    for scale in ("fp32", "bf16", "fp16", "e8m0", "e8m0:up", "e8m0:down", "e4m3", "e5m2"):
         found.append(changed(f"scales rounded to {scale}", scale=scale))
         if by.target is not None:
             found.append(
@@ -216,6 +264,11 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
         else changed("with a zero point", symmetric=False, target=None)
     )
     found += [changed(words, arithmetic=a) for a, words in _ARITHMETICS.items()]
+    if start.gain == 1 and start.amax_factor is None:
+        found += [
+            replace(start, words=_and(start, f"values multiplied by {gain:.4g} afterwards"), gain=gain)
+            for gain in _gains(start, w, observed)
+        ]
     if not by.symmetric:
         found += [replace(start, words=_and(start, f"the zero point off by {n:+d}"), zero_shift=n) for n in (1, -1)]
     elif not by.tensor_scale:
@@ -244,6 +297,28 @@ def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
     yield None, f"amax mapped to {fmt.largest:g}"
     yield power, f"amax mapped to {power:g}"
     yield power * (1 - 2.0 ** -(fmt.mantissa_bits + 2)), "amax rounded to the elements before its power of two is taken"
+
+
+def _other_elements(by: Quantizer) -> Iterator[tuple[str, float | None]]:
+    """Integers of fewer bits, and the other FP8 format in its own scale or in this one's."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        yield from ((f"int{bits}", by.target) for bits in range(elements.bits - 1, 1, -1) if by.target is None)
+        return
+    other = {"e4m3": "e5m2", "e5m2": "e4m3"}.get(by.elements.partition(":")[0])
+    if other is not None and by.target is None:
+        yield other, None
+        yield other, by.largest
+
+
+def _gains(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[float]:
+    """What all values are multiplied by beside what ``start`` makes: their ratio's median, if it is not 1."""
+    made = start.values(w).values.double()
+    both = (made != 0) & (observed != 0)
+    if bool(both.any()):
+        gain = float((observed.double()[both] / made[both]).median())
+        if abs(gain - 1) > 1e-3:
+            yield gain
 
 
 def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]:

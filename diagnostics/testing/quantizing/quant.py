@@ -15,7 +15,7 @@ from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify
+from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify, strays
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
@@ -90,6 +90,8 @@ def quant(
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
     outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
+    if outcome == "pass" and made is not None and values is not None:
+        outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     gradient = None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
@@ -147,7 +149,13 @@ def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Qua
         raise InputError(f"x must be [N, in] with in = {w.shape[1]}, floats, got {list(x.shape)} in {x.dtype}")
     for name, tensor in (("w", w), ("observed", observed), ("x", x)):
         if tensor is not None and not bool(tensor.isfinite().all()):
-            raise InputError(f"{name} holds NaN or Inf; quantise finite values")
+            why = "quantise finite values"
+            if name == "observed":
+                count = int((~tensor.isfinite()).sum())
+                why = (
+                    f"the quantiser made {count} of finite weights, as a cast does that overflows where it should clip"
+                )
+            raise InputError(f"{name} holds NaN or Inf; {why}")
 
 
 def _require_rest(w: Tensor, x: Tensor | None, dy: Tensor | None, engine: Tensor | str | Quantizer | None) -> None:
@@ -171,7 +179,7 @@ def _called(function: Values, w: Tensor) -> Tensor:
 
 def _values_of(made: PossibleQuantizer) -> Values | None:
     """As the values were made, straight-through; None for the quantiser itself."""
-    if not made.zero_shift and made.amax_factor is None:
+    if not made.zero_shift and made.amax_factor is None and made.gain == 1:
         return None
 
     def values(weight: Tensor) -> Tensor:
@@ -234,9 +242,26 @@ def _verdict(
     return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
 
 
+def _without_strays(
+    made: PossibleQuantizer, far: Tensor, verdict: tuple[str, str, str | None]
+) -> tuple[str, str, str | None]:
+    """The verdict, unless some values are nowhere near the quantiser's."""
+    count = int(far.sum())
+    if not count:
+        return verdict
+    rows = far.any(1).nonzero().flatten().tolist()
+    where = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows, the first {rows[0]}"
+    return (
+        "fail",
+        f"all but {count} of {far.numel()} values are {made.by.name}'s; these (in {where}) are more than one of its "
+        "numbers away",
+        "look at these rows: a scale of theirs alone that is not the data's clips them",
+    )
+
+
 def _declaring(made: PossibleQuantizer) -> str | None:
     """How to say what it is; None where no declaration can."""
-    if made.zero_shift or made.amax_factor is not None:
+    if made.zero_shift or made.amax_factor is not None or made.gain != 1:
         return None
     name, *changes = made.by.name.split(" ")
     told = " ".join([f"--quantizer {name}", *(f"--set {change}" for change in changes)])
