@@ -18,7 +18,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
-from attn_diag.kernels.linear_chunked import summed
+from attn_diag.kernels.linear_products import summed
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 

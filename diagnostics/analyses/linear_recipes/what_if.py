@@ -23,7 +23,7 @@ from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 from attn_diag.results.linear_recipes import LinearCandidate, LinearWhatIf
 from attn_diag.results.wording import number, percent
 
-_BYTES: dict[LinearFormat, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BYTES: dict[LinearFormat, int] = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 
 
 def what_if_linear(
