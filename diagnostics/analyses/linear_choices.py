@@ -22,13 +22,15 @@ from attn_diag.results.wording import percent, together
 
 # Below this a kernel has less error than a well-rounded one.
 FINER = 0.9
-# What an emulation must make of the squared error: its bits are there.
-_EXPLAINS = 0.5
+# What an emulation must make of the squared error: its bits are there. And one that rounds at the end alone, as other
+# fine kernels nearly do.
+_EXPLAINS, _ALL = 0.5, 0.9
 # What a choice must make of it to be named, and how many standard errors from nothing.
 _MATTERS, _SURE = 0.1, 3.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 FP32 = 2.0**-6
-_BLOCK = 16
+# Rows that are counted together, as they share the state's error; fewer where there are few.
+_BLOCK, _GROUPS = 16, 8
 # Mamba-2's layers call their kernel with it.
 _LONGEST = 256
 
@@ -73,12 +75,14 @@ class Choices:
 
         def missed(recipe: LinearRecipe) -> Tensor:
             rows = (observed - self._outputs(recipe)[name][place]).square().reshape(-1, width).sum(1)
-            return torch.nn.functional.pad(rows, (0, -len(rows) % _BLOCK)).reshape(-1, _BLOCK).sum(1) / total
+            block = min(_BLOCK, -(-len(rows) // _GROUPS))
+            return torch.nn.functional.pad(rows, (0, -len(rows) % block)).reshape(-1, block).sum(1) / total
 
         def worse(one: LinearRecipe, other: LinearRecipe) -> bool:
             """Whether one misses more of the squared error than the other, and that is no chance."""
             more = missed(one) - missed(other)
-            return float(more.sum()) > max(_MATTERS, _SURE * float(more.std()) * math.sqrt(len(more)))
+            apart, noise = float(more.sum()), float(more.var()) * len(more) if len(more) > 1 else math.inf
+            return apart > max(_MATTERS, _SURE * math.sqrt(noise))
 
         chunks = [*self._run.chunks, *([_LONGEST] if self._run.chunks[-1] == _LONGEST // 2 else [])]
         sets: list[tuple[int, dict[str, LinearFormat]]] = [(chunk, {}) for chunk in self._run.chunks]
@@ -91,7 +95,7 @@ class Choices:
                 best, used = without, {s: to for s, to in used.items() if s != site}
         error = float((self._outputs(best)[name][place] - true).square().sum())
         explained = 1 - float(missed(best).sum())
-        if explained < _EXPLAINS or not FINER**2 <= total / error <= AS_GOOD**2:
+        if explained < (_ALL if "operands" in used else _EXPLAINS) or not FINER**2 <= total / error <= AS_GOOD**2:
             return None
         told = all(worse(replace(best, chunk=chunk), best) for chunk in chunks if chunk != best.chunk)
         words = [f"{CHOICES[site]}{' (in TF32)' if to == 'tf32' else ''}" for site, to in used.items()]
