@@ -87,7 +87,7 @@ class Choices:
         chunks = [*self._run.chunks, *([_LONGEST] if self._run.chunks[-1] == _LONGEST // 2 else [])]
         sets: list[tuple[int, dict[str, LinearFormat]]] = [(chunk, {}) for chunk in self._run.chunks]
         sets += [(chunk, self._known) for chunk in chunks if self._known] + [(own.chunk, {"operands": "fp32"})]
-        tried = [(replace(own, chunk=chunk, **changed), changed) for chunk, changed in sets]  # type: ignore[arg-type]
+        tried = [(replace(own, chunk=chunk, **changed), changed) for chunk, changed in sets]
         best, used = min(tried, key=lambda one: float(missed(one[0]).sum()))
         for site in list(used):
             without = replace(best, **{site: getattr(own, site)})

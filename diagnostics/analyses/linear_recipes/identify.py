@@ -124,7 +124,7 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     released = {site: to or fmt for site, to in known if site not in GRADIENT_SITES and run.has_site(site)}
     for chunk in run.chunks:
         if released:
-            found.append(replace(own, chunk=chunk, **released))  # type: ignore[arg-type]
+            found.append(replace(own, chunk=chunk, **released))
         found.append(replace(own, chunk=chunk))
         found += [replace(found[-1], **{site: fmt}) for site in sites]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)
