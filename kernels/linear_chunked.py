@@ -140,6 +140,8 @@ class _Kernel:
 
     def scores(self, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, diagonal: int = 0) -> Tensor:
         """tril(sum_k left_ik right_jk e^(left_log_ik - right_log_jk)), [N, chunks, C, C]."""
+        if self.by_channel and self.recipe.score_operands is not None and left_log is right_log:
+            return products.block_scores(left, right, left_log, self.recipe.score_operands).tril(diagonal)
         seen = torch.ones(left.shape[2], left.shape[2], dtype=torch.bool, device=left.device).tril(diagonal)
         apart = left_log[:, :, :, None] - right_log[:, :, None]
         decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 
+# Steps of a block, whose own scores are made without products.
+_BLOCK = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,6 +127,59 @@ class _Stepped(torch.autograd.Function):
         return of_weights * steps.mT, of_values * steps, (of_values * values).sum(-1, keepdim=True), None
 
 
+class _BlockScores(torch.autograd.Function):
+    """tril(sum_k left_ik right_jk e^(log_ik - log_jk)) of a chunk: blocks of 16 steps by products, others by sums.
+
+    Products have operands in a format, decayed from (and to) a block's first step; the gradient of ``right`` counts
+    from its block's last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, log: Tensor, fmt: LinearFormat) -> Tensor:
+        ctx.save_for_backward(left, right, log)
+        ctx.fmt = fmt
+        made = left.new_zeros(*left.shape[:2], left.shape[2], left.shape[2])
+        for own in _blocks(left):
+            made[..., own, own] = (left[..., own, None, :] * right[..., None, own, :] * _within(log, own)).sum(-1)
+            first, before = log[..., own.start, None, :], slice(0, own.start)
+            decayed = rounded_to(left[..., own, :] * (log[..., own, :] - first).exp(), fmt)
+            made[..., own, before] = (
+                decayed @ rounded_to(right[..., before, :] * (first - log[..., before, :]).exp(), fmt).mT
+            )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        left, right, log = ctx.saved_tensors
+        given, fmt = gradients[0], ctx.fmt
+        of_left, of_right = torch.zeros_like(left), torch.zeros_like(right)
+        for own in _blocks(left):
+            apart = given[..., own, own, None] * _within(log, own)
+            of_left[..., own, :] = (apart * right[..., None, own, :]).sum(-2)
+            of_right[..., own, :] = (apart * left[..., own, None, :]).sum(-3)
+            first, before = log[..., own.start, None, :], slice(0, own.start)
+            decayed = rounded_to(right[..., before, :] * (first - log[..., before, :]).exp(), fmt)
+            made = rounded_to(given[..., own, before], fmt) @ decayed
+            of_left[..., own, :] += made * (log[..., own, :] - first).exp()
+            last, after = log[..., own.stop - 1, None, :], slice(own.stop, left.shape[2])
+            decayed = rounded_to(left[..., after, :] * (log[..., after, :] - last).exp(), fmt)
+            made = rounded_to(given[..., after, own].mT, fmt) @ decayed
+            of_right[..., own, :] += made * (last - log[..., own, :]).exp()
+        return of_left, of_right, left * of_left - right * of_right, None
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    size = x.shape[2]
+    return [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
+
+
+def _within(log: Tensor, own: slice) -> Tensor:
+    """e^(log_i - log_j) of a block's steps, 0 above the diagonal."""
+    apart = log[..., own, None, :] - log[..., None, own, :]
+    seen = torch.ones(apart.shape[2:4], dtype=torch.bool, device=log.device).tril()
+    return apart.masked_fill(~seen[..., None], -torch.inf).exp()
+
+
 def _times(
     x: Tensor, decays: Tensor, decayed: LinearFormat, operands: LinearFormat, result: LinearFormat, y: Tensor
 ) -> Tensor:
@@ -217,6 +272,7 @@ stored: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Stored.apply
 product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
 inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
 decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
+block_scores: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _BlockScores.apply
 decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
 read: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Read.apply
 stepped: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Stepped.apply

@@ -61,6 +61,8 @@ class LinearRecipe:
     state_gradient: LinearFormat | None = None
     """Of q times its decays, which the gradient of the state multiplies with that of o; None: the gradient of o times
     its decays is the operand."""
+    score_operands: LinearFormat | None = None
+    """Of q and k times decays of every channel, in products of blocks of 16 steps within a chunk; None: no products."""
     score_weights: LinearFormat | None = None
     """Of the scores that the gradient of v takes; None: as operands."""
     stepped: LinearFormat | None = None
@@ -100,7 +102,7 @@ RELEASED: dict[str, dict[str, LinearFormat | None]] = {
         "new_values": "fp32", "decayed": "fp32", "state_gradient": "tf32", "parts": None, "decay_sums": None,
     },
     "kda": {"parts": None, "decay_sums": None},
-    "gla": {"score_weights": "fp32"},
+    "gla": {"score_weights": "fp32", "score_operands": "tf32"},
     "simple_gla": {"decayed": "fp32", "state_gradient": None},
     "retention": {"decayed": "fp32", "state_gradient": None},
     "mamba2": {"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32"},
@@ -110,6 +112,7 @@ CHOICES: dict[str, str] = {
     "operands": "products take operands that were not rounded",
     "decayed": "decays multiply products of gradients instead of their operands",
     "state_gradient": "decays multiply q instead of dO in the state's gradient",
+    "score_operands": "scores within a chunk are products of decayed q and k",
     "score_weights": "dV takes scores that were not rounded",
     "stepped": "dt multiplies scores and keys instead of values",
     "new_values": "new values are decayed before they are rounded",

@@ -97,6 +97,8 @@ class LinearRun:
             return site == "score_weights" or "dt" in tensors
         if site in ("decayed", "state_gradient"):
             return not by_channel
+        if site == "score_operands":
+            return by_channel
         if "decay" in site:
             return any(name in tensors for name in ("g", "g_gamma", "dt")) or self.capture.operator == "retention"
         if site in ("inverse", "solved"):
