@@ -101,7 +101,7 @@ RELEASED: dict[str, dict[str, LinearFormat | None]] = {
     "gated_delta_rule": {
         "new_values": "fp32", "decayed": "fp32", "state_gradient": "tf32", "parts": None, "decay_sums": None,
     },
-    "kda": {"parts": None, "decay_sums": None},
+    "kda": {"parts": None, "decay_sums": None, "score_operands": "tf32"},
     "gla": {"score_weights": "fp32", "score_operands": "tf32"},
     "simple_gla": {"decayed": "fp32", "state_gradient": None},
     "retention": {"decayed": "fp32", "state_gradient": None},

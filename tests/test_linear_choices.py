@@ -81,7 +81,7 @@ def test_choices_change_roundings_alone(operator: str) -> None:
     """With nothing rounded each of them is the same mathematics."""
     run = call(operator, 96)
     exact = LinearRecipe(operands="fp32", out="fp32", gradients="fp32", chunk=32)
-    fields = ("decayed", "state_gradient", "score_weights", "stepped", "new_values")
+    fields = ("decayed", "state_gradient", "score_weights", "score_operands", "stepped", "new_values")
     made = run.emulated(replace(exact, **dict.fromkeys(fields, "fp32")))  # type: ignore[arg-type]
     for name, true in run.reference.values.items():
         assert float((made[name] - true).norm() / true.norm()) < 2e-5, name
