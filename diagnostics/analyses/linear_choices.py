@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_recipes.recipes import recipe_name
-from attn_diag.head.linear import LinearRun, Place
+from attn_diag.head.linear import LinearRun, Place, recipe_name
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearFormat, LinearRecipe
 from attn_diag.results.linear import LinearQuantity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,6 +201,13 @@ class LinearRun:
         scale = capture.call.used_scale
         beta, a, b = of("beta"), of("a"), of("b")
         return LinearHeads(q, k, values, g, beta, a, b, initial, scale, capture.normalize, skip, capture.l2norm, steps)
+
+
+def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
+    """Text that ``--recipe`` reads: the chunk, and what differs from a well-rounded kernel's."""
+    own = run.recipe
+    changed = [f.name for f in fields(LinearRecipe) if getattr(recipe, f.name) != getattr(own, f.name)]
+    return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
 
 
 def _faulty(initial: Tensor, fault: LinearFault) -> Tensor:

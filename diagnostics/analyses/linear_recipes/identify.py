@@ -17,12 +17,11 @@ from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
     opened,
     parse_recipe,
-    recipe_name,
     recipe_words,
 )
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
-from attn_diag.head.linear import LinearRun
+from attn_diag.head.linear import LinearRun, recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, RELEASED, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -44,13 +44,6 @@ def parse_recipe(text: str, run: LinearRun) -> LinearRecipe:
             sites, formats = ", ".join({**SITES, **CHOICES}), " or ".join(get_args(LinearFormat))
             raise InputError(f"--recipe takes chunk=N and {sites} = {formats}, got {part!r}")
     return replace(run.recipe, **changes)  # type: ignore[arg-type]
-
-
-def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
-    """What ``parse_recipe`` reads: the chunk, and what differs from a well-rounded kernel's."""
-    own = run.recipe
-    changed = [f.name for f in fields(LinearRecipe) if getattr(recipe, f.name) != getattr(own, f.name)]
-    return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
 
 
 def recipe_words(recipe: LinearRecipe, run: LinearRun) -> str:

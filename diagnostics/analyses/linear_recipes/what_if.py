@@ -11,13 +11,13 @@ from attn_diag.analyses.linear_recipes.identify import recipe_of
 from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
     opened,
-    recipe_name,
     recipe_words,
     site_formats,
     squares_of,
     with_sites,
 )
 from attn_diag.captures.linear import LinearCapture
+from attn_diag.head.linear import recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 from attn_diag.results.linear_recipes import LinearCandidate, LinearWhatIf
