@@ -85,9 +85,10 @@ def gaussian_call(operator: str, seed: int, options: argparse.Namespace) -> Line
     halves = [linear_inputs(operator, shape, seed * 2 + i, kind=kind) for i, kind in enumerate(("normal", LONG))]
     if operator == "mamba2":
         halves[1]["A"] /= 32
-    tensors = rounded({n: torch.cat([half[n] for half in halves], 0 if n == "A" else 2) for n in halves[0]})
+    dtype = torch.float16 if options.fp16 else torch.bfloat16
+    tensors = rounded({n: torch.cat([half[n] for half in halves], 0 if n == "A" else 2) for n in halves[0]}, dtype)
     tensors["initial_state"] = torch.randn(1, options.heads, HEAD, HEAD, generator=make) * 0.1
-    tensors["do"] = torch.randn(1, options.steps, options.heads, HEAD, generator=make).bfloat16()
+    tensors["do"] = torch.randn(1, options.steps, options.heads, HEAD, generator=make).to(dtype)
     return LinearCapture.from_tensors(operator, tensors, kernel=KERNELS[operator][0])
 
 
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="the first capture of each operator, on the GPU")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a replayed function may take")
     parser.add_argument("--sums-in-fp32", action="store_true", help="change a line of fla's backward")
+    parser.add_argument("--fp16", action="store_true", help="Gaussian inputs in FP16")
     parser.add_argument("--unjudged", action="store_true", help="keep the captures alone")
     parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
     options = parser.parse_args()

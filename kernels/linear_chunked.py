@@ -15,137 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_diag.kernels import linear_products as products
+from attn_diag.kernels.linear_products import rounded_to
 from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _EPSILON = 1e-10
-
-
-def rounded_to(x: Tensor, fmt: LinearFormat) -> Tensor:
-    """fp32 -> ``fmt``, to nearest even, as fp32."""
-    return x if fmt == "fp32" else x.to(_DTYPES[fmt]).float()
-
-
-class _Stored(torch.autograd.Function):
-    """A value, and its gradient, kept in a format."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: LinearFormat) -> Tensor:
-        ctx.fmt = fmt
-        return rounded_to(x, fmt)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return rounded_to(gradients[0], ctx.fmt), None
-
-
-class _Product(torch.autograd.Function):
-    """A matrix product whose operands are rounded first, forward and backward, and its result too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat) -> Tensor:
-        x, y = rounded_to(x, operands), rounded_to(y, operands)
-        ctx.save_for_backward(x, y)
-        ctx.formats = operands, result
-        return rounded_to(x @ y, result)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, y = ctx.saved_tensors
-        operands, result = ctx.formats
-        given = rounded_to(gradients[0], operands)
-        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None
-
-
-class _Inverse(torch.autograd.Function):
-    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products."""
-
-    @staticmethod
-    def forward(ctx: Any, lower: Tensor, operands: LinearFormat) -> Tensor:
-        one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
-        inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
-        ctx.save_for_backward(rounded_to(inverse, operands))
-        ctx.operands = operands
-        return inverse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (inverse,) = ctx.saved_tensors
-        inner = rounded_to(inverse.mT @ rounded_to(gradients[0], ctx.operands), ctx.operands)
-        made: Tensor = -(inner @ inverse.mT).tril(-1)
-        return made, None
-
-
-class _DecayedScores(torch.autograd.Function):
-    """Scores times their decays. Kernels round the product's gradient once, for all that take it from there."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, decays: Tensor, taken: LinearFormat) -> Tensor:
-        ctx.save_for_backward(scores, decays)
-        ctx.taken = taken
-        return scores * decays
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        scores, decays = ctx.saved_tensors
-        given = gradients[0] * decays
-        if ctx.taken == "fp32":
-            return given, gradients[0] * scores, None
-        of_decays = rounded_to(given, ctx.taken) * scores / decays
-        return given, of_decays.masked_fill(decays == 0, 0.0), None
-
-
-class _DecayedState(torch.autograd.Function):
-    """A state times its chunk's decay, whose gradient sums the products of the state and its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat) -> Tensor:
-        ctx.save_for_backward(state, decay)
-        ctx.sums = sums
-        return state * decay
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        state, decay = ctx.saved_tensors
-        fmt: LinearFormat = ctx.sums
-        terms = rounded_to(rounded_to(state, fmt) * rounded_to(gradients[0], fmt), fmt)
-        terms = terms if decay.shape[1] > 1 else terms.flatten(1)[:, None]
-        return gradients[0] * decay, summed(terms, fmt)[..., None], None
-
-
-def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
-    """Sums over the last dimension as 128 threads make them: of eight neighbours or more one by one, then in pairs.
-
-    Args:
-        terms: [..., n].
-        fmt: Of every sum on the way.
-    """
-    if fmt == "fp32":
-        return terms.sum(-1)
-    own = max(8, -(-terms.shape[-1] // 128))
-    threads = 1 << (-(-terms.shape[-1] // own) - 1).bit_length()
-    terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
-        *terms.shape[:-1], threads, own
-    )
-    total = terms[..., 0]
-    for i in range(1, own):
-        total = rounded_to(total + terms[..., i], fmt)
-    while total.shape[-1] > 1:
-        one, other = total.chunk(2, -1)
-        total = rounded_to(one + other, fmt)
-    return total[..., 0]
-
-
-_kept: Callable[[Tensor, LinearFormat], Tensor] = _Stored.apply
-_product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat], Tensor] = _Product.apply
-_inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
-_decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
-_decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
 
 
 @dataclass(frozen=True)
@@ -165,6 +43,10 @@ class LinearHeads:
     normalize: bool = False
     skip: Tensor | None = None
     """What is added to o before it is rounded, [N, T, V]."""
+    normalized: bool = False
+    """Whether another kernel made q and k of length 1, and takes their gradients."""
+    steps: Tensor | None = None
+    """What v is multiplied with, [N, T, 1] (Mamba-2's dt)."""
 
 
 def run_linear(
@@ -188,15 +70,30 @@ class _Kernel:
         self.x, self.recipe, self.fault = x, recipe, fault
         self.stored_format = recipe.stored or recipe.operands
 
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
-        return _product(x, y, self.recipe.operands, self.recipe.accumulator)
+    def product(self, x: Tensor, y: Tensor, again: LinearFormat | None = None) -> Tensor:
+        fmt = self.recipe.operands
+        return products.product(x, y, fmt, self.recipe.accumulator, again or fmt)
 
     def inter(self, x: Tensor, y: Tensor) -> Tensor:
         """A product with the state, or into it."""
-        return _product(x, y, self.recipe.inter or self.recipe.operands, self.recipe.accumulator)
+        fmt = self.recipe.inter or self.recipe.operands
+        return products.product(x, y, fmt, self.recipe.accumulator, fmt)
 
     def stored(self, x: Tensor, fmt: LinearFormat | None = None) -> Tensor:
-        return _kept(x, fmt or self.stored_format)
+        fmt = fmt or self.stored_format
+        return products.stored(x, fmt, fmt)
+
+    def part(self, x: Tensor) -> Tensor:
+        """x for one kernel of several, which hands back its part of x's gradient."""
+        return x if self.by_channel else products.stored(x, "fp32", self.recipe.parts)
+
+    def new_values(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Values as the scores of their chunk take them, and as they are written to the state."""
+        if self.x.beta is None:
+            values = self.stored(new)
+            return values, values
+        own = self.recipe.new_values or self.stored_format
+        return products.stored(new, self.stored_format, self.recipe.parts), products.stored(new, own, "fp32")
 
     def scaled(self, x: Tensor) -> Tensor:
         """An operand times its decays, which kernels of free a and b hand on between products, and so its gradient."""
@@ -216,19 +113,25 @@ class _Kernel:
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         x = self.x
+        g = self.chunks(x.g)
+        # A decay of one number a step multiplies products; one a channel their operands.
+        self.by_channel = g is not None and g.shape[-1] > 1
         q, k, v = (self.chunks(t) for t in (x.q, x.k, x.v))
         assert q is not None
         assert k is not None
         assert v is not None
-        g = self.chunks(x.g)
+        if x.normalized:
+            q, k = self.part(q), self.part(k)
         log = torch.zeros_like(q[..., :1]) if g is None else g.cumsum(2)
         step = torch.zeros_like(log) if g is None else g
-        # A decay of one number a step multiplies products; one a channel their operands.
-        self.by_channel = log.shape[-1] > 1
+        whole, k = k, self.part(k)
         scores = self.scores(q, k, log, log)
+        self.steps = self.chunks(x.steps)
+        if self.steps is not None and self.recipe.stepped is None:
+            v, self.steps = v * self.steps, None
         sources: list[tuple[Tensor, Tensor, Callable[[Tensor, int], Tensor]]] = []
         if x.beta is not None:
-            sources = [(k, scores, self.delta_rule(k, v, log))]
+            sources = [(k, scores, self.delta_rule(self.part(whole), v, log))]
         else:
             sources = [(k, scores, lambda _, c: v[:, c])]
             if x.a is not None and x.b is not None:
@@ -237,12 +140,14 @@ class _Kernel:
 
     def scores(self, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, diagonal: int = 0) -> Tensor:
         """tril(sum_k left_ik right_jk e^(left_log_ik - right_log_jk)), [N, chunks, C, C]."""
+        if self.by_channel and self.recipe.score_operands is not None and left_log is right_log:
+            return products.block_scores(left, right, left_log, self.recipe.score_operands).tril(diagonal)
         seen = torch.ones(left.shape[2], left.shape[2], dtype=torch.bool, device=left.device).tril(diagonal)
         apart = left_log[:, :, :, None] - right_log[:, :, None]
         decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
         if not self.by_channel:
             taken = self.recipe.score_gradients or self.recipe.operands
-            return _decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
+            return products.decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
         pairs = left[:, :, :, None] * right[:, :, None]
         # Rounded as it is made; its gradient is not.
         pairs = pairs + (rounded_to(pairs.detach(), self.recipe.elementwise) - pairs.detach())
@@ -252,9 +157,9 @@ class _Kernel:
         beta = self.chunks(self.x.beta)
         assert beta is not None
         lower = self.stored(self.scores(k, k, log, log, -1) * beta, self.recipe.solved)
-        inverse = self.stored(_inverse(lower, self.recipe.operands), self.recipe.inverse)
+        inverse = self.stored(products.inverse(lower, self.recipe.operands), self.recipe.inverse)
         u = self.stored(self.product(inverse, beta * v))
-        w = self.stored(self.product(inverse, beta * k * self.decay(log)))
+        w = self.stored(self.product(inverse, beta * self.part(k) * self.decay(log)))
         return lambda state, c: u[:, c] - self.inter(w[:, c], state)
 
     def low_rank(
@@ -266,7 +171,7 @@ class _Kernel:
         assert b is not None
         before = log - step
         lower, other = (self.stored(self.scores(a, x, before, log, -1), self.recipe.solved) for x in (b, k))
-        inverse = _inverse(-lower, self.recipe.operands)
+        inverse = products.inverse(-lower, self.recipe.operands)
         u = self.stored(self.product(inverse @ other, v))
         w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), self.scaled(a * self.decay(before))))
         return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.inter(w[:, c], state)
@@ -295,19 +200,24 @@ class _Kernel:
             if self.by_channel:
                 out = self.inter(self.scaled(q[:, c] * here), state)
             else:
-                out = self.inter(q[:, c], state) * here
+                out = products.read(q[:, c], state, here, self.recipe)
+            steps = None if self.steps is None else self.steps[:, c]
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
-            after = _decayed_state(state, self.decay(last).mT, self.recipe.decay_sums)
+            after = products.decayed_state(state, self.decay(last).mT, self.recipe.decay_sums)
             for keys, scores, written in sources:
-                values = self.stored(written(state, c))
-                out = out + self.product(scores[:, c], values)
-                if self.fault == "boundary_write":
-                    values = torch.cat([values[:, :-1], torch.zeros_like(values[:, :1])], 1)
-                if self.by_channel:
-                    after = after + self.inter(self.scaled(keys[:, c] * rest).mT, values)
+                values, put = self.new_values(written(state, c))
+                if steps is None:
+                    out = out + self.product(scores[:, c], values, self.recipe.score_weights)
                 else:
-                    after = after + self.inter(keys[:, c].mT, values * rest)
+                    out = out + products.stepped(scores[:, c], values, steps, self.recipe)
+                if self.fault == "boundary_write":
+                    put = torch.cat([put[:, :-1], torch.zeros_like(put[:, :1])], 1)
+                if self.by_channel:
+                    after = after + self.inter(self.scaled(keys[:, c] * rest).mT, put)
+                else:
+                    weights = rest if steps is None else rest * steps
+                    after = after + products.written(keys[:, c], put, weights, self.recipe)
             if stepwise:
                 after = self.stored(after, self.recipe.state)
                 out = self.inter(q[:, c], after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LinearFormat = Literal["bf16", "fp16", "fp32"]
+LinearFormat = Literal["bf16", "fp16", "tf32", "fp32"]
 LinearFault = Literal[
     "no_inter_chunk", "boundary_write", "boundary_decay", "no_initial_state", "initial_state_transposed",
     "initial_state_of_another", "sequences_run_on", "no_last_gradient", "no_decay_gradient",
@@ -55,6 +55,22 @@ class LinearRecipe:
     """Of gradients of decayed scores as a decay's gradient takes them, one number a step; None: as operands."""
     decay_sums: LinearFormat = "fp32"
     """Of states and their gradients, their products and the sums of these: the gradient of a chunk's whole decay."""
+    decayed: LinearFormat | None = None
+    """Of gradients and values that the gradients of q and k multiply with decays, one number a step, as operands;
+    None: as operands; fp32: the product is multiplied instead."""
+    state_gradient: LinearFormat | None = None
+    """Of q times its decays, which the gradient of the state multiplies with that of o; None: the gradient of o times
+    its decays is the operand."""
+    score_operands: LinearFormat | None = None
+    """Of q and k times decays of every channel, in products of blocks of 16 steps within a chunk; None: no products."""
+    score_weights: LinearFormat | None = None
+    """Of the scores that the gradient of v takes; None: as operands."""
+    stepped: LinearFormat | None = None
+    """Of values times their steps (Mamba-2's dt); fp32: scores and keys are multiplied instead, and rounded then."""
+    new_values: LinearFormat | None = None
+    """Of a delta rule's new values that decays multiply before they are written to the state; None: as stored."""
+    parts: LinearFormat = "fp32"
+    """Of the parts of a gradient that several kernels make, before they are added up (where there is a beta)."""
     normalizer: LinearFormat = "fp32"
     """Of the running sum of k that linear_attn divides by."""
     out: LinearFormat = "bf16"
@@ -76,5 +92,34 @@ LINEAR_SITES: dict[str, str] = {
     "decay_sums": "the sums over the state that the decay's gradient takes",
 }
 """The sites that well-rounded kernels keep in fp32, in words."""
-GRADIENT_SITES = ("score_gradients", "decay_sums")
+GRADIENT_SITES = ("score_gradients", "decay_sums", "decayed", "state_gradient", "score_weights", "parts")
 """The sites that a backward alone has."""
+# What released kernels (flash-linear-attention 0.6.0; mamba_ssm 2.3.2 of Mamba-2) round otherwise than a well-rounded
+# kernel does, by operator, as their sources have it; None: the inputs' format.
+RELEASED: dict[str, dict[str, LinearFormat | None]] = {
+    "delta_rule": {"parts": None},
+    "gated_delta_rule": {
+        "new_values": "fp32", "decayed": "fp32", "state_gradient": "tf32", "parts": None, "decay_sums": None,
+    },
+    "kda": {"parts": None, "decay_sums": None, "score_operands": "tf32"},
+    "gla": {"score_weights": "fp32", "score_operands": "tf32"},
+    "simple_gla": {"decayed": "fp32", "state_gradient": None},
+    "retention": {"decayed": "fp32", "state_gradient": None},
+    "mamba2": {"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32"},
+    "rwkv7": {"elementwise": None, "solved": None},
+}  # fmt: skip
+CHOICES: dict[str, str] = {
+    "operands": "products take operands that were not rounded",
+    "decayed": "decays multiply products of gradients instead of their operands",
+    "state_gradient": "decays multiply q instead of dO in the state's gradient",
+    "score_operands": "scores within a chunk are products of decayed q and k",
+    "score_weights": "dV takes scores that were not rounded",
+    "stepped": "dt multiplies scores and keys instead of values",
+    "new_values": "new values are decayed before they are rounded",
+    "score_gradients": "the decay's gradient takes scores' gradients that were not rounded",
+    "parts": "parts of gradients are rounded before they are added up",
+    "decay_sums": "the sums over the state that the decay's gradient takes are rounded",
+    "elementwise": "products of two elements within a chunk are rounded",
+    "solved": "the scores that the triangular inverse is made of are rounded",
+}
+"""What released kernels do there, in words."""

@@ -18,7 +18,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
-from attn_diag.kernels.linear_chunked import summed
+from attn_diag.kernels.linear_products import summed
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
 
@@ -143,8 +143,16 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
         assert done.code == 2, name
         assert "a capture of linear attention" in done.err
         assert "`attn-diag inspect`, identify, attribute, what-if, diff and replay read it" in done.err
+    hunted = run("check", "sdpa:math", "--hunt", "--capture", file)
+    assert hunted.code == 2
+    assert "a capture of linear attention" in hunted.err
+    capture = attn_diag.load_linear(file)
     with pytest.raises(attn_diag.InputError, match="identify_linear"):
-        attn_diag.identify(attn_diag.load_linear(file))  # type: ignore[call-overload]
+        attn_diag.identify(capture)  # type: ignore[call-overload]
+    with pytest.raises(attn_diag.InputError, match="hunt\\(\\) looks at softmax attention"):
+        attn_diag.hunt("sdpa:math", capture, device="cpu")  # type: ignore[call-overload]
+    with pytest.raises(attn_diag.InputError, match="microscope\\(\\) looks at softmax attention"):
+        attn_diag.microscope(capture, row=3)  # type: ignore[call-overload]
 
 
 def test_the_released_rwkv7_kernel_is_sound_and_its_two_roundings_more_are_its_error() -> None:

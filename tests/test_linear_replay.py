@@ -86,6 +86,7 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     done = run("replay", file, "--hunt", "--device", "cpu")
     assert done.code == 2
     assert "linear attention takes no --hunt" in done.err
+    assert "`check --operator` runs its own cases" in done.err
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_causes import Beside, Causes
+from attn_diag.analyses.linear_choices import FP32, Choices
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
-from attn_diag.analyses.linear_noise import cancelled, mean_away, near, unusable
+from attn_diag.analyses.linear_noise import along, cancelled, mean_away, near, unusable
 from attn_diag.analyses.linear_words import Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
@@ -32,7 +33,6 @@ from attn_diag.reference import FloatFormat, format_of, round_nearest_even, ulp
 from attn_diag.reference.linear import OF_HEADS
 from attn_diag.results.diagnosis import Label
 from attn_diag.results.linear import (
-    ChunkError,
     LinearDiagnosedCapture,
     LinearDiagnosis,
     LinearHead,
@@ -40,12 +40,11 @@ from attn_diag.results.linear import (
     LinearQuantity,
 )
 from attn_diag.results.wording import LINEAR_SYMBOLS, number, percent, ranges, times
-from attn_diag.statistics.means import FLAT_BAND_99, require_level
+from attn_diag.statistics.means import require_level
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 # Steps whose errors are counted together, as they share the state's; and rows of a state.
 _BLOCK, _STATE_BLOCK = 16, 2
-_CURVE = 64
 # A row stands out beyond so many times what the coarse kernel leaves about it; one number a row needs more.
 _ROW_LIMIT, _NUMBER_LIMIT = 8.0, 16.0
 # A well-rounded kernel's own error from which a head is called fragile.
@@ -56,8 +55,6 @@ _PROOF = 0.5
 _SHARED = 0.5
 # Without a site that makes it a factor is lossy above this only: the decay's gradient of fla's RWKV-7 has 1.86.
 _UNNAMED = 2.0
-# So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
-_FP32 = 2.0**-6
 
 
 def inspect_linear(
@@ -93,7 +90,7 @@ def inspect_linear(
         captures = []
         for one in listed:
             captures += [one] if isinstance(one, LinearCapture) else map(load_linear, find_captures([one]))
-    return inspect_linear_captures(captures, level=level, device=device)
+    return inspect_linear_captures(captures, level=level, device=device, explained=True)
 
 
 def inspect_linear_captures(
@@ -104,6 +101,7 @@ def inspect_linear_captures(
     heads: Callable[[int], bool] | None = None,
     progress: Callable[[int, int], object] | None = None,
     unreadable: Sequence[str] = (),
+    explained: bool = False,
 ) -> LinearDiagnosis:
     """Diagnose captures; the tests of all their means are adjusted together.
 
@@ -113,6 +111,7 @@ def inspect_linear_captures(
         heads: Which of the model's heads to look at; None: all.
         progress: Called with (done, total) after every head.
         unreadable: Inputs that could not be read, for the result.
+        explained: Also look for what makes an error smaller than a well-rounded kernel's, which takes as long again.
 
     Raises:
         InputError: A capture has nothing that an operator returned.
@@ -124,7 +123,7 @@ def inspect_linear_captures(
         if not capture.observations:
             why = "nothing to judge: add what the operator returned (o, final_state, dq, …)"
             raise InputError(f"{capture.source}: {why}")
-    jobs = [_Job(capture, where, heads) for capture in chosen]
+    jobs = [_Job(capture, where, heads, explained) for capture in chosen]
     done, total = 0, sum(len(job.heads) * len(job.capture.observations) for job in jobs)
     found = []
     for job in jobs:
@@ -151,10 +150,12 @@ class _Job:
     capture: LinearCapture
     device: torch.device
     wanted: Callable[[int], bool] | None
+    explained: bool
 
     def __post_init__(self) -> None:
         self.run = LinearRun(self.capture, self.device)
         self.causes = Causes(self.run)
+        self.choices = Choices(self.run) if self.explained else None
         tensors = self.capture.tensors
         self.count = tensors["v"].shape[2]
         offset = self.capture.metadata.head_offset
@@ -188,7 +189,10 @@ class _Job:
                 others = alike if self.only is None else []
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
                 self.beside = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in places}
-                quantities.append(self._quantity(name, outputs[name], place))
+                found = self._quantity(name, outputs[name], place)
+                if self.choices is not None:
+                    found = self.choices.named(found, outputs[name].to(self.device)[place], place)
+                quantities.append(found)
         broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
         labels, reasons = list[Label](), list[str]()
         for answer in ("nonfinite", "wrong", "lossy", "undecided"):
@@ -198,11 +202,11 @@ class _Job:
                 reasons += [q.words for q in own]
         if broken_forward and len(reasons) > len(broken_forward):
             reasons.append("Gradients come from what the forward left: look at the forward first.")
-        drift, chunks = self._along(head, outputs.get("o"))
+        drift, chunks = along(self.run, head, outputs.get("o"), self.others[-1]["o"] if self.compared else None)
         amplification = None
         if self.compared:
             off = self._error(self.others[-1]["o"], "o", head)
-            amplification = off / self._unit
+            amplification = off / self.run.unit
             if off > _FRAGILE and not {"nonfinite", "wrong", "lossy"} & {*labels}:
                 labels.insert(0, "ill_conditioned")
                 reasons.insert(
@@ -228,32 +232,6 @@ class _Job:
         true = self.reference.values[name][place]
         size = float(true.norm())
         return float((found[place] - true).norm()) / size if size else 0.0
-
-    def _along(self, head: int, o: Tensor | None) -> tuple[float | None, tuple[ChunkError, ...]]:
-        if o is None:
-            return None, ()
-        fmt = format_of(o.dtype)
-        true = self.reference.values["o"][:, :, head]
-        error = o.to(self.device)[:, :, head].double() - true
-        if not error.isfinite().all():
-            return None, ()
-        excess = o.to(self.device)[:, :, head].double() - round_nearest_even(true, fmt)
-        walk = torch.cat([excess[b, steps].sum(1) for b, steps in self.capture.call.sequences])
-        band = FLAT_BAND_99 * float(walk.square().sum().sqrt())
-        b, steps = max(self.capture.call.sequences, key=lambda s: s[1].stop - s[1].start)
-        other = (self.others[-1]["o"][:, :, head] - true)[b, steps] if self.compared else None
-        points = []
-        for start in range(0, steps.stop - steps.start, _CURVE):
-            part = slice(start, start + _CURVE)
-            size = float(true[b, steps][part].norm())
-            points.append(
-                ChunkError(
-                    start,
-                    float(error[b, steps][part].norm()) / size if size else None,
-                    float(other[part].norm()) / size if size and other is not None else None,
-                )
-            )
-        return (float(walk.cumsum(0).abs().max()) / band if band else 0.0), tuple(points)
 
     def _rows(self, x: Tensor) -> Tensor:
         """A head's tensor as [rows, D]: steps of all sequences, or the rows of states."""
@@ -314,11 +292,6 @@ class _Job:
                 return mean, None if p is None else 1.0
         return mean, p
 
-    @property
-    def _unit(self) -> float:
-        """The unit roundoff of the inputs' format."""
-        return float(2.0 ** -format_of(self.capture.tensors["q"].dtype).precision)
-
     def _answered(
         self, found: LinearQuantity, symbol: str, ratio: RatioEstimate | None, squares: Tensor, allowed: Tensor,
         coarse: Tensor, observed: Tensor, place: Place,
@@ -349,7 +322,7 @@ class _Job:
                 factor = math.sqrt(float(squares.sum() / coarse.sum()))
                 said += f": {times(factor)} times what a kernel all in 16 bits leaves"
             return _named(replace(found, answer="wrong", words=f"{said}."), cause)
-        if relative is not None and relative <= _FP32 * self._unit:
+        if relative is not None and relative <= FP32 * self.run.unit:
             return replace(found, words=f"{symbol} is {percent(relative)} off: no more than fp32 sums leave.")
         if ratio is None:
             return replace(

@@ -1,4 +1,4 @@
-"""What linear attention's errors are held against besides a well-rounded kernel's: cancellation, neighbours, chance."""
+"""Linear attention's errors: what they are held against besides a well-rounded kernel's, and their course."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.linear import LinearRun, Place
-from attn_diag.reference import format_of
+from attn_diag.reference import format_of, round_nearest_even
+from attn_diag.results.linear import ChunkError
 from attn_diag.results.quality import Answer
 from attn_diag.results.wording import plural
-from attn_diag.statistics.means import mean_test, two_way
+from attn_diag.statistics.means import FLAT_BAND_99, mean_test, two_way
 
 _NEAR, _CHUNK = 17, 64
+# Steps of a point of O's error along the sequence.
+_CURVE = 64
 _FEWEST = 8
 
 
@@ -97,3 +100,40 @@ def unusable(symbol: str, observed: Tensor, known: Tensor, sound: Sequence[Tenso
     if not known.all():
         return "undecided", f"{symbol}: float64 does not know the truth, the state grows too large."
     return None
+
+
+def along(
+    run: LinearRun, head: int, o: Tensor | None, sound: Tensor | None
+) -> tuple[float | None, tuple[ChunkError, ...]]:
+    """How far the running sum of O's errors gets from zero over its 99 % band, and O's error along the sequence.
+
+    Args:
+        run: The capture's.
+        head: Its index.
+        o: All heads'; None: not captured.
+        sound: A well-rounded kernel's; None: not compared.
+    """
+    if o is None:
+        return None, ()
+    fmt, o = format_of(o.dtype), o.to(run.device)[:, :, head].double()
+    true = run.reference.values["o"][:, :, head]
+    error = o - true
+    if not error.isfinite().all():
+        return None, ()
+    excess, sequences = o - round_nearest_even(true, fmt), run.capture.call.sequences
+    walk = torch.cat([excess[b, steps].sum(1) for b, steps in sequences])
+    band = FLAT_BAND_99 * float(walk.square().sum().sqrt())
+    b, steps = max(sequences, key=lambda s: s[1].stop - s[1].start)
+    other = None if sound is None else (sound[:, :, head] - true)[b, steps]
+    points = []
+    for start in range(0, steps.stop - steps.start, _CURVE):
+        part = slice(start, start + _CURVE)
+        size = float(true[b, steps][part].norm())
+        points.append(
+            ChunkError(
+                start,
+                float(error[b, steps][part].norm()) / size if size else None,
+                float(other[part].norm()) / size if size and other is not None else None,
+            )
+        )
+    return (float(walk.cumsum(0).abs().max()) / band if band else 0.0), tuple(points)

@@ -173,7 +173,7 @@ def _opened(source: object, options: dict[str, Any], function: str) -> list[Capt
             raise InputError(f"{function}() was given no capture: an empty list")
         return found
     if isinstance(source, LinearCapture):
-        known = "inspect_linear, identify_linear, attribute_linear, what_if_linear or diff_linear"
+        known = "inspect_linear, identify_linear, attribute_linear, what_if_linear, diff_linear or replay_linear"
         raise InputError(f"{function}() looks at softmax attention; of linear attention use {known}")
     raise InputError(
         f"{function}() takes q, k and v, a Capture, a capture's file, a folder of them, or a list of these; got "

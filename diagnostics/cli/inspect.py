@@ -119,7 +119,7 @@ def _linear(
     with progress_bar() as progress:
         found = inspect_linear_captures(
             captures, level=level, device=device, heads=None if heads is None else heads.__contains__,
-            progress=progress, unreadable=unreadable,
+            progress=progress, unreadable=unreadable, explained=True,
         )  # fmt: skip
     delivery.deliver(found, html)
     if unreadable:

@@ -52,4 +52,5 @@ def linear_captures(paths: Sequence[str | Path]) -> list[LinearCapture]:
 def refuse_softmax(given: Mapping[str, object]) -> None:
     """Raise InputError for options that linear attention does not have; None and False: not given."""
     if named := [name for name, value in given.items() if value not in (None, False, [])]:
-        raise InputError(f"linear attention takes no {', '.join(named)}: leave it out")
+        cases = " (`check --operator` runs its own cases, and --cases chooses among them)" if "--hunt" in named else ""
+        raise InputError(f"linear attention takes no {', '.join(named)}: leave it out{cases}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import LinearCapture
-from attn_diag.kernels.linear_chunked import LinearHeads, rounded_to, run_linear_call
-from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_chunked import LinearHeads, run_linear_call
+from attn_diag.kernels.linear_products import rounded_to
+from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.reference import format_of
 from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
 
 _FORMATS: dict[torch.dtype, LinearFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -35,6 +37,11 @@ class LinearRun:
     def format(self) -> LinearFormat | None:
         """That of q, k and v where kernels have a published way to round; None: fp32, fp64 or FP8."""
         return _FORMATS.get(self.capture.tensors["q"].dtype)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the inputs' format."""
+        return float(2.0 ** -format_of(self.capture.tensors["q"].dtype).precision)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -81,15 +88,23 @@ class LinearRun:
     def has_site(self, site: str) -> bool:
         """Whether a kernel of the operator has the rounding site."""
         tensors = self.capture.tensors
-        if site in GRADIENT_SITES:
-            by_channel = "g" in tensors and tensors["g"].ndim == 4
+        by_channel = "g" in tensors and tensors["g"].ndim == 4
+        if site in ("score_gradients", "decay_sums"):
             return ("g" in tensors or "dt" in tensors) and not (by_channel and site == "score_gradients")
+        if site in ("parts", "new_values"):
+            return "beta" in tensors
+        if site in ("stepped", "score_weights"):
+            return site == "score_weights" or "dt" in tensors
+        if site in ("decayed", "state_gradient"):
+            return not by_channel
+        if site == "score_operands":
+            return by_channel
         if "decay" in site:
             return any(name in tensors for name in ("g", "g_gamma", "dt")) or self.capture.operator == "retention"
         if site in ("inverse", "solved"):
             return "beta" in tensors or "a" in tensors
         if site == "elementwise":
-            return "g" in tensors and tensors["g"].ndim == 4
+            return by_channel
         return site != "normalizer" or self.capture.normalize
 
     def emulated(
@@ -169,12 +184,12 @@ class LinearRun:
             q, k = (x * torch.rsqrt(x.square().sum(2, keepdim=True) + 1e-6) for x in (q, k))
             fmt = self.format or "fp32"
             q, k = (x + (rounded_to(x.detach(), fmt) - x.detach()) for x in (q, k))
-        values, g = v.transpose(0, 1), of("g")
+        values, g, steps = v.transpose(0, 1), of("g"), None
         skip = values * given["D"][:, None, None] if "D" in given else None
         if "dt" in given:
-            dt = of("dt")
-            assert dt is not None
-            values, g = values * dt, dt * given["A"][:, None, None]
+            steps = of("dt")
+            assert steps is not None
+            g = steps * given["A"][:, None, None]
         elif "g_gamma" in given:
             g = given["g_gamma"][:, None, None].expand(heads, len(v), 1)
         elif capture.operator == "retention":
@@ -184,7 +199,15 @@ class LinearRun:
         if initial is None:
             initial = v.new_zeros(heads, q.shape[2], v.shape[2])
         scale = capture.call.used_scale
-        return LinearHeads(q, k, values, g, of("beta"), of("a"), of("b"), initial, scale, capture.normalize, skip)
+        beta, a, b = of("beta"), of("a"), of("b")
+        return LinearHeads(q, k, values, g, beta, a, b, initial, scale, capture.normalize, skip, capture.l2norm, steps)
+
+
+def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
+    """Text that ``--recipe`` reads: the chunk, and what differs from a well-rounded kernel's."""
+    own = run.recipe
+    changed = [f.name for f in fields(LinearRecipe) if getattr(recipe, f.name) != getattr(own, f.name)]
+    return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
 
 
 def _faulty(initial: Tensor, fault: LinearFault) -> Tensor:

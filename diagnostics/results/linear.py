@@ -31,7 +31,8 @@ class LinearQuantity:
     factor_ci95: tuple[Number, Number] | None
     """The factor's 95 % interval, a jackknife over groups of 16 steps."""
     cause: str | None
-    """The fault or rounding site that explains the error, by its name; null: none does, or none was looked for."""
+    """The fault or rounding site that explains the error, by its name, or the recipe whose bits it has where none is
+    at fault; null: none does, or none was looked for."""
     explained: Number | None
     """The part of the squared error that emulating it makes; null without one."""
     mean_away: Number | None

@@ -14,12 +14,12 @@ from attn_diag.analyses.linear_recipes.recipes import (
     SITES,
     head_index,
     opened,
-    recipe_name,
     site_formats,
     squares_of,
     with_sites,
 )
 from attn_diag.captures.linear import LinearCapture
+from attn_diag.head.linear import recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect

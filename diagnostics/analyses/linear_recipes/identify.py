@@ -17,14 +17,13 @@ from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
     opened,
     parse_recipe,
-    recipe_name,
     recipe_words,
 )
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
-from attn_diag.head.linear import LinearRun
+from attn_diag.head.linear import LinearRun, recipe_name
 from attn_diag.head.machine import describe_tool
-from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, RELEASED, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
 from attn_diag.results.linear_recipes import LinearIdentification, LinearRecipeMatch
 from attn_diag.results.wording import percent, together
@@ -120,7 +119,11 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     own, fmt = replace(run.recipe, out=out), run.format
     assert fmt is not None
     found, sites = [], [site for site in LINEAR_SITES if run.has_site(site) and site not in GRADIENT_SITES]
+    known = RELEASED.get(run.capture.operator, {}).items()
+    released = {site: to or fmt for site, to in known if site not in GRADIENT_SITES and run.has_site(site)}
     for chunk in run.chunks:
+        if released:
+            found.append(replace(own, chunk=chunk, **released))
         found.append(replace(own, chunk=chunk))
         found += [replace(found[-1], **{site: fmt}) for site in sites]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)

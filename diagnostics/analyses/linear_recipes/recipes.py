@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +14,7 @@ from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
 from attn_diag.head.machine import pick_device
-from attn_diag.kernels.linear_recipe import LINEAR_SITES, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import CHOICES, LINEAR_SITES, LinearFormat, LinearRecipe
 
 SITES: dict[str, str] = {
     "operands": "operands of products within a chunk",
@@ -38,20 +38,12 @@ def parse_recipe(text: str, run: LinearRun) -> LinearRecipe:
         name, _, value = part.partition("=")
         if name == "chunk" and value.isascii() and value.isdecimal() and int(value) > 0:
             changes[name] = int(value)
-        elif name in (*SITES, "gradients") and value in get_args(LinearFormat):
+        elif name in (*SITES, *CHOICES, "gradients") and value in get_args(LinearFormat):
             changes[name] = value
         else:
-            raise InputError(
-                f"--recipe takes chunk=N and {', '.join(SITES)} = {' or '.join(get_args(LinearFormat))}, got {part!r}"
-            )
+            sites, formats = ", ".join({**SITES, **CHOICES}), " or ".join(get_args(LinearFormat))
+            raise InputError(f"--recipe takes chunk=N and {sites} = {formats}, got {part!r}")
     return replace(run.recipe, **changes)  # type: ignore[arg-type]
-
-
-def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
-    """What ``parse_recipe`` reads: the chunk, and what differs from a well-rounded kernel's."""
-    own = run.recipe
-    changed = [f.name for f in fields(LinearRecipe) if getattr(recipe, f.name) != getattr(own, f.name)]
-    return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
 
 
 def recipe_words(recipe: LinearRecipe, run: LinearRun) -> str:
@@ -64,6 +56,9 @@ def recipe_words(recipe: LinearRecipe, run: LinearRun) -> str:
             words = "operands of all products"
         if fmt != getattr(own, site) and fmt is not None:
             said.append(f"{words} in {fmt.upper()}")
+    for choice, words in CHOICES.items():
+        if choice not in SITES and getattr(recipe, choice) != getattr(own, choice):
+            said.append(words)
     return ", ".join(said)
 
 
@@ -104,7 +99,10 @@ def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], roundi
         chosen["gradients"] = "fp32"
     stored = chosen["stored"]
     like = dict.fromkeys(("inter", "stored", "score_gradients"), chosen["operands"]) | {"inverse": stored}
-    plain = {site: None for site, fmt in like.items() if chosen.get(site) == fmt}
+    plain: dict[str, LinearFormat | None] = {site: None for site, fmt in like.items() if chosen.get(site) == fmt}
+    if chosen["operands"] == "fp32":
+        # These round operands too, or parts of what products make.
+        plain |= {"state_gradient": None, "score_weights": None, "parts": "fp32"}
     return replace(recipe, **(chosen | plain))  # type: ignore[arg-type]
 
 

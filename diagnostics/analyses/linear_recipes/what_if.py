@@ -11,19 +11,19 @@ from attn_diag.analyses.linear_recipes.identify import recipe_of
 from attn_diag.analyses.linear_recipes.recipes import (
     head_index,
     opened,
-    recipe_name,
     recipe_words,
     site_formats,
     squares_of,
     with_sites,
 )
 from attn_diag.captures.linear import LinearCapture
+from attn_diag.head.linear import recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 from attn_diag.results.linear_recipes import LinearCandidate, LinearWhatIf
 from attn_diag.results.wording import number, percent
 
-_BYTES: dict[LinearFormat, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BYTES: dict[LinearFormat, int] = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 
 
 def what_if_linear(

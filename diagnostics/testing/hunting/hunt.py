@@ -38,6 +38,8 @@ from attn_diag.testing.target import Attention, causal_of
 from attn_diag.work import Progress
 
 DEFAULT_BUDGET_S, DEFAULT_LIMIT_S = 300.0, 120.0
+# What can be said of a call whose inputs are drawn.
+_DRAWN = {"causal", "scale", "dropout_p", "declared"}
 _MOST_WORKERS = 8
 # The first case is no longer, and of no more heads: hundreds of its kind are judged.
 _LENGTH, _HEADS = 128, 8
@@ -91,6 +93,11 @@ def hunt(
         InputError: A kernel is not known, or a capture's shapes cannot be changed; and as ``captures_of``.
     """
     if source is None:
+        if unused := sorted(set(call) - _DRAWN):
+            raise InputError(
+                f"without inputs hunt() takes {', '.join(sorted(_DRAWN))}, got {', '.join(unused)}: captures are its "
+                f"second argument (source), and of a call's tensors q, k and v go with the others"
+            )
         drawn = drawn_capture(
             causal_of(call.get("causal", "none")), call.get("scale"), seed=seed, dropout_p=call.get("dropout_p")
         )

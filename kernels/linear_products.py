@@ -1,0 +1,279 @@
+"""Products and sums of linear attention's chunked kernels, with what they and their gradients round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
+
+# Steps of a block, whose own scores are made without products.
+_BLOCK = 16
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def rounded_to(x: Tensor, fmt: LinearFormat) -> Tensor:
+    """fp32 -> ``fmt``, to nearest even, as fp32; to TF32 as tensor cores take it, cut off."""
+    if fmt == "tf32":
+        return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+    return x if fmt == "fp32" else x.to(_DTYPES[fmt]).float()
+
+
+class _Stored(torch.autograd.Function):
+    """A value kept in a format, and its gradient in one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: LinearFormat, of_gradient: LinearFormat) -> Tensor:
+        ctx.fmt = of_gradient
+        return rounded_to(x, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return rounded_to(gradients[0], ctx.fmt), None, None
+
+
+class _Product(torch.autograd.Function):
+    """A matrix product whose operands are rounded first, forward and backward, and its result too.
+
+    ``again`` is the format of the first operand where the second one's gradient takes it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat, again: LinearFormat
+    ) -> Tensor:
+        x, kept, y = rounded_to(x, operands), rounded_to(x, again), rounded_to(y, operands)
+        ctx.save_for_backward(kept, y)
+        ctx.formats = operands, result
+        return rounded_to(x @ y, result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        operands, result = ctx.formats
+        given = rounded_to(gradients[0], operands)
+        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None, None
+
+
+class _Read(torch.autograd.Function):
+    """What steps read of a state: decays * (x @ state), one decay a step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor, decays: Tensor, recipe: LinearRecipe) -> Tensor:
+        operands, result = recipe.inter or recipe.operands, recipe.accumulator
+        made = rounded_to(rounded_to(x, operands) @ rounded_to(state, operands), result)
+        ctx.save_for_backward(x, state, decays, made)
+        ctx.recipe = recipe
+        return made * decays
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, state, decays, made = ctx.saved_tensors
+        recipe, (given,) = ctx.recipe, gradients
+        operands, result = recipe.inter or recipe.operands, recipe.accumulator
+        of_decays = (given * made).sum(-1, keepdim=True)
+        of_x = _times(given, decays, recipe.decayed or operands, operands, result, rounded_to(state, operands).mT)
+        if recipe.state_gradient is None:
+            of_state = rounded_to(x, operands).mT @ rounded_to(given * decays, operands)
+        else:
+            of_state = rounded_to(x * decays, recipe.state_gradient).mT @ rounded_to(given, operands)
+        return of_x, rounded_to(of_state, result), of_decays, None
+
+
+class _Written(torch.autograd.Function):
+    """What steps write to a state: keys^T (decays * values), one decay a step."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, values: Tensor, decays: Tensor, recipe: LinearRecipe) -> Tensor:
+        operands, result = recipe.inter or recipe.operands, recipe.accumulator
+        ctx.save_for_backward(keys, values, decays)
+        ctx.recipe = recipe
+        if recipe.stepped is not None:
+            return rounded_to(rounded_to(keys * decays, operands).mT @ rounded_to(values, operands), result)
+        return rounded_to(rounded_to(keys, operands).mT @ rounded_to(values * decays, operands), result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, values, decays = ctx.saved_tensors
+        recipe = ctx.recipe
+        operands, result = recipe.inter or recipe.operands, recipe.accumulator
+        given = rounded_to(gradients[0], operands)
+        of_keys = _times(values, decays, recipe.decayed or operands, operands, result, given.mT)
+        of_values = rounded_to(rounded_to(keys, operands) @ given, result)
+        return of_keys, of_values * decays, (of_values * values).sum(-1, keepdim=True), None
+
+
+class _Stepped(torch.autograd.Function):
+    """(scores * steps of their keys) @ values; the gradients of values and steps take the scores without them."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, values: Tensor, steps: Tensor, recipe: LinearRecipe) -> Tensor:
+        ctx.save_for_backward(scores, values, steps)
+        ctx.recipe = recipe
+        weights = rounded_to(scores * steps.mT, recipe.operands)
+        return rounded_to(weights @ rounded_to(values, recipe.operands), recipe.accumulator)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        scores, values, steps = ctx.saved_tensors
+        operands, result = ctx.recipe.operands, ctx.recipe.accumulator
+        given = rounded_to(gradients[0], operands)
+        of_weights = rounded_to(given @ rounded_to(values, operands).mT, result)
+        again = rounded_to(scores, ctx.recipe.score_weights or operands)
+        of_values = rounded_to(again.mT @ given, result)
+        return of_weights * steps.mT, of_values * steps, (of_values * values).sum(-1, keepdim=True), None
+
+
+class _BlockScores(torch.autograd.Function):
+    """tril(sum_k left_ik right_jk e^(log_ik - log_jk)) of a chunk: blocks of 16 steps by products, others by sums.
+
+    Products have operands in a format, decayed from (and to) a block's first step; the gradient of ``right`` counts
+    from its block's last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, log: Tensor, fmt: LinearFormat) -> Tensor:
+        ctx.save_for_backward(left, right, log)
+        ctx.fmt = fmt
+        made = left.new_zeros(*left.shape[:2], left.shape[2], left.shape[2])
+        for own in _blocks(left):
+            made[..., own, own] = (left[..., own, None, :] * right[..., None, own, :] * _within(log, own)).sum(-1)
+            first, before = log[..., own.start, None, :], slice(0, own.start)
+            decayed = rounded_to(left[..., own, :] * (log[..., own, :] - first).exp(), fmt)
+            made[..., own, before] = (
+                decayed @ rounded_to(right[..., before, :] * (first - log[..., before, :]).exp(), fmt).mT
+            )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        left, right, log = ctx.saved_tensors
+        given, fmt = gradients[0], ctx.fmt
+        of_left, of_right = torch.zeros_like(left), torch.zeros_like(right)
+        for own in _blocks(left):
+            apart = given[..., own, own, None] * _within(log, own)
+            of_left[..., own, :] = (apart * right[..., None, own, :]).sum(-2)
+            of_right[..., own, :] = (apart * left[..., own, None, :]).sum(-3)
+            first, before = log[..., own.start, None, :], slice(0, own.start)
+            decayed = rounded_to(right[..., before, :] * (first - log[..., before, :]).exp(), fmt)
+            made = rounded_to(given[..., own, before], fmt) @ decayed
+            of_left[..., own, :] += made * (log[..., own, :] - first).exp()
+            last, after = log[..., own.stop - 1, None, :], slice(own.stop, left.shape[2])
+            decayed = rounded_to(left[..., after, :] * (log[..., after, :] - last).exp(), fmt)
+            made = rounded_to(given[..., after, own].mT, fmt) @ decayed
+            of_right[..., own, :] += made * (last - log[..., own, :]).exp()
+        return of_left, of_right, left * of_left - right * of_right, None
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    size = x.shape[2]
+    return [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
+
+
+def _within(log: Tensor, own: slice) -> Tensor:
+    """e^(log_i - log_j) of a block's steps, 0 above the diagonal."""
+    apart = log[..., own, None, :] - log[..., None, own, :]
+    seen = torch.ones(apart.shape[2:4], dtype=torch.bool, device=log.device).tril()
+    return apart.masked_fill(~seen[..., None], -torch.inf).exp()
+
+
+def _times(
+    x: Tensor, decays: Tensor, decayed: LinearFormat, operands: LinearFormat, result: LinearFormat, y: Tensor
+) -> Tensor:
+    """(decays * x) @ y; where the decayed operand is not rounded, the product is multiplied instead."""
+    if decayed == "fp32":
+        return rounded_to(rounded_to(x, operands) @ y, result) * decays
+    return rounded_to(rounded_to(x * decays, decayed) @ y, result)
+
+
+class _Inverse(torch.autograd.Function):
+    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products."""
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor, operands: LinearFormat) -> Tensor:
+        one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
+        inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
+        ctx.save_for_backward(rounded_to(inverse, operands))
+        ctx.operands = operands
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (inverse,) = ctx.saved_tensors
+        inner = rounded_to(inverse.mT @ rounded_to(gradients[0], ctx.operands), ctx.operands)
+        made: Tensor = -(inner @ inverse.mT).tril(-1)
+        return made, None
+
+
+class _DecayedScores(torch.autograd.Function):
+    """Scores times their decays. Kernels round the product's gradient once, for all that take it from there."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, decays: Tensor, taken: LinearFormat) -> Tensor:
+        ctx.save_for_backward(scores, decays)
+        ctx.taken = taken
+        return scores * decays
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        scores, decays = ctx.saved_tensors
+        given = gradients[0] * decays
+        if ctx.taken == "fp32":
+            return given, gradients[0] * scores, None
+        of_decays = rounded_to(given, ctx.taken) * scores / decays
+        return given, of_decays.masked_fill(decays == 0, 0.0), None
+
+
+class _DecayedState(torch.autograd.Function):
+    """A state times its chunk's decay, whose gradient sums the products of the state and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat) -> Tensor:
+        ctx.save_for_backward(state, decay)
+        ctx.sums = sums
+        return state * decay
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        state, decay = ctx.saved_tensors
+        fmt: LinearFormat = ctx.sums
+        terms = rounded_to(rounded_to(state, fmt) * rounded_to(gradients[0], fmt), fmt)
+        terms = terms if decay.shape[1] > 1 else terms.flatten(1)[:, None]
+        return gradients[0] * decay, summed(terms, fmt)[..., None], None
+
+
+def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
+    """Sums over the last dimension as 128 threads make them: of eight neighbours or more one by one, then in pairs.
+
+    Args:
+        terms: [..., n].
+        fmt: Of every sum on the way.
+    """
+    if fmt == "fp32":
+        return terms.sum(-1)
+    own = max(8, -(-terms.shape[-1] // 128))
+    threads = 1 << (-(-terms.shape[-1] // own) - 1).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
+        *terms.shape[:-1], threads, own
+    )
+    total = terms[..., 0]
+    for i in range(1, own):
+        total = rounded_to(total + terms[..., i], fmt)
+    while total.shape[-1] > 1:
+        one, other = total.chunk(2, -1)
+        total = rounded_to(one + other, fmt)
+    return total[..., 0]
+
+
+stored: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Stored.apply
+product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
+inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
+decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
+block_scores: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _BlockScores.apply
+decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
+read: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Read.apply
+stepped: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Stepped.apply
+written: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Written.apply

@@ -1,0 +1,94 @@
+"""What kernels of linear attention round otherwise than a well-rounded one is named by its bits, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attn_diag
+from attn_diag import LinearCapture
+from attn_diag.analyses.linear_choices import FINER
+from attn_diag.head.linear import LinearRun
+from attn_diag.kernels.linear_products import rounded_to
+from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearRecipe
+from attn_diag.results.linear import LinearQuantity
+from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
+
+
+def call(operator: str, steps: int = 256, size: int = 16) -> LinearRun:
+    """A call with an initial state, without outputs."""
+    given = rounded(linear_inputs(operator, (1, steps, 1, size, size), 3, kind=LONG))
+    make = torch.Generator().manual_seed(1)
+    given["initial_state"] = torch.randn(1, 1, size, size, generator=make) * 0.1
+    given["do"] = torch.randn(1, steps, 1, size, generator=make).bfloat16()
+    return LinearRun(LinearCapture.from_tensors(operator, given), torch.device("cpu"))
+
+
+def judged(run: LinearRun, recipe: LinearRecipe) -> dict[str, LinearQuantity]:
+    """What ``inspect_linear`` says of what a recipe returns, by quantity."""
+    inputs = run.capture.tensors
+    made = run.emulated(recipe)
+    outputs = {n: made[n].to(inputs[n[1:]].dtype if n[1:] in inputs else torch.float32) for n in made}
+    outputs["o"] = made["o"].to(inputs["v"].dtype)
+    found = attn_diag.inspect_linear(replace(run.capture, tensors=inputs | outputs), device="cpu")
+    (head,) = found.heads
+    return {q.quantity: q for q in head.quantities}
+
+
+@pytest.mark.parametrize(
+    ("operator", "changed", "quantity", "site"),
+    [
+        ("mamba2", {"stepped": "fp32"}, "o", "stepped"),
+        ("gla", {"score_weights": "fp32"}, "dv", "score_weights"),
+        ("simple_gla", {"decayed": "fp32", "state_gradient": "bf16"}, "dq", "decayed"),
+        ("retention", {"operands": "fp32"}, "o", "operands"),
+    ],
+)
+def test_what_is_kept_finer_is_named(operator: str, changed: dict[str, str], quantity: str, site: str) -> None:
+    run = call(operator)
+    found = judged(run, replace(run.recipe, chunk=64, **changed))  # type: ignore[arg-type]
+    q = found[quantity]
+    assert q.answer == "good"
+    assert q.factor is not None
+    assert q.factor < FINER
+    assert q.cause is not None
+    assert site in q.cause
+    assert CHOICES[site] in q.words
+    assert q.explained is not None
+    assert q.explained > 0.9
+
+
+def test_what_no_known_choice_makes_has_no_name() -> None:
+    run = call("gla")
+    # As if products were of 11 bits.
+    q = judged(run, replace(run.recipe, operands="fp16"))["o"]
+    assert q.factor is not None
+    assert q.factor < FINER
+    assert q.cause is None
+    assert "its bits do not tell why" in q.words
+
+
+def test_of_a_well_rounded_kernel_nothing_but_the_chunk_is_named() -> None:
+    run = call("simple_gla")
+    for q in judged(run, replace(run.recipe, chunk=32)).values():
+        assert q.cause in (None, "chunk=32"), q.words
+
+
+@pytest.mark.parametrize("operator", [*RELEASED])
+def test_choices_change_roundings_alone(operator: str) -> None:
+    """With nothing rounded each of them is the same mathematics."""
+    run = call(operator, 96)
+    exact = LinearRecipe(operands="fp32", out="fp32", gradients="fp32", chunk=32)
+    fields = ("decayed", "state_gradient", "score_weights", "score_operands", "stepped", "new_values")
+    made = run.emulated(replace(exact, **dict.fromkeys(fields, "fp32")))  # type: ignore[arg-type]
+    for name, true in run.reference.values.items():
+        assert float((made[name] - true).norm() / true.norm()) < 2e-5, name
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(1 + 2**-10 + 2**-11, 1 + 2**-10), (-1 - 2**-10 - 2**-11, -1 - 2**-10), (1.5, 1.5), (0.0, 0.0)]
+)
+def test_tf32_is_cut_off(given: float, kept: float) -> None:
+    assert rounded_to(torch.tensor([[given]]).mT, "tf32").item() == kept
