@@ -109,7 +109,7 @@ class _FewHeads:
         self._add_keys()
         for sequence in range(len(sample.q)):
             found = measure_rows(sample, sequence, self._kv_heads, self._temporaries)
-            seen.append(found.sees_key)
+            seen.append(found.sees_key if found.absorbed is None else found.sees_key | found.absorbed)
             rows = torch.stack([found.max_logit, *self._add_errors(sequence, found)])
             largest.append(torch.where(found.usable, rows, -torch.inf).amax(2))
             lse_factor = self._add_forward(sequence, found)
@@ -140,7 +140,7 @@ class _FewHeads:
         return HeadSums(sums, torch.stack(columns, 1), norms, sketches)
 
     def _nonfinite(self, seen: Tensor) -> list[Tensor]:
-        """One a name of ``NONFINITE``; ``seen``: which sampled rows see a key, [S, h, R]."""
+        """One a name of ``NONFINITE``; ``seen``: which sampled rows see a key, absorbed ones too, [S, h, R]."""
         sample, heads = self._sample, self._heads
         if sample.largest is None:
             return [torch.full(seen.shape[1:2], torch.nan, dtype=torch.float64, device=seen.device)] * len(NONFINITE)
