@@ -147,10 +147,8 @@ class _FewHeads:
         rows: list[Tensor | None] = [None, None]
         if not sample.all_see_keys:
             rows = [None if t is None else broken_rows(t[:, heads], seen) for t in (sample.o, sample.dq)]
-        made = sample.largest.of_heads(heads, self._kv_heads).made(*rows)
-        # A loss scaler tries how much FP16 holds.
-        often = {"dq": 0.5, "dk": 0.5, "dv": 0.5} if sample.q.dtype == torch.float16 else {}
-        return [value * often.get(name, 1.0) for name, value in made.items()]
+        largest = sample.largest.of_heads(heads, self._kv_heads)
+        return list(largest.made(*rows, scaled=sample.q.dtype == torch.float16).values())
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():
