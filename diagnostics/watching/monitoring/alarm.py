@@ -183,7 +183,7 @@ class LayerState:
         self.checks, self.above, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(3))
         # Checks on end with NaN or Inf, the step of the first, and whether it may be a loss scaler's.
         self.broken, self.broken_at = (np.zeros(heads, dtype=np.int64) for _ in range(2))
-        self.doubtful = np.zeros(heads, dtype=np.bool_)
+        self.doubtful: npt.NDArray[np.bool_] = np.zeros(heads, dtype=np.bool_)
         self.made = MadeHere(heads)
         self._raised: set[tuple[str, int]] = set()
 
@@ -229,7 +229,7 @@ class LayerState:
         self.broken_at = np.where(self.broken > 0, self.broken_at, step)
         self.broken = np.where(layer.values.get("nonfinite_rate", np.zeros(self.heads)) > 0, self.broken + 1, 0)
         kinds = np.stack([np.nan_to_num(layer.values.get(name, np.zeros(self.heads))) for name in _NONFINITE])
-        self.doubtful = ((kinds > 0) & (kinds < 1)).any(0) & ~(kinds >= 1).any(0)
+        self.doubtful = np.logical_and(((kinds > 0) & (kinds < 1)).any(0), (kinds < 1).all(0))
         self.made.update(step, layer)
         self.checks += known
 
