@@ -419,7 +419,7 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
     assert all({"do", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
 
 
-MASKS = {
+OF_WINDOWS = {
     "none": None,
     "of a window": torch.arange(8.0).reshape(2, 1, 4, 1).sin(),
     "of a sequence": torch.arange(3 * 5).reshape(3, 1, 1, 1, 5) % 4 > 0,
@@ -427,12 +427,12 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", OF_WINDOWS)
 def test_more_than_four_axes(mask: str, tmp_path: Path) -> None:
     """Windows of images: 3 sequences of 2 windows, 2 heads."""
     with attn_diag.capture(None, tmp_path, batch=None) as recorder:
         q, k, v = (torch.randn(3, 2, 2, n, 8).requires_grad_() for n in (4, 5, 5))
-        torch.autograd.backward(sdpa(q, k, v, attn_mask=MASKS[mask]).sum())
+        torch.autograd.backward(sdpa(q, k, v, attn_mask=OF_WINDOWS[mask]).sum())
     (capture,) = written(recorder)
     assert tuple(capture.tensors["q"].shape) == (6, 2, 4, 8)
     assert holds(capture)
