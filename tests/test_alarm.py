@@ -200,3 +200,22 @@ def test_growth_is_the_logarithms_per_step() -> None:
     assert math.isnan(found["max_logit_growth"][1])
     assert found["dw_q_share_growth"][1] == 0
     assert np.isnan(with_growth(check(100, [2.0, -1.0]), None).layers[0].values["max_logit_growth"]).all()
+
+
+@pytest.mark.parametrize("name", ["dk_nonfinite", "came_nonfinite"])
+def test_what_a_loss_scaler_may_overflow_alarms_once_it_has_lasted_longer_than_any_tries(name: str) -> None:
+    halves, rate = np.full((60, 2), 0.5), np.full((60, 2), 0.1)
+    every_step = replay(checks(np.arange(60.0), **{name: halves, "nonfinite_rate": rate}))
+    assert {(a.kind, a.step) for a in every_step} == {("nonfinite", 40)}
+    assert not replay(checks(np.arange(39.0), **{name: halves, "nonfinite_rate": rate}))
+    assert {a.step for a in replay(checks(np.arange(3.0) * 50, **{name: halves, "nonfinite_rate": rate}))} == {50}
+    forward = replay(checks(np.arange(3.0), **{name: np.ones((3, 2)), "nonfinite_rate": rate}))
+    assert {a.step for a in forward} <= {0, 1}
+
+
+def test_a_predicted_error_that_is_not_in_the_measured_dq_raises_nothing() -> None:
+    steps, values = run(0, 25, 550, failing=True, lossy=True)
+    predicted = {**values, "dq_share": values["dw_q_share"]}
+    assert replay(checks(steps, **predicted, dq_error=values["dw_q_share"] * 1.05))
+    quiet = course(HEALTHY, steps)[:, None] * np.ones_like(values["dw_q_share"])
+    assert not replay(checks(steps, **predicted, dq_error=quiet * 0.1))

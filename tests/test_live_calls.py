@@ -419,6 +419,27 @@ def test_two_axes_and_three(tmp_path: Path) -> None:
     assert all({"do", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
 
 
+OF_WINDOWS = {
+    "none": None,
+    "of a window": torch.arange(8.0).reshape(2, 1, 4, 1).sin(),
+    "of a sequence": torch.arange(3 * 5).reshape(3, 1, 1, 1, 5) % 4 > 0,
+    "of a head": torch.arange(8.0).reshape(2, 4, 1).cos(),
+}
+
+
+@pytest.mark.parametrize("mask", OF_WINDOWS)
+def test_more_than_four_axes(mask: str, tmp_path: Path) -> None:
+    """Windows of images: 3 sequences of 2 windows, 2 heads."""
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        q, k, v = (torch.randn(3, 2, 2, n, 8).requires_grad_() for n in (4, 5, 5))
+        torch.autograd.backward(sdpa(q, k, v, attn_mask=OF_WINDOWS[mask]).sum())
+    (capture,) = written(recorder)
+    assert tuple(capture.tensors["q"].shape) == (6, 2, 4, 8)
+    assert holds(capture)
+    for name, given in (("dq", q), ("dk", k), ("dv", v)):
+        assert torch.equal(capture.tensors[name][...], some(given.grad).flatten(0, 1))
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (1, 2, 0, 4)], ids=["sequences", "tokens"])
 def test_a_call_of_nothing_is_told(shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), attn_diag.capture(None, tmp_path, batch=None) as recorder:

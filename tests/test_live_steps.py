@@ -13,8 +13,8 @@ from tiny_models import Tiny, nano_gpt, next_token_loss, same, tokens, written
 from torch import Tensor, nn
 
 import attn_diag
-from attn_diag.watching.live.clock import BY_PARAMETERS
-from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED
+from attn_diag.watching.live.clock import BY_PARAMETERS, BY_PASSES, UNSTEPPED
+from attn_diag.watching.live.watch import UNFINISHED
 
 QUANTITIES = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
 STEPS = 4
@@ -123,3 +123,35 @@ def test_parameters_that_others_stand_in_for_have_not_changed(tmp_path: Path, ca
             torch.func.functional_call(model, others, (tokens(number),))
             model(tokens(number))
     assert BY_PARAMETERS not in caplog.text
+
+
+PASSES = 24
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_loop_whose_optimizer_is_no_torch_optimizer_is_told_so_or_counted(
+    cleared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nano_gpt().model
+    with attn_diag.Monitor(model, every=2) as monitor:
+        for number in range(PASSES):
+            torch.autograd.backward(next_token_loss(model, tokens(number)))
+            for p in model.parameters():
+                assert p.grad is not None
+                p.data -= 0.1 * p.grad  # no version of p changes
+                p.grad = None if cleared else p.grad
+        assert (BY_PASSES in caplog.text) == cleared
+        assert (UNSTEPPED in caplog.text) == (not cleared)
+        assert len(caplog.records) == 1
+    assert [check.step for check in monitor.history] == ([0, 2] if cleared else [])
+
+
+def test_gradients_of_many_passes_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    model = nano_gpt().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attn_diag.Monitor(model, every=1) as monitor:
+        for number in range(PASSES):
+            torch.autograd.backward(next_token_loss(model, tokens(number)))
+        optimizer.step()
+    assert [check.step for check in monitor.history] == [0]
+    assert not caplog.records

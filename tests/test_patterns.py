@@ -15,7 +15,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
-from attn_diag.analyses.patterns.numbers import in_words
+from attn_diag.analyses.patterns.numbers import factors, in_words
 from attn_diag.analyses.patterns.of_capture import with_patterns
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import emulate_head, preset
@@ -170,6 +170,11 @@ def test_a_wrong_delta_is_named(defect: str) -> None:
         steps = Steps(head)
         dscores = steps.p_bar / steps.l * (steps.dp - change(steps.delta))
         assert expected in words_of(head, "dq", rounded(head.scale * dscores @ head.k))
+
+
+def test_a_factor_of_two_is_no_root_of_a_scale() -> None:
+    assert not {2.0, 0.5} & {*factors(16**-0.5, scaled=False).values()}
+    assert factors(64**-0.5, scaled=True)["1/sqrt(scale)"] == 8**0.5
 
 
 def test_factors_of_gradients_and_tensors_in_the_wrong_place() -> None:

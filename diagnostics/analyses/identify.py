@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.several import answers
+from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
@@ -100,6 +101,7 @@ def _identified(
     progress: Progress | None,
 ) -> Identification:
     """One capture's."""
+    capture = WithoutAbsorbedRows.of(capture).capture
     name = _observation(capture, observation)
     batch, index = select_place(capture, batch, head)
     steps = _Steps(progress)

@@ -309,7 +309,13 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
 
 
 def not_judged(
-    judged: Collection[str], *, captured: Collection[str], with_do: bool, covered: bool = True, of_a_rank: bool = False
+    judged: Collection[str],
+    *,
+    captured: Collection[str],
+    with_do: bool,
+    covered: bool = True,
+    of_a_rank: bool = False,
+    absorbed: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason.
 
@@ -319,6 +325,7 @@ def not_judged(
         with_do: Whether dO was captured.
         covered: Whether there is a published recipe for the inputs' format.
         of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
+        absorbed: Outputs of which rows without keys make an unknown part; see ``captures.absorbed``.
     """
     # A gradient of both uses of one latent stands in for dK and dV, and is missed by nobody.
     spared = ("dk", "dv") if "dkv" in captured else ("dkv",)
@@ -329,6 +336,8 @@ def not_judged(
             return "no dO"
         if name in ("dk", "dv") and of_a_rank:
             return "summed over the rows of other ranks: give their files too"
+        if name in absorbed:
+            return "rows to which the mask leaves no key have a gradient"
         if name not in captured:
             return "not captured"
         return "not compared" if covered else "no well-rounded kernel of this format to compare with"

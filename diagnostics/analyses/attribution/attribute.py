@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from attn_diag.analyses.attribution.reasons import reasons
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.analyses.several import answers
+from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads
@@ -95,6 +96,7 @@ def _attributed(
     progress: Progress | None,
 ) -> Attribution:
     """One capture's."""
+    capture = WithoutAbsorbedRows.of(capture).capture
     name = observation_with_o(capture, wanted.observation)
     heads, batches = select_heads(capture, wanted)
     opened = OpenCapture(capture, where, batches, heads)

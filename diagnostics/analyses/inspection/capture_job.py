@@ -24,6 +24,7 @@ from attn_diag.analyses.inspection.groups import (
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
+from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.captures.sources import KEYED
@@ -88,7 +89,9 @@ class CaptureJob:
         keep: int = 0,
     ) -> None:
         """``keep``: so many bytes of truths are kept for whoever takes heads apart afterwards."""
-        self.capture, self.device, self.level, self.certify = capture, device, level, certify
+        found = WithoutAbsorbedRows.of(capture)
+        self.capture = capture = found.capture
+        self.unknown, self.device, self.level, self.certify = found.unknown, device, level, certify
         if certify is not None:
             certify.require_rows(capture.source, capture.q_length)
         self.engine = runs.engine
@@ -267,6 +270,7 @@ class CaptureJob:
         """Errors of an observation's dK and dV in one key head and sequence, and its keys with NaN or Inf in them."""
         where = self.capture, name, group.batch, group.kv_head, self.device
         observed, formats, broken = read_key_outputs(*where, census)
+        observed = {n: t for n, t in observed.items() if n not in self.unknown.get(group.batch, ())}
         references, terms = [r for r, _ in pairs], [t for _, t in pairs]
         parts = key_parts(references, [t.backward for t in terms if t.backward is not None], observed, formats)
         found = {}
@@ -287,6 +291,7 @@ class CaptureJob:
             with_do="do" in c.tensors,
             covered=self.declared is not None or covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
+            absorbed={output for outputs in self.unknown.values() for output in outputs},
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)

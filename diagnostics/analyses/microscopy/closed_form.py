@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.microscopy.walk import require_walkable, rounds_accumulator, rounds_numerator
+from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
@@ -76,7 +77,7 @@ def subject_of(
     """The subject of a capture, or of a head with an observed O; arguments and errors as ``microscope`` has them."""
     if isinstance(source, AttentionHead):
         return _of_head(source, recipe, observed)
-    where = pick_device(device)
+    where, source = pick_device(device), WithoutAbsorbedRows.of(source).capture
     batch, index = select_place(source, batch, head)
     opened = OpenCapture(source, where, [batch], [index])
     return of_open_head(opened.open_head(observation_with_o(source, observation), recipe, batch, index))

@@ -16,6 +16,7 @@ from attn_diag.analyses.mitigation.equivalence import repeated_maxima_as_run
 from attn_diag.analyses.mitigation.mitigations import BETAS, SEEDS, WhatIfPlan, plans, stabilised_rule
 from attn_diag.analyses.mitigation.ranking import adjust_biases, rank, stabilised_limits, summarise
 from attn_diag.analyses.several import answers
+from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import select_place
@@ -120,6 +121,7 @@ def _tried(
     progress: Progress | None,
 ) -> WhatIf:
     """One capture's."""
+    capture = WithoutAbsorbedRows.of(capture).capture
     batch, index = select_place(capture, batch, head)
     chosen = observation_with_o(capture, observation)
     notes: list[str] = []

@@ -32,7 +32,10 @@ def factors(alpha: float, *, scaled: bool, dropped: float = 0.0) -> dict[str, fl
     found = {"ln 2": math.log(2), "log2(e)": math.log2(math.e)}
     if alpha > 0 and abs(alpha - 1) > 1e-3:
         missing, twice = ("the scale is missing", "the scale is applied twice") if scaled else ("1/scale", "the scale")
-        found |= {missing: 1 / alpha, twice: alpha, "1/sqrt(scale)": alpha**-0.5, "sqrt(scale)": alpha**0.5}
+        found |= {missing: 1 / alpha, twice: alpha}
+        roots = {"1/sqrt(scale)": alpha**-0.5, "sqrt(scale)": alpha**0.5}
+        # With D = 16 that is 2: what was counted twice, sooner than a root.
+        found |= {name: value for name, value in roots.items() if value not in (0.5, 2.0)}
     if dropped:
         found |= {
             "dropout without the factor 1/(1-p)": 1 - dropped,

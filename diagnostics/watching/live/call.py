@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from attn_diag.captures.absorbed import is_fused
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
@@ -65,10 +66,6 @@ class Documents(NamedTuple):
     def hidden(self, rows: slice, keys: slice) -> Tensor:
         """Tell which keys are another document's, bool [R, K], in a part of the rows and keys."""
         return self.rows[rows, None] != self.keys[None, keys]
-
-
-# How names of kernels end that are plain torch: transformers' eager attention, SDPA's math, nn.MultiheadAttention's.
-_PLAIN = ("eager", "math", "multi_head_attention_forward")
 
 
 class _Gone(NamedTuple):
@@ -165,7 +162,7 @@ class AttentionCall:
     @property
     def fused(self) -> bool:
         """Whether the backward may take delta from O and make P again, as a fused kernel does; plain torch does not."""
-        return self.kernel.rpartition(" ")[2] not in _PLAIN
+        return is_fused(self.kernel)
 
     def documents(self) -> Documents | None:
         """Say which document every row and key of packed sequences belongs to; None where there are none.

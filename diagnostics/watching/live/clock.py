@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,14 @@ BY_PARAMETERS = (
     "the parameters changed and no optimizer's step() was seen (in a compiled function, it tells nobody): steps are "
     "counted by that, for which calls are looked for on every one"
 )
+UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
+BY_PASSES = (
+    "no optimizer's step() was seen, and the gradients were cleared before every forward pass: each pass counts as a "
+    "step from now on; where that is not so, call end_step() after every step"
+)
+# So many forward passes are waited for a step, where no optimizer of torch.optim has the parameters, and where one has
+# (its gradients may be those of many passes, or all be skipped).
+_PASSES, _PASSES_OF_ONE = 20, 512
 
 
 class Clock:
@@ -42,6 +51,8 @@ class Clock:
         self.by_parameters = self.heard = False
         self._versions: dict[int, int] | None = None
         self._waited = 0
+        self._each_pass = False
+        self._awaited: int | None = None
 
     def is_ours(self, optimizer: Any) -> bool:
         """Not the optimizer of another model (a GAN's critic), once one that holds our parameters is known.
@@ -50,14 +61,12 @@ class Clock:
         """
         if self._model is None:
             return True
-        holds = self._holds(optimizer, own := {id(p) for p in self._model.parameters()})
+        holds = self._holds(optimizer, {id(p) for p in self._model.parameters()})
         self.owns |= holds
         if holds or self.owns:
             return holds
         if not self._waited:
-            # By their types: some objects answer with a warning to whoever asks what they are.
-            optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-            self._waited = 1 if any(self._holds(one, own) for one in optimizers) else _PATIENCE
+            self._waited = 1 if self._has_one() else _PATIENCE
         self._waited += 1
         return self._waited > _PATIENCE
 
@@ -82,6 +91,31 @@ class Clock:
         self.by_parameters |= changed
         return changed
 
+    def by_passes(self, passes: int, warn: Callable[[str], None]) -> bool:
+        """Whether a forward pass begins a step, as many before it ended none and gradients were cleared since.
+
+        Args:
+            passes: How many were in this step before.
+            warn: Is told what is counted, or that nothing is.
+        """
+        if self.heard or self.by_parameters or passes < (1 if self._each_pass else _PASSES):
+            return False
+        if self._awaited is None:
+            self._awaited = _PASSES_OF_ONE if self._has_one() else _PASSES
+        if passes < self._awaited and not self._each_pass:
+            return False
+        parameters = [] if self._model is None else [p for p in self._model.parameters() if p.requires_grad]
+        self._each_pass = bool(parameters) and all(p.grad is None for p in parameters)
+        warn(BY_PASSES if self._each_pass else UNSTEPPED)
+        return self._each_pass
+
+    def _has_one(self) -> bool:
+        """Whether there is an optimizer whose step may still come."""
+        if self._model is None:
+            return any(_optimizers())
+        own = {id(p) for p in self._model.parameters()}
+        return any(self._holds(one, own) for one in _optimizers())
+
     def ticks(self, optimizer: Any, *, seen: bool) -> bool:
         """Whether this ``step()`` of one of ours ends a step.
 
@@ -98,6 +132,12 @@ class Clock:
         self._leader = weakref.ref(optimizer)
         self._others.clear()
         return True
+
+
+def _optimizers() -> list[Any]:
+    """All that there are."""
+    # By their types: some objects answer with a warning to whoever asks what they are.
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
 
 
 def _in_step() -> bool:

@@ -27,7 +27,7 @@ from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
-from attn_diag.watching.live.watch import UNSTEPPED, Watch
+from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, file_name, newest
 
 _log = logging.getLogger("attn_diag")
@@ -124,8 +124,6 @@ class Recorder:
         if watch is None:
             self._finish()  # again, where Ctrl-C ended the wait
             return
-        if watch.never_stepped:
-            watch.warn_once(UNSTEPPED)
         watch.stop()
         self._step = watch.step
         with _lock:

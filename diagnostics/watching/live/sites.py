@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from attn_diag.watching.live.axes import mask_with_four_axes, with_four_axes
 from attn_diag.watching.live.kernels import alibi_origin
 from attn_diag.watching.live.score_mods import read_score_mod
 from attn_diag.watching.live.tap import Tap
@@ -147,26 +148,23 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
     if isinstance(mask, CausalBias):
         causal = "bottom-right" if mask.variant == CausalVariant.LOWER_RIGHT else "top-left"
         mask = None
-    if any(t.is_nested for t in (q, k, v)) or not 2 <= q.dim() <= 4:
+    if any(t.is_nested for t in (q, k, v)) or q.dim() < 2 or not q.shape[:-4] == k.shape[:-4] == v.shape[:-4]:
         return None
-    lead = (None,) * (4 - q.dim())
-    # Two or three axes are one head of several sequences, or of one.
-    spread = (slice(None), None) if q.dim() == 3 else lead
     fused = tap.fused(q, v) if q.dim() == 4 else {}
     tensors = fused or {
         "kernel": "torch SDPA math",
-        "q": as_autocast(q[spread]),
-        "k": as_autocast(k[spread]),
-        "v": as_autocast(v[spread]),
-        "o": result[spread],
+        "q": as_autocast(with_four_axes(q)),
+        "k": as_autocast(with_four_axes(k)),
+        "v": as_autocast(with_four_axes(v)),
+        "o": with_four_axes(result),
     }
     learned: Graph = {}
     if isinstance(mask, Tensor) and mask.is_floating_point() and (q.dim() == 4 or mask.dim() < 3):
         learned["dmask"] = (mask, _unexpanded(mask))
     found: Fields = tensors | {
-        "graph": gradients(result, q, k, v, lambda t: t[spread]) | learned,
+        "graph": gradients(result, q, k, v, with_four_axes) | learned,
         "within": tap.operator if fused else None,
-        "mask": mask if mask is None or q.dim() != 3 or mask.dim() < 3 else mask[:, None],
+        "mask": mask if mask is None else mask_with_four_axes(mask, q),
         "causal": causal,
         "scale": a["scale"],
     }

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.clock import BY_PARAMETERS, Clock
+from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
@@ -33,7 +33,6 @@ from attn_diag.watching.live.unseen import IN_A_FUNCTION, Unseen
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
 BY_ORDER = "compiled code has no modules: layers are named by the order of their calls"
-UNSTEPPED = "no torch.optim optimizer stepped, so all calls count as one step's: call end_step() after every step"
 UNFINISHED = "attention was called in a step to be looked at, but no backward pass came to any of its calls"
 
 
@@ -101,6 +100,9 @@ class Watch:
     def stop(self) -> None:
         """Put everything back. Of calls whose backward is not over, what came is told."""
         self._looked = self.looked
+        passes = max(self._places.most_calls, self._forwards_this_step)
+        if self._trains and self.step == self._first_step and passes > 1:
+            self.warn_once(UNSTEPPED)
         intercept.remove(self)
         for handle in self._handles:
             handle.remove()
@@ -140,12 +142,6 @@ class Watch:
     def looked(self) -> bool:
         """Whether there was a step, or is one now, in which calls were looked for."""
         return self._looked or intercept.looks(self)
-
-    @property
-    def never_stepped(self) -> bool:
-        """Whether a module was called again and again, with gradients, and no step ever ended."""
-        often = max(self._places.most_calls, self._forwards_this_step) > 1
-        return self._trains and self.step == self._first_step and often
 
     def tell_of_nothing(self) -> bool:
         """Say, at the end, if there was no call although there was a look; whether so."""
@@ -235,7 +231,7 @@ class Watch:
             self.warn_once(BY_PARAMETERS)
             self.end_step()
         name, layer, call = self._places.of(caller, recomputing=recomputing)
-        if caller.site is not None and call and not self._trains:
+        if caller.site is not None and call and (not self._trains or self._clock.by_passes(call, self.warn_once)):
             self.end_step()  # as no hook of ours stands in a compiled model
             name, layer, call = self._places.of(caller, recomputing=recomputing)
         place = CallPlace(self.step, layer, name, call, gradients)
@@ -359,7 +355,8 @@ class Watch:
         if (stage := stage_running()) is not None and stage.rehearses:
             return
         self._notice_training(model, gradients=torch.is_grad_enabled())
-        if not self._trains and self._forwards_this_step:
+        passes = self._forwards_this_step
+        if passes and (not self._trains or (torch.is_grad_enabled() and self._clock.by_passes(passes, self.warn_once))):
             self.end_step()
         self._forwards_this_step += 1
 

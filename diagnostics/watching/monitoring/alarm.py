@@ -23,6 +23,8 @@ A head alarms ("rounding") when three things hold at one check:
    (Shin, Ramdas & Rinaldo, "E-detectors", arXiv 2203.03532). This alone keeps alarms on such a kernel below the stated
    rate, Bonferroni over heads included. Logs from before expected_over_floor was measured are read with 2 in place of
    its square, from noise factors of up to 1.4.
+   Where dQ was measured and errs less than the error of O is predicted to make it, over_floor, and share below, count
+   in proportion.
 2. **It matters.** share, the predicted error of dW_Q over dW_Q (of dQ where there is no dW_Q), averaged over the last
    checks, is ``level`` or more.
 3. **It grows.** That average is ``growth`` times its lowest so far, or more: a kernel that always was that coarse is
@@ -47,10 +49,10 @@ head that stands out there (``standing_out``) is judged on the next step as ``in
 ``benchmarks/study_absolute_monitor.py`` counts.
 
 NaN or Inf in a head's O, dQ, dK or dV whose inputs are finite ("nonfinite") alarms at once, one alarm for its layer; of
-FP16's gradients, which overflow where a loss scaler tries its factor, after two checks in a row.
+FP16's gradients, which overflow where a loss scaler tries its factor, once checks in a row span 40 steps.
 
 A head alarms once for each kind. Two facts need no statistics, but two checks in a row: NaN or Inf that came in, or was
-met elsewhere ("nonfinite"; a single one is what a loss scaler is for), and an error larger than the gradient itself
+met elsewhere ("nonfinite"; in FP16's dO, they span 40 steps), and an error larger than the gradient itself
 ("overwhelmed").
 
 All is a pure function of the stream of ``MonitorCheck``: ``replay`` gives the alarms of a log.
@@ -69,8 +71,8 @@ import numpy.typing as npt
 from attn_diag.printing import printable
 from attn_diag.results.wording import ranges
 from attn_diag.watching.monitoring.error_words import error_words
-from attn_diag.watching.monitoring.made_here import MadeHere
-from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck, MonitorCheck, Values
+from attn_diag.watching.monitoring.made_here import SCALER_STEPS, MadeHere
+from attn_diag.watching.monitoring.record import JUDGED_FLAGS, MEASURED, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.standing_out import same_as, standing_out
 
 Kind = Literal["rounding", "overwhelmed", "nonfinite", "wrong", "biased"]
@@ -81,6 +83,7 @@ _THIRD_MOMENT = 15.0
 _FORMER_EXPECTATION = 2.0
 _HEDGE = 0.25
 _TINY = 1e-30
+_NONFINITE = (*(f"{name}_nonfinite" for name in MEASURED), "came_nonfinite")
 _ADVICE = "Capture this layer (attn_diag.capture) and run attn-diag inspect on it"
 
 
@@ -177,7 +180,10 @@ class LayerState:
         self.heads, self.rule, self.name, self.odds = heads, rule, "dw_q", math.inf
         self.excess = np.zeros(heads)
         self.average, self.lowest = np.full(heads, math.nan), np.full(heads, math.inf)
-        self.checks, self.above, self.broken, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(4))
+        self.checks, self.above, self.lowest_at = (np.zeros(heads, dtype=np.int64) for _ in range(3))
+        # Checks on end with NaN or Inf, the step of the first, and whether it may be a loss scaler's.
+        self.broken, self.broken_at = (np.zeros(heads, dtype=np.int64) for _ in range(2))
+        self.doubtful: npt.NDArray[np.bool_] = np.zeros(heads, dtype=np.bool_)
         self.made = MadeHere(heads)
         self._raised: set[tuple[str, int]] = set()
 
@@ -201,8 +207,9 @@ class LayerState:
         unknown = np.full(self.heads, math.nan)
         share = layer.values.get("dw_q_share", unknown)
         self.name = "dw_q" if np.isfinite(share).any() else "dq"
-        share = layer.values.get(f"{self.name}_share", unknown)
-        over = layer.values.get(f"{self.name}_over_floor", unknown)
+        believed = _believed(layer)
+        share = layer.values.get(f"{self.name}_share", unknown) * believed
+        over = layer.values.get(f"{self.name}_over_floor", unknown) * believed
         self.odds = odds
         expected = np.square(layer.values.get(f"{self.name}_expected_over_floor", unknown))
         expected = np.where(np.isnan(expected), _FORMER_EXPECTATION, expected)
@@ -219,8 +226,11 @@ class LayerState:
         self.lowest = np.where(lower, self.average, self.lowest)
         self.lowest_at = np.where(lower, step, self.lowest_at)
         self.above = np.where(known, np.where(share >= 1, self.above + 1, 0), self.above)
+        self.broken_at = np.where(self.broken > 0, self.broken_at, step)
         self.broken = np.where(layer.values.get("nonfinite_rate", np.zeros(self.heads)) > 0, self.broken + 1, 0)
-        self.made.update(layer)
+        kinds = np.stack([np.nan_to_num(layer.values.get(name, np.zeros(self.heads))) for name in _NONFINITE])
+        self.doubtful = np.logical_and(((kinds > 0) & (kinds < 1)).any(0), (kinds < 1).all(0))
+        self.made.update(step, layer)
         self.checks += known
 
     def nonfinite(self, step: int, layer: LayerCheck) -> list[Alarm]:
@@ -245,7 +255,9 @@ class LayerState:
         masks: dict[Kind, npt.NDArray[np.bool_]] = {
             "rounding": self.witnessed & matters & grows,
             "overwhelmed": self.above >= 2,
-            "nonfinite": (self.broken >= 2) & ~(came & source),
+            "nonfinite": (self.broken >= 2)
+            & ~(came & source)
+            & ~(self.doubtful & (step - self.broken_at < SCALER_STEPS)),
         }
         found = []
         for kind, mask in masks.items():
@@ -342,6 +354,18 @@ class AgainState:
 
 _SEEN_WITH: dict[Kind, tuple[Kind, ...]] = {"wrong": ("wrong", "rounding"), "rounding": ("wrong", "rounding")}
 _KIND_OF: dict[str, Kind] = {"nonfinite": "nonfinite", "wrong": "wrong", "lossy": "rounding", "biased": "biased"}
+
+
+def _believed(layer: LayerCheck) -> Values:
+    """How much of a predicted error of dQ is there in the dQ that was measured, at most 1, [Hq]; 1 where none was.
+
+    What a backward that makes P again errs in common with the forward (fp32 scores in the thousands) cancels in dQ.
+    """
+    unknown = np.full(layer.heads, math.nan)
+    measured, predicted = (layer.values.get(name, unknown) for name in ("dq_error", "dq_share"))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.minimum(measured / predicted, 1.0)
+    return np.where(np.isfinite(ratio), ratio, 1.0)
 
 
 def _cusum(before: Values, gain: Values, odds: float) -> Values:

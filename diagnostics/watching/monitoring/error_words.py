@@ -21,6 +21,8 @@ def error_words(kind: str, of: str, lowest_at: int, values: Mapping[str, float])
     if values.get("measured"):
         # Logs of before it do not have it.
         parts = [f"{matrix} is off by {share:.2g} of its norm"]
+    elif (dq_error := values.get("dq_error")) is not None:
+        parts.append(f"dQ is off by {dq_error:.2g} of its norm")
     over = values.get(f"{of}_over_floor")
     if over is not None:
         parts.append(f"{over:.1f} times what correct rounding of O would")

@@ -109,7 +109,7 @@ class _FewHeads:
         self._add_keys()
         for sequence in range(len(sample.q)):
             found = measure_rows(sample, sequence, self._kv_heads, self._temporaries)
-            seen.append(found.sees_key)
+            seen.append(found.sees_key if found.absorbed is None else found.sees_key | found.absorbed)
             rows = torch.stack([found.max_logit, *self._add_errors(sequence, found)])
             largest.append(torch.where(found.usable, rows, -torch.inf).amax(2))
             lse_factor = self._add_forward(sequence, found)
@@ -140,17 +140,15 @@ class _FewHeads:
         return HeadSums(sums, torch.stack(columns, 1), norms, sketches)
 
     def _nonfinite(self, seen: Tensor) -> list[Tensor]:
-        """One a name of ``NONFINITE``; ``seen``: which sampled rows see a key, [S, h, R]."""
+        """One a name of ``NONFINITE``; ``seen``: which sampled rows see a key, absorbed ones too, [S, h, R]."""
         sample, heads = self._sample, self._heads
         if sample.largest is None:
             return [torch.full(seen.shape[1:2], torch.nan, dtype=torch.float64, device=seen.device)] * len(NONFINITE)
         rows: list[Tensor | None] = [None, None]
         if not sample.all_see_keys:
             rows = [None if t is None else broken_rows(t[:, heads], seen) for t in (sample.o, sample.dq)]
-        made = sample.largest.of_heads(heads, self._kv_heads).made(*rows)
-        # A loss scaler tries how much FP16 holds.
-        often = {"dq": 0.5, "dk": 0.5, "dv": 0.5} if sample.q.dtype == torch.float16 else {}
-        return [value * often.get(name, 1.0) for name, value in made.items()]
+        largest = sample.largest.of_heads(heads, self._kv_heads)
+        return list(largest.made(*rows, scaled=sample.q.dtype == torch.float16).values())
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():

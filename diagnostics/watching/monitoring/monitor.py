@@ -21,7 +21,7 @@ from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.sites import refusals
-from attn_diag.watching.live.watch import UNFINISHED, UNSTEPPED, Watch
+from attn_diag.watching.live.watch import UNFINISHED, Watch
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule, AlarmState
 from attn_diag.watching.monitoring.declared import DeclaredLayers
 from attn_diag.watching.monitoring.linear import LinearLayers
@@ -159,8 +159,6 @@ class Monitor:
         watch, self._watch = self._watch, None
         if watch is not None:
             self._ended_at = watch.step
-            if watch.never_stepped:
-                watch.warn_once(UNSTEPPED)
             watch.tell_of_nothing()
             watch.stop()
             self._linear.look(wanted=False)

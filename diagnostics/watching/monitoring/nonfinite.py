@@ -73,13 +73,14 @@ class Largest:
         """Which are known."""
         return tuple(getattr(self, field.name) is not None for field in fields(self))
 
-    def made(self, o: Tensor | None, dq: Tensor | None) -> dict[str, Tensor]:
+    def made(self, o: Tensor | None, dq: Tensor | None, *, scaled: bool) -> dict[str, Tensor]:
         """Of each result 1 where a query head's holds NaN or Inf and what it is made of does not, else 0; float64 [Hq].
 
         dK and dV are those of the head's key head; "came": where what went in holds some already, dO included. What is
-        not known is NaN.
+        not known is NaN. What is a gradient's, and may be a loss scaler's, is 1/2.
 
         Args:
+            scaled: Whether gradients overflow where a loss scaler tries its factor.
             o: Where O's sampled rows hold some, bool [Hq]; None: as its largest size says.
             dq: The same of dQ.
         """
@@ -98,9 +99,11 @@ class Largest:
             "dk": (None if self.dk is None else _broken(self.dk).repeat_interleave(group), of_keys),
             "dv": (None if self.dv is None else _broken(self.dv).repeat_interleave(group), of_keys),
         }
+        doubtful = 0.5 if scaled else 1.0
         unknown = torch.full((heads,), torch.nan, dtype=torch.float64, device=self.q.device)
         made = {name: unknown if own is None else (own & ~before).double() for name, (own, before) in results.items()}
-        return made | {"came": came.double()}
+        made |= {name: made[name] * doubtful for name in ("dq", "dk", "dv")}
+        return made | {"came": torch.maximum(forward.double(), came * doubtful)}
 
 
 def broken_rows(values: Tensor, counted: Tensor) -> Tensor:

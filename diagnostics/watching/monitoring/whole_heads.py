@@ -14,7 +14,6 @@ from attn_diag.captures.capture import Capture
 from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
 from attn_diag.results.wording import SYMBOLS, percent
 from attn_diag.watching.live.call import AttentionCall, Part
-from attn_diag.watching.monitoring.absorbed import without_absorbed_rows
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck
 from attn_diag.watching.monitoring.stacks import Key
 
@@ -32,15 +31,13 @@ class WholeHeads:
     metadata: Mapping[str, Any]
     heads: int
     """How many the call has."""
-    fused: bool = True
-    """See ``AttentionCall.fused``."""
 
     @classmethod
     def of(cls, call: AttentionCall, part: Part, **metadata: Any) -> WholeHeads:
         """Copy the forward's part of a call; ``metadata`` goes beside the call's own."""
         tensors = {name: t for name, t in call.tensors().items() if name not in _UNUSED}
         own = {**call.metadata(), "head_offset": part.heads(call)[0], **metadata}
-        return cls(part, part.clones(call, tensors), own, call.q.shape[1], call.fused)
+        return cls(part, part.clones(call, tensors), own, call.q.shape[1])
 
     def with_gradient(self, call: AttentionCall) -> WholeHeads:
         """Add the gradients, once the backward has brought them."""
@@ -58,8 +55,7 @@ class WholeHeads:
         Raises:
             InputError: They cannot be judged.
         """
-        tensors = without_absorbed_rows(self.tensors, self.metadata, fused=self.fused)
-        capture = Capture.from_tensors(dict(tensors), **self.metadata)
+        capture = Capture.from_tensors(self.tensors, **self.metadata)
         where = self.tensors["q"].device.type
         found = inspect_captures([capture], level=level, device=where).captures[0]
         heads = [head for head in found.observations[0].heads if head.head is not None]

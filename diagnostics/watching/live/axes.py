@@ -1,0 +1,19 @@
+"""Tensors of attention calls that have another number of axes than four."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def with_four_axes(t: Tensor) -> Tensor:
+    """q, k, v or o: two or three axes are one head of one or several sequences; of more the first are all sequences."""
+    if t.dim() > 4:
+        return t.flatten(0, -4)
+    return t[:, None] if t.dim() == 3 else t[(None,) * (4 - t.dim())]
+
+
+def mask_with_four_axes(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask that broadcasts to the scores of ``q``, for ``with_four_axes(q)``."""
+    if q.dim() > 4 and mask.dim() > 3:
+        return mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+    return mask[:, None] if q.dim() == 3 and mask.dim() > 2 else mask
