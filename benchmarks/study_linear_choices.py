@@ -42,7 +42,7 @@ def figures(capture: LinearCapture) -> dict[str, Any]:
     known = {site: to or fmt for site, to in RELEASED[capture.operator].items() if run.has_site(site)}
     chunks = [*run.chunks, *([256] if run.chunks[-1] == 128 else [])]
     sound = {chunk: run.emulated(replace(run.recipe, chunk=chunk)) for chunk in chunks}
-    released = {chunk: run.emulated(replace(run.recipe, chunk=chunk, **known)) for chunk in chunks}  # type: ignore[arg-type]
+    released = {chunk: run.emulated(replace(run.recipe, chunk=chunk, **known)) for chunk in chunks}
     own = min(chunks, key=lambda chunk: sum(squares(run, "o", observed["o"], released[chunk]["o"])))
     verdict = inspect_linear(capture, device="cpu").captures[0].observations[0]
     found: dict[str, Any] = {"chunk": own, "labels": sorted({label for h in verdict.heads for label in h.labels})}

@@ -24,6 +24,7 @@ from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadR
 from attn_diag.reference import attention as forward
 from attn_diag.reference import certificate as bounding
 from attn_diag.reference.certify import OUTPUTS, CheckedRow, check_rows
+from attn_diag.reference.heads import Heads
 
 ROWS = 1500
 Result = tuple[HeadReference, HeadBounds]
@@ -268,12 +269,12 @@ class Forgotten:
     worst: Patches
 
 
-def no_score_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
+def no_score_error(head: Heads) -> tuple[Tensor, Tensor, Tensor]:
     error, size, exact = ORIGINAL_SCORE_ERROR(head)
     return torch.zeros_like(error), size, exact
 
 
-def no_softcap_error(head: AttentionHead) -> tuple[Tensor, Tensor, Tensor]:
+def no_softcap_error(head: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return ORIGINAL_SCORE_ERROR(replace(head, softcap=None))
 
 

@@ -287,7 +287,7 @@ def test_captures_that_cannot_be_changed_are_refused() -> None:
         attn_diag.hunt("sdpa:math", budget_s=0, device="cpu")
     for ignored in ({"capture": "layer3.safetensors"}, {"mask": mask}):
         with pytest.raises(InputError, match="without inputs hunt"):
-            attn_diag.hunt("sdpa:math", device="cpu", **ignored)  # type: ignore[arg-type]
+            attn_diag.hunt("sdpa:math", device="cpu", **ignored)
 
 
 def test_what_overflows_in_the_format_itself_is_no_fault() -> None:

@@ -32,7 +32,7 @@ def judged(run: LinearRun, recipe: LinearRecipe) -> dict[str, LinearQuantity]:
     made = run.emulated(recipe)
     outputs = {n: made[n].to(inputs[n[1:]].dtype if n[1:] in inputs else torch.float32) for n in made}
     outputs["o"] = made["o"].to(inputs["v"].dtype)
-    found = attn_diag.inspect_linear(replace(run.capture, tensors=inputs | outputs), device="cpu")
+    found = attn_diag.inspect_linear(replace(run.capture, tensors={**inputs, **outputs}), device="cpu")
     (head,) = found.heads
     return {q.quantity: q for q in head.quantities}
 

@@ -150,7 +150,7 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
     with pytest.raises(attn_diag.InputError, match="identify_linear"):
         attn_diag.identify(capture)  # type: ignore[call-overload]
     with pytest.raises(attn_diag.InputError, match="hunt\\(\\) looks at softmax attention"):
-        attn_diag.hunt("sdpa:math", capture, device="cpu")  # type: ignore[call-overload]
+        attn_diag.hunt("sdpa:math", capture, device="cpu")  # type: ignore[arg-type]
     with pytest.raises(attn_diag.InputError, match="microscope\\(\\) looks at softmax attention"):
         attn_diag.microscope(capture, row=3)  # type: ignore[call-overload]
 

@@ -30,7 +30,7 @@ def taken(seed: int, spoil: Callable[[dict[str, Tensor]], object], *, batch: int
     tensors = {name: t.to(dtype) for name, t in inputs.items()}
     spoil(tensors)
     exact = [tensors[name].double().requires_grad_() for name in "qkv"]
-    out = scaled_dot_product_attention(*exact, is_causal=True)
+    out = scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
     dq, dk, dv = torch.autograd.grad(out, exact, tensors["do"].double())
     outputs = {"o": out.detach(), "dq": dq, "dk": dk, "dv": dv}
     tensors |= {name: t.to(dtype) for name, t in outputs.items()}
@@ -52,7 +52,7 @@ def shared_prompt(tensors: dict[str, Tensor]) -> None:
 
 def wrong_in_some() -> Capture:
     found = taken(3, lambda _: None, dtype=torch.bfloat16)
-    o, dq, lse = (found.tensors[name].clone() for name in ("o", "dq", "lse"))
+    o, dq, lse = (found.tensors[name][:].clone() for name in ("o", "dq", "lse"))
     o[0, 1, 7] *= 1.5
     o[0, 2, 3, 4] = torch.nan
     dq[0, 4, :, 3] = 0
