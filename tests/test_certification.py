@@ -132,24 +132,40 @@ def test_an_error_that_is_the_same_everywhere_is_judged() -> None:
     assert "biased" in some(head.verdict).labels
 
 
-@pytest.mark.parametrize("huge", [-1e16, float(torch.finfo(torch.float32).min)])
+@pytest.mark.parametrize("huge", [1e16, float(torch.finfo(torch.float32).max)])
 @pytest.mark.parametrize(("mode", "label"), [("toward-zero", "biased"), ("nearest-even", "clean")])
 def test_rows_whose_truth_float64_cannot_tell_are_left_out(huge: float, mode: str, label: str) -> None:
-    """Left padding, as Hugging Face's additive masks have it: the first rows see all their keys at ``huge``."""
-    given = inputs(torch.bfloat16)
-    del given["do"]
+    """The first rows see all their keys at ``huge``, beside which no score is left."""
     mask = torch.full((T, T), -math.inf).triu(1)
     mask[:3, :3] += huge
-    mask[3:, :3] = huge
-    given["o"] = attn_diag.round_to(truth_of(given, mask), f"bf16:{mode}").bfloat16()
-    diagnosis = attn_diag.inspect(**given, mask=mask, certify=6)
+    diagnosis = certified(mask, mode)
     for head in heads(diagnosis):
         assert label in some(head.verdict).labels, head.verdict
         assert (head.rows_unknown, head.rows_all) == ((3, T - 3) if head.head is not None else (6, 2 * T - 6))
+    assert "beyond float64" in diagnosis.report()
+
+
+@pytest.mark.parametrize("low", [-1e16, float(torch.finfo(torch.float32).min)])
+def test_rows_of_left_padding_count_as_rows_without_keys(low: float) -> None:
+    """As Hugging Face's additive masks have it: the first rows see all their keys at ``low``."""
+    mask = torch.full((T, T), -math.inf).triu(1)
+    mask[:3, :3] += low
+    mask[3:, :3] = low
+    for head in heads(certified(mask, "toward-zero")):
+        assert "biased" in some(head.verdict).labels, head.verdict
+        assert (head.rows_unknown, head.rows_fully_masked) == (0, 3 if head.head is not None else 6)
+
+
+def certified(mask: Tensor, mode: str) -> Diagnosis:
+    given = inputs(torch.bfloat16)
+    del given["do"]
+    given["o"] = attn_diag.round_to(truth_of(given, mask), f"bf16:{mode}").bfloat16()
+    diagnosis = attn_diag.inspect(**given, mask=mask, certify=6)
+    for head in heads(diagnosis):
         certificate = some(head.certificate)
         assert certificate.held
         assert certificate.worst_ratio["o"] > 1e-4, "rows without a bound certify nothing"
-    assert "beyond float64" in diagnosis.report()
+    return diagnosis
 
 
 def test_roundings_in_doubt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
