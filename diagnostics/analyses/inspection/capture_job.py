@@ -39,7 +39,6 @@ from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
-from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_key_outputs, read_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
@@ -340,6 +339,8 @@ class CaptureJob:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients = head // self.group, self.key_sums.get(name, {})
         found: list[QuantityVerdict] = []
+        # Where and how a captured quantity is wrong; what a recipe made is not asked.
+        explain = partial(self.patterns.explain, name, head) if name in self.capture.observations else None
         for quantity in CAPTURED:
             if quantity in KEYED:
                 known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
@@ -353,26 +354,13 @@ class CaptureJob:
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
                 batches = [p.batch for p in parts if quantity in p.effects]
-                found.append(self._explained(name, head, verdict, effects, batches))
+                found.append(verdict if explain is None else explain(verdict, effects, batches))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
                 verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)
-                verdict = self._explained(name, head, verdict, samples, batches)
+                verdict = verdict if explain is None else explain(verdict, samples, batches)
                 found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
         return found
-
-    def _explained(
-        self,
-        name: str,
-        head: int,
-        verdict: QuantityVerdict,
-        found: Sequence[QuantitySample | RowEffect],
-        batches: Sequence[int],
-    ) -> QuantityVerdict:
-        """The verdict with where and how a captured quantity is wrong."""
-        if name not in self.capture.observations:
-            return verdict
-        return self.patterns.explain(name, head, verdict, found, batches)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""
