@@ -5,7 +5,7 @@ torch that shares no code with the recipes. The engine's run differs: in its ker
 laid out (healthy), or by a fault in layer 1. Counted are healthy runs that are accused, faults that are called
 rounding, and faults with a wrong kind or layer.
 
-    python benchmarks/study_mismatch_trial.py --seeds 3 --json benchmarks/results/mismatch_trial_cpu.json
+    python benchmarks/study_mismatch_trial.py --seeds 3 --json FILE
 """
 
 from __future__ import annotations

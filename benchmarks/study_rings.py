@@ -205,7 +205,12 @@ def compared(folder: Path, name: str, device: str) -> dict[str, Any]:
         if one.error > largest["error"]:
             largest |= {k: v for k, v in asdict(one).items() if k not in ("run", "layer", "output")}
     layers = [{k: v for k, v in asdict(one).items() if k in ("layer", "difference", "errors")} for one in found.layers]
-    row = {"name": name, "outcome": found.outcome, "headline": found.headline, "notes": list(found.notes)}
+    row = {
+        "name": name,
+        "outcome": found.outcome,
+        "headline": found.headline,
+        "notes": [n.replace(f"{folder}/", "") for n in found.notes],
+    }
     return {
         **row,
         "causes": [f"{c.layer} {c.kind}: {c.words}" for c in found.causes],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,18 +24,8 @@ def of_elements(errors: Tensor, ulp_sum: float) -> SignedErrors:
 def each_of_elements(errors: Tensor, ulp_sums: Sequence[float]) -> list[SignedErrors]:
     """The same of H heads: [H, n, D] and [H]."""
     totals = errors.sum(2).cpu().numpy()
-    return [
-        SignedErrors(
-            total=total,
-            square=square,
-            positive=positive,
-            nonzero=nonzero,
-            unit_total=float(total.sum()),
-            unit_scale=ulp_sum,
-            count=errors.shape[2],
-        )
-        for total, ulp_sum, (square, positive, nonzero) in zip(totals, ulp_sums, _sizes(errors), strict=True)
-    ]
+    in_units = [(float(total.sum()), ulp_sum) for total, ulp_sum in zip(totals, ulp_sums, strict=True)]
+    return _signed(errors, totals, in_units, errors.shape[2])
 
 
 def of_rows(errors: Tensor, units: Tensor) -> SignedErrors:
@@ -46,20 +37,7 @@ def each_of_rows(errors: Tensor, units: Tensor) -> list[SignedErrors]:
     """The same of H heads, both [H, n]."""
     usable = (units > 0) & units.isfinite()
     in_units = numbers(torch.where(usable, errors / units, 0.0).sum(1), usable.sum(1))
-    return [
-        SignedErrors(
-            total=total,
-            square=square,
-            positive=positive,
-            nonzero=nonzero,
-            unit_total=unit_total,
-            unit_scale=unit_scale,
-            count=1,
-        )
-        for total, (unit_total, unit_scale), (square, positive, nonzero) in zip(
-            errors.cpu().numpy(), in_units, _sizes(errors), strict=True
-        )
-    ]
+    return _signed(errors, errors.cpu().numpy(), in_units, 1)
 
 
 def by_feature(signed: SignedErrors, contributions: Tensor, keys: Tensor) -> SignedErrors:
@@ -103,6 +81,26 @@ def _each_by_cell(signed: Sequence[SignedErrors], cells: Tensor, keys: Tensor) -
         )
         for s, sums, (apart, size, squares, products, square_sizes, whole) in zip(
             signed, cells.sum(1).cpu().numpy(), of_cells, strict=True
+        )
+    ]
+
+
+def _signed(
+    errors: Tensor, totals: npt.NDArray[np.float64], in_units: Iterable[Sequence[float]], count: int
+) -> list[SignedErrors]:
+    """Of each head: ``totals`` [H, n] by row, their sum in units and the units', and how many errors a row has."""
+    return [
+        SignedErrors(
+            total=total,
+            square=square,
+            positive=positive,
+            nonzero=nonzero,
+            unit_total=unit_total,
+            unit_scale=unit_scale,
+            count=count,
+        )
+        for total, (unit_total, unit_scale), (square, positive, nonzero) in zip(
+            totals, in_units, _sizes(errors), strict=True
         )
     ]
 

@@ -21,7 +21,7 @@ _OTHERWISE = (
     "q_scale", "k_scale", "v_scale", "scale_q", "scale_k", "scale_v", "o_scale", "kv_cache_sf", "packed_custom_mask",
     "skip_softmax_threshold_scale_factor",
 )  # fmt: skip
-# Where the results of a call on a wrapper were written to, and what makes them faster, are none of it.
+# Read here, or where results are written to: nobody else is to take these for arguments of the kernel.
 _SILENT = ("self", "paged_kv_cache", "out", "lse", "return_lse", "lse_base", "lse_layout", "kv_layout", "causal",
            "logits_soft_cap", "window_left", "custom_mask")  # fmt: skip
 

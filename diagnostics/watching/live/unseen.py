@@ -71,9 +71,9 @@ ENGINES = {
     "vllm": "vLLM's unified_attention_with_output is given the new keys alone: choose its FLASH_ATTN backend, whose "
     "kernels are met",
     "sglang": "SGLang's RadixAttention is given the new keys alone: choose its fa3 backend, whose kernel is met",
-    "flashinfer": "of FlashInfer its wrappers' run() is met where it is called by that name (not where it was taken "
-    "from the wrapper before), and single_prefill_with_kv_cache and single_decode_with_kv_cache; not its MLA, nor "
-    "functions of one backend",
+    "flashinfer": "of FlashInfer its wrappers' run() is met where it is called by that name (not run_return_lse, nor "
+    "where it was taken from the wrapper before), and single_prefill_with_kv_cache and single_decode_with_kv_cache; "
+    "not its MLA, nor functions of one backend",
 }
 # Who calls SDPA, or chooses between it and others by a table.
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
