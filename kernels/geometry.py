@@ -76,6 +76,10 @@ class Geometry:
     """value_dim, padded to a power of two."""
     rest_d: int = 0
     """The features of q and k behind those, padded likewise; 0: there are none."""
+    latent: bool = False
+    """Whether v is k's first block_d features, so that a tile of both is loaded once."""
+    wanted: Literal["both", "dk", "dv"] = "both"
+    """Which of a block of keys' gradients are summed."""
     range_tiles: int = 1
     """Tiles of a key range."""
     ranges: bool = False
@@ -112,9 +116,10 @@ class Geometry:
 
 def forward_geometry(
     recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level,
-    tma: bool = False, packed: bool = False, value_dim: int | None = None,
+    tma: bool = False, packed: bool = False, value_dim: int | None = None, alike: bool = False,
 ) -> Geometry:  # fmt: skip
-    """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can; ``value_dim``: else D.
+    """Tile sizes for the recipe's key ranges. ``tma``, ``packed``: whether the device can; ``value_dim``: else D;
+    ``alike``: whether v begins where k does, as a latent that both share.
 
     The query block is free: it changes no rounding (unless the order is diagonal-first).
     """
@@ -128,12 +133,16 @@ def forward_geometry(
     block_m, warps, stages = (128, 8, 2) if wide else (64, 4, 3 if block_n <= 64 else 2)
     if block_d > 256:  # two stages are more than shared memory holds
         block_m, stages = 64, 1
+    latent = alike and not ranges and _same_tile(head_dim, value_dim)
+    if latent:
+        stages = max(stages, 2)
     if recipe.schedule.order == "diagonal-first":
         block_m = recipe.schedule.query_block
         warps = 8 if block_m >= 128 else 4
     watched = level != "none"
     return replace(
         _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap, tma, value_dim),
+        latent=latent,
         range_tiles=-(-tile // block_n),
         ranges=ranges,
         split=recipe.schedule.split_keys is not None,
@@ -146,24 +155,36 @@ def forward_geometry(
 
 def dq_geometry(
     recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level, tma: bool,
-    value_dim: int | None = None,
+    value_dim: int | None = None, alike: bool = False,
 ) -> Geometry:  # fmt: skip
-    """Tiles of the dQ kernel: they change no rounding, only the order of sums."""
+    """Tiles of the dQ kernel: they change no rounding, only the order of sums. ``alike`` as in ``forward_geometry``."""
     widest = max(head_dim, value_dim or 0)
     tiles = (64, 64, 4, 3) if widest <= 64 else (128, 64, 8, 3) if widest <= 128 else (64, 32, 4, 2)
     tiles = tiles if widest <= 256 else (64, 32, 8, 1)
+    latent = alike and _same_tile(head_dim, value_dim)
+    if latent and widest > 256:
+        tiles = (64, 32, 8, 2)
     geometry = _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
-    return replace(geometry, dump=level in ("tiles", "full"))
+    return replace(geometry, latent=latent, dump=level in ("tiles", "full"))
 
 
 def dkdv_geometry(
-    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool, value_dim: int | None = None
-) -> Geometry:
+    recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, tma: bool, value_dim: int | None = None,
+    alike: bool = False,
+) -> Geometry:  # fmt: skip
     """Tiles of the dK/dV kernel."""
     widest = max(head_dim, value_dim or 0)
     tiles = (64, 64, 4, 3) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
     tiles = tiles if widest <= 256 else (32, 64, 8, 1)
-    return _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
+    latent = alike and _same_tile(head_dim, value_dim)
+    if latent and widest > 256:
+        tiles = (32, 64, 8, 2)
+    return replace(_geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim), latent=latent)
+
+
+def _same_tile(head_dim: int, value_dim: int | None) -> bool:
+    """Whether the first features of k, as ``chunks`` has them, are as many as those of v."""
+    return value_dim == chunks(head_dim)[0]
 
 
 def _geometry(

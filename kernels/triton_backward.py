@@ -33,7 +33,7 @@ from attn_diag.kernels.triton_backward_keys import dkdv_kernel
 from attn_diag.kernels.triton_backward_rows import delta_kernel, dq_kernel
 from attn_diag.kernels.triton_gradients import statistics_kernel
 from attn_diag.kernels.triton_sequences import DENSE, Sequences
-from attn_diag.kernels.triton_tiles import described
+from attn_diag.kernels.triton_tiles import begin_alike, described
 
 
 class BackwardOutputs(NamedTuple):
@@ -64,10 +64,11 @@ def backward(
     """
     (batch, heads, q_length, head_dim), (_, k_heads, k_length, _) = q.shape, k.shape
     device, on_cpu = q.device, q.device.type == "cpu"
+    alike = begin_alike(k, v)
     if on_cpu:
         q, k, v, do, o = (t.float() for t in (q, k, v, do, o))
     tma = has_tensor_memory(device) and all(fits_descriptor(t) for t in (q, k, v, do))
-    shape: dict[str, Any] = {"softcap": softcap is not None, "tma": tma, "value_dim": v.shape[3]}
+    shape: dict[str, Any] = {"softcap": softcap is not None, "tma": tma, "value_dim": v.shape[3], "alike": alike}
     rows = sequences.extended(dq_geometry(recipe, head_dim, visibility, level=level, **shape), recipe, visibility)
     columns = sequences.extended(dkdv_geometry(recipe, head_dim, visibility, **shape), recipe, visibility)
     seen = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
@@ -105,11 +106,13 @@ def backward(
     statistics_kernel[(blocks, batch * heads)](
         lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
     )
-    dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
-        *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
-        *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,
-        R=bare, G=columns, num_warps=columns.warps, num_stages=columns.stages,
-    )  # fmt: skip
+    # Sums of both would not fit into the registers where they are that wide.
+    for wanted in ("dk", "dv") if columns.block_d > 256 else ("both",):
+        dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
+            *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
+            *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,
+            R=bare, G=replace(columns, wanted=wanted), num_warps=columns.warps, num_stages=columns.stages,
+        )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
 

@@ -48,18 +48,22 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         p = tl.exp2(s - lse[None, :])
         do = load_values(gradients, 0, b, h, start, q_length, G.block_m, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
-        dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
-        ds = as_operand(score_gradients(p, dp, delta[None, :], slope, scale, R, G), tl.constexpr(R.dscores))
-        if R.gradient_accumulator == "fp32":
+        ds = p
+        if G.wanted != "dv":
+            dp = round_to(dot(v, tl.trans(do), tl.constexpr(R.input)), tl.constexpr(R.dprobs))
+            ds = as_operand(score_gradients(p, dp, delta[None, :], slope, scale, R, G), tl.constexpr(R.dscores))
+        ends = (start + G.block_m) % R.schedule.query_block == 0
+        if G.wanted != "dk" and R.gradient_accumulator == "fp32":
             dv = dot_add(cast, do, dv, tl.constexpr(R.backward_probs))
+        elif G.wanted != "dk":
+            dv_part = dot_add(cast, do, dv_part, tl.constexpr(R.backward_probs))
+            dv, dv_part = end_sum(dv, dv_part, ends, R)
+        if G.wanted != "dv" and R.gradient_accumulator == "fp32":
             dk = dot_add(ds, q, dk, tl.constexpr(R.dscores))
             if G.rest_d:
                 dk_rest = dot_add(ds, q_rest, dk_rest, tl.constexpr(R.dscores))
-        else:
-            dv_part = dot_add(cast, do, dv_part, tl.constexpr(R.backward_probs))
+        elif G.wanted != "dv":
             dk_part = dot_add(ds, q, dk_part, tl.constexpr(R.dscores))
-            ends = (start + G.block_m) % R.schedule.query_block == 0
-            dv, dv_part = end_sum(dv, dv_part, ends, R)
             dk, dk_part = end_range(dk, dk_part, ends, scale, R)
             if G.rest_d:
                 rest_part = dot_add(ds, q_rest, rest_part, tl.constexpr(R.dscores))
@@ -100,7 +104,9 @@ def dkdv_kernel(
     keys = source(k_desc, k_ptr, b, hk, k_first, stride_kb, stride_kh, stride_kt, stride_kd, G)
     values = source(v_desc, v_ptr, b, hk, k_first, stride_vb, stride_vh, stride_vt, stride_vd, G)
     k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
-    v = load_values(values, 0, b, hk, start, k_length, BLOCK_N, G)
+    v = k
+    if not G.latent:
+        v = load_values(values, 0, b, hk, start, k_length, BLOCK_N, G)
     k_rest = k
     dk_rest = 0.0
     rest_part = 0.0
@@ -145,12 +151,14 @@ def dkdv_kernel(
     here = (cols < k_length)[:, None]
     cols = (k_first + cols).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols * stride_ot + dims
-    tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
-    if G.rest_d:
-        dims = BLOCK_D + tl.arange(0, G.rest_d)[None, :]
+    if G.wanted != "dv":
         at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols * stride_ot + dims
-        tl.store(dk_ptr + at, as_operand(dk_rest, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
-    dims = tl.arange(0, BLOCK_DV)[None, :]
-    at = b.to(tl.int64) * stride_wb + hk.to(tl.int64) * stride_wh + cols * stride_wt + dims
-    tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here & (dims < G.value_dim))
+        tl.store(dk_ptr + at, as_operand(dk, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
+        if G.rest_d:
+            dims = BLOCK_D + tl.arange(0, G.rest_d)[None, :]
+            at = b.to(tl.int64) * stride_ob + hk.to(tl.int64) * stride_oh + cols * stride_ot + dims
+            tl.store(dk_ptr + at, as_operand(dk_rest, tl.constexpr(R.dq)), mask=here & (dims < G.head_dim))
+    if G.wanted != "dk":
+        dims = tl.arange(0, BLOCK_DV)[None, :]
+        at = b.to(tl.int64) * stride_wb + hk.to(tl.int64) * stride_wh + cols * stride_wt + dims
+        tl.store(dv_ptr + at, as_operand(dv, tl.constexpr(R.dq)), mask=here & (dims < G.value_dim))

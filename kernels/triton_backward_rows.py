@@ -59,7 +59,9 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
         start = tile * G.block_n
         cols = start + tl.arange(0, G.block_n)
         k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
-        v = load_values(values, 0, b, hk, start, view[0], G.block_n, G)
+        v = k
+        if not G.latent:
+            v = load_values(values, 0, b, hk, start, view[0], G.block_n, G)
         s = dot(q, tl.trans(k), tl.constexpr(R.input))
         if G.rest_d:
             k_rest = load_rest(keys, 0, b, hk, start, view[0], G.block_n, False, G)

@@ -40,7 +40,7 @@ from attn_diag.kernels.split_keys import merge_splits
 from attn_diag.kernels.triton_forward_kernel import forward_kernel
 from attn_diag.kernels.triton_low_bit import check_low_bit, in_codes, low_bit_sites
 from attn_diag.kernels.triton_sequences import DENSE, Sequences
-from attn_diag.kernels.triton_tiles import described
+from attn_diag.kernels.triton_tiles import begin_alike, described
 
 
 class ForwardOutputs(NamedTuple):
@@ -78,7 +78,7 @@ def forward(
     tma = fast and all(fits_descriptor(t) for t in (q, k, v))
     geometry = forward_geometry(
         recipe, head_dim, visibility, softcap=softcap is not None, level=level, tma=tma, packed=fast,
-        value_dim=v.shape[3],
+        value_dim=v.shape[3], alike=begin_alike(k, v) and not low_bit_sites(recipe),
     )  # fmt: skip
     splits = -(-k_length // recipe.schedule.split_keys) if recipe.schedule.split_keys else 1
     geometry = replace(

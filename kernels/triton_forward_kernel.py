@@ -14,6 +14,7 @@ from attn_diag.kernels.triton_tiles import (
     key_source,
     key_tiles,
     load_group,
+    load_keys,
     load_rest,
     load_tile,
     load_values,
@@ -42,7 +43,8 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             after = tl.maximum(tile - 1, 0)
         page = following
         following = tile_pages(keys, after * G.block_n, view[0], G.block_n, G)
-        s = scores_of(task, tile, page, MASKED, R, G)  # [M, N]
+        k = load_keys(keys, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        s = scores_of(task, k, tile, page, MASKED, R, G)  # [M, N]
         top = tl.max(s, 1)
         repeated = False
         if R.softmax.kind == "stabilised":
@@ -59,7 +61,9 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             near, cast_sum = watch_rows((near, cast_sum), cast, m_new, rescale, factor, R, G)
         if G.dump:
             dump_tile(dump, s, cast, m_new, tile, view[0], G)
-        v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        v = k
+        if not G.latent:
+            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32" and R.pv_levels == "one":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:

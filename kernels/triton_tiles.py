@@ -261,17 +261,20 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
 @triton.jit
 def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """S of one tile of keys: [M, block_n]."""
-    return scores_of(task, tile, tile_pages(task[2], tile * G.block_n, task[5][0], G.block_n, G), MASKED, R, G)
+    _, _, keys, b, hk, view, _, _, _, _ = task
+    start = tile * G.block_n
+    page = tile_pages(keys, start, view[0], G.block_n, G)
+    k = load_keys(keys, page, b, hk, start, view[0], G.block_n, G)
+    return scores_of(task, k, tile, page, MASKED, R, G)
 
 
 @triton.jit
-def scores_of(task, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
-    """As ``tile_scores``, of keys that lie in ``page``, as ``tile_pages`` has it."""
+def scores_of(task, k, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
+    """As ``tile_scores``, of the tile ``k``, whose keys lie in ``page``, as ``tile_pages`` has it."""
     queries, positions, keys, b, hk, view, scale, softcap, alibi, scales = task
     q, q_rest = queries
     start = tile * G.block_n
     cols = start + tl.arange(0, G.block_n)
-    k = load_keys(keys, page, b, hk, start, view[0], G.block_n, G)
     products = dot(q, tl.trans(k), tl.constexpr(R.input))
     if G.rest_d:
         k_rest = load_rest(keys, page, b, hk, start, view[0], G.block_n, G.paged, G)
@@ -282,6 +285,11 @@ def scores_of(task, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.con
     if MASKED:
         s = mask_scores(s, positions, cols, view, G)
     return s
+
+
+def begin_alike(k: Tensor, v: Tensor) -> bool:
+    """Whether v [..., Dv] is the first features of k: the shared latent of absorbed MLA."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[:3] == k.shape[:3]
 
 
 def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> list[Any]:

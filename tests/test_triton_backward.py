@@ -16,7 +16,10 @@ from torch import Tensor
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
+from attn_diag.kernels.geometry import Visibility
 from attn_diag.kernels.recipe import BACKWARD
+from attn_diag.kernels.triton_backward import backward
+from attn_diag.kernels.triton_forward import forward
 from attn_diag.reference import AttentionHead, format_of, reference_head, round_nearest_even
 
 CUDNN = preset("cudnn")
@@ -151,3 +154,23 @@ def test_backward_dump_holds_what_was_used(recipe: Recipe, device: str) -> None:
     dscores = torch.where(seen, some(dump.dscores).cpu().double(), 0.0)
     again = dscores @ head.k * (1.0 if recipe.alpha_in_backward == "before-cast" else head.scale)
     torch.testing.assert_close(dq[0, 0].cpu().double()[rows], again, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["absorbed", "narrow"])
+def test_a_latent_that_k_and_v_share_has_the_bits_of_a_copy(name: str, device: str) -> None:
+    """One tile of both is loaded then, so that there is room to load the next one early."""
+    case = CASES["absorbed"] if name == "absorbed" else {"T": 50, "Tk": 130, "D": 32, "H": 4, "Hk": 1}
+    q, latent, v, do = kernel_inputs(device, **case)
+    shared = latent[..., : v.shape[-1]]
+    found = [_both_ways(case, (q, latent, values, do)) for values in (shared, shared.clone())]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _both_ways(case: dict[str, Any], parts: Sequence[Tensor]) -> list[Tensor]:
+    """O, dQ, dK and dV from the operators, which see the tensors as they are given."""
+    q, k, v, do = parts
+    recipe, (visibility, scale) = CUDNN, (Visibility(case.get("causal", "none")), q.shape[-1] ** -0.5)
+    found = forward(q, k, v, recipe, visibility, scale=scale, softcap=None)
+    back = backward(q, k, v, found.o, found.lse, do, recipe, visibility, scale=scale, softcap=None)
+    return [found.o, back.dq, back.dk, back.dv]
