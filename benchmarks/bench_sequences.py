@@ -5,8 +5,8 @@
 Times are medians of CUDA-graph replays in milliseconds (forward: with what it needs of the borders), on N(0,1) BF16
 inputs, recipe fa2, causal unless said. Each ratio is of times for one pair of query and key: where the documents have
 more or fewer pairs than the dense call, the time is divided by their number. Keys in pages: forward alone, two key
-heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of which are v) against D = 256, for as
-many products.
+heads, against contiguous keys. Absorbed MLA (one key head of 576 features, 512 of which are v) against D = 256, and MLA
+of 192 and 128 features, as it is trained, against D = 128, for as many products.
 """
 
 from __future__ import annotations
@@ -122,6 +122,14 @@ def absorbed(rows: int, keys: int, heads: int) -> dict[str, float]:
     return row(mla, Call((narrow_q, narrow, narrow, narrow_q), visibility), (576 + 512) / (2 * 256))
 
 
+def trained_mla(batch: int, heads: int, length: int) -> dict[str, float]:
+    """As DeepSeek-V3 trains: q and k of 192 features, v of 128; the dense call has 128 of each."""
+    visibility = Visibility("top-left")
+    q, k, *_ = normal(batch, heads, length, 192)
+    narrow_q, narrow_k, v, do = normal(batch, heads, length, 128)
+    return row(Call((q, k, v, do), visibility), Call((narrow_q, narrow_k, v, do), visibility), (192 + 128) / (2 * 128))
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of it")
@@ -145,8 +153,15 @@ def main() -> None:
         print(heads, dim, json.dumps(rows, indent=1), flush=True)
         save(result, options.json)
     if "mla" in options.parts:
-        shapes = {"1024 rows, 4096 keys": (1024, 4096), "64 rows, 16384 keys": (64, 16384)}
+        shapes = {
+            "1024 rows, 4096 keys": (1024, 4096),
+            "64 rows, 16384 keys": (64, 16384),
+            "1 row, 16384 keys": (1, 16384),
+        }
         result["absorbed MLA"] = {f"4x16 heads, {name}": absorbed(*shape, 16) for name, shape in shapes.items()}
+        result["MLA of 192 and 128"] = {
+            f"{b}x16 heads of {t}": trained_mla(b, 16, t) for b, t in ((8, 1024), (4, 4096))
+        }
         save(result, options.json)
 
 

@@ -107,11 +107,15 @@ def _load(source, page, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.cons
         offs = start + tl.arange(0, BLOCK)
         dims = FIRST + tl.arange(0, BLOCK_D)
         here = (offs < length)[:, None] & (dims < DIM)[None, :]
+        rows = offs
+        if PAGED and G.page and G.page < G.block_n:
+            rows = tl.arange(0, BLOCK) % size  # a tile begins where a page does
+        elif PAGED:
+            rows = offs % size
+        at = ptr + (rows.to(tl.int64) * stride_t)[:, None] + dims[None, :] * stride_d
         if PAGED:
-            at = page.to(tl.int64) * stride_page + (offs % size).to(tl.int64) * stride_t
-        else:
-            at = offs.to(tl.int64) * stride_t
-        tile = tl.load(ptr + at[:, None] + dims[None, :] * stride_d, mask=here, other=0.0)
+            at += (page.to(tl.int64) * stride_page)[:, None]
+        tile = tl.load(at, mask=here, other=0.0)
     return tile
 
 
