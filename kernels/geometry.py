@@ -51,7 +51,7 @@ class Geometry:
     head_dim: int
     """D."""
     block_d: int
-    """head_dim, padded to a power of two; beyond 256 the largest power of two in it."""
+    """head_dim, padded to a power of two, or the largest power of two in it: see ``chunks``."""
     block_m: int
     """Query rows of a tile."""
     block_n: int
@@ -133,16 +133,13 @@ def forward_geometry(
     block_m, warps, stages = (128, 8, 2) if wide else (64, 4, 3 if block_n <= 64 else 2)
     if block_d > 256:  # two stages are more than shared memory holds
         block_m, stages = 64, 1
-    latent = alike and not ranges and _same_tile(head_dim, value_dim)
-    if latent:
-        stages = max(stages, 2)
     if recipe.schedule.order == "diagonal-first":
         block_m = recipe.schedule.query_block
         warps = 8 if block_m >= 128 else 4
     watched = level != "none"
+    geometry = _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap, tma, value_dim)
     return replace(
-        _geometry(recipe, head_dim, visibility, (block_m, block_n, warps, stages), softcap, tma, value_dim),
-        latent=latent,
+        _with_latent(geometry, alike and not ranges),
         range_tiles=-(-tile // block_n),
         ranges=ranges,
         split=recipe.schedule.split_keys is not None,
@@ -158,14 +155,9 @@ def dq_geometry(
     value_dim: int | None = None, alike: bool = False,
 ) -> Geometry:  # fmt: skip
     """Tiles of the dQ kernel: they change no rounding, only the order of sums. ``alike`` as in ``forward_geometry``."""
-    widest = max(head_dim, value_dim or 0)
-    tiles = (64, 64, 4, 3) if widest <= 64 else (128, 64, 8, 3) if widest <= 128 else (64, 32, 4, 2)
-    tiles = tiles if widest <= 256 else (64, 32, 8, 1)
-    latent = alike and _same_tile(head_dim, value_dim)
-    if latent and widest > 256:
-        tiles = (64, 32, 8, 2)
-    geometry = _geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim)
-    return replace(geometry, latent=latent, dump=level in ("tiles", "full"))
+    tiles = _DQ_TILES[_width(head_dim, value_dim)]
+    geometry = _with_latent(_geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim), alike)
+    return replace(geometry, dump=level in ("tiles", "full"))
 
 
 def dkdv_geometry(
@@ -173,18 +165,27 @@ def dkdv_geometry(
     alike: bool = False,
 ) -> Geometry:  # fmt: skip
     """Tiles of the dK/dV kernel."""
-    widest = max(head_dim, value_dim or 0)
-    tiles = (64, 64, 4, 3) if widest <= 64 else (64, 64, 4, 2) if widest <= 128 else (32, 64, 8, 1)
-    tiles = tiles if widest <= 256 else (32, 64, 8, 1)
-    latent = alike and _same_tile(head_dim, value_dim)
-    if latent and widest > 256:
-        tiles = (32, 64, 8, 2)
-    return replace(_geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim), latent=latent)
+    tiles = _DKDV_TILES[_width(head_dim, value_dim)]
+    return _with_latent(_geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim), alike)
 
 
-def _same_tile(head_dim: int, value_dim: int | None) -> bool:
-    """Whether the first features of k, as ``chunks`` has them, are as many as those of v."""
-    return value_dim == chunks(head_dim)[0]
+# Query rows, keys, warps and stages by ``_width``: what was fastest on an H100. A single stage fetches a tile through
+# registers, which then spill, but two of the widest tiles are more than shared memory holds.
+_DQ_TILES = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1))
+_DKDV_TILES = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (32, 64, 8, 1))
+
+
+def _width(head_dim: int, value_dim: int | None) -> int:
+    """0 to 4: features up to 64, up to 128, up to 192 beside 128, up to 256, more."""
+    widest, both = max(head_dim, value_dim or 0), sum(chunks(head_dim)) + padded(value_dim or head_dim)
+    return [widest <= 64, widest <= 128, both <= 320, widest <= 256, True].index(True)
+
+
+def _with_latent(geometry: Geometry, alike: bool) -> Geometry:
+    """With k and v as one tile where they are, which leaves room for the next one."""
+    if not alike or not geometry.value_dim == geometry.block_dv == geometry.block_d:
+        return geometry
+    return replace(geometry, latent=True, stages=max(geometry.stages, 2))
 
 
 def _geometry(
@@ -201,11 +202,11 @@ def _geometry(
 
 
 def chunks(head_dim: int) -> tuple[int, int]:
-    """The features of q and k as a power of two, and beyond 256 a second one: 576 = 512 + 64, which is not 1024."""
+    """The features of q and k as a power of two, and beyond 128 a second one where both together are less than the next
+    power: 576 = 512 + 64, which is not 1024, and 192 = 128 + 64."""
     whole = padded(head_dim)
-    if head_dim <= 256 or head_dim == whole:
-        return whole, 0
-    return whole // 2, padded(head_dim - whole // 2)
+    first, rest = whole // 2, padded(head_dim - whole // 2)
+    return (whole, 0) if head_dim <= 128 or first + rest >= whole else (first, rest)
 
 
 def padded(head_dim: int) -> int:

@@ -107,7 +107,8 @@ def backward(
         lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
     )
     # Sums of both would not fit into the registers where they are that wide.
-    for wanted in ("dk", "dv") if columns.block_d > 256 else ("both",):
+    both = columns.block_d + columns.rest_d + columns.block_dv <= 512
+    for wanted in ("both",) if both else ("dk", "dv"):
         dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
             *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
             *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,

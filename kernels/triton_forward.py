@@ -88,7 +88,7 @@ def forward(
         sink=sinks is not None and splits == 1,
     )
     group = heads // k_heads
-    geometry = _with_group(geometry, group, q_length, k_length, recipe, sequences)
+    geometry = _with_group(geometry, q, k, recipe, sequences)
     on_cpu = q.device.type == "cpu"
     scales, shift = q, None
     if low_bit_sites(recipe):
@@ -145,18 +145,22 @@ def forward(
     )
 
 
-def _with_group(
-    geometry: Geometry, group: int, q_length: int, k_length: int, recipe: Recipe, sequences: Sequences
-) -> Geometry:
+def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequences: Sequences) -> Geometry:
     """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most (decoding)."""
-    rows = q_length if sequences.table is None else q_length // len(sequences.table)
+    (_, heads, q_length, _), k_heads = q.shape, k.shape[1]
+    group, rows = heads // k_heads, q_length if sequences.table is None else q_length // len(sequences.table)
     # ptxas of Triton 3.6 may crash on such a kernel for a single key.
     whole = bool(low_bit_sites(recipe)) or recipe.schedule.order == "diagonal-first"
-    if whole or 2 * rows > geometry.block_m or k_length == 1:
+    if whole or 2 * rows > geometry.block_m or sequences.most_keys(k) == 1:
         return geometry
-    # Few blocks, so that one has a core's shared memory: it loads two tiles ahead, where they are that narrow.
-    narrow = max(geometry.block_d, geometry.block_dv) <= 64
-    return replace(geometry, group=group, stages=max(geometry.stages, 3) if narrow else geometry.stages)
+    stages, width = geometry.stages, max(geometry.block_d, geometry.block_dv)
+    if width <= 64:  # few blocks, so that one has a core's shared memory: it loads two tiles ahead
+        stages = max(stages, 3)
+    elif width <= 128 and geometry.paged and not geometry.tma and q.is_cuda:
+        cores = torch.cuda.get_device_properties(q.device).multi_processor_count
+        if sequences.blocks(q_length * group, geometry.block_m) * k_heads <= cores:
+            stages = 4  # nor does another block hide the latency of small pages
+    return replace(geometry, group=group, stages=stages)
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:
