@@ -146,9 +146,10 @@ def forward(
 
 
 def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequences: Sequences) -> Geometry:
-    """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most (decoding)."""
+    """Tiles with the rows of all heads of a group, where those of one head fill half a tile at most, on average over
+    the documents (decoding)."""
     (_, heads, q_length, _), k_heads = q.shape, k.shape[1]
-    group, rows = heads // k_heads, q_length if sequences.table is None else q_length // len(sequences.table)
+    group, rows = heads // k_heads, q_length // sequences.documents
     # ptxas of Triton 3.6 may crash on such a kernel for a single key.
     whole = bool(low_bit_sites(recipe)) or recipe.schedule.order == "diagonal-first"
     if whole or 2 * rows > geometry.block_m or sequences.most_keys(k) == 1:

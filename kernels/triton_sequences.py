@@ -98,6 +98,11 @@ class Sequences:
         return self.cu_q is not None
 
     @property
+    def documents(self) -> int:
+        """How many there are; 1 of dense sequences."""
+        return 1 if self.cu_q is None else max(len(self.cu_q) - 1, 1)
+
+    @property
     def _at_once(self) -> int:
         """Documents that a block of rows looks at at once to find its own: a warp's threads do, if there are so few."""
         if self.cu_q is None:

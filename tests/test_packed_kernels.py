@@ -106,6 +106,12 @@ def test_every_document_has_the_bits_that_it_has_alone(name: str, device: str) -
 
 
 @pytest.mark.usefixtures("poisoned")
+def test_decoding_with_heads_of_a_group_side_by_side(device: str) -> None:
+    few = [(1, 66), (0, 5), (3, 70)]
+    check(Packed(few, device, heads=4, k_heads=2), causal="bottom-right")
+
+
+@pytest.mark.usefixtures("poisoned")
 def test_with_slopes_and_sinks(device: str) -> None:
     packed = Packed(LENGTHS, device, heads=2)
     check(packed, causal="bottom-right", alibi_slopes=packed.slopes)
