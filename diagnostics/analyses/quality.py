@@ -99,6 +99,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         beyond_backward=max(s.beyond_backward for s in samples),
         in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
+        way=of_all.pop() if len(of_all := {s.way for s in samples if s.outlying.any()}) == 1 else "",
         ceiling=sum(s.ceiling for s in samples),
         rounding=all(s.rounding for s in samples if s.outlying.any()),
         features_rounding=all(s.features_rounding for s in samples if s.bad_features.any()),
@@ -177,7 +178,8 @@ def judge_quantity(
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
-            return verdict("undecided", f"{said}, {_AS_IN_BF16}; {ALONE}.")
+            coarse = f"what a kernel leaves with {whole.way}" if whole.way else _AS_IN_BF16
+            return verdict("lossy", f"{said}, {coarse}: more coarsely than inputs of this format need.")
         return verdict("stated", f"{said}; {ALONE}.")
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)

@@ -120,6 +120,8 @@ class QuantitySample:
     """The squared error of all rows that no rounding exceeds; infinite where the error is far from it."""
     rounding: bool = False
     """Whether a coarser rounding of one thing explains the rows and elements that stand out."""
+    way: str = ""
+    """Where there is no recipe to compare with, and ``rounding``: what is in BF16; empty: it is not known which."""
     features_rounding: bool = False
     """Likewise the features."""
     declared: str = ""
