@@ -178,8 +178,7 @@ def judge_quantity(
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
-            coarse = f"what a kernel leaves with {whole.way}" if whole.way else _AS_IN_BF16
-            return verdict("lossy", f"{said}, {coarse}: more coarsely than inputs of this format need.")
+            return verdict("lossy", f"{said}, {_left_with(whole.way)}.")
         return verdict("stated", f"{said}; {ALONE}.")
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
@@ -228,6 +227,12 @@ def _cost(error: float, truth: float, plain: float | None) -> str:
 
 def _rows_named(rows: Sequence[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {ranges(rows)}"
+
+
+def _left_with(way: str) -> str:
+    """What of inputs that are finer went through BF16; empty: not known which."""
+    coarse = f"what a kernel leaves with {way}" if way else _AS_IN_BF16
+    return f"{coarse}: more coarsely rounded than inputs of this format need"
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
@@ -286,6 +291,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     )  # fmt: skip
     if (over > 1).any() and all(e.in_bf16 for e in effects if (e.of_budget > 1).any()):
         return _answered(found, "undecided", f"{name} is up to {number(size)} off, {_AS_IN_BF16}; {ALONE}.")
+    if (over > 1).any() and len(ways := {e.way for e in effects if (e.of_budget > 1).any()}) == 1 and all(ways):
+        return _answered(found, "lossy", f"{name} is up to {number(size)} off, {_left_with(ways.pop())}.")
     if (over > 1).any():
         where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
         words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarse_paths import explained
+from attn_diag.head.coarse_paths import EXPLAINED, explained
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.quality import (
@@ -27,8 +27,6 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, named
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
-# A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
-EXPLAINED = 0.25
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.

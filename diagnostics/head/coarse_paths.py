@@ -18,6 +18,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from attn_diag.head.propagation import sloped
 from attn_diag.head.quality import ELEMENT_LIMIT, GROUP_LIMIT, LOSSY
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.head.recipe_changes import SITES, rounded
@@ -28,23 +29,28 @@ from attn_diag.kernels.recipe import Order
 from attn_diag.reference import AttentionHead, format_of, reference_rows
 
 LOW, OPERANDS = "bf16", "the operands of all products in BF16"
+_BF16 = parse(LOW)
 # Ways are run on heads of no more scores.
 MOST_SCORES = 2**22
 # Keys that are added up before their sum is rounded.
 _TILES = (1, 16, 32, 64, 128)
+# Key by key, with a running maximum, no more keys are tried: that takes a step a key.
+_MOST_STEPS = 512
 _ALL_ROWS = 2**20
 _FINE = ("input", "probs", "out", "backward_probs", "dscores", "dq")
 _ORDERS: tuple[Order, ...] = ("ascending", "descending")
 _GRADIENTS = ("gradient_accumulator",)
 _SUMS = (("accumulator",), ("row_sum",), ("accumulator", "row_sum"), _GRADIENTS)
 # What is left of an error that a way explains, of squares; the best of another kind must leave so many times more.
-_EXPLAINED, _BEATS = 0.25, 2.0
+EXPLAINED, _BEATS = 0.25, 2.0
 # The correlation of an error with a way's from which it is such an error.
 _ALIKE = 0.5
 # Of what is left, a factor or another scale makes less.
 _STRUCTURED = 0.25
-# A way that leaves so much of an error has nothing to do with it.
-_HARDLY = 0.9
+# Beyond that part of the result sums stand still, or it is no rounding: no way is tried.
+_LARGEST = 1 / 8
+# A way that leaves no more is it; one that leaves so much of an error has nothing to do with it.
+_SURE, _HARDLY = 0.01, 0.9
 # Ways are compared on so many rows of O first, and the nearest so many on all.
 _ROWS, _NEAREST = 64, 4
 Outputs = dict[str, Tensor]
@@ -76,6 +82,7 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
     fine, wide = replace(whole, **dict.fromkeys(_FINE, "fp32")), replace(whole, out="fp32", dq="fp32")
     scores = rounded("scores", LOW)
     found = [
+        *(CoarseWay(OPERANDS, "", partial(_products, of_dp)) for of_dp in (False, True)),
         CoarseWay(OPERANDS, "", _on_cut(wide)),
         CoarseWay(OPERANDS, "", _on_cut(whole)),
         *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in UNFUSED),
@@ -87,13 +94,14 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
     for sites, schedule in product(_SUMS, tiles):
         words = f"{' and '.join(SITES[site].value for site in sites)} in BF16"
         where, changed = describe_schedule(schedule), {"schedule": schedule, **dict.fromkeys(sites, LOW)}
-        backward = sites == _GRADIENTS
-        if backward and schedule.key_tile == 1:
-            continue
-        found.append(CoarseWay(words, where, partial(_emulated, replace(fine, **changed)), backward))
-        found.append(CoarseWay(f"{words}, {OPERANDS} too", where, _on_cut(replace(wide, **changed)), backward))
+        recipe, backward = replace(fine, **changed), sites == _GRADIENTS
+        if schedule.key_tile > 1:
+            found.append(CoarseWay(words, where, partial(_emulated, recipe), backward))
+            found.append(CoarseWay(f"{words}, {OPERANDS} too", where, _on_cut(replace(wide, **changed)), backward))
+        elif keys <= _MOST_STEPS and schedule.order == "ascending" and not backward:
+            found.append(CoarseWay(words, where, partial(_emulated, recipe), backward=False))
         known = () if backward else (False,) if "row_sum" in sites else (False, True)
-        summed = [partial(_summed, replace(fine, **changed), normalised) for normalised in known]
+        summed = [partial(_summed, recipe, normalised) for normalised in known]
         found += [CoarseWay(words, where, outputs, backward=False) for outputs in summed]
     return tuple(found)
 
@@ -111,10 +119,16 @@ def nearest_on(head: AttentionHead, o: Tensor, truth: Tensor) -> list[CoarseWay]
     mask = None if masking.mask is None else masking.mask[rows]
     few = replace(head, q=head.q[rows], do=None, masking=replace(masking, positions=places[rows], mask=mask))
     apart = float((o - truth)[rows].square().nansum())
+    if apart > _LARGEST**2 * float(truth[rows].square().sum()):
+        return []
     ways = [way for way in coarse_ways(head.q.shape[1], len(head.k)) if not (way.backward and way.where)]
-    left = [float((way.outputs(few)["o"] - o[rows]).square().nansum()) for way in ways]
-    nearest = sorted(zip(left, range(len(ways)), strict=True))[:_NEAREST]
-    return [ways[number] for of, number in nearest if of < _HARDLY * apart]
+    found: list[tuple[float, int]] = []
+    for number, way in enumerate(ways):
+        left = float((way.outputs(few)["o"] - o[rows]).square().nansum())
+        if left < _SURE * apart:
+            return [way]
+        found.append((left, number))
+    return [ways[number] for left, number in sorted(found)[:_NEAREST] if left < _HARDLY * apart]
 
 
 def explained(
@@ -151,7 +165,7 @@ def explained(
         return None
     share, best, own = found[0]
     other = next((s for s, way, _ in found if way.words != best.words), 1.0)
-    if share <= _EXPLAINED:
+    if share <= EXPLAINED:
         return best.told if other >= _BEATS * share else ""
     alike = float((error * own).sum()) / math.sqrt(size * float(own.square().sum()))
     if alike < _ALIKE or size > LOSSY**2 * float(own.square().sum()):
@@ -164,8 +178,8 @@ def explained(
 
 def cut(head: AttentionHead) -> AttentionHead:
     """The head with its inputs in BF16."""
-    q, k, v = (round_to(x, parse(LOW)) for x in (head.q, head.k, head.v))
-    return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, parse(LOW)))
+    q, k, v = (round_to(x, _BF16) for x in (head.q, head.k, head.v))
+    return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, _BF16))
 
 
 def _on_cut(recipe: Recipe) -> Callable[[AttentionHead], Outputs]:
@@ -178,6 +192,23 @@ def _emulated(recipe: Recipe, head: AttentionHead) -> Outputs:
     outputs = {name: getattr(found, name) for name in ("o", "lse", "dq", "dk", "dv")}
     outputs = {name: tensor.double() for name, tensor in outputs.items() if tensor is not None}
     return outputs | ({"dq": sign * outputs["dq"]} if "dq" in outputs else {})
+
+
+def _products(delta_of_dp: bool, head: AttentionHead) -> Outputs:
+    """All that is no product in FP32, dO in rowsum(dO o O) too, or ``delta_of_dp``: rowsum(P o dP)."""
+    low, every = cut(head), torch.arange(len(head.q), device=head.q.device)
+    block = reference_rows(replace(low, do=None), every)
+    seen = block.keys
+    o = round_to(block.unnormalised_probs, _BF16) @ low.v[seen] * block.inverse_row_sum[:, None]
+    found = {"o": o, "lse": block.row_max + block.row_sum.log()}
+    if head.do is None or low.do is None:
+        return found
+    probs, dprobs = block.probs, low.do @ low.v[seen].T
+    delta = (probs * dprobs if delta_of_dp else head.do * o).sum(1, keepdim=True)
+    dscores = round_to(sloped(block, probs * (dprobs - delta)), _BF16) * head.scale
+    dk, dv = torch.zeros_like(head.k), torch.zeros_like(head.v)
+    dk[seen], dv[seen] = dscores.T @ low.q, round_to(probs, _BF16).T @ low.do
+    return found | {"dq": dscores @ low.k[seen], "dk": dk, "dv": dv}
 
 
 def _unfused(way: str, head: AttentionHead) -> Outputs:

@@ -184,6 +184,8 @@ class RowEffect:
     """[n], of LSE what the declared recipe's errors of it make there; None: none is declared."""
     in_bf16: bool = False
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
+    way: str = ""
+    """Likewise: what is in BF16 of a kernel that has this one's O and LSE."""
 
 
 def sample(
