@@ -1,4 +1,4 @@
-"""FP32 inputs through kernels that go through BF16 or TF32 somewhere, and through broken ones: what ``inspect`` says of O.
+"""FP32 inputs through kernels that go through BF16 or TF32 somewhere, and broken ones: what ``inspect`` says of O.
 
 Two heads, causal, D = 64, plain torch; sums are rounded after each tile of the stated number of keys.
 

@@ -121,7 +121,7 @@ class QuantitySample:
     rounding: bool = False
     """Whether a coarser rounding of one thing explains the rows and elements that stand out."""
     way: str = ""
-    """Where there is no recipe to compare with, and ``rounding``: what is in BF16; empty: it is not known which."""
+    """Where there is no recipe to compare with, and ``rounding``: what is in BF16; empty: not known."""
     features_rounding: bool = False
     """Likewise the features."""
     declared: str = ""
@@ -184,8 +184,7 @@ class RowEffect:
     """[n], of LSE what the declared recipe's errors of it make there; None: none is declared."""
     in_bf16: bool = False
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
-    way: str = ""
-    """Likewise: what is in BF16 of a kernel that has this one's O and LSE."""
+    way: str = ""  # as of ``QuantitySample``
 
 
 def sample(

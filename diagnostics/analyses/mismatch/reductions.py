@@ -25,7 +25,7 @@ _TOLD = 4
 
 
 @dataclass(frozen=True)
-class Reduction:
+class AllReduced:
     """What is known of one all-reduce."""
 
     words: str
@@ -36,7 +36,7 @@ class Reduction:
     """Whether they are those of one cast at the end."""
 
 
-def reduction_of(parts: Sequence[Tensor], result: Tensor) -> Reduction:
+def reduction_of(parts: Sequence[Tensor], result: Tensor) -> AllReduced:
     """Which format and order the result has the bits of.
 
     Args:
@@ -48,7 +48,7 @@ def reduction_of(parts: Sequence[Tensor], result: Tensor) -> Reduction:
     exact = torch.stack(ranks).double().sum(0)
     allowed = ORDER_ERROR * torch.stack(ranks).abs().amax(0) if dtype == torch.float32 else torch.zeros_like(got)
     once = float(((exact.to(dtype).float() - got).abs() <= allowed).float().mean())
-    best = Reduction(f"{EXACT}, cast once", once, in_fp32=True)
+    best = AllReduced(f"{EXACT}, cast once", once, in_fp32=True)
     for name, narrow in NARROW.items():
         if best.agreement < 1 and dtype in (narrow, torch.float32):
             found = _in_format(ranks, got, name, narrow)
@@ -58,11 +58,11 @@ def reduction_of(parts: Sequence[Tensor], result: Tensor) -> Reduction:
         rest = exact - ranks[left].double()
         share = float(((rest.to(dtype).float() - got).abs() <= allowed).float().mean())
         if share > max(best.agreement, _HAS_ITS_BITS):
-            best = Reduction(f"without rank {left}", share, in_fp32=False)
-    return best if best.agreement >= _HAS_ITS_BITS else Reduction("", best.agreement, in_fp32=False)
+            best = AllReduced(f"without rank {left}", share, in_fp32=False)
+    return best if best.agreement >= _HAS_ITS_BITS else AllReduced("", best.agreement, in_fp32=False)
 
 
-def _in_format(ranks: Sequence[Tensor], got: Tensor, name: str, dtype: torch.dtype) -> Reduction:
+def _in_format(ranks: Sequence[Tensor], got: Tensor, name: str, dtype: torch.dtype) -> AllReduced:
     """Cast after each addition, in an order that may be another for each piece of the tensor."""
     orders = dict(_orders(ranks, dtype))
     words = list(orders)
@@ -76,7 +76,7 @@ def _in_format(ranks: Sequence[Tensor], got: Tensor, name: str, dtype: torch.dty
         elif fits:  # none: it lies in two pieces
             pieces.append((fits, 1))
     told = [words[min(fits)] if len(fits) == 1 else "" for fits, _ in pieces]
-    return Reduction(f"in {name} after each addition{_of_pieces(told, pieces)}", agreement, in_fp32=False)
+    return AllReduced(f"in {name} after each addition{_of_pieces(told, pieces)}", agreement, in_fp32=False)
 
 
 def _of_pieces(told: Sequence[str], pieces: Sequence[tuple[set[int], int]]) -> str:
