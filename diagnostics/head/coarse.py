@@ -36,7 +36,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse_paths import MOST_SCORES, CoarseWay, coarse_ways, nearest_on
+from attn_diag.head.coarse_paths import (
+    IN_BLOCKS,
+    MOST_OF_GRADIENTS,
+    MOST_SCORES,
+    CoarseWay,
+    coarse_ways,
+    nearest_on,
+)
 from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers
 from attn_diag.head.propagation import sloped
 from attn_diag.kernels.formats import parse, round_to
@@ -225,12 +232,14 @@ class TruncatedInputs:
             truth: What is true of it.
         """
         head = self._head
-        too_many = len(head.q) * len(head.k) > MOST_SCORES
-        if self._fmt.precision <= _NARROW[0].precision or head.dropout is not None or too_many:
+        if self._fmt.precision <= _NARROW[0].precision or head.dropout is not None:
             return []
+        every, scores = coarse_ways(head.q.shape[1], len(head.k)), len(head.q) * len(head.k)
+        if scores > (MOST_OF_GRADIENTS if observed is None else MOST_SCORES):
+            return list(every[:IN_BLOCKS])
         if observed is not None and truth is not None:
             return nearest_on(head, observed, truth)
-        return [way for way in coarse_ways(head.q.shape[1], len(head.k)) if way.backward]
+        return [way for way in every if way.backward]
 
     def along(self, way: CoarseWay) -> dict[str, Tensor]:
         """What such a kernel returns, in the formats of the kernel under test; float64."""

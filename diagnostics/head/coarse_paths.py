@@ -30,14 +30,16 @@ from attn_diag.reference import AttentionHead, format_of, reference_rows
 
 LOW, OPERANDS = "bf16", "the operands of all products in BF16"
 _BF16 = parse(LOW)
-# Ways are run on heads of no more scores.
-MOST_SCORES = 2**22
+# On heads of more scores the first two ways alone are tried, which are run in blocks: of O, and of gradients.
+MOST_SCORES, MOST_OF_GRADIENTS = 2**24, 2**20
+IN_BLOCKS = 2
 # Keys that are added up before their sum is rounded.
 _TILES = (1, 16, 32, 64, 128)
 # Key by key, with a running maximum, no more keys are tried: that takes a step a key.
 _MOST_STEPS = 512
 _ALL_ROWS = 2**20
 _FINE = ("input", "probs", "out", "backward_probs", "dscores", "dq")
+_CASTS = ("probs", "backward_probs", "dscores")
 _ORDERS: tuple[Order, ...] = ("ascending", "descending")
 _GRADIENTS = ("gradient_accumulator",)
 _SUMS = (("accumulator",), ("row_sum",), ("accumulator", "row_sum"), _GRADIENTS)
@@ -54,6 +56,7 @@ _SURE, _HARDLY = 0.01, 0.9
 # Ways are compared on so many rows of O first, and the nearest so many on all.
 _ROWS, _NEAREST = 64, 4
 Outputs = dict[str, Tensor]
+Inputs = Callable[[AttentionHead], AttentionHead]
 
 
 @dataclass(frozen=True)
@@ -82,27 +85,27 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
     fine, wide = replace(whole, **dict.fromkeys(_FINE, "fp32")), replace(whole, out="fp32", dq="fp32")
     scores = rounded("scores", LOW)
     found = [
+        *(CoarseWay(OPERANDS, "", partial(_emulated, recipe, cut)) for recipe in (wide, whole)),
         *(CoarseWay(OPERANDS, "", partial(_products, of_dp)) for of_dp in (False, True)),
-        CoarseWay(OPERANDS, "", _on_cut(wide)),
-        CoarseWay(OPERANDS, "", _on_cut(whole)),
         *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in UNFUSED),
-        CoarseWay(scores.words, "", partial(_emulated, scores.apply(fine))),
-        CoarseWay(scores.words, "", partial(_emulated, replace(scores.apply(fine), alpha="after-rounding"))),
-        CoarseWay("P in BF16", "", partial(_emulated, replace(fine, probs=LOW, backward_probs=LOW, dscores=LOW))),
+        CoarseWay(scores.words, "", partial(_emulated, scores.apply(fine), _itself)),
+        CoarseWay(scores.words, "", partial(_emulated, replace(scores.apply(fine), alpha="after-rounding"), _itself)),
+        CoarseWay("P in BF16", "", partial(_emulated, replace(fine, **dict.fromkeys(_CASTS, LOW)), _itself)),
     ]
     tiles = [Schedule(_ALL_ROWS, t, order) for t in _TILES if t < keys for order in _ORDERS]
     for sites, schedule in product(_SUMS, tiles):
         words = f"{' and '.join(SITES[site].value for site in sites)} in BF16"
         where, changed = describe_schedule(schedule), {"schedule": schedule, **dict.fromkeys(sites, LOW)}
-        recipe, backward = replace(fine, **changed), sites == _GRADIENTS
+        backward = sites == _GRADIENTS
+        ways = [(words, replace(fine, **changed), _itself)]
         if schedule.key_tile > 1:
-            found.append(CoarseWay(words, where, partial(_emulated, recipe), backward))
-            found.append(CoarseWay(f"{words}, {OPERANDS} too", where, _on_cut(replace(wide, **changed)), backward))
-        elif keys <= _MOST_STEPS and schedule.order == "ascending" and not backward:
-            found.append(CoarseWay(words, where, partial(_emulated, recipe), backward=False))
-        known = () if backward else (False,) if "row_sum" in sites else (False, True)
-        summed = [partial(_summed, recipe, normalised) for normalised in known]
-        found += [CoarseWay(words, where, outputs, backward=False) for outputs in summed]
+            ways.append((f"{words}, {OPERANDS} too", replace(wide, **changed), cut))
+        for said, recipe, of in ways:
+            if schedule.key_tile > 1 or (keys <= _MOST_STEPS and schedule.order == "ascending" and not backward):
+                found.append(CoarseWay(said, where, partial(_emulated, recipe, of), backward))
+            known = () if backward else (False,) if "row_sum" in sites else (False, True)
+            summed = [partial(_summed, recipe, normalised, of) for normalised in known]
+            found += [CoarseWay(said, where, outputs, backward=False) for outputs in summed]
     return tuple(found)
 
 
@@ -182,11 +185,12 @@ def cut(head: AttentionHead) -> AttentionHead:
     return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, _BF16))
 
 
-def _on_cut(recipe: Recipe) -> Callable[[AttentionHead], Outputs]:
-    return lambda head: _emulated(recipe, cut(head))
+def _itself(head: AttentionHead) -> AttentionHead:
+    return head
 
 
-def _emulated(recipe: Recipe, head: AttentionHead) -> Outputs:
+def _emulated(recipe: Recipe, of: Inputs, given: AttentionHead) -> Outputs:
+    head = of(given)
     sign = -1 if head.scale < 0 else 1  # kernels take the maximum before the scale
     found = emulate_head(recipe, replace(head, q=sign * head.q, scale=sign * head.scale))
     outputs = {name: getattr(found, name) for name in ("o", "lse", "dq", "dk", "dv")}
@@ -215,14 +219,15 @@ def _unfused(way: str, head: AttentionHead) -> Outputs:
     return unfused(cut(head), format_of(torch.bfloat16), way)
 
 
-def _summed(recipe: Recipe, normalised: bool, head: AttentionHead) -> Outputs:
+def _summed(recipe: Recipe, normalised: bool, of: Inputs, given: AttentionHead) -> Outputs:
     """The sums of softmax whose maximum is known beforehand; ``normalised``: P, not P_bar, is multiplied by V."""
-    block = reference_rows(replace(head, do=None), torch.arange(len(head.q), device=head.q.device))
+    head = replace(of(given), do=None)
+    block = reference_rows(head, torch.arange(len(head.q), device=head.q.device))
     probs = block.unnormalised_probs * (block.inverse_row_sum[:, None] if normalised else 1.0)
     o, row_sum = head.v.new_zeros(len(probs), head.v.shape[1]), head.v.new_zeros(len(probs), 1)
-    of_o, of_sum = parse(recipe.accumulator), parse(recipe.row_sum)
+    of_o, of_sum, of_probs = (parse(fmt) for fmt in (recipe.accumulator, recipe.row_sum, recipe.probs))
     tile, step = recipe.schedule.key_tile, -1 if recipe.schedule.order == "descending" else 1
     for p, v in list(zip(probs.split(tile, 1), head.v[block.keys].split(tile), strict=True))[::step]:
-        o, row_sum = round_to(o + p @ v, of_o), round_to(row_sum + p.sum(1, keepdim=True), of_sum)
+        o, row_sum = round_to(o + round_to(p, of_probs) @ v, of_o), round_to(row_sum + p.sum(1, keepdim=True), of_sum)
     lse = block.row_max + row_sum[:, 0].log()
     return {"o": o if normalised else o / row_sum.masked_fill(row_sum == 0, 1.0), "lse": lse}
