@@ -232,10 +232,10 @@ class TruncatedInputs:
             truth: What is true of it.
         """
         head = self._head
-        if self._fmt.precision <= _NARROW[0].precision or head.dropout is not None:
+        if self._fmt.precision <= _NARROW[0].precision:
             return []
         every, scores = coarse_ways(head.q.shape[1], len(head.k)), len(head.q) * len(head.k)
-        if scores > (MOST_OF_GRADIENTS if observed is None else MOST_SCORES):
+        if head.dropout is not None or scores > (MOST_OF_GRADIENTS if observed is None else MOST_SCORES):
             return list(every[:IN_BLOCKS])
         if observed is not None and truth is not None:
             return nearest_on(head, observed, truth)

@@ -10,10 +10,11 @@ half, it is no larger than w, and what is left is neither a factor of the result
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from attn_diag.reference import AttentionHead, format_of, reference_rows
 
 LOW, OPERANDS = "bf16", "the operands of all products in BF16"
 _BF16 = parse(LOW)
-# On heads of more scores the first two ways alone are tried, which are run in blocks: of O, and of gradients.
+# On heads of more scores, or with dropout, the first two ways alone are tried: of O, and of gradients.
 MOST_SCORES, MOST_OF_GRADIENTS = 2**24, 2**20
 IN_BLOCKS = 2
 # Keys that are added up before their sum is rounded.
@@ -82,7 +83,7 @@ class CoarseWay:
 def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
     """Every way that is tried on heads of so many features and keys, the likeliest first."""
     whole = preset("fa2", LOW, width)
-    fine, wide = replace(whole, **dict.fromkeys(_FINE, "fp32")), replace(whole, out="fp32", dq="fp32")
+    fine, wide = _changed(whole, dict.fromkeys(_FINE, "fp32")), replace(whole, out="fp32", dq="fp32")
     scores = rounded("scores", LOW)
     found = [
         *(CoarseWay(OPERANDS, "", partial(_emulated, recipe, cut)) for recipe in (wide, whole)),
@@ -90,16 +91,16 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
         *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in UNFUSED),
         CoarseWay(scores.words, "", partial(_emulated, scores.apply(fine), _itself)),
         CoarseWay(scores.words, "", partial(_emulated, replace(scores.apply(fine), alpha="after-rounding"), _itself)),
-        CoarseWay("P in BF16", "", partial(_emulated, replace(fine, **dict.fromkeys(_CASTS, LOW)), _itself)),
+        CoarseWay("P in BF16", "", partial(_emulated, _changed(fine, dict.fromkeys(_CASTS, LOW)), _itself)),
     ]
     tiles = [Schedule(_ALL_ROWS, t, order) for t in _TILES if t < keys for order in _ORDERS]
     for sites, schedule in product(_SUMS, tiles):
         words = f"{' and '.join(SITES[site].value for site in sites)} in BF16"
         where, changed = describe_schedule(schedule), {"schedule": schedule, **dict.fromkeys(sites, LOW)}
         backward = sites == _GRADIENTS
-        ways = [(words, replace(fine, **changed), _itself)]
+        ways = [(words, _changed(fine, changed), _itself)]
         if schedule.key_tile > 1:
-            ways.append((f"{words}, {OPERANDS} too", replace(wide, **changed), cut))
+            ways.append((f"{words}, {OPERANDS} too", _changed(wide, changed), cut))
         for said, recipe, of in ways:
             if schedule.key_tile > 1 or (keys <= _MOST_STEPS and schedule.order == "ascending" and not backward):
                 found.append(CoarseWay(said, where, partial(_emulated, recipe, of), backward))
@@ -185,6 +186,10 @@ def cut(head: AttentionHead) -> AttentionHead:
     return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, _BF16))
 
 
+def _changed(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    return replace(recipe, **fields)
+
+
 def _itself(head: AttentionHead) -> AttentionHead:
     return head
 
@@ -227,7 +232,7 @@ def _summed(recipe: Recipe, normalised: bool, of: Inputs, given: AttentionHead) 
     o, row_sum = head.v.new_zeros(len(probs), head.v.shape[1]), head.v.new_zeros(len(probs), 1)
     of_o, of_sum, of_probs = (parse(fmt) for fmt in (recipe.accumulator, recipe.row_sum, recipe.probs))
     tile, step = recipe.schedule.key_tile, -1 if recipe.schedule.order == "descending" else 1
-    for p, v in list(zip(probs.split(tile, 1), head.v[block.keys].split(tile), strict=True))[::step]:
+    for p, v in list(zip(torch.split(probs, tile, 1), torch.split(head.v[block.keys], tile), strict=True))[::step]:
         o, row_sum = round_to(o + round_to(p, of_probs) @ v, of_o), round_to(row_sum + p.sum(1, keepdim=True), of_sum)
     lse = block.row_max + row_sum[:, 0].log()
     return {"o": o if normalised else o / row_sum.masked_fill(row_sum == 0, 1.0), "lse": lse}

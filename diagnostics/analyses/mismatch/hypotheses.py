@@ -123,10 +123,10 @@ class Partials:
 def _in_runs(scores: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """O [splits, n, Dv] and L [splits, n] of runs of ``size`` keys, the same for all rows."""
     short = -scores.shape[1] % size
-    parts = functional.pad(scores, (0, short), value=-torch.inf).unflatten(1, (-1, size))
+    parts = functional.pad(scores, (0, short), value=-torch.inf).view(len(scores), -1, size)
     own = parts.logsumexp(2)
     probs = (parts - own[:, :, None]).exp().nan_to_num(0.0)
-    values = functional.pad(v, (0, 0, 0, short)).unflatten(0, (-1, size))
+    values = functional.pad(v, (0, 0, 0, short)).view(-1, size, v.shape[1])
     return probs.transpose(0, 1) @ values, own.T
 
 
