@@ -68,7 +68,7 @@ def kernel(
     s = low(alpha * low(q @ k.mT, scores), scores).masked_fill(~visible, -math.inf)
     p = (s - s.amax(-1, keepdim=True)).exp()
     o, total = torch.zeros_like(v), torch.zeros_like(p[..., :1])
-    for some, values in zip(p.split(tile, -1), v.split(tile, -2), strict=True):
+    for some, values in zip(torch.split(p, tile, -1), torch.split(v, tile, -2), strict=True):
         total = low(total + some.sum(-1, keepdim=True), row_sum)
         o = low(o + low(some, probs) @ values, sums)
     return low(o / total, out)

@@ -208,7 +208,7 @@ def compared(folder: Path, name: str, other: str, device: str) -> dict[str, Any]
         if one.error > largest["error"]:
             largest |= {k: v for k, v in asdict(one).items() if k not in ("run", "layer", "output")}
     layers = [{k: v for k, v in asdict(one).items() if k in ("layer", "difference", "errors")} for one in found.layers]
-    row = {
+    row: dict[str, Any] = {
         "name": name if other == "one" else f"{name} beside {other}",
         "seconds": round(time.monotonic() - started, 1),
         "outcome": found.outcome,
@@ -369,7 +369,7 @@ def main() -> None:
     told: list[Any] = [pairs]
     distributed.broadcast_object_list(told)
     pairs = told[0]
-    own = {place: compared(folder, *pairs[place], kind) for place in range(rank, len(pairs), ranks)}
+    own = {place: compared(folder, pairs[place][0], pairs[place][1], kind) for place in range(rank, len(pairs), ranks)}
     every: list[Any] = [None] * ranks
     distributed.all_gather_object(every, own)
     if rank == 0:

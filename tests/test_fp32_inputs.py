@@ -139,7 +139,7 @@ def summed(x: Outputs, *, o: Callable[[Tensor], Tensor], row_sum: Callable[[Tens
     scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -math.inf)
     row_max = scores.amax(-1, keepdim=True)
     out, total = torch.zeros_like(v), torch.zeros_like(row_max)
-    for p, values in zip((scores - row_max).exp().split(tile, 3), v.split(tile, 2), strict=True):
+    for p, values in zip(torch.split((scores - row_max).exp(), tile, 3), torch.split(v, tile, 2), strict=True):
         out, total = o(out + p @ values), row_sum(total + p.sum(3, keepdim=True))
     return {"o": out / total, "lse": (row_max + total.log())[..., 0]}
 

@@ -231,7 +231,7 @@ def test_a_quantiser_of_few_bits_in_both_runs_makes_no_cause(fault: str, said: s
     def captures(of_layers: list[Tensor]) -> list[attn_diag.Capture]:
         found = []
         for layer, (given, of_layer) in enumerate(zip(of_layers, weights, strict=True)):
-            q, k, v = ((given.float() @ w).bfloat16().unflatten(-1, (2, 32)).transpose(1, 2) for w in of_layer)
+            q, k, v = ((given.float() @ w).bfloat16().view(1, 96, 2, 32).transpose(1, 2) for w in of_layer)
             if layer == 1 and given is rounded:
                 v = 1.05 * v if fault == "v 5 % larger" else v
                 v = torch.cat([v[:, :, :40], v[:, :, 41:47], v[:, :, 46:]], 2) if fault == "tokens of v" else v
