@@ -31,9 +31,10 @@ from attn_diag.statistics.ratios import Carriers
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
 _EIGHT_BITS = 3
-_STEP = 2.0**-12
 # Heads with more scores are not run again for that.
 MOST_SCORES = 2**24
+# Relative, of the scale's finite difference.
+_STEP = 2.0**-12
 
 
 def beside_well_rounded(

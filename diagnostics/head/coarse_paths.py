@@ -171,8 +171,8 @@ def explained(
     other = next((s for s, way, _ in found if way.words != best.words), 1.0)
     if share <= EXPLAINED:
         return best.told if other >= _BEATS * share else ""
-    alike = float((error * own).sum()) / math.sqrt(size * float(own.square().sum()))
-    if alike < _ALIKE or size > LOSSY**2 * float(own.square().sum()):
+    makes = float(own.square().sum())
+    if not 0 < size <= LOSSY**2 * makes or float((error * own).sum()) < _ALIKE * math.sqrt(size * makes):
         return None
     known = torch.stack([truth.flatten(), by_scale().flatten()], 1)
     left = (error - own).flatten()[:, None]
