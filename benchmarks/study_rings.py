@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from measuring import made_by, options_of, save
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import HopPart, SharedBits, reductions_of
+from attn_diag.analyses.mismatch.reductions import reduction_of
 from attn_diag.watching.live.rings import positions
 
 HEADS, DIM, LAYERS = 8, 64, 2
@@ -182,9 +183,10 @@ def planted(fault: str, group: Any) -> Iterator[None]:
         merger.step, _attention._cp_options.convert_to_f32, _other_scale = step, to_fp32, None
 
 
+SIZES = (2**12, 2**16, 2**20, 2**24)
 FAULTS = (
-    "merged O in BF16", "LSE in BF16", "the last hop left out", "gradients summed in BF16 (convert_to_f32=False)",
-    "one hop's scale 2 % off",
+    "the last hop left out", "gradients summed in BF16 (convert_to_f32=False)", "one hop's scale 2 % off",
+    "merged O in BF16", "LSE in BF16",
 )  # fmt: skip
 
 
@@ -196,43 +198,50 @@ def run(model: Model, x: Tensor, do: Tensor, folder: Path) -> Tensor:
     return y.detach()
 
 
-def compared(folder: Path, name: str, device: str) -> dict[str, Any]:
-    """What mismatch says of a run beside that on one rank, in figures and in words."""
-    found = attn_diag.mismatch(folder / "one", folder / name, device=device)
+def compared(folder: Path, name: str, other: str, device: str) -> dict[str, Any]:
+    """What mismatch says of a run beside that on one rank, or another, in figures and in words."""
+    started = time.monotonic()
+    found = attn_diag.mismatch(folder / other, folder / name, device=device)
     errors: dict[str, dict[str, Any]] = {}
     for one in found.merges:
         largest = errors.setdefault(f"layer {one.layer} {one.output}", {"error": 0.0})
         if one.error > largest["error"]:
             largest |= {k: v for k, v in asdict(one).items() if k not in ("run", "layer", "output")}
     layers = [{k: v for k, v in asdict(one).items() if k in ("layer", "difference", "errors")} for one in found.layers]
-    row = {
-        "name": name,
+    row: dict[str, Any] = {
+        "name": name if other == "one" else f"{name} beside {other}",
+        "seconds": round(time.monotonic() - started, 1),
         "outcome": found.outcome,
         "headline": found.headline,
         "notes": [n.replace(f"{folder}/", "") for n in found.notes],
-    }
-    return {
-        **row,
         "causes": [f"{c.layer} {c.kind}: {c.words}" for c in found.causes],
         "layers": layers,
         "errors": errors,
     }
+    print(row["name"], row["headline"], *row["causes"], sep="\n  ", flush=True)
+    return row
 
 
 def inspected(folder: Path) -> dict[str, Any]:
-    """Errors of O, dQ, dK and dV on one rank, by layer: inspect's."""
-    rows: dict[str, Any] = {}
+    """Errors of O, dQ, dK and dV on one rank, largest head, by layer: inspect's."""
+    rows: dict[str, float] = {}
     for path in sorted(folder.glob("*.safetensors")):
         (capture,) = attn_diag.inspect(path).captures
-        for head in capture.observations[0].heads[:1]:
-            for name in ("dq", "dk", "dv"):
-                of = getattr(head.propagation, name)
-                rows[f"layer {head.layer} {name}"] = None if of is None else of.relative_error
+        for head in capture.observations[0].heads:
+            for quantity in head.quantities:
+                if quantity.quantity in ("o", "dq", "dk", "dv") and quantity.relative_error is not None:
+                    of = f"layer {head.layer} {quantity.quantity}"
+                    rows[of] = max(rows.get(of, 0.0), quantity.relative_error)
     return rows
 
 
-def reduced(model: Model, x: Tensor, do: Tensor, folder: Path, group: Any, on_host: bool) -> list[dict[str, Any]]:
-    """Run under tensor parallelism; how the output projections' parts were added up, and how far off the sum is."""
+def reduced(
+    model: Model, x: Tensor, do: Tensor, folder: Path, group: Any, on_host: bool, keep_parts: Path | None = None
+) -> list[dict[str, Any]]:
+    """Run under tensor parallelism; how the output projections' parts were added up, and how far off the sum is.
+
+    The first layer's parts and their sum are kept in a file ``keep_parts``.
+    """
     held: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def keep(number: int) -> Callable[..., None]:
@@ -252,17 +261,34 @@ def reduced(model: Model, x: Tensor, do: Tensor, folder: Path, group: Any, on_ho
         part = functional.linear(o, weight).flatten(0, -2)
         exact = (o.double() @ weight.double().T).flatten(0, -2)
         parts, exacts = (gathered(t.cpu() if on_host else t, group) for t in (part, exact))
-        agreement = SharedBits()
-        hops = [HopPart(torch.arange(len(p), device=p.device), p.float(), dtype=p.dtype) for p in parts]
-        result = y.flatten(0, -2).to(parts[0].device)
-        agreement.add(result.float(), list(reductions_of(hops, len(result), result.dtype)), hops, result.dtype)
+        result = torch.empty_like(parts[0]).copy_(y.flatten(0, -2))  # it may be on its way still
+        found = reduction_of(parts, result)
         truth = torch.stack(exacts).sum(0)
         once = torch.stack([p.double() for p in parts]).sum(0).to(result.dtype).double()
         rows.append({
-            "layer": number, "way": agreement.words, "agreement": agreement.share,
+            "layer": number, "way": found.words, "agreement": found.agreement,
             "error": float((result.double() - truth).norm() / truth.norm()),
             "in_fp32": float((once - truth).norm() / truth.norm()),
         })  # fmt: skip
+        if number == 0 and distributed.get_rank(group) == 0 and keep_parts is not None:
+            named = {f"part{i}": p.cpu() for i, p in enumerate(parts)}
+            save_file(named | {"sum": result.cpu()}, keep_parts)
+    return rows
+
+
+def all_reduces(groups: dict[int, Any], device: str) -> list[dict[str, Any]]:
+    """Sums of N(0,1) over ranks, of some sizes: how they were added up."""
+    rows = []
+    for ranks, group in groups.items():
+        if distributed.get_rank() >= ranks:
+            continue
+        for dtype, size in itertools.product((torch.bfloat16, torch.float16, torch.float32), SIZES):
+            generator = torch.Generator().manual_seed(distributed.get_rank())
+            part = torch.randn(size, generator=generator).to(device, dtype)
+            result = part.clone()
+            distributed.all_reduce(result, group=group)
+            found = reduction_of(gathered(part, group), result)
+            rows.append({"ranks": ranks, "dtype": str(dtype)[6:], "elements": size, **asdict(found)})
     return rows
 
 
@@ -278,6 +304,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--healthy", action="store_true", help="plant no faults")
+    parser.add_argument("--parts", type=Path, metavar="FOLDER", help="keep the parts of all-reduces there")
     options = parser.parse_args()
     started, kind = time.monotonic(), options.device
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
@@ -296,8 +323,6 @@ def main() -> None:
     sizes = [n for n in (2, 4, 8) if n <= ranks]
     backend = "nccl" if by_nccl else "gloo"
     groups = {n: distributed.new_group(range(n), backend=backend) for n in sizes}
-    rings: list[dict[str, Any]] = []
-    tensor: list[dict[str, Any]] = []
 
     def model_of(attend: Attend) -> Model:
         return Model(attend, options.seed).to(kind, torch.bfloat16)
@@ -307,27 +332,21 @@ def main() -> None:
         errors_of_one = inspected(folder / "one")
     _attention._cp_options.enable_load_balance = True
 
-    def kept() -> None:
-        shape = {"heads": HEADS, "head_dim": DIM, "length": options.length, "layers": LAYERS, "seed": options.seed}
-        how = {"ranks": ranks, "gpus": gpus, "backend": backend, "seconds": round(time.monotonic() - started)}
-        found = {"one": errors_of_one, "rings": rings, "tensor_parallel": tensor}
-        save({**made_by(kind), **shape, **how, **found}, options.json)
+    runs: list[str] = []
 
     def ring(n: int, fault: str) -> None:
         name = f"ring of {n}" if fault == "none" else f"ring of {n}, {fault}"
+        runs.append(name)
         if rank < n:
             rows = positions("zigzag", rank, n, options.length // n)
             with planted(fault, groups[n]):
                 model = model_of(lambda q, k, v: Ring.apply(q, k, v, groups[n]))
                 run(model, x[:, rows].to(kind, torch.bfloat16), do[:, rows].to(kind), folder / name)
         distributed.barrier()
-        if rank == 0:
-            rings.append(compared(folder, name, kind))
-            print(name, rings[-1]["headline"], *rings[-1]["causes"], sep="\n  ", flush=True)
-            kept()
 
     for n in sizes:
         ring(n, "none")
+    sums: dict[str, list[dict[str, Any]]] = {}
     for n in sizes:
         name = f"tensor parallel {n}"
         if rank < n:
@@ -335,14 +354,31 @@ def main() -> None:
             model = model_of(whole)
             plan: dict[str, Any] = {f"layers.*.{p}_proj": ColwiseParallel() for p in "qkv"}
             parallelize_module(model, mesh, plan | {"layers.*.o_proj": RowwiseParallel()}, src_data_rank=None)
-            sums = reduced(model, x.to(kind, torch.bfloat16), do.to(kind), folder / name, groups[n], not by_nccl)
+            file = options.parts / f"parts_{n}.safetensors" if options.parts else None
+            inputs = x.to(kind, torch.bfloat16), do.to(kind)
+            sums[name] = reduced(model, *inputs, folder / name, groups[n], not by_nccl, file)
         distributed.barrier()
-        if rank == 0:
-            tensor.append({**compared(folder, name, kind), "sums": sums})
-            print(name, tensor[-1]["headline"], *tensor[-1]["causes"], *sums, sep="\n  ", flush=True)
-            kept()
+    sums["all-reduces"] = [] if kind == "cuda" and not by_nccl else all_reduces(groups, kind)
     for fault in () if options.healthy else FAULTS:
         ring(sizes[-1], fault)
+    if rank == 0:
+        print(*itertools.chain(*sums.values()), f"{time.monotonic() - started:.0f} s to run", sep="\n", flush=True)
+    # Each rank compares some of the runs, on its own device.
+    sharded = [f"tensor parallel {n}" for n in sizes]
+    pairs = [(name, "one") for name in [*runs, *sharded]] + [(b, a) for a, b in itertools.pairwise(sharded)]
+    told: list[Any] = [pairs]
+    distributed.broadcast_object_list(told)
+    pairs = told[0]
+    own = {place: compared(folder, pairs[place][0], pairs[place][1], kind) for place in range(rank, len(pairs), ranks)}
+    every: list[Any] = [None] * ranks
+    distributed.all_gather_object(every, own)
+    if rank == 0:
+        by_place = {place: row for one in every for place, row in one.items()}
+        rows = [by_place[place] for place in range(len(pairs))]
+        shape = {"heads": HEADS, "head_dim": DIM, "length": options.length, "layers": LAYERS, "seed": options.seed}
+        how = {"ranks": ranks, "gpus": gpus, "backend": backend, "seconds": round(time.monotonic() - started)}
+        found = {"one": errors_of_one, "rings": rows[: len(runs)], "tensor_parallel": rows[len(runs) :], "sums": sums}
+        save({**made_by(kind), **shape, **how, **found}, options.json)
     distributed.barrier()
     distributed.destroy_process_group()
 

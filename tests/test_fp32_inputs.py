@@ -121,16 +121,61 @@ def test_a_kernel_that_ran_in_bf16_is_held_to_that(widened: bool) -> None:
     assert "all rows" in words(heads(x, outputs | {"dq": 0 * outputs["dq"]})[0], "dq")
 
 
-@pytest.mark.parametrize("family", ["gaussian", "peaked"])
-def test_a_kernel_that_multiplies_in_bf16_is_undecided(family: str) -> None:
+@pytest.mark.parametrize("family", ["gaussian", "peaked", "common row"])
+def test_a_kernel_that_multiplies_in_bf16_is_lossy_by_that(family: str) -> None:
     """Neither inputs nor outputs say that it did; its error does."""
     x = inputs(family)
     for head in heads(x, attend(x, bf16)):
         assert head.verdict is not None
-        assert not {"wrong", "clean"} & set(head.verdict.labels)
-        said = [q.words for q in head.quantities if q.answer == "undecided"]
+        assert head.verdict.labels[0] == "lossy"
+        said = [q.words for q in head.quantities if q.answer == "lossy"]
         assert said
-        assert all("as much as a kernel that multiplies in BF16" in words for words in said)
+        assert all("leaves with the operands of all products in BF16" in words for words in said)
+
+
+def summed(x: Outputs, *, o: Callable[[Tensor], Tensor], row_sum: Callable[[Tensor], Tensor], tile: int) -> Outputs:
+    """O and LSE of causal attention whose sums are rounded after every ``tile`` keys."""
+    q, k, v = (x[name] for name in "qkv")
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -math.inf)
+    row_max = scores.amax(-1, keepdim=True)
+    out, total = torch.zeros_like(v), torch.zeros_like(row_max)
+    for p, values in zip(torch.split((scores - row_max).exp(), tile, 3), torch.split(v, tile, 2), strict=True):
+        out, total = o(out + p @ values), row_sum(total + p.sum(3, keepdim=True))
+    return {"o": out / total, "lse": (row_max + total.log())[..., 0]}
+
+
+SUMS = {
+    "O": ({"o": bf16, "row_sum": torch.clone, "tile": 1}, "the accumulator of O in BF16 (1-key tiles ascending)"),
+    "l": ({"o": torch.clone, "row_sum": bf16, "tile": 1}, "the row sum l in BF16 (1-key tiles ascending)"),
+    "both": (
+        {"o": bf16, "row_sum": bf16, "tile": 16},
+        "the accumulator of O and the row sum l in BF16 (16-key tiles ascending)",
+    ),
+}
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_sums_in_bf16_are_named_by_their_bits(sums: str) -> None:
+    how, words = SUMS[sums]
+    x = inputs(width=64)
+    for head in heads(x, summed(x, **how)):  # type: ignore[arg-type]
+        assert {q.answer for q in head.quantities} <= {"lossy", "stated"}
+        assert words in head.quantities[0].words
+
+
+@pytest.mark.parametrize("where", ["row", "feature", "scale"])
+def test_an_error_of_bf16s_size_in_an_fp32_kernel_is_wrong(where: str) -> None:
+    """Which a kernel that multiplies in BF16 is as far off as; but not there alone, nor along alpha."""
+    x = inputs()
+    o = attend(x)["o"]
+    if where == "row":
+        o[:, :, 40] *= 1.05
+    elif where == "feature":
+        o[..., 7] *= 1.015
+    else:
+        o = attend({**x, "q": 1.006 * x["q"]})["o"]
+    said = words(heads(x, {"o": o})[0], "o")
+    assert {"row": "row 40 is 5 % off", "feature": "feature 7", "scale": "what the scale"}[where] in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

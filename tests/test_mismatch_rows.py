@@ -210,3 +210,38 @@ def test_a_small_jump_outside_attention_is_told_and_no_cause() -> None:
     found = attn_diag.mismatch(*runs)
     assert not found.causes
     assert any("Layer 1: x differs by 2" in note and "explain_logprobs" in note for note in found.notes)
+
+
+def three_bits(t: Tensor) -> Tensor:
+    """From -3 to 3, a scale a token and head."""
+    step = t.float().abs().amax(-1, keepdim=True) / 3
+    return ((t.float() / step).round() * step).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("", ""), ("v 5 % larger", "v differs by 5"), ("tokens of v", "v differs")]
+)
+def test_a_quantiser_of_few_bits_in_both_runs_makes_no_cause(fault: str, said: str) -> None:
+    """x of layer 1 is a rounding away, and k and v that are quantised by whole steps."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [[torch.randn(64, 64, generator=generator) / 8 for _ in range(3)] for _ in range(2)]
+    x = torch.randn(1, 96, 64, generator=generator).bfloat16()
+    rounded = (x.float() * (1 + 2**-9 * torch.randn(x.shape, generator=generator))).bfloat16()
+
+    def captures(of_layers: list[Tensor]) -> list[attn_diag.Capture]:
+        found = []
+        for layer, (given, of_layer) in enumerate(zip(of_layers, weights, strict=True)):
+            q, k, v = ((given.float() @ w).bfloat16().view(1, 96, 2, 32).transpose(1, 2) for w in of_layer)
+            if layer == 1 and given is rounded:
+                v = 1.05 * v if fault == "v 5 % larger" else v
+                v = torch.cat([v[:, :, :40], v[:, :, 41:47], v[:, :, 46:]], 2) if fault == "tokens of v" else v
+            k, v = three_bits(k), three_bits(v)
+            o = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+            tensors = {"q": q, "k": k, "v": v, "o": o.bfloat16(), "x": given}
+            found.append(attn_diag.Capture.from_tensors(tensors, causal="top-left", layer=layer))
+        return found
+
+    found = attn_diag.mismatch(captures([x, x]), captures([x, rounded]))
+    assert found.layers[1].v > 8 / 256  # more than roundings make
+    assert [cause.layer for cause in found.causes] == [1] * bool(fault)
+    assert said in "".join(cause.words for cause in found.causes)

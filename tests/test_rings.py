@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.merges import HopPart, SharedBits, reductions_of
+from attn_diag.analyses.mismatch.reductions import reduction_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys
@@ -151,21 +151,42 @@ def test_missing_ranks_leave_out_the_sums_over_rows() -> None:
     assert {m.output for m in found.merges} == {"o", "dq"}
 
 
-@pytest.mark.parametrize("way", ["ring", "tree", "fp32"])
-def test_an_all_reduce_is_told_by_its_bits(way: str) -> None:
-    parts = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float())
-    if way == "fp32":
-        result = low(torch.stack(parts).sum(0))
-    elif way == "tree":
-        result = low(low(parts[0] + parts[1]) + low(parts[2] + parts[3]))
-    else:
-        pieces = [t.flatten().chunk(4) for t in parts]
-        result = torch.cat([low(low(low(pieces[n % 4][i] + pieces[(n + 1) % 4][i]) + pieces[(n + 2) % 4][i])
-                                + pieces[(n + 3) % 4][i]) for i, n in enumerate(range(1, 5))]).view(32, 64)  # fmt: skip
-    hops = [HopPart(torch.arange(32), part, dtype=torch.bfloat16) for part in parts]
-    found = SharedBits()
-    found.add(result, list(reductions_of(hops, 32, torch.bfloat16)), hops, torch.bfloat16)
-    assert {"ring": "along the ring, from 1 ranks", "tree": "as a tree", "fp32": "in fp32"}[way] in found.words
+def added(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """One part after the other, cast to BF16 after each."""
+    total = parts[order[0]].float()
+    for number in order[1:]:
+        total = low(total + parts[number].float())
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    {
+        "fp32": "in fp32, cast once",
+        "tree": "in BF16 after each addition, in pairs of ranks 0, 2, 1, 3",
+        "chain": "in BF16 after each addition, ranks 1, 3, 0, 2",
+        "ring": "in BF16 after each addition, ranks 1, 2, 3, 0 in 25 % of it, ranks 2, 3, 0, 1 in 25 % of it, "
+        "ranks 3, 0, 1, 2 in 25 % of it, ranks 0, 1, 2, 3 in 25 % of it",
+        "a rank left out": "without rank 2",
+        "something else": "",
+    }.items(),
+)
+def test_an_all_reduce_is_told_by_its_bits(way: str, words: str) -> None:
+    parts = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    wide = torch.stack(parts).double()
+    result = {
+        "fp32": lambda: wide.sum(0).bfloat16(),
+        "tree": lambda: added([added(parts, (0, 2)), added(parts, (1, 3))], (0, 1)),
+        "chain": lambda: added(parts, (1, 3, 0, 2)),
+        "ring": lambda: torch.cat([added([p[8 * n : 8 * n + 8] for p in parts], [(n + 1 + i) % 4 for i in range(4)])
+                                   for n in range(4)]),
+        "a rank left out": lambda: wide[[0, 1, 3]].sum(0).bfloat16(),
+        "something else": lambda: (1.01 * wide.sum(0)).bfloat16(),
+    }[way]()  # fmt: skip
+    found = reduction_of(parts, result)
+    assert found.words == words
+    assert found.in_fp32 == (way == "fp32")
+    assert (found.agreement == 1) == bool(words)
 
 
 def test_hops_are_read_from_the_metadata() -> None:

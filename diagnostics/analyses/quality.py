@@ -99,6 +99,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         beyond_backward=max(s.beyond_backward for s in samples),
         in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
+        way=of_all.pop() if len(of_all := {s.way for s in samples if s.outlying.any()}) == 1 else "",
         ceiling=sum(s.ceiling for s in samples),
         rounding=all(s.rounding for s in samples if s.outlying.any()),
         features_rounding=all(s.features_rounding for s in samples if s.bad_features.any()),
@@ -177,7 +178,7 @@ def judge_quantity(
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
-            return verdict("undecided", f"{said}, {_AS_IN_BF16}; {ALONE}.")
+            return verdict("lossy", f"{said}, {_left_with(whole.way)}.")
         return verdict("stated", f"{said}; {ALONE}.")
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
@@ -226,6 +227,12 @@ def _cost(error: float, truth: float, plain: float | None) -> str:
 
 def _rows_named(rows: Sequence[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {ranges(rows)}"
+
+
+def _left_with(way: str) -> str:
+    """What of inputs that are finer went through BF16; empty: not known which."""
+    coarse = f"what a kernel leaves with {way}" if way else _AS_IN_BF16
+    return f"{coarse}: more coarsely rounded than inputs of this format need"
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
@@ -284,6 +291,8 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
     )  # fmt: skip
     if (over > 1).any() and all(e.in_bf16 for e in effects if (e.of_budget > 1).any()):
         return _answered(found, "undecided", f"{name} is up to {number(size)} off, {_AS_IN_BF16}; {ALONE}.")
+    if (over > 1).any() and len(ways := {e.way for e in effects if (e.of_budget > 1).any()}) == 1 and all(ways):
+        return _answered(found, "lossy", f"{name} is up to {number(size)} off, {_left_with(ways.pop())}.")
     if (over > 1).any():
         where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
         words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarser import COARSEST, DRAWS, FEW, SITES, explains
+from attn_diag.head.coarse_paths import EXPLAINED, explained
+from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.quality import (
     AS_GOOD,
     BEYOND,
-    ELEMENT_LIMIT,
     GROUP_LIMIT,
     LOSSY,
     Directions,
@@ -27,14 +27,14 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, named
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
 
-# A recipe explains an error where what differs from its output is less than this part of what differs from fa2's.
-EXPLAINED = 0.25
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
 _EIGHT_BITS = 3
 # Heads with more scores are not run again for that.
 MOST_SCORES = 2**24
+# Relative, of the scale's finite difference.
+_STEP = 2.0**-12
 
 
 def beside_well_rounded(
@@ -86,7 +86,8 @@ def beside_well_rounded(
 
     if len(published) < len(counterfactuals):
         found_alone = replace(first or against([c.outputs() for c in counterfactuals]), compared=False)
-        return replace(found_alone, rounding=_as_in_bf16(found_alone, counterfactuals, against))
+        way = _through_bf16(found_alone, quantity, observed, reference, total, counterfactuals, rows)
+        return replace(found_alone, rounding=way is not None, way=way or "")
     chosen = first or beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
@@ -156,22 +157,28 @@ def beside_well_rounded(
     return chosen
 
 
-def _as_in_bf16(
+def _through_bf16(
     found: QuantitySample,
+    quantity: str,
+    observed: Tensor,
+    reference: Tensor,
+    total: Callable[[Sequence[dict[str, Tensor]]], Tensor],
     counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
-    against: Callable[[Sequence[dict[str, Tensor]]], QuantitySample],
-) -> bool:
-    """Whether a kernel that multiplies in BF16 is as far off, in all and in nearly every row that stands out."""
-    if not found.outlying.any() and not (found.bad_features > 0).any():
-        return False
-    runs = [c.in_bf16() for c in counterfactuals if isinstance(c, TruncatedInputs)]
-    known = [run for run in runs if run is not None]
-    if len(known) < len(counterfactuals):
-        return False
-    left = against(known).counterfactual
-    # Both are single draws: of an error that is one number a row 1 in 12 is beyond that.
-    beyond = found.error > ELEMENT_LIMIT**2 * (left + found.expected)
-    return bool(found.error.sum() <= LOSSY**2 * left.sum()) and float(beyond.mean()) <= 2 * FEW
+    rows: Tensor,
+) -> str | None:
+    """What is in BF16 where that explains what stands out of inputs that are finer; see ``coarse_paths.explained``."""
+    heads = [c for c in counterfactuals if isinstance(c, TruncatedInputs)]
+    if not (found.outlying.any() or (found.bad_features > 0).any()) or len(heads) < len(counterfactuals):
+        return None
+    ways = heads[0].ways(observed, reference) if quantity == "o" else heads[0].ways()
+    runs = [(way, (total([head.along(way) for head in heads]) - reference)[rows]) for way in ways]
+
+    def by_scale() -> Tensor:
+        up, down = (total([head.at_scale(1 + step) for head in heads]) for step in (_STEP, -_STEP))
+        return (up - down)[rows] / (2 * _STEP)
+
+    expected = torch.from_numpy(np.maximum(found.expected, 1e-300)).to(rows.device)[:, None] / reference.shape[1]
+    return explained((observed - reference)[rows], expected, reference[rows], by_scale, runs)
 
 
 def _limits_and_marks(found: QuantitySample, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,7 +36,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers, run_counterfactual
+from attn_diag.head.coarse_paths import (
+    IN_BLOCKS,
+    MOST_OF_GRADIENTS,
+    MOST_SCORES,
+    CoarseWay,
+    coarse_ways,
+    nearest_on,
+)
+from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers
 from attn_diag.head.propagation import sloped
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import (
@@ -198,27 +206,53 @@ class TruncatedInputs:
     ) -> None:
         self._head, self._fmt, self._stored, self._keys = head, fmt, stored, key_gradients
         self._found: dict[str, Tensor] = {}
+        self._along: dict[CoarseWay, dict[str, Tensor]] = {}
 
     def outputs(self) -> dict[str, Tensor]:
         """o, lse and, with dO, delta, dq, dk and dv by name; float64."""
         if not self._found:
             cast = coarsest(self._head, self._fmt, self._stored)
             head = self._head if cast == self._fmt else _cut(self._head, f"{cast.name}:toward-zero")
-            truth = reference_of(head, key_gradients=self._keys)
-            every = {"o": truth.out, "lse": truth.lse, "delta": truth.delta}
-            every |= {"dq": truth.dq, "dk": truth.dk, "dv": truth.dv}
-            for name, tensor in every.items():
-                if tensor is not None:
-                    own = name in ("o", "dq", "dk", "dv")
-                    self._found[name] = round_nearest_even(tensor, self._stored.get(name, self._fmt)) if own else tensor
+            for name, tensor in self._outputs_of(head).items():
+                own = name in ("o", "dq", "dk", "dv")
+                self._found[name] = round_nearest_even(tensor, self._stored.get(name, self._fmt)) if own else tensor
         return self._found
 
-    def in_bf16(self) -> dict[str, Tensor] | None:
-        """What a well-rounded BF16 kernel returns; None of a format that is no finer."""
+    def _outputs_of(self, head: AttentionHead) -> dict[str, Tensor]:
+        truth = reference_of(head, key_gradients=self._keys)
+        every = {"o": truth.out, "lse": truth.lse, "delta": truth.delta}
+        every |= {"dq": truth.dq, "dk": truth.dk, "dv": truth.dv}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    def ways(self, observed: Tensor | None = None, truth: Tensor | None = None) -> list[CoarseWay]:
+        """Ways through BF16 that may make this head's errors; none of inputs that are no finer.
+
+        Args:
+            observed: O, where that is what is off: those that come nearest to it. Else those that have gradients.
+            truth: What is true of it.
+        """
+        head = self._head
         if self._fmt.precision <= _NARROW[0].precision:
-            return None
-        head = _cut(self._head, "bf16")
-        return run_counterfactual(head, _NARROW[0], {}, key_gradients=self._keys)
+            return []
+        every, scores = coarse_ways(head.q.shape[1], len(head.k)), len(head.q) * len(head.k)
+        if head.dropout is not None or scores > (MOST_OF_GRADIENTS if observed is None else MOST_SCORES):
+            return list(every[:IN_BLOCKS])
+        if observed is not None and truth is not None:
+            return nearest_on(head, observed, truth)
+        return [way for way in every if way.backward]
+
+    def along(self, way: CoarseWay) -> dict[str, Tensor]:
+        """What such a kernel returns, in the formats of the kernel under test; float64."""
+        if way not in self._along:
+            found = way.outputs(self._head)
+            self._along[way] = {
+                n: round_nearest_even(t, self._stored[n]) if n in self._stored else t for n, t in found.items()
+            }
+        return self._along[way]
+
+    def at_scale(self, factor: float) -> dict[str, Tensor]:
+        """The truth at another softmax scale."""
+        return self._outputs_of(replace(self._head, scale=factor * self._head.scale))
 
 
 def _cut(head: AttentionHead, how: str) -> AttentionHead:

@@ -16,6 +16,7 @@ from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import adds_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
+from attn_diag.head.coarse_paths import EXPLAINED
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
 from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums
@@ -210,13 +211,14 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         if bool(beyond.any()) and truth.inputs.input_format.precision > BF16.precision:
             wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
             in_bf16 = not passed.compared and bool((error[beyond].abs() <= wider).all())
+        way = "" if not bool(beyond.any()) or in_bf16 else _lse_through_bf16(passed, seen, rows, budget)
         made = torch.expm1(-error).square() * size
         by_recipe = None
         if (declared := passed.declared(seen)) is not None:
             # L of a kernel below 16 bits is off by as much as its scores are.
             own = (declared.outputs()["lse"] - reference.lse)[rows].square()
             by_recipe = (torch.maximum(own, variance["lse"][rows]) * size).cpu().numpy()
-        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16, declared=by_recipe)
+        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16, way=way, declared=by_recipe)
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
         error = delta[rows] - reference.delta[rows]
@@ -229,6 +231,19 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         budget = 2 * unit * size + 4 * variance["delta"][rows].sqrt()
         found["delta"] = effect(error, error.square() * through, budget)
     return found
+
+
+def _lse_through_bf16(passed: StreamedHead, seen: ObservedHead, rows: Tensor, budget: Tensor) -> str:
+    """What is in BF16 of a kernel of finer inputs whose O and LSE are this one's; empty: nothing that is known."""
+    other, o = passed.counterfactuals, seen.outputs.get("o")
+    if not isinstance(other, TruncatedInputs) or o is None:
+        return ""
+    error = (seen.outputs["lse"] - passed.truth.reference.lse)[rows]
+    for way in other.ways(o, passed.truth.reference.out):
+        left = (seen.outputs["lse"] - other.along(way)["lse"])[rows]
+        if float(left.square().sum()) <= EXPLAINED * float(error.square().sum()) and bool((left.abs() <= budget).all()):
+            return way.told
+    return ""
 
 
 def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:

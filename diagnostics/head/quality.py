@@ -120,6 +120,8 @@ class QuantitySample:
     """The squared error of all rows that no rounding exceeds; infinite where the error is far from it."""
     rounding: bool = False
     """Whether a coarser rounding of one thing explains the rows and elements that stand out."""
+    way: str = ""
+    """Where there is no recipe to compare with, and ``rounding``: what is in BF16; empty: not known."""
     features_rounding: bool = False
     """Likewise the features."""
     declared: str = ""
@@ -182,6 +184,7 @@ class RowEffect:
     """[n], of LSE what the declared recipe's errors of it make there; None: none is declared."""
     in_bf16: bool = False
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
+    way: str = ""  # as of ``QuantitySample``
 
 
 def sample(

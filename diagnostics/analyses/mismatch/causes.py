@@ -8,6 +8,7 @@ import torch
 
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
+from attn_diag.analyses.mismatch.storage import few_levels
 from attn_diag.head.assumptions import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -208,13 +209,28 @@ def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
+def _furthest(found: ComparedLayer, result: MismatchLayer) -> tuple[str, float]:
+    """Which of q, k and v are furthest apart, and how far, relative.
+
+    A quantiser of few bits in both runs makes whole steps of what came in as rounding, in few elements. On average it
+    neither widens nor narrows a difference: between its numbers the mean of |b - a| is what came in.
+    """
+    sizes = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
+    for name in sizes:
+        if sizes[name] > _ROUNDINGS * found.unit:
+            a, b = (torch.cat([getattr(head.rows[side], name) for head in found.heads]) for side in (0, 1))
+            if few_levels(a) and few_levels(b):
+                sizes[name] = float((b - a).abs().nanmean() / a.abs().nanmean())
+    worst = max(sizes, key=lambda name: sizes[name])
+    return worst, sizes[worst]
+
+
 def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLayer) -> tuple[Place, str] | None:
     """The same without x: what came in is what q, k, v and O of the layer before show, and two steps lie between."""
     if before.layer != found.layer - 1:
         return None  # what the layers between did is not known
     came_in = max(float(getattr(before, name)) for name in ("q", "k", "v", "difference"))
-    worst = max(("q", "k", "v"), key=lambda name: float(getattr(result, name)))
-    size = float(getattr(result, worst))
+    worst, size = _furthest(found, result)
     if size <= max(2 * _ROUNDINGS * found.unit, _JUMP**2 * came_in):
         return None
     return "stream", (
@@ -239,8 +255,7 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
         )
     if result.x is None and before:
         return _unseen_jump(found, result, before[-1])
-    worst = max(("q", "k", "v"), key=lambda name: float(getattr(result, name)))
-    size = float(getattr(result, worst))
+    worst, size = _furthest(found, result)
     if size > max(limit, _JUMP * (result.x or 0.0)):
         beside = "" if result.x is None else f", x by {percent(result.x)}"
         return "projection", (

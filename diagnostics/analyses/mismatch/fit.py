@@ -72,6 +72,12 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     if against is None:
         return LayerFit(0.0, False, None, 0.0, 0.0, None, 0.0, None, "", "")
     coarse = against.low > LOSSY
+    size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
+    relative = math.sqrt(float(before[usable].sum()) / size) if size else 0.0
+    # Where O is as near as a well-rounded kernel's there is nothing to explain: on saturated rows, of which O is a row
+    # of V to the last bit, a larger scale is nearer still.
+    if against.factor <= 1:
+        return LayerFit(against.factor, False, None, 0.0, relative, None, 0.0, None, "", "")
     tried = []
     for hypothesis, outs in hypotheses(chosen):
         left = torch.cat([_square(r, out) for (r, _), out in zip(chosen, outs, strict=True)])
@@ -87,11 +93,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         # What leaves most of the error is not what makes it: a truncated O is a little smaller, as by another scale.
         over is not None and over.low <= LOSSY and total <= _MOST * float(kept.sum())
     )
-    # Where O is as near as a well-rounded kernel's there is nothing to explain: on saturated rows, of which O is a row
-    # of V to the last bit, a larger scale is nearer still.
-    named = (
-        against.factor > 1 and explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
-    )
+    named = explains and _beyond(kept, left) and all(_beyond(other[2], left) for other in others[:1])
     runner_up = ""
     if others:
         runner_up = (
@@ -104,14 +106,13 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
         nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
     found = coarse_site(chosen, fmt, out) if against.factor > LOSSY and not named else None
-    size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
     return LayerFit(
         factor=against.factor,
         # A rounding that explains it is sure where the interval is wide.
         coarse=coarse or found is not None,
         site=None if found is None else found[0],
         site_explains=0.0 if found is None else found[1],
-        relative=math.sqrt(float(kept.sum()) / size) if size else 0.0,
+        relative=relative,
         best=best if named else None,
         explained=1 - total / float(kept.sum()),
         factor_left=factor_left,

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import Blocks, HeadSemantics, blocks_of, out_of_few
@@ -104,6 +105,11 @@ class Partials:
         for at, head, block in blocks:
             scores = block.scores.new_full((len(at), visible.shape[1]), -torch.inf)
             scores[:, block.keys] = block.scores
+            first = int(rows.cached[at[0]]) if len(at) else 0
+            if size is not None and bool((rows.cached[at] == first).all()) and not bool(visible[at, :first].any()):
+                several = -(-(visible.shape[1] - first) // size)
+                o[:several, at], lse[:several, at] = _in_runs(scores[:, first:], head.v[first:], size)
+                continue
             for split in range(splits):
                 part = scores.masked_fill(numbers[at] != split, -torch.inf)
                 own = part.logsumexp(1)
@@ -112,6 +118,16 @@ class Partials:
         if semantics.sink is not None:
             lse[-1] = semantics.sink
         return cls(o, lse)
+
+
+def _in_runs(scores: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """O [splits, n, Dv] and L [splits, n] of runs of ``size`` keys, the same for all rows."""
+    short = -scores.shape[1] % size
+    parts = functional.pad(scores, (0, short), value=-torch.inf).view(len(scores), -1, size)
+    own = parts.logsumexp(2)
+    probs = (parts - own[:, :, None]).exp().nan_to_num(0.0)
+    values = functional.pad(v, (0, 0, 0, short)).view(-1, size, v.shape[1])
+    return probs.transpose(0, 1) @ values, own.T
 
 
 Change = Callable[[RunRows, HeadSemantics], HeadSemantics]

@@ -20,8 +20,8 @@ _HAS_ITS_BITS = 0.97
 # Ways that agree with it in so much less are other ways.
 _FEWER = 0.005
 # Of fp32 results, which sum in another order, in units of 2^-24 of the largest part.
-_ORDER = 8 * 2.0**-24
-_NARROW = {"BF16": torch.bfloat16, "FP16": torch.float16}
+ORDER_ERROR = 8 * 2.0**-24
+NARROW = {"BF16": torch.bfloat16, "FP16": torch.float16}
 _Cast = Callable[[Tensor], Tensor]
 
 
@@ -91,32 +91,6 @@ def sums_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iterator[W
             yield Way(f"without hop {number}", "", _added(left, rows, _same).to(out).float())
 
 
-def reductions_of(parts: Sequence[HopPart], rows: int, out: torch.dtype) -> Iterator[Way]:
-    """Ways in which an all-reduce may add up what ranks give, one part a rank: as ``sums_of``, and as rings and trees.
-
-    A ring reduces the r-th of as many pieces as there are ranks along the ranks from one rank on; which, differs.
-    """
-    yield from sums_of(parts, rows, out)
-    numbers = range(len(parts))
-    for name, dtype in _narrow(out).items():
-        kind, cast = f"the sum in {name} after each hop", _to(dtype)
-        level = [part.values for part in parts]
-        while len(level) > 1:
-            level = [cast(sum(level[i : i + 2], torch.zeros_like(level[0]))) for i in range(0, len(level), 2)]
-        yield Way(kind, "in pairs, as a tree", level[0].to(out).float())
-        for begin, step in product(numbers, (1, -1)):
-            pieces = []
-            for piece, values in enumerate(
-                zip(*(part.values.flatten().chunk(len(parts)) for part in parts), strict=True)
-            ):
-                total = torch.zeros_like(values[0])
-                for i in numbers:
-                    total = cast(total + values[(piece + begin + step * i) % len(parts)])
-                pieces.append(total)
-            order = f"each piece along the ring{'' if step > 0 else ' backwards'}, from {begin} ranks after its own"
-            yield Way(kind, order, torch.cat(pieces).reshape(parts[0].values.shape).to(out).float())
-
-
 @dataclass
 class SharedBits:
     """How many elements of results have the bits of each way, over heads."""
@@ -132,7 +106,7 @@ class SharedBits:
         largest = torch.zeros_like(result)
         for part in parts:
             largest[part.rows] = torch.maximum(largest[part.rows], part.values.abs())
-        allowed = largest * _ORDER if out == torch.float32 else torch.zeros_like(result)
+        allowed = largest * ORDER_ERROR if out == torch.float32 else torch.zeros_like(result)
         alike: Counter[tuple[str, str]] = Counter()
         for way in ways:
             key = way.order, alike[way.kind, way.order]
@@ -187,14 +161,14 @@ def _formats(parts: Sequence[HopPart], out: torch.dtype) -> list[tuple[str, _Kep
             found.append((f"each hop's O in {name}", _Kept(low, _same, _same, _same)))
         found.append((f"the merged O in {name} after each hop", _Kept(_same, _same, low, _same)))
         found += [(f"the merged O and LSE in {name} after each hop", _Kept(_same, of, low, low)) for of in (_same, low)]
-    for name, dtype in _NARROW.items():
+    for name, dtype in NARROW.items():
         low = _to(dtype)
         found += [(f"the LSE in {name} after each hop", _Kept(_same, of, _same, low)) for of in (_same, low)]
     return found
 
 
 def _narrow(out: torch.dtype) -> dict[str, torch.dtype]:
-    return {name: dtype for name, dtype in _NARROW.items() if out in (dtype, torch.float32)}
+    return {name: dtype for name, dtype in NARROW.items() if out in (dtype, torch.float32)}
 
 
 def _orders(parts: Sequence[HopPart]) -> dict[str, list[HopPart]]:

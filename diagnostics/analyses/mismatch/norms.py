@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows
+from attn_diag.analyses.mismatch.storage import few_levels
 from attn_diag.results.wording import number
 
 # Standard errors of the mean factor: as many layers and tries as in ``fit``.
@@ -89,6 +90,9 @@ def _factor(which: Literal["x", "q", "k"], both: Sequence[tuple[Tensor, Tensor]]
     # What is added to x and normed again shortens it along x by half the square of what was added.
     least = max(unit, float(apart.mean()), _SIGNIFICANT * error)
     one_side = float((along * mean > 0).double().mean())
+    # Numbers of few bits on either side are rounded by more than such a factor: their grids are others.
+    if float(apart.mean()) > mean**2 and (few_levels(a) or few_levels(b)):
+        return None
     if abs(mean) <= least or one_side < _SAME_SIDE or abs(longer - mean) > _AGREE * abs(mean):
         return None
     low, high = (float(1 + along.quantile(at)) for at in (0.05, 0.95))

@@ -21,6 +21,8 @@ _INT8, _INT8_FROM = 127, 32
 _DISTINCT, _MOST = 8, 0.99
 # So many rows, spread over all.
 _ROWS = 256
+# Of as many neighbours numbers of four bits or less have fewer magnitudes; numbers of BF16 have about 15.
+_NEIGHBOURS, _MAGNITUDES = 16, 12
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ def format_below(x: Tensor) -> str | None:
         if float(_of_float(rows, bits).double().mean()) >= _MOST:
             return name
     return "INT8" if float(_of_int8(rows).double().mean()) >= _MOST else None
+
+
+def few_levels(x: Tensor) -> bool:
+    """Whether x [n, D] holds numbers of some four bits: of 16 neighbours, in a row or a column, several are alike."""
+    return any(_distinct(of.double().abs()) <= _MAGNITUDES for of in (x, x.T))
+
+
+def _distinct(x: Tensor) -> float:
+    """How many magnitudes 16 neighbours have, on average; inf of fewer."""
+    groups = x[torch.linspace(0, len(x) - 1, min(len(x), _ROWS), device=x.device).long()]
+    groups = groups[:, : groups.shape[1] // _NEIGHBOURS * _NEIGHBOURS].reshape(-1, _NEIGHBOURS)
+    return float((1 + (groups.sort(1).values.diff(dim=1) > 0).sum(1)).double().mean()) if len(groups) else torch.inf
 
 
 def _of_float(rows: Tensor, bits: int) -> Tensor:
