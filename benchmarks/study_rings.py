@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.reductions import reduction_of
 from attn_diag.watching.live.rings import positions
 
 HEADS, DIM, LAYERS = 8, 64, 2
@@ -262,7 +261,7 @@ def reduced(
         exact = (o.double() @ weight.double().T).flatten(0, -2)
         parts, exacts = (gathered(t.cpu() if on_host else t, group) for t in (part, exact))
         result = torch.empty_like(parts[0]).copy_(y.flatten(0, -2))  # it may be on its way still
-        found = reduction_of(parts, result)
+        found = attn_diag.reduction_of(parts, result)
         truth = torch.stack(exacts).sum(0)
         once = torch.stack([p.double() for p in parts]).sum(0).to(result.dtype).double()
         rows.append({
@@ -287,7 +286,7 @@ def all_reduces(groups: dict[int, Any], device: str) -> list[dict[str, Any]]:
             part = torch.randn(size, generator=generator).to(device, dtype)
             result = part.clone()
             distributed.all_reduce(result, group=group)
-            found = reduction_of(gathered(part, group), result)
+            found = attn_diag.reduction_of(gathered(part, group), result)
             rows.append({"ranks": ranks, "dtype": str(dtype)[6:], "elements": size, **asdict(found)})
     return rows
 

@@ -20,6 +20,8 @@ from .analyses.microscopy.closed_form import closed_form as closed_form
 from .analyses.microscopy.microscope import microscope as microscope
 from .analyses.mismatch.logprobs import Logprobs as Logprobs
 from .analyses.mismatch.mismatch import mismatch as mismatch
+from .analyses.mismatch.reductions import AllReduced as AllReduced
+from .analyses.mismatch.reductions import reduction_of as reduction_of
 from .analyses.mitigation.what_if import what_if as what_if
 from .analyses.paper.figures import paper_figures as paper_figures
 from .captures.capture import Capture as Capture

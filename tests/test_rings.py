@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_diag
-from attn_diag.analyses.mismatch.reductions import reduction_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys
@@ -183,10 +182,22 @@ def test_an_all_reduce_is_told_by_its_bits(way: str, words: str) -> None:
         "a rank left out": lambda: wide[[0, 1, 3]].sum(0).bfloat16(),
         "something else": lambda: (1.01 * wide.sum(0)).bfloat16(),
     }[way]()  # fmt: skip
-    found = reduction_of(parts, result)
+    found = attn_diag.reduction_of(parts, result)
     assert found.words == words
     assert found.in_fp32 == (way == "fp32")
     assert (found.agreement == 1) == bool(words)
+
+
+def test_parts_of_an_all_reduce_that_do_not_fit_are_refused() -> None:
+    part = torch.zeros(4, 4)
+    for parts, result in (
+        ([part], part),
+        ([part, part[:2]], part),
+        ([part, part.half()], part),
+        ([part.int()] * 2,) * 2,
+    ):
+        with pytest.raises(InputError, match="one shape and one dtype of float32, bfloat16 and float16, got"):
+            attn_diag.reduction_of(parts, result)  # type: ignore[arg-type]
 
 
 def test_hops_are_read_from_the_metadata() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.merges import EXACT, NARROW, ORDER_ERROR
+from attn_diag.errors import InputError
 from attn_diag.results.wording import listed, percent
 
 # Orders are told by pieces of the tensor, as rings and channels cut it; of so many elements a wrong one misses some.
@@ -37,12 +38,25 @@ class AllReduced:
 
 
 def reduction_of(parts: Sequence[Tensor], result: Tensor) -> AllReduced:
-    """Which format and order the result has the bits of.
+    """Which format and order the result of an all-reduce has the bits of.
 
     Args:
-        parts: By rank, [...], what it gave.
-        result: Of the same shape, what all of them got.
+        parts: By rank, two or more tensors [...] of BF16, FP16 or FP32: what it gave (``all_gather`` it before).
+        result: Of the same shape and dtype, what all of them got.
+
+    Returns:
+        The format and the order; of large tensors, the pieces that have one order.
+
+    Raises:
+        InputError: fewer than two parts, other shapes or dtypes than the result's.
     """
+    kinds = {(tuple(t.shape), t.dtype) for t in (*parts, result)}
+    if len(parts) < 2 or len(kinds) > 1 or result.dtype not in (torch.float32, *NARROW.values()) or not result.numel():
+        told = listed([f"{shape} {str(dtype)[6:]}" for shape, dtype in sorted(kinds, key=str)], len(kinds))
+        raise InputError(
+            f"an all-reduce's parts, one of each rank, and its result must have one shape and one dtype of "
+            f"float32, bfloat16 and float16, got {len(parts)} part{'s' * (len(parts) != 1)}: {told}"
+        )
     ranks = [_segments(part).float() for part in parts]
     got, dtype = _segments(result).float(), result.dtype
     exact = torch.stack(ranks).double().sum(0)
