@@ -38,24 +38,25 @@ class _Stored(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """A matrix product whose operands are rounded first, forward and backward, and its result too.
 
-    ``again`` is the format of the first operand where the second one's gradient takes it again.
+    ``again`` is the format of the first operand where the second one's gradient takes it again, ``right`` that of the
+    second in the product alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat, again: LinearFormat
-    ) -> Tensor:
-        x, kept, y = rounded_to(x, operands), rounded_to(x, again), rounded_to(y, operands)
-        ctx.save_for_backward(kept, y)
+        ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat, again: LinearFormat,
+        right: LinearFormat,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(rounded_to(x, again), rounded_to(y, operands))
         ctx.formats = operands, result
-        return rounded_to(x @ y, result)
+        return rounded_to(rounded_to(x, operands) @ rounded_to(y, right), result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, y = ctx.saved_tensors
         operands, result = ctx.formats
         given = rounded_to(gradients[0], operands)
-        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None, None
+        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None, None, None
 
 
 class _Read(torch.autograd.Function):
@@ -190,22 +191,59 @@ def _times(
 
 
 class _Inverse(torch.autograd.Function):
-    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products."""
+    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products.
+
+    ``joined`` is the format of the operands of products that put it together out of blocks of 16 steps.
+    """
 
     @staticmethod
-    def forward(ctx: Any, lower: Tensor, operands: LinearFormat) -> Tensor:
-        one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
-        inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
+    def forward(ctx: Any, lower: Tensor, operands: LinearFormat, joined: LinearFormat) -> Tensor:
+        inverse = _solved(lower) if joined == "fp32" else _joined(lower, joined)
         ctx.save_for_backward(rounded_to(inverse, operands))
         ctx.operands = operands
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         inner = rounded_to(inverse.mT @ rounded_to(gradients[0], ctx.operands), ctx.operands)
         made: Tensor = -(inner @ inverse.mT).tril(-1)
-        return made, None
+        return made, None, None
+
+
+def _solved(lower: Tensor) -> Tensor:
+    one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
+    inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
+    return inverse
+
+
+def _joined(lower: Tensor, fmt: LinearFormat) -> Tensor:
+    """(I + L)^-1 in blocks, by products whose operands are rounded; in FP16 the blocks' own inverses are products."""
+
+    def times(x: Tensor, y: Tensor) -> Tensor:
+        return rounded_to(x, fmt) @ rounded_to(y, fmt)
+
+    made, blocks = torch.zeros_like(lower), _blocks(lower)
+    for i, row in enumerate(blocks):
+        block = lower[..., row, row]
+        made[..., row, row] = own = _by_powers(block, times) if fmt == "fp16" else _solved(block)
+        for j in range(i - 1, -1, -1):
+            column = blocks[j]
+            if j == i - 1 and fmt == "tf32":
+                made[..., row, column] = -times(times(own, lower[..., row, column]), made[..., column, column])
+                continue
+            between = sum(times(lower[..., row, b], made[..., b, column]) for b in blocks[j:i])
+            made[..., row, column] = -times(own, between)
+    return made
+
+
+def _by_powers(lower: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """(I - L)(I + L^2)(I + L^4)(I + L^8), of 16 steps."""
+    one = torch.eye(lower.shape[-1], device=lower.device)
+    made, power = one - lower, times(lower, lower)
+    for _ in range(3):
+        made, power = times(made, one + power), times(power, power)
+    return made
 
 
 class _DecayedScores(torch.autograd.Function):
@@ -227,30 +265,89 @@ class _DecayedScores(torch.autograd.Function):
         return given, of_decays.masked_fill(decays == 0, 0.0), None
 
 
+class _CenteredScores(torch.autograd.Function):
+    """sum_k left_ik e^(log_i - mid) right_jk e^(mid - right_log_j) of a whole chunk, mid the middle step's log."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, fmt: LinearFormat
+    ) -> Tensor:
+        middle = right_log[..., right_log.shape[-2] // 2, None, :]
+        here, there = (left_log - middle).exp(), (middle - right_log).exp()
+        ctx.save_for_backward(left, right, here, there)
+        ctx.fmt = fmt
+        return rounded_to(left * here, fmt) @ rounded_to(right * there, fmt).mT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        left, right, here, there = ctx.saved_tensors
+        given = rounded_to(gradients[0], ctx.fmt)
+        of_left = (given @ rounded_to(right * there, ctx.fmt)) * here
+        of_right = (given.mT @ rounded_to(left * here, ctx.fmt)) * there
+        return of_left, of_right, of_left * left, -of_right * right, None
+
+
+class _Closing(torch.autograd.Function):
+    """Keys times the decays to their chunk's end, e^(last - through), rounded; so are their gradients.
+
+    The gradient of ``last`` multiplies these rounded keys with the gradients that were not rounded, that of
+    ``through`` the keys with those that were, so that the two do not cancel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, last: Tensor, through: Tensor, fmt: LinearFormat) -> Tensor:
+        decays = (last - through).exp()
+        made = rounded_to(keys * decays, fmt)
+        ctx.save_for_backward(keys, decays, made)
+        ctx.fmt = fmt
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, decays, made = ctx.saved_tensors
+        given = rounded_to(gradients[0], ctx.fmt)
+        return given * decays, (made * gradients[0]).sum(-2, keepdim=True), -given * keys * decays, None
+
+
 class _DecayedState(torch.autograd.Function):
     """A state times its chunk's decay, whose gradient sums the products of the state and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat) -> Tensor:
+    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat, of_terms: LinearFormat) -> Tensor:
         ctx.save_for_backward(state, decay)
-        ctx.sums = sums
+        ctx.sums, ctx.terms = sums, of_terms
         return state * decay
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         state, decay = ctx.saved_tensors
-        fmt: LinearFormat = ctx.sums
-        terms = rounded_to(rounded_to(state, fmt) * rounded_to(gradients[0], fmt), fmt)
-        terms = terms if decay.shape[1] > 1 else terms.flatten(1)[:, None]
-        return gradients[0] * decay, summed(terms, fmt)[..., None], None
+        terms = rounded_to(state, ctx.terms) * rounded_to(gradients[0], ctx.terms)
+        terms = terms if decay.shape[1] > 1 else _by_threads(terms)[:, None]
+        made = summed(rounded_to(terms, ctx.terms) if ctx.sums == "fp32" else terms, ctx.sums)
+        return gradients[0] * decay, made[..., None], None, None
+
+
+def _by_threads(terms: Tensor) -> Tensor:
+    """[N, K, V] as [N, K * V], in the order in which ``summed`` has the sums of 4 warps that hold the tile.
+
+    Lanes hold eight neighbours of V each, then those of K; then come the warps.
+    """
+    n, k, v = terms.shape
+    lanes = max(v // 8, 1)
+    others = max(32 // lanes, 1)
+    if v % 8 or 32 % lanes or k % (4 * others):
+        return terms.flatten(1)
+    return terms.reshape(n, -1, 4, others, lanes, 8).permute(0, 3, 4, 2, 1, 5).flatten(1)
 
 
 def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
     """Sums over the last dimension as 128 threads make them: of eight neighbours or more one by one, then in pairs.
 
+    Every second term is added in an instruction with its product (``fma.rn.bf16x2``), which rounds once.
+
     Args:
-        terms: [..., n].
-        fmt: Of every sum on the way.
+        terms: [..., n], products that were not rounded.
+        fmt: Of the other products, and of every sum on the way.
     """
     if fmt == "fp32":
         return terms.sum(-1)
@@ -259,9 +356,10 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
     terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
         *terms.shape[:-1], threads, own
     )
-    total = terms[..., 0]
-    for i in range(1, own):
-        total = rounded_to(total + terms[..., i], fmt)
+    total = rounded_to(rounded_to(terms[..., 1], fmt) + terms[..., 0], fmt)
+    for i in range(2, own):
+        term = rounded_to(terms[..., i], fmt) if i % 2 else terms[..., i]
+        total = rounded_to(total + term, fmt)
     while total.shape[-1] > 1:
         one, other = total.chunk(2, -1)
         total = rounded_to(one + other, fmt)
@@ -269,11 +367,13 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
 
 
 stored: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Stored.apply
-product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
-inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
+product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
+inverse: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Inverse.apply
+closing: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _Closing.apply
+centered_scores: Callable[[Tensor, Tensor, Tensor, Tensor, LinearFormat], Tensor] = _CenteredScores.apply
 decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
 block_scores: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _BlockScores.apply
-decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
+decayed_state: Callable[[Tensor, Tensor, LinearFormat, LinearFormat], Tensor] = _DecayedState.apply
 read: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Read.apply
 stepped: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Stepped.apply
 written: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Written.apply

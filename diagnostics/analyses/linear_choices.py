@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_diag.head.linear import LinearRun, Place, recipe_name
 from attn_diag.head.quality import AS_GOOD
-from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe
 from attn_diag.results.linear import LinearQuantity
 from attn_diag.results.wording import percent, together
 
@@ -40,9 +40,7 @@ class Choices:
     def __init__(self, run: LinearRun) -> None:
         self._run = run
         self._made: dict[LinearRecipe, dict[str, Tensor]] = {}
-        fmt = run.format or "fp32"
-        known: dict[str, LinearFormat | None] = RELEASED.get(run.capture.operator, {})
-        self._known = {site: to or fmt for site, to in known.items() if run.has_site(site)}
+        self._known = run.released()
 
     def named(self, q: LinearQuantity, observed: Tensor, place: Place) -> LinearQuantity:
         """The quantity, with what makes its error another than a well-rounded kernel's where that is known.
@@ -57,7 +55,7 @@ class Choices:
         if q.relative_error <= FP32 * self._run.unit:
             return q
         finer = q.answer == "good" and q.factor < FINER
-        if not finer and not (q.answer == "undecided" and q.factor > AS_GOOD):
+        if not finer and not (q.answer in ("undecided", "lossy") and q.factor > AS_GOOD):
             return q
         found = self._of(q.quantity, observed.double(), place)
         if found is None:
@@ -85,7 +83,7 @@ class Choices:
 
         chunks = [*self._run.chunks, *([_LONGEST] if self._run.chunks[-1] == _LONGEST // 2 else [])]
         sets: list[tuple[int, dict[str, LinearFormat]]] = [(chunk, {}) for chunk in self._run.chunks]
-        sets += [(chunk, self._known) for chunk in chunks if self._known] + [(own.chunk, {"operands": "fp32"})]
+        sets += [(chunk, known) for known in self._known for chunk in chunks] + [(own.chunk, {"operands": "fp32"})]
         tried = [(replace(own, chunk=chunk, **changed), changed) for chunk, changed in sets]
         best, used = min(tried, key=lambda one: float(missed(one[0]).sum()))
         for site in list(used):
