@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels import linear_products as products
+from attn_diag.kernels.linear_inverse import inverse as triangular_inverse
 from attn_diag.kernels.linear_products import rounded_to
 from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
 
@@ -146,9 +147,7 @@ class _Kernel:
             return made.tril(diagonal)
         if self.by_channel and self.recipe.score_operands is not None:
             return products.block_scores(left, right, left_log, self.recipe.score_operands).tril(diagonal)
-        seen = torch.ones(left.shape[2], left.shape[2], dtype=torch.bool, device=left.device).tril(diagonal)
-        apart = left_log[:, :, :, None] - right_log[:, :, None]
-        decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
+        decays = self.apart(left_log, right_log, diagonal)
         if not self.by_channel:
             taken = self.recipe.score_gradients or self.recipe.operands
             return products.decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
@@ -160,11 +159,24 @@ class _Kernel:
         coarse = (rounded_to(pairs.detach(), self.recipe.elementwise) * decays.detach()).sum(4)
         return made + (coarse - made.detach())
 
+    def apart(self, left_log: Tensor, right_log: Tensor, diagonal: int) -> Tensor:
+        """e^(left_log_i - right_log_j), zero above the diagonal, [N, chunks, C, C, K or 1]."""
+        size = left_log.shape[2]
+        seen = torch.ones(size, size, dtype=torch.bool, device=left_log.device).tril(diagonal)
+        apart = left_log[:, :, :, None] - right_log[:, :, None]
+        return self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
+
     def delta_rule(self, k: Tensor, v: Tensor, log: Tensor) -> Written:
         beta = self.chunks(self.x.beta)
         assert beta is not None
-        lower = self.stored(self.scores(k, k, log, log, -1) * beta, self.recipe.solved)
-        inverse = self.stored(products.inverse(lower, self.recipe.operands, self.recipe.joined), self.recipe.inverse)
+        if self.by_channel:
+            lower = self.scores(k, k, log, log, -1) * beta
+        else:
+            lower = products.key_scores(k, self.apart(log, log, -1)[..., 0], beta, self.recipe)
+        inverse = triangular_inverse(
+            self.stored(lower, self.recipe.solved), self.recipe.operands, self.recipe.joined, False
+        )
+        inverse = self.stored(inverse, self.recipe.inverse)
         u = self.stored(self.product(inverse, beta * v))
         keys, decays = self.part(k), self.decay(log)
         w = self.product(inverse, beta * keys * decays)
@@ -183,7 +195,7 @@ class _Kernel:
         before = log - step
         lower, other = (products.stored(self.scores(a, x, before, log, -1), self.recipe.solved, "fp32") for x in (b, k))
         applied = self.recipe.applied or "fp32"
-        inverse = products.inverse(-lower, self.recipe.applied or self.recipe.operands, self.recipe.joined)
+        inverse = triangular_inverse(-lower, self.recipe.applied or self.recipe.operands, self.recipe.joined, True)
         u = self.stored(self.product(products.product(inverse, other, applied, "fp32", applied, applied), v))
         multiplier = products.stored(inverse, self.recipe.inverse or self.stored_format, "fp32")
         w = self.stored(self.product(multiplier, self.scaled(a * self.decay(before))))

@@ -140,7 +140,7 @@ class _BlockScores(torch.autograd.Function):
         ctx.save_for_backward(left, right, log)
         ctx.fmt = fmt
         made = left.new_zeros(*left.shape[:2], left.shape[2], left.shape[2])
-        for own in _blocks(left):
+        for own in blocks(left):
             made[..., own, own] = (left[..., own, None, :] * right[..., None, own, :] * _within(log, own)).sum(-1)
             first, before = log[..., own.start, None, :], slice(0, own.start)
             decayed = rounded_to(left[..., own, :] * (log[..., own, :] - first).exp(), fmt)
@@ -154,7 +154,7 @@ class _BlockScores(torch.autograd.Function):
         left, right, log = ctx.saved_tensors
         given, fmt = gradients[0], ctx.fmt
         of_left, of_right = torch.zeros_like(left), torch.zeros_like(right)
-        for own in _blocks(left):
+        for own in blocks(left):
             apart = given[..., own, own, None] * _within(log, own)
             of_left[..., own, :] = (apart * right[..., None, own, :]).sum(-2)
             of_right[..., own, :] = (apart * left[..., own, None, :]).sum(-3)
@@ -169,7 +169,8 @@ class _BlockScores(torch.autograd.Function):
         return of_left, of_right, left * of_left - right * of_right, None
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def blocks(x: Tensor) -> list[slice]:
+    """Steps of a chunk [..., C, D] in blocks of 16."""
     size = x.shape[2]
     return [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
 
@@ -190,62 +191,6 @@ def _times(
     return rounded_to(rounded_to(x * decays, decayed) @ y, result)
 
 
-class _Inverse(torch.autograd.Function):
-    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products.
-
-    ``joined`` is the format of the operands of products that put it together out of blocks of 16 steps.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, lower: Tensor, operands: LinearFormat, joined: LinearFormat) -> Tensor:
-        inverse = _solved(lower) if joined == "fp32" else _joined(lower, joined)
-        ctx.save_for_backward(rounded_to(inverse, operands))
-        ctx.operands = operands
-        return inverse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        inner = rounded_to(inverse.mT @ rounded_to(gradients[0], ctx.operands), ctx.operands)
-        made: Tensor = -(inner @ inverse.mT).tril(-1)
-        return made, None, None
-
-
-def _solved(lower: Tensor) -> Tensor:
-    one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
-    inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
-    return inverse
-
-
-def _joined(lower: Tensor, fmt: LinearFormat) -> Tensor:
-    """(I + L)^-1 in blocks, by products whose operands are rounded; in FP16 the blocks' own inverses are products."""
-
-    def times(x: Tensor, y: Tensor) -> Tensor:
-        return rounded_to(x, fmt) @ rounded_to(y, fmt)
-
-    made, blocks = torch.zeros_like(lower), _blocks(lower)
-    for i, row in enumerate(blocks):
-        block = lower[..., row, row]
-        made[..., row, row] = own = _by_powers(block, times) if fmt == "fp16" else _solved(block)
-        for j in range(i - 1, -1, -1):
-            column = blocks[j]
-            if j == i - 1 and fmt == "tf32":
-                made[..., row, column] = -times(times(own, lower[..., row, column]), made[..., column, column])
-                continue
-            between = sum(times(lower[..., row, b], made[..., b, column]) for b in blocks[j:i])
-            made[..., row, column] = -times(own, between)
-    return made
-
-
-def _by_powers(lower: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """(I - L)(I + L^2)(I + L^4)(I + L^8), of 16 steps."""
-    one = torch.eye(lower.shape[-1], device=lower.device)
-    made, power = one - lower, times(lower, lower)
-    for _ in range(3):
-        made, power = times(made, one + power), times(power, power)
-    return made
-
-
 class _DecayedScores(torch.autograd.Function):
     """Scores times their decays. Kernels round the product's gradient once, for all that take it from there."""
 
@@ -263,6 +208,31 @@ class _DecayedScores(torch.autograd.Function):
             return given, gradients[0] * scores, None
         of_decays = rounded_to(given, ctx.taken) * scores / decays
         return given, of_decays.masked_fill(decays == 0, 0.0), None
+
+
+class _KeyScores(torch.autograd.Function):
+    """beta (k k^T) decays of a delta rule; gradients are rounded once, decayed, before beta multiplies them."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, decays: Tensor, beta: Tensor, recipe: LinearRecipe) -> Tensor:
+        keys = rounded_to(keys, recipe.operands)
+        scores = rounded_to(keys @ keys.mT, recipe.accumulator)
+        ctx.save_for_backward(keys, decays, beta, scores)
+        ctx.recipe = recipe
+        return scores * decays * beta
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, decays, beta, scores = ctx.saved_tensors
+        fmt, result, decayed = ctx.recipe.operands, ctx.recipe.accumulator, gradients[0] * decays
+        given = rounded_to(decayed, fmt)
+        of_rows = rounded_to(given @ keys, result)
+        of_columns = rounded_to(given.mT @ rounded_to(keys * beta, fmt), result)
+        of_decays = rounded_to(decayed, ctx.recipe.score_gradients or fmt) * scores * beta / decays
+        return (
+            of_rows * beta + of_columns, of_decays.masked_fill(decays == 0, 0.0),
+            (of_rows * keys).sum(-1, keepdim=True), None,
+        )  # fmt: skip
 
 
 class _CenteredScores(torch.autograd.Function):
@@ -368,7 +338,7 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
 
 stored: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Stored.apply
 product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
-inverse: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Inverse.apply
+key_scores: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _KeyScores.apply
 closing: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _Closing.apply
 centered_scores: Callable[[Tensor, Tensor, Tensor, Tensor, LinearFormat], Tensor] = _CenteredScores.apply
 decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
