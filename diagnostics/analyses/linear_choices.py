@@ -50,7 +50,9 @@ class Choices:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
         """
-        if q.factor is None or q.relative_error is None or q.cause is not None or self._run.format is None:
+        # Coarse sums are known by their size alone; what the bits tell goes before.
+        by_size = q.cause == "decay_sums"
+        if q.factor is None or q.relative_error is None or self._run.format is None or not (q.cause is None or by_size):
             return q
         if q.relative_error <= FP32 * self._run.unit:
             return q
@@ -58,11 +60,14 @@ class Choices:
         if not finer and not (q.answer in ("undecided", "lossy") and q.factor > AS_GOOD):
             return q
         found = self._of(q.quantity, observed.double(), place)
+        if found is None and by_size:
+            return q
         if found is None:
             unknown = "; its bits do not tell why" if finer else ""
             return replace(q, words=f"{q.words.removesuffix('.')}{unknown}.")
         name, words, explained = found
-        said = f"{q.words.removesuffix('.')}, as {words}: that makes {percent(explained)} of its squared error."
+        judged = q.words.partition(", as with ")[0].removesuffix(".")
+        said = f"{judged}, as {words}: that makes {percent(explained)} of its squared error."
         return replace(q, words=said, cause=name, explained=explained)
 
     def _of(self, name: str, observed: Tensor, place: Place) -> tuple[str, str, float] | None:
