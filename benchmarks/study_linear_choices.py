@@ -6,8 +6,8 @@
 Of every capture: the error of each quantity over the yardstick's (a well-rounded kernel in the worst of several
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
-squared error that last emulation makes, bit for bit; and what ``inspect`` names where the first is below 0.9, or more
-than 1.1.
+squared error that last emulation makes, bit for bit; that emulation's error over its own with a first state 1e-6 larger
+(what chance makes of such a ratio); and what ``inspect`` names where the first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
     }
     best = min(missed, key=lambda one: missed[one])
     released, sound = run.emulated(kernels[best]), run.emulated(replace(run.recipe, chunk=best[1]))
+    again = LinearRun(moved(capture), run.device).emulated(kernels[best])
     heads = inspect_linear(capture, device=device).captures[0].observations[0].heads if judge else ()
     found: dict[str, Any] = {"kernel": best[0], "chunk": best[1]}
     if judge:
@@ -61,6 +62,9 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
         found[name] = {
             "own chunks": ratios(left, squares(run, name, sound[name], true[name])),
             "released": ratios(left, squares(run, name, released[name], true[name])),
+            "moved": ratios(
+                squares(run, name, released[name], true[name]), squares(run, name, again[name], true[name])
+            ),
             "explained": [1 - m / e for m, e in zip(bits, left, strict=True)],
         }
         if judge:
@@ -71,6 +75,12 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
                 "answers": [q.answer for q in judged],
             }
     return found
+
+
+def moved(capture: LinearCapture) -> LinearCapture:
+    """It, with a first state (where there is one) that is 1e-6 larger."""
+    state = {n: x * (1 + 1e-6) for n, x in capture.tensors.items() if n == "initial_state"}
+    return replace(capture, tensors={**capture.tensors, **state})
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:

@@ -155,16 +155,22 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
         attn_diag.microscope(capture, row=3)  # type: ignore[call-overload]
 
 
-def test_the_released_rwkv7_kernel_is_emulated_bit_for_bit_and_its_choices_are_named() -> None:
-    """chunk_rwkv7 of flash-linear-attention 0.6.0 on an H100."""
-    capture = load_linear(Path(__file__).parent / "data" / "fla_rwkv7_T512.safetensors")
-    run = LinearRun(capture, torch.device("cpu"))
-    (outputs,) = capture.observations.values()
+RWKV7 = Path(__file__).parent / "data" / "fla_rwkv7_T512.safetensors"
+"""chunk_rwkv7 of flash-linear-attention 0.6.0 on an H100."""
+
+
+def test_the_released_rwkv7_kernel_is_emulated_bit_for_bit() -> None:
+    run = LinearRun(load_linear(RWKV7), torch.device("cpu"))
+    (outputs,) = run.capture.observations.values()
     made = run.emulated(replace(run.recipe, chunk=16, **run.released()[0]))  # type: ignore[arg-type]
     for name, truth in run.reference.values.items():
         error, missed = (float((outputs[name].double() - x).norm()) for x in (truth, made[name]))
         assert (missed / error) ** 2 < 0.05, name
         assert 0.99 < error / float((made[name] - truth).norm()) < 1.01, name
+
+
+def test_the_released_rwkv7_kernels_choices_are_named() -> None:
+    capture = load_linear(RWKV7)
     answers = {q.quantity: q for head in attn_diag.inspect_linear(capture).heads for q in head.quantities}
     assert {q.answer for q in answers.values()} <= {"good", "undecided"}
     assert "log_steps=tf32" in str(answers["o"].cause)

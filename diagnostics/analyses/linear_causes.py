@@ -132,6 +132,8 @@ class Causes:
         """Coarse sums over the state, which bits do not tell: by the size of what is one error in a chunk."""
         if name not in ("dg", "ddt") or not self._run.has_site("decay_sums") or self._run.format is None:
             return None
+        if self._run.has_site("closing"):
+            return None  # which leaves one error in a chunk as well
         true = self._run.reference.values[name][place]
         fits = []
         for chunk in self._run.chunks:
