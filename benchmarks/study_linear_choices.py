@@ -7,7 +7,7 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own with a first state 1e-6 larger
-(what chance makes of such a ratio); and what ``inspect`` names where the first is below 0.9, or more than 1.1.
+(what chance makes of such a ratio), and over its own without each choice; and what ``inspect`` names where the first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
 from attn_diag.reference.linear import OF_HEADS
+
+
+SHOWN = ("yardstick", "own chunks", "released", "moved", "explained")
 
 
 def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
@@ -51,6 +54,10 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
     }
     best = min(missed, key=lambda one: missed[one])
     released, sound = run.emulated(kernels[best]), run.emulated(replace(run.recipe, chunk=best[1]))
+    without = {
+        site: run.emulated(replace(kernels[best], **{site: getattr(run.recipe, site)}))  # type: ignore[arg-type]
+        for site in run.released()[best[0]]
+    }
     again = LinearRun(moved(capture), run.device).emulated(kernels[best])
     heads = inspect_linear(capture, device=device).captures[0].observations[0].heads if judge else ()
     found: dict[str, Any] = {"kernel": best[0], "chunk": best[1]}
@@ -65,6 +72,10 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
             "moved": ratios(
                 squares(run, name, released[name], true[name]), squares(run, name, again[name], true[name])
             ),
+            "over without": {
+                site: ratios(squares(run, name, released[name], true[name]), squares(run, name, made[name], true[name]))
+                for site, made in without.items()
+            },
             "explained": [1 - m / e for m, e in zip(bits, left, strict=True)],
         }
         if judge:
@@ -102,7 +113,7 @@ def main() -> None:
         kept[file.stem] = one = figures(replace(capture, tensors=plain), options.device, judge=not options.unjudged)
         print(f"{file.stem}: kernel {one['kernel']} in chunks of {one['chunk']}, {one.get('labels', '')}")
         for name in (n for n in one if isinstance(one[n], dict)):
-            shown = {k: [round(x, 2) for x in v] for k, v in one[name].items() if k not in ("named", "answers")}
+            shown = {k: [round(x, 2) for x in v] for k, v in one[name].items() if k in SHOWN}
             causes = sorted({str(c) for c in one[name].get("named", ())})
             print(f"    {name:15} {shown} {causes}", flush=True)
         if options.json is not None:
