@@ -6,8 +6,9 @@
 Of every capture: the error of each quantity over the yardstick's (a well-rounded kernel in the worst of several
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
-squared error that last emulation makes, bit for bit; that emulation's error over its own with a first state 1e-6 larger
-(what chance makes of such a ratio), and over its own without each choice; and what ``inspect`` names where the first is below 0.9, or more than 1.1.
+squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
+its own with a first state 1e-6 larger (what chance makes of such a ratio); and what ``inspect`` names where the first
+is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
 from attn_diag.reference.linear import OF_HEADS
-
 
 SHOWN = ("yardstick", "own chunks", "released", "moved", "explained")
 
