@@ -57,7 +57,7 @@ def _joined(lower: Tensor, fmt: LinearFormat) -> Tensor:
             if j == i - 1 and fmt == "tf32":
                 made[..., row, column] = -times(times(own, lower[..., row, column]), made[..., column, column])
                 continue
-            between = sum(times(lower[..., row, b], made[..., b, column]) for b in steps[j:i])
+            between = torch.stack([times(lower[..., row, b], made[..., b, column]) for b in steps[j:i]]).sum(0)
             made[..., row, column] = -times(own, between)
     return made
 

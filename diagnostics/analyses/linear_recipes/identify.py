@@ -149,7 +149,7 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     found, sites = [], [site for site in LINEAR_SITES if run.has_site(site) and site not in GRADIENT_SITES]
     released = [_forward_of(known) for known in run.released()]
     for chunk in run.chunks:
-        found += [replace(own, chunk=chunk, **known) for known in released if known]  # type: ignore[arg-type]
+        found += [replace(own, chunk=chunk, **known) for known in released if known]
         found.append(replace(own, chunk=chunk))
         found += [replace(found[-1], **{site: fmt}) for site in sites]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)
