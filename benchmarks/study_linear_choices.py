@@ -7,8 +7,8 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
-its own with a first state 1e-6 larger (what chance makes of such a ratio); and what ``inspect`` names where the first
-is below 0.9, or more than 1.1.
+its own with v's features in another order (what chance makes of such a ratio); and what ``inspect`` names where the
+first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
 from attn_diag.reference.linear import OF_HEADS
 
-SHOWN = ("yardstick", "own chunks", "released", "moved", "explained")
+SHOWN = ("yardstick", "own chunks", "released", "by chance", "explained")
 
 
 def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
@@ -58,7 +58,8 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
         site: run.emulated(replace(kernels[best], **{site: getattr(run.recipe, site)}))  # type: ignore[arg-type]
         for site in run.released()[best[0]]
     }
-    again = LinearRun(moved(capture), run.device).emulated(kernels[best])
+    other = LinearRun(permuted(capture), run.device)
+    again = other.emulated(kernels[best])
     heads = inspect_linear(capture, device=device).captures[0].observations[0].heads if judge else ()
     found: dict[str, Any] = {"kernel": best[0], "chunk": best[1]}
     if judge:
@@ -88,10 +89,11 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
     return found
 
 
-def moved(capture: LinearCapture) -> LinearCapture:
-    """It, with a first state (where there is one) that is 1e-6 larger."""
-    state = {n: x * (1 + 1e-6) for n, x in capture.tensors.items() if n == "initial_state"}
-    return replace(capture, tensors={**capture.tensors, **state})
+def permuted(capture: LinearCapture) -> LinearCapture:
+    """It, with features of v in another order: the same mathematics and roundings, and sums in another order."""
+    order = torch.randperm(capture.tensors["v"].shape[3], generator=torch.Generator().manual_seed(0))
+    turned = {n: capture.tensors[n][..., order] for n in ("v", "do", "initial_state") if n in capture.tensors}
+    return replace(capture, tensors={**capture.inputs, "do": capture.tensors["do"], **turned})
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:
