@@ -70,8 +70,9 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
         found[name] = {
             "own chunks": ratios(left, squares(run, name, sound[name], true[name])),
             "released": ratios(left, squares(run, name, released[name], true[name])),
-            "moved": ratios(
-                squares(run, name, released[name], true[name]), squares(run, name, again[name], true[name])
+            "by chance": ratios(
+                squares(run, name, released[name], true[name]),
+                squares(other, name, again[name], other.reference.values[name]),
             ),
             "over without": {
                 site: ratios(squares(run, name, released[name], true[name]), squares(run, name, made[name], true[name]))
