@@ -169,6 +169,7 @@ class _Job:
         self.beside: Beside = {}
         self.only: frozenset[str] | None = None
         self.backward = False
+        self.unknown = False
         if self.compared:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
@@ -185,6 +186,9 @@ class _Job:
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
                 self.backward = "o" in forward and name not in forward and not wrong
+                self.unknown = name not in forward and any(
+                    q.quantity == "o" and q.answer in ("wrong", "lossy") and q.cause is None for q in quantities
+                )
                 alike = [n for n in outputs if n != name and (n in forward) == (name in forward)]
                 others = alike if self.only is None else []
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
@@ -292,6 +296,11 @@ class _Job:
                 return mean, None if p is None else 1.0
         return mean, p
 
+    def _sure(self, cause: Cause | None) -> Cause | None:
+        """Nothing of a gradient's size is put down to a site or a factor where O is off and nobody knows why."""
+        by_size = cause is not None and cause.name != "handed_back" and (cause.is_rounding or cause.name == "factor")
+        return None if self.unknown and by_size else cause
+
     def _answered(
         self, found: LinearQuantity, symbol: str, ratio: RatioEstimate | None, squares: Tensor, allowed: Tensor,
         coarse: Tensor, observed: Tensor, place: Place,
@@ -304,6 +313,7 @@ class _Job:
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
+            cause = self._sure(cause)
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(
@@ -334,6 +344,7 @@ class _Job:
         # Of what cancelling terms may leave no bits are sought: sums along the sequence look alike by chance.
         too_large, beyond_terms = (r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
         cause = self.causes.of_lossy(name, observed, place, float(allowed.sum()), beyond_terms) if too_large else None
+        cause = self._sure(cause)
         if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
         elif cause is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.linear import LinearRun, Place, recipe_name
-from attn_diag.head.quality import AS_GOOD
+from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe
 from attn_diag.results.linear import LinearQuantity
 from attn_diag.results.wording import percent, together
@@ -26,6 +26,8 @@ FINER = 0.9
 _EXPLAINS, _ALL = 0.5, 0.9
 # What a choice must make of it to be named, and how many standard errors from nothing.
 _MATTERS, _SURE = 0.1, 3.0
+# No released kernel has so many times a well-rounded one's error (19 times is the most that was seen).
+_MOST = 64.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 FP32 = 2.0**-6
 # Rows that are counted together, as they share the state's error; fewer where there are few.
@@ -57,18 +59,22 @@ class Choices:
         if q.relative_error <= FP32 * self._run.unit:
             return q
         finer = q.answer == "good" and q.factor < FINER
-        if not finer and not (q.answer in ("undecided", "lossy") and q.factor > AS_GOOD):
+        if not finer and not (q.answer in ("undecided", "lossy", "wrong") and AS_GOOD < q.factor < _MOST):
             return q
         found = self._of(q.quantity, observed.double(), place)
-        if found is None and by_size:
+        if found is None and (by_size or q.answer == "wrong"):
             return q
         if found is None:
             unknown = "; its bits do not tell why" if finer else ""
             return replace(q, words=f"{q.words.removesuffix('.')}{unknown}.")
         name, words, explained = found
-        judged = q.words.partition(", as with ")[0].removesuffix(".")
+        judged = q.words.removesuffix(".")
+        for otherwise in (", as with ", ", which no rounding makes"):
+            judged = judged.partition(otherwise)[0]
         said = f"{judged}, as {words}: that makes {percent(explained)} of its squared error."
-        return replace(q, words=said, cause=name, explained=explained)
+        # What roundings make to the bit is not wrong, however large.
+        answer = q.answer if q.answer != "wrong" else "lossy" if q.factor > LOSSY else "undecided"
+        return replace(q, answer=answer, words=said, cause=name, explained=explained)
 
     def _of(self, name: str, observed: Tensor, place: Place) -> tuple[str, str, float] | None:
         true = self._run.reference.values[name][place]
