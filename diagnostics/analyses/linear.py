@@ -143,6 +143,10 @@ def inspect_linear_captures(
     return LinearDiagnosis(tool, sentence, findings, tuple(found), tests, level, tuple(unreadable))
 
 
+# Told by a gradient's own numbers.
+_CERTAIN = ("handed_back", "sign", "zero")
+
+
 @dataclass
 class _Job:
     """One capture, its reference and the emulated kernels."""
@@ -297,9 +301,8 @@ class _Job:
         return mean, p
 
     def _sure(self, cause: Cause | None) -> Cause | None:
-        """Nothing of a gradient's size is put down to a site or a factor where O is off and nobody knows why."""
-        by_size = cause is not None and cause.name != "handed_back" and (cause.is_rounding or cause.name == "factor")
-        return None if self.unknown and by_size else cause
+        """What nobody can be wrong about, where O is off and nobody knows why: all else comes from that."""
+        return cause if cause is None or not self.unknown or cause.name in _CERTAIN else None
 
     def _answered(
         self, found: LinearQuantity, symbol: str, ratio: RatioEstimate | None, squares: Tensor, allowed: Tensor,
@@ -314,6 +317,8 @@ class _Job:
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             cause = self._sure(cause)
+            if cause is None and name in LINEAR_OUTPUTS and not localised:
+                cause = self.causes.factor(name, observed.double(), place)
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(
