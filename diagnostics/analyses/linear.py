@@ -143,8 +143,8 @@ def inspect_linear_captures(
     return LinearDiagnosis(tool, sentence, findings, tuple(found), tests, level, tuple(unreadable))
 
 
-# Told by a gradient's own numbers.
-_CERTAIN = ("handed_back", "sign", "zero")
+# Told by an output's own numbers.
+_CERTAIN = ("handed_back", "sign", "zero", "transposed")
 
 
 @dataclass
@@ -190,7 +190,7 @@ class _Job:
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
                 self.backward = "o" in forward and name not in forward and not wrong
-                self.unknown = name not in forward and any(
+                self.unknown = name != "o" and any(
                     q.quantity == "o" and q.answer in ("wrong", "lossy") and q.cause is None for q in quantities
                 )
                 alike = [n for n in outputs if n != name and (n in forward) == (name in forward)]
