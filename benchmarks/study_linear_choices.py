@@ -1,12 +1,14 @@
 """Why released kernels of linear attention leave less error than a well-rounded one, or more: which choice it is.
 
     python benchmarks/study_linear_kernels.py OUT --unjudged    # needs a GPU; captures of fla 0.6.0 and mamba_ssm 2.3.2
-    python benchmarks/study_linear_choices.py OUT [--json FILE]
+    python benchmarks/study_linear_choices.py OUT [--json FILE] [--unjudged]
 
 Of every capture: the error of each quantity over the yardstick's (a well-rounded kernel in the worst of several
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
-one's that also rounds as the released kernel's source does (``RELEASED``); how much of the squared error that last
-emulation makes, bit for bit; and what ``inspect`` names where the first is below 0.9, or undecided.
+one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
+squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
+its own with v's features in another order (what chance makes of such a ratio); and what ``inspect`` names where the
+first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from torch import Tensor
 from attn_diag.analyses.linear import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
-from attn_diag.kernels.linear_recipe import RELEASED
 from attn_diag.reference.linear import OF_HEADS
+
+SHOWN = ("yardstick", "own chunks", "released", "by chance", "explained")
 
 
 def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
@@ -34,31 +37,64 @@ def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
     return [float((x[p].double() - other[p]).square().sum()) for p in places if p is not None]
 
 
-def figures(capture: LinearCapture) -> dict[str, Any]:
+def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, Any]:
     """Of one capture."""
-    run = LinearRun(capture, torch.device("cpu"))
-    fmt, observed, true = run.format, capture.observation(None)[1], run.reference.values
-    assert fmt is not None
-    known = {site: to or fmt for site, to in RELEASED[capture.operator].items() if run.has_site(site)}
+    run = LinearRun(capture, torch.device(device))
+    observed = {name: x.to(run.device) for name, x in capture.observation(None)[1].items()}
+    true = run.reference.values
     chunks = [*run.chunks, *([256] if run.chunks[-1] == 128 else [])]
-    sound = {chunk: run.emulated(replace(run.recipe, chunk=chunk)) for chunk in chunks}
-    released = {chunk: run.emulated(replace(run.recipe, chunk=chunk, **known)) for chunk in chunks}
-    own = min(chunks, key=lambda chunk: sum(squares(run, "o", observed["o"], released[chunk]["o"])))
-    verdict = inspect_linear(capture, device="cpu").captures[0].observations[0]
-    found: dict[str, Any] = {"chunk": own, "labels": sorted({label for h in verdict.heads for label in h.labels})}
+    kernels = {
+        (i, chunk): replace(run.recipe, chunk=chunk, **known)  # type: ignore[arg-type]
+        for i, known in enumerate(run.released())
+        for chunk in chunks
+    }
+    missed = {
+        one: sum(squares(run, "o", observed["o"], run.emulated(recipe, forward=True)["o"]))
+        for one, recipe in kernels.items()
+    }
+    best = min(missed, key=lambda one: missed[one])
+    released, sound = run.emulated(kernels[best]), run.emulated(replace(run.recipe, chunk=best[1]))
+    without = {
+        site: run.emulated(replace(kernels[best], **{site: getattr(run.recipe, site)}))  # type: ignore[arg-type]
+        for site in run.released()[best[0]]
+    }
+    other = LinearRun(permuted(capture), run.device)
+    again = other.emulated(kernels[best])
+    heads = inspect_linear(capture, device=device).captures[0].observations[0].heads if judge else ()
+    found: dict[str, Any] = {"kernel": best[0], "chunk": best[1]}
+    if judge:
+        found["labels"] = sorted({label for h in heads for label in h.labels})
     for name in (n for n in observed if n in true and n[1:] not in OF_HEADS):
         left = squares(run, name, observed[name], true[name])
-        missed = squares(run, name, observed[name], released[own][name])
-        judged = [q for h in verdict.heads for q in h.quantities if q.quantity == name]
+        bits = squares(run, name, observed[name], released[name])
         found[name] = {
-            "yardstick": [q.factor for q in judged],
-            "own chunks": ratios(left, squares(run, name, sound[own][name], true[name])),
-            "released": ratios(left, squares(run, name, released[own][name], true[name])),
-            "explained": [1 - m / e for m, e in zip(missed, left, strict=True)],
-            "named": [q.cause for q in judged],
-            "answers": [q.answer for q in judged],
+            "own chunks": ratios(left, squares(run, name, sound[name], true[name])),
+            "released": ratios(left, squares(run, name, released[name], true[name])),
+            "by chance": ratios(
+                squares(run, name, released[name], true[name]),
+                squares(other, name, again[name], other.reference.values[name]),
+            ),
+            "over without": {
+                site: ratios(squares(run, name, released[name], true[name]), squares(run, name, made[name], true[name]))
+                for site, made in without.items()
+            },
+            "explained": [1 - m / e for m, e in zip(bits, left, strict=True)],
         }
+        if judge:
+            judged = [q for h in heads for q in h.quantities if q.quantity == name]
+            found[name] |= {
+                "yardstick": [q.factor for q in judged],
+                "named": [q.cause for q in judged],
+                "answers": [q.answer for q in judged],
+            }
     return found
+
+
+def permuted(capture: LinearCapture) -> LinearCapture:
+    """It, with features of v in another order: the same mathematics and roundings, and sums in another order."""
+    order = torch.randperm(capture.tensors["v"].shape[3], generator=torch.Generator().manual_seed(0))
+    turned = {n: capture.tensors[n][..., order] for n in ("v", "do", "initial_state") if n in capture.tensors}
+    return replace(capture, tensors={**capture.inputs, "do": capture.tensors["do"], **turned})
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:
@@ -70,16 +106,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--unjudged", action="store_true", help="neither the yardstick nor what inspect names")
     options = parser.parse_args()
     kept: dict[str, Any] = {}
     for file in sorted(options.folder.glob("*.safetensors")):
         capture = load_linear(file)
         plain = {n: t for n, t in capture.tensors.items() if not n.startswith("recurrent.")}
-        kept[file.stem] = one = figures(replace(capture, tensors=plain))
-        print(f"{file.stem}: chunks of {one['chunk']}, {one['labels']}")
-        for name in (n for n in one if n not in ("chunk", "labels")):
-            shown = {k: [round(x, 2) for x in v] for k, v in one[name].items() if k not in ("named", "answers")}
-            print(f"    {name:15} {shown} {sorted({str(c) for c in one[name]['named']})}", flush=True)
+        kept[file.stem] = one = figures(replace(capture, tensors=plain), options.device, judge=not options.unjudged)
+        print(f"{file.stem}: kernel {one['kernel']} in chunks of {one['chunk']}, {one.get('labels', '')}")
+        for name in (n for n in one if isinstance(one[n], dict)):
+            shown = {k: [round(x, 2) for x in v] for k, v in one[name].items() if k in SHOWN}
+            causes = sorted({str(c) for c in one[name].get("named", ())})
+            print(f"    {name:15} {shown} {causes}", flush=True)
         if options.json is not None:
             save(made_by() | kept, options.json)
 

@@ -123,6 +123,8 @@ def captured(
         own = f"{operator}_layer_{seed}"
         said |= {"loss": trained.loss, "options": how}
         said["as the layer calls it"] = attempted(lambda: judged(trained.as_captured(), own, options), own)
+    if options.safe_gate and operator == "rwkv7" and inputs == "gaussian":
+        how = {"safe_gate": True, "chunk_size": 64}
     made = ran(call, how)
     made.save(options.out / f"{operator}_{inputs}_{seed}.safetensors")
     return made, said | {"seconds_on_gpu": time.perf_counter() - begun}
@@ -212,6 +214,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a replayed function may take")
     parser.add_argument("--sums-in-fp32", action="store_true", help="change a line of fla's backward")
     parser.add_argument("--fp16", action="store_true", help="Gaussian inputs in FP16")
+    parser.add_argument("--safe-gate", action="store_true", help="RWKV-7's other kernel, on Gaussian inputs")
     parser.add_argument("--unjudged", action="store_true", help="keep the captures alone")
     parser.add_argument("--judge", action="store_true", help="judge the captures that are there")
     options = parser.parse_args()

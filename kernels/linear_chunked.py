@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels import linear_products as products
+from attn_diag.kernels.linear_inverse import inverse as triangular_inverse
 from attn_diag.kernels.linear_products import rounded_to
 from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
 
 _EPSILON = 1e-10
+# Of a chunk's start and number: values as the scores of their chunk take them, and as they are written to the state.
+Written = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,12 @@ class _Kernel:
 
     def product(self, x: Tensor, y: Tensor, again: LinearFormat | None = None) -> Tensor:
         fmt = self.recipe.operands
-        return products.product(x, y, fmt, self.recipe.accumulator, again or fmt)
+        return products.product(x, y, fmt, self.recipe.accumulator, again or fmt, fmt)
 
-    def inter(self, x: Tensor, y: Tensor) -> Tensor:
+    def inter(self, x: Tensor, y: Tensor, right: LinearFormat | None = None) -> Tensor:
         """A product with the state, or into it."""
         fmt = self.recipe.inter or self.recipe.operands
-        return products.product(x, y, fmt, self.recipe.accumulator, fmt)
+        return products.product(x, y, fmt, self.recipe.accumulator, fmt, right or fmt)
 
     def stored(self, x: Tensor, fmt: LinearFormat | None = None) -> Tensor:
         fmt = fmt or self.stored_format
@@ -88,11 +91,9 @@ class _Kernel:
         return x if self.by_channel else products.stored(x, "fp32", self.recipe.parts)
 
     def new_values(self, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Values as the scores of their chunk take them, and as they are written to the state."""
-        if self.x.beta is None:
-            values = self.stored(new)
-            return values, values
-        own = self.recipe.new_values or self.stored_format
+        """New values as the scores of their chunk take them, and as they are written to the state."""
+        # Where channels decay apart nothing comes between these and the product, which rounds them.
+        own = "fp32" if self.by_channel and self.recipe.new_values else self.recipe.new_values or self.stored_format
         return products.stored(new, self.stored_format, self.recipe.parts), products.stored(new, own, "fp32")
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -122,69 +123,93 @@ class _Kernel:
         assert v is not None
         if x.normalized:
             q, k = self.part(q), self.part(k)
-        log = torch.zeros_like(q[..., :1]) if g is None else g.cumsum(2)
-        step = torch.zeros_like(log) if g is None else g
+        step = torch.zeros_like(q[..., :1]) if g is None else products.stored(g, self.recipe.log_steps, "fp32")
+        log = step.cumsum(2)
         whole, k = k, self.part(k)
         scores = self.scores(q, k, log, log)
         self.steps = self.chunks(x.steps)
         if self.steps is not None and self.recipe.stepped is None:
             v, self.steps = v * self.steps, None
-        sources: list[tuple[Tensor, Tensor, Callable[[Tensor, int], Tensor]]] = []
+        sources: list[tuple[Tensor, Tensor, Written]] = []
         if x.beta is not None:
             sources = [(k, scores, self.delta_rule(self.part(whole), v, log))]
         else:
-            sources = [(k, scores, lambda _, c: v[:, c])]
+            values = self.stored(v)
+            sources = [(k, scores, lambda _, c: (values[:, c], values[:, c]))]
             if x.a is not None and x.b is not None:
                 sources.append(self.low_rank(k, v, q, log, step))
         return self.carried(q, log, sources, x.initial)
 
     def scores(self, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, diagonal: int = 0) -> Tensor:
         """tril(sum_k left_ik right_jk e^(left_log_ik - right_log_jk)), [N, chunks, C, C]."""
-        if self.by_channel and self.recipe.score_operands is not None and left_log is right_log:
+        if self.by_channel and self.recipe.score_operands is not None and self.x.a is not None:
+            made = products.centered_scores(left, right, left_log, right_log, self.recipe.score_operands)
+            return made.tril(diagonal)
+        if self.by_channel and self.recipe.score_operands is not None:
             return products.block_scores(left, right, left_log, self.recipe.score_operands).tril(diagonal)
-        seen = torch.ones(left.shape[2], left.shape[2], dtype=torch.bool, device=left.device).tril(diagonal)
-        apart = left_log[:, :, :, None] - right_log[:, :, None]
-        decays = self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
+        decays = self.apart(left_log, right_log, diagonal)
         if not self.by_channel:
             taken = self.recipe.score_gradients or self.recipe.operands
             return products.decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
         pairs = left[:, :, :, None] * right[:, :, None]
-        # Rounded as it is made; its gradient is not.
-        pairs = pairs + (rounded_to(pairs.detach(), self.recipe.elementwise) - pairs.detach())
-        return (pairs * decays).sum(4)
+        made = (pairs * decays).sum(4)
+        if self.recipe.elementwise == "fp32":
+            return made
+        # Rounded as they are made; in gradients they are not.
+        coarse = (rounded_to(pairs.detach(), self.recipe.elementwise) * decays.detach()).sum(4)
+        return made + (coarse - made.detach())
 
-    def delta_rule(self, k: Tensor, v: Tensor, log: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def apart(self, left_log: Tensor, right_log: Tensor, diagonal: int) -> Tensor:
+        """e^(left_log_i - right_log_j), zero above the diagonal, [N, chunks, C, C, K or 1]."""
+        size = left_log.shape[2]
+        seen = torch.ones(size, size, dtype=torch.bool, device=left_log.device).tril(diagonal)
+        apart = left_log[:, :, :, None] - right_log[:, :, None]
+        return self.decay(apart.masked_fill(~seen[..., None], -torch.inf))
+
+    def delta_rule(self, k: Tensor, v: Tensor, log: Tensor) -> Written:
         beta = self.chunks(self.x.beta)
         assert beta is not None
-        lower = self.stored(self.scores(k, k, log, log, -1) * beta, self.recipe.solved)
-        inverse = self.stored(products.inverse(lower, self.recipe.operands), self.recipe.inverse)
+        if self.by_channel:
+            lower = self.scores(k, k, log, log, -1) * beta
+        else:
+            lower = products.key_scores(k, self.apart(log, log, -1)[..., 0], beta, self.recipe)
+        inverse = triangular_inverse(
+            self.stored(lower, self.recipe.solved), self.recipe.operands, self.recipe.joined, False
+        )
+        inverse = self.stored(inverse, self.recipe.inverse)
         u = self.stored(self.product(inverse, beta * v))
-        w = self.stored(self.product(inverse, beta * self.part(k) * self.decay(log)))
-        return lambda state, c: u[:, c] - self.inter(w[:, c], state)
+        keys, decays = self.part(k), self.decay(log)
+        w = self.product(inverse, beta * keys * decays)
+        if self.recipe.beta_keys != "fp32":
+            # Rounded in the forward alone.
+            coarse = self.product(inverse, rounded_to(beta * keys, self.recipe.beta_keys) * decays)
+            w = w + (coarse - w).detach()
+        w = self.stored(w)
+        return lambda state, c: self.new_values(u[:, c] - self.inter(w[:, c], state))
 
-    def low_rank(
-        self, k: Tensor, v: Tensor, q: Tensor, log: Tensor, step: Tensor
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor, int], Tensor]]:
+    def low_rank(self, k: Tensor, v: Tensor, q: Tensor, log: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Written]:
         """Keys b with values a^T S, S being the state before the step."""
         a, b = self.chunks(self.x.a), self.chunks(self.x.b)
         assert a is not None
         assert b is not None
         before = log - step
-        lower, other = (self.stored(self.scores(a, x, before, log, -1), self.recipe.solved) for x in (b, k))
-        inverse = products.inverse(-lower, self.recipe.operands)
-        u = self.stored(self.product(inverse @ other, v))
-        w = self.stored(self.product(self.stored(inverse, self.recipe.inverse), self.scaled(a * self.decay(before))))
-        return b, self.scores(q, b, log, log), lambda state, c: u[:, c] + self.inter(w[:, c], state)
+        lower, other = (products.stored(self.scores(a, x, before, log, -1), self.recipe.solved, "fp32") for x in (b, k))
+        applied = self.recipe.applied or "fp32"
+        inverse = triangular_inverse(-lower, self.recipe.applied or self.recipe.operands, self.recipe.joined, True)
+        u = self.stored(self.product(products.product(inverse, other, applied, "fp32", applied, applied), v))
+        multiplier = products.stored(inverse, self.recipe.inverse or self.stored_format, "fp32")
+        w = self.stored(self.product(multiplier, self.scaled(a * self.decay(before))))
+        return b, self.scores(q, b, log, log), lambda state, c: self.new_values(u[:, c] + self.inter(w[:, c], state))
 
     def carried(
         self,
         q: Tensor,
         log: Tensor,
-        sources: list[tuple[Tensor, Tensor, Callable[[Tensor, int], Tensor]]],
+        sources: list[tuple[Tensor, Tensor, Written]],
         state: Tensor,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The chunks one after the other."""
-        outs, states, scale = [], [], self.x.scale
+        outs, states, scale, sums = [], [], self.x.scale, self.recipe.decay_sums
         # Kernels that go step by step read o from the state that they have just written.
         stepwise = self.recipe.chunk == 1 and self.fault is None
         for c in range(q.shape[1]):
@@ -204,9 +229,9 @@ class _Kernel:
             steps = None if self.steps is None else self.steps[:, c]
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
-            after = products.decayed_state(state, self.decay(last).mT, self.recipe.decay_sums)
+            after = products.decayed_state(state, self.decay(last).mT, sums, self.recipe.decay_terms or sums)
             for keys, scores, written in sources:
-                values, put = self.new_values(written(state, c))
+                values, put = written(state, c)
                 if steps is None:
                     out = out + self.product(scores[:, c], values, self.recipe.score_weights)
                 else:
@@ -214,7 +239,11 @@ class _Kernel:
                 if self.fault == "boundary_write":
                     put = torch.cat([put[:, :-1], torch.zeros_like(put[:, :1])], 1)
                 if self.by_channel:
-                    after = after + self.inter(self.scaled(keys[:, c] * rest).mT, put)
+                    if self.recipe.closing is None or self.x.a is None:
+                        ended = self.scaled(keys[:, c] * rest)
+                    else:
+                        ended = products.closing(keys[:, c], last, through, self.recipe.closing)
+                    after = after + self.inter(ended.mT, put, self.recipe.new_values)
                 else:
                     weights = rest if steps is None else rest * steps
                     after = after + products.written(keys[:, c], put, weights, self.recipe)

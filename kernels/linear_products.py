@@ -38,24 +38,25 @@ class _Stored(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """A matrix product whose operands are rounded first, forward and backward, and its result too.
 
-    ``again`` is the format of the first operand where the second one's gradient takes it again.
+    ``again`` is the format of the first operand where the second one's gradient takes it again, ``right`` that of the
+    second in the product alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat, again: LinearFormat
-    ) -> Tensor:
-        x, kept, y = rounded_to(x, operands), rounded_to(x, again), rounded_to(y, operands)
-        ctx.save_for_backward(kept, y)
+        ctx: Any, x: Tensor, y: Tensor, operands: LinearFormat, result: LinearFormat, again: LinearFormat,
+        right: LinearFormat,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(rounded_to(x, again), rounded_to(y, operands))
         ctx.formats = operands, result
-        return rounded_to(x @ y, result)
+        return rounded_to(rounded_to(x, operands) @ rounded_to(y, right), result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, y = ctx.saved_tensors
         operands, result = ctx.formats
         given = rounded_to(gradients[0], operands)
-        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None, None
+        return rounded_to(given @ y.mT, result), rounded_to(x.mT @ given, result), None, None, None, None
 
 
 class _Read(torch.autograd.Function):
@@ -139,7 +140,7 @@ class _BlockScores(torch.autograd.Function):
         ctx.save_for_backward(left, right, log)
         ctx.fmt = fmt
         made = left.new_zeros(*left.shape[:2], left.shape[2], left.shape[2])
-        for own in _blocks(left):
+        for own in blocks(left):
             made[..., own, own] = (left[..., own, None, :] * right[..., None, own, :] * _within(log, own)).sum(-1)
             first, before = log[..., own.start, None, :], slice(0, own.start)
             decayed = rounded_to(left[..., own, :] * (log[..., own, :] - first).exp(), fmt)
@@ -153,7 +154,7 @@ class _BlockScores(torch.autograd.Function):
         left, right, log = ctx.saved_tensors
         given, fmt = gradients[0], ctx.fmt
         of_left, of_right = torch.zeros_like(left), torch.zeros_like(right)
-        for own in _blocks(left):
+        for own in blocks(left):
             apart = given[..., own, own, None] * _within(log, own)
             of_left[..., own, :] = (apart * right[..., None, own, :]).sum(-2)
             of_right[..., own, :] = (apart * left[..., own, None, :]).sum(-3)
@@ -168,7 +169,8 @@ class _BlockScores(torch.autograd.Function):
         return of_left, of_right, left * of_left - right * of_right, None
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def blocks(x: Tensor) -> list[slice]:
+    """Steps of a chunk [..., C, D] in blocks of 16."""
     size = x.shape[2]
     return [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
 
@@ -187,25 +189,6 @@ def _times(
     if decayed == "fp32":
         return rounded_to(rounded_to(x, operands) @ y, result) * decays
     return rounded_to(rounded_to(x * decays, decayed) @ y, result)
-
-
-class _Inverse(torch.autograd.Function):
-    """(I + L)^-1 of strictly lower triangular L, in fp32; its gradient by two products."""
-
-    @staticmethod
-    def forward(ctx: Any, lower: Tensor, operands: LinearFormat) -> Tensor:
-        one = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
-        inverse: Tensor = torch.linalg.solve_triangular(one + lower, one, upper=False, unitriangular=True)
-        ctx.save_for_backward(rounded_to(inverse, operands))
-        ctx.operands = operands
-        return inverse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (inverse,) = ctx.saved_tensors
-        inner = rounded_to(inverse.mT @ rounded_to(gradients[0], ctx.operands), ctx.operands)
-        made: Tensor = -(inner @ inverse.mT).tril(-1)
-        return made, None
 
 
 class _DecayedScores(torch.autograd.Function):
@@ -227,30 +210,114 @@ class _DecayedScores(torch.autograd.Function):
         return given, of_decays.masked_fill(decays == 0, 0.0), None
 
 
+class _KeyScores(torch.autograd.Function):
+    """beta (k k^T) decays of a delta rule; gradients are rounded once, decayed, before beta multiplies them."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, decays: Tensor, beta: Tensor, recipe: LinearRecipe) -> Tensor:
+        keys = rounded_to(keys, recipe.operands)
+        scores = rounded_to(keys @ keys.mT, recipe.accumulator)
+        ctx.save_for_backward(keys, decays, beta, scores)
+        ctx.recipe = recipe
+        return scores * decays * beta
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, decays, beta, scores = ctx.saved_tensors
+        fmt, result, decayed = ctx.recipe.operands, ctx.recipe.accumulator, gradients[0] * decays
+        given = rounded_to(decayed, fmt)
+        of_rows = rounded_to(given @ keys, result)
+        of_columns = rounded_to(given.mT @ rounded_to(keys * beta, fmt), result)
+        of_decays = rounded_to(decayed, ctx.recipe.score_gradients or fmt) * scores * beta / decays
+        return (
+            of_rows * beta + of_columns, of_decays.masked_fill(decays == 0, 0.0),
+            (of_rows * keys).sum(-1, keepdim=True), None,
+        )  # fmt: skip
+
+
+class _CenteredScores(torch.autograd.Function):
+    """sum_k left_ik e^(log_i - mid) right_jk e^(mid - right_log_j) of a whole chunk, mid the middle step's log."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, fmt: LinearFormat
+    ) -> Tensor:
+        middle = right_log[..., right_log.shape[-2] // 2, None, :]
+        here, there = (left_log - middle).exp(), (middle - right_log).exp()
+        ctx.save_for_backward(left, right, here, there)
+        ctx.fmt = fmt
+        return rounded_to(left * here, fmt) @ rounded_to(right * there, fmt).mT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        left, right, here, there = ctx.saved_tensors
+        given = rounded_to(gradients[0], ctx.fmt)
+        of_left = (given @ rounded_to(right * there, ctx.fmt)) * here
+        of_right = (given.mT @ rounded_to(left * here, ctx.fmt)) * there
+        return of_left, of_right, of_left * left, -of_right * right, None
+
+
+class _Closing(torch.autograd.Function):
+    """Keys times the decays to their chunk's end, e^(last - through), rounded; so are their gradients.
+
+    The gradient of ``last`` multiplies these rounded keys with the gradients that were not rounded, that of
+    ``through`` the keys with those that were, so that the two do not cancel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, last: Tensor, through: Tensor, fmt: LinearFormat) -> Tensor:
+        decays = (last - through).exp()
+        made = rounded_to(keys * decays, fmt)
+        ctx.save_for_backward(keys, decays, made)
+        ctx.fmt = fmt
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, decays, made = ctx.saved_tensors
+        given = rounded_to(gradients[0], ctx.fmt)
+        return given * decays, (made * gradients[0]).sum(-2, keepdim=True), -given * keys * decays, None
+
+
 class _DecayedState(torch.autograd.Function):
     """A state times its chunk's decay, whose gradient sums the products of the state and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat) -> Tensor:
+    def forward(ctx: Any, state: Tensor, decay: Tensor, sums: LinearFormat, of_terms: LinearFormat) -> Tensor:
         ctx.save_for_backward(state, decay)
-        ctx.sums = sums
+        ctx.sums, ctx.terms = sums, of_terms
         return state * decay
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         state, decay = ctx.saved_tensors
-        fmt: LinearFormat = ctx.sums
-        terms = rounded_to(rounded_to(state, fmt) * rounded_to(gradients[0], fmt), fmt)
-        terms = terms if decay.shape[1] > 1 else terms.flatten(1)[:, None]
-        return gradients[0] * decay, summed(terms, fmt)[..., None], None
+        terms = rounded_to(state, ctx.terms) * rounded_to(gradients[0], ctx.terms)
+        terms = terms if decay.shape[1] > 1 else _by_threads(terms)[:, None]
+        made = summed(rounded_to(terms, ctx.terms) if ctx.sums == "fp32" else terms, ctx.sums)
+        return gradients[0] * decay, made[..., None], None, None
+
+
+def _by_threads(terms: Tensor) -> Tensor:
+    """[N, K, V] as [N, K * V], in the order in which ``summed`` has the sums of 4 warps that hold the tile.
+
+    Lanes hold eight neighbours of V each, then those of K; then come the warps.
+    """
+    n, k, v = terms.shape
+    lanes = max(v // 8, 1)
+    others = max(32 // lanes, 1)
+    if v % 8 or 32 % lanes or k % (4 * others):
+        return terms.flatten(1)
+    return terms.reshape(n, -1, 4, others, lanes, 8).permute(0, 3, 4, 2, 1, 5).flatten(1)
 
 
 def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
     """Sums over the last dimension as 128 threads make them: of eight neighbours or more one by one, then in pairs.
 
+    Every second term is added in an instruction with its product (``fma.rn.bf16x2``), which rounds once.
+
     Args:
-        terms: [..., n].
-        fmt: Of every sum on the way.
+        terms: [..., n], products that were not rounded.
+        fmt: Of the other products, and of every sum on the way.
     """
     if fmt == "fp32":
         return terms.sum(-1)
@@ -259,9 +326,10 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
     terms = torch.nn.functional.pad(terms, (0, own * threads - terms.shape[-1])).reshape(
         *terms.shape[:-1], threads, own
     )
-    total = terms[..., 0]
-    for i in range(1, own):
-        total = rounded_to(total + terms[..., i], fmt)
+    total = rounded_to(rounded_to(terms[..., 1], fmt) + terms[..., 0], fmt)
+    for i in range(2, own):
+        term = rounded_to(terms[..., i], fmt) if i % 2 else terms[..., i]
+        total = rounded_to(total + term, fmt)
     while total.shape[-1] > 1:
         one, other = total.chunk(2, -1)
         total = rounded_to(one + other, fmt)
@@ -269,11 +337,13 @@ def summed(terms: Tensor, fmt: LinearFormat) -> Tensor:
 
 
 stored: Callable[[Tensor, LinearFormat, LinearFormat], Tensor] = _Stored.apply
-product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
-inverse: Callable[[Tensor, LinearFormat], Tensor] = _Inverse.apply
+product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat, LinearFormat], Tensor] = _Product.apply
+key_scores: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _KeyScores.apply
+closing: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _Closing.apply
+centered_scores: Callable[[Tensor, Tensor, Tensor, Tensor, LinearFormat], Tensor] = _CenteredScores.apply
 decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
 block_scores: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _BlockScores.apply
-decayed_state: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedState.apply
+decayed_state: Callable[[Tensor, Tensor, LinearFormat, LinearFormat], Tensor] = _DecayedState.apply
 read: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Read.apply
 stepped: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Stepped.apply
 written: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _Written.apply

@@ -39,6 +39,8 @@ class LinearRecipe:
     """Of the state (and its gradient) that is carried from chunk to chunk."""
     decay: LinearFormat = "fp32"
     """Of exponentials of the decays' sums."""
+    log_steps: LinearFormat = "fp32"
+    """Of the decays' logarithms, before they are summed."""
     log_decay: LinearFormat = "fp32"
     """Of the sums themselves."""
     elementwise: LinearFormat = "fp32"
@@ -47,6 +49,11 @@ class LinearRecipe:
     """Of the scores that the triangular inverse is made of (and, with a and b, of those that it multiplies)."""
     inverse: LinearFormat | None = None
     """Of the triangular inverse (UT transform); None: as operands."""
+    joined: LinearFormat = "fp32"
+    """Of operands of products that put the triangular inverse together out of blocks of 16 steps."""
+    applied: LinearFormat | None = None
+    """Of operands of products of the triangular inverse and scores, and of its gradient (with a and b); None: fp32, and
+    as operands."""
     stored: LinearFormat | None = None
     """Of what kernels hand each other between products (w, u and the new values of a delta rule); None: as operands."""
     accumulator: LinearFormat = "fp32"
@@ -55,6 +62,11 @@ class LinearRecipe:
     """Of gradients of decayed scores as a decay's gradient takes them, one number a step; None: as operands."""
     decay_sums: LinearFormat = "fp32"
     """Of states and their gradients, their products and the sums of these: the gradient of a chunk's whole decay."""
+    decay_terms: LinearFormat | None = None
+    """Of these without the sums; None: as decay_sums."""
+    closing: LinearFormat | None = None
+    """Of decayed keys that the gradient of a chunk's whole decay multiplies with gradients that were not rounded; None:
+    it is the sum of what its steps have (with a and b)."""
     decayed: LinearFormat | None = None
     """Of gradients and values that the gradients of q and k multiply with decays, one number a step, as operands;
     None: as operands; fp32: the product is multiplied instead."""
@@ -62,15 +74,19 @@ class LinearRecipe:
     """Of q times its decays, which the gradient of the state multiplies with that of o; None: the gradient of o times
     its decays is the operand."""
     score_operands: LinearFormat | None = None
-    """Of q and k times decays of every channel, in products of blocks of 16 steps within a chunk; None: no products."""
+    """Of q and k times decays of every channel, in products of blocks of 16 steps within a chunk (with a and b of whole
+    chunks, decays counted from the middle step); None: no products."""
     score_weights: LinearFormat | None = None
     """Of the scores that the gradient of v takes; None: as operands."""
     stepped: LinearFormat | None = None
     """Of values times their steps (Mamba-2's dt); fp32: scores and keys are multiplied instead, and rounded then."""
     new_values: LinearFormat | None = None
-    """Of a delta rule's new values that decays multiply before they are written to the state; None: as stored."""
+    """Of a delta rule's new values as they are written to the state, decayed where there is one decay a step; None: as
+    stored."""
     parts: LinearFormat = "fp32"
     """Of the parts of a gradient that several kernels make, before they are added up (where there is a beta)."""
+    beta_keys: LinearFormat = "fp32"
+    """Of beta times k, before decays multiply it for w."""
     normalizer: LinearFormat = "fp32"
     """Of the running sum of k that linear_attn divides by."""
     out: LinearFormat = "bf16"
@@ -92,21 +108,37 @@ LINEAR_SITES: dict[str, str] = {
     "decay_sums": "the sums over the state that the decay's gradient takes",
 }
 """The sites that well-rounded kernels keep in fp32, in words."""
-GRADIENT_SITES = ("score_gradients", "decay_sums", "decayed", "state_gradient", "score_weights", "parts")
+GRADIENT_SITES = (
+    "score_gradients", "decay_sums", "decay_terms", "closing", "decayed", "state_gradient", "score_weights", "parts",
+)  # fmt: skip
 """The sites that a backward alone has."""
+Choice = dict[str, LinearFormat | None]
 # What released kernels (flash-linear-attention 0.6.0; mamba_ssm 2.3.2 of Mamba-2) round otherwise than a well-rounded
-# kernel does, by operator, as their sources have it; None: the inputs' format.
-RELEASED: dict[str, dict[str, LinearFormat | None]] = {
-    "delta_rule": {"parts": None},
-    "gated_delta_rule": {
-        "new_values": "fp32", "decayed": "fp32", "state_gradient": "tf32", "parts": None, "decay_sums": None,
-    },
-    "kda": {"parts": None, "decay_sums": None, "score_operands": "tf32"},
-    "gla": {"score_weights": "fp32", "score_operands": "tf32"},
-    "simple_gla": {"decayed": "fp32", "state_gradient": None},
-    "retention": {"decayed": "fp32", "state_gradient": None},
-    "mamba2": {"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32"},
-    "rwkv7": {"elementwise": None, "solved": None},
+# kernel does, by operator, as their sources have it; None: the inputs' format. Several where an operator has several
+# kernels: RWKV-7's with safe_gate is another.
+RELEASED: dict[str, tuple[Choice, ...]] = {
+    "delta_rule": ({"parts": None},),
+    "gated_delta_rule": (
+        {
+            "new_values": "fp32", "decayed": "fp32", "state_gradient": "tf32", "parts": None, "decay_sums": None,
+            "joined": "tf32", "beta_keys": None,
+        },
+    ),
+    "kda": ({"parts": None, "decay_sums": None, "score_operands": "tf32", "joined": "tf32", "beta_keys": None},),
+    "gla": ({"score_weights": "fp32", "score_operands": "tf32"},),
+    "simple_gla": ({"decayed": "fp32", "state_gradient": None},),
+    "retention": ({"decayed": "fp32", "state_gradient": None},),
+    "mamba2": ({"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32"},),
+    "rwkv7": (
+        {
+            "elementwise": None, "solved": None, "log_steps": "tf32", "applied": "tf32", "new_values": "tf32",
+            "parts": None, "decay_terms": None, "closing": None,
+        },
+        {
+            "score_operands": "tf32", "joined": "fp16", "log_steps": "tf32", "applied": "tf32", "new_values": "tf32",
+            "parts": None, "decay_terms": None, "closing": None,
+        },
+    ),
 }  # fmt: skip
 CHOICES: dict[str, str] = {
     "operands": "products take operands that were not rounded",
@@ -115,10 +147,16 @@ CHOICES: dict[str, str] = {
     "score_operands": "scores within a chunk are products of decayed q and k",
     "score_weights": "dV takes scores that were not rounded",
     "stepped": "dt multiplies scores and keys instead of values",
-    "new_values": "new values are decayed before they are rounded",
+    "new_values": "new values are written to the state before they are rounded",
     "score_gradients": "the decay's gradient takes scores' gradients that were not rounded",
     "parts": "parts of gradients are rounded before they are added up",
     "decay_sums": "the sums over the state that the decay's gradient takes are rounded",
+    "decay_terms": "the products of states and their gradients that the decay's gradient sums are rounded",
+    "closing": "keys at a chunk's end and gradients in its steps, which cancel in the decay's, are rounded apart",
+    "log_steps": "the logarithms of the decays are cut off before they are summed",
+    "joined": "the triangular inverse is put together by products of rounded blocks",
+    "applied": "products of the triangular inverse and scores take rounded operands",
+    "beta_keys": "beta times k is rounded before decays multiply it",
     "elementwise": "products of two elements within a chunk are rounded",
     "solved": "the scores that the triangular inverse is made of are rounded",
 }

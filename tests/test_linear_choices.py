@@ -11,8 +11,9 @@ import attn_diag
 from attn_diag import LinearCapture
 from attn_diag.analyses.linear_choices import FINER
 from attn_diag.head.linear import LinearRun
+from attn_diag.kernels.linear_inverse import inverse
 from attn_diag.kernels.linear_products import rounded_to
-from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearRecipe
+from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearFormat, LinearRecipe
 from attn_diag.results.linear import LinearQuantity
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 
@@ -81,7 +82,9 @@ def test_choices_change_roundings_alone(operator: str) -> None:
     """With nothing rounded each of them is the same mathematics."""
     run = call(operator, 96)
     exact = LinearRecipe(operands="fp32", out="fp32", gradients="fp32", chunk=32)
-    fields = ("decayed", "state_gradient", "score_weights", "score_operands", "stepped", "new_values")
+    fields = (
+        "decayed", "state_gradient", "score_weights", "score_operands", "stepped", "new_values", "applied", "closing",
+    )  # fmt: skip
     made = run.emulated(replace(exact, **dict.fromkeys(fields, "fp32")))  # type: ignore[arg-type]
     for name, true in run.reference.values.items():
         assert float((made[name] - true).norm() / true.norm()) < 2e-5, name
@@ -92,3 +95,30 @@ def test_choices_change_roundings_alone(operator: str) -> None:
 )
 def test_tf32_is_cut_off(given: float, kept: float) -> None:
     assert rounded_to(torch.tensor([[given]]).mT, "tf32").item() == kept
+
+
+@pytest.mark.parametrize("joined", ["tf32", "fp16"])
+def test_an_inverse_of_rounded_blocks_is_one_but_for_rounding(joined: LinearFormat) -> None:
+    lower = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)).tril(-1) * 0.1
+    exact = (torch.eye(64) + lower.double()).inverse()
+    for fmt, low, high in (("fp32", 0.0, 1e-6), (joined, 1e-5, 2e-3)):
+        made = inverse(lower, "fp32", fmt, False)
+        assert low <= float((made - exact).norm() / exact.norm()) < high, fmt
+
+
+@pytest.mark.parametrize("operator", ["rwkv7", "gated_delta_rule", "kda"])
+def test_choices_are_sites_of_attribute_and_what_if(operator: str) -> None:
+    run = call(operator, 96)
+    known = run.released()[0]
+    text = ",".join(["chunk=32", *(f"{site}={fmt}" for site, fmt in known.items())])
+    (head,) = attn_diag.attribute_linear(run.capture, recipe=text, device="cpu").heads
+    sites = {site.site: site for site in head.sites}
+    coarse = {"rwkv7": {"log_steps", "closing"}, "gated_delta_rule": {"joined", "beta_keys"}}.get(operator, {"joined"})
+    assert coarse <= set(sites)
+    for quantity in head.totals:
+        shares = sum(site.effects[quantity].share for site in head.sites)
+        assert abs(shares + head.arithmetic[quantity] - 1) < 1e-6, quantity
+        # With no site that rounds nothing is left but fp32's own.
+        assert head.arithmetic[quantity] < 1e-3, quantity
+    found = attn_diag.what_if_linear(run.capture, recipe=text, device="cpu")
+    assert {f"{site}=fp32" for site in coarse} <= {one.name for one in found.candidates}

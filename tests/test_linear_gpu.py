@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from linear_kernels import observed
 from test_linear_check import DELTA
 
 import attn_diag
 from attn_diag import LinearCapture
+from attn_diag.kernels import linear_products as products
 from attn_diag.testing.linear.cases import draw, with_outputs
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
@@ -46,3 +49,30 @@ def test_replay_runs_functions_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ).captures
     assert (found.cause, found.culprits) == ("kernel", ("replayed_linear:no_state",)), found.words
     assert [k.outcome for k in found.kernels] == ["captured", "ran", "ran"]
+
+
+@triton.jit
+def _tile_sums(state, gradient, out, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tile, of_k = tl.program_id(0), tl.arange(0, K)
+    at = tile * K * V + tl.arange(0, V)[:, None] + of_k[None, :] * V
+    products = tl.load(state + at) * tl.load(gradient + at)
+    if WHOLE:
+        tl.store(out + tile, tl.sum(products).to(tl.float32))
+    else:
+        tl.store(out + tile * K + of_k, tl.sum(products, axis=0).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [True, False])
+def test_sums_of_16_bit_tiles_have_the_bits_of_tritons(dtype: torch.dtype, whole: bool) -> None:
+    """As the decay's gradient of flash-linear-attention has them: tl.sum(b_h * b_dh) of a [V, K] tile."""
+    make = torch.Generator().manual_seed(1)
+    state, gradient = (torch.randn(64, 64, 64, generator=make).to(dtype) for _ in range(2))
+    out = torch.empty((64,) if whole else (64, 64), device="cuda")
+    _tile_sums[(64,)](state.cuda(), gradient.cuda(), out, 64, 64, whole, num_warps=4)
+    decay = torch.ones(64, 1 if whole else 64, 1, requires_grad=True)
+    fmt = "bf16" if dtype == torch.bfloat16 else "fp16"
+    products.decayed_state(state.float(), decay, fmt, fmt).backward(gradient.float())
+    assert decay.grad is not None
+    same = (out.cpu().reshape(decay.shape) == decay.grad).double().mean()
+    assert float(same) == 1.0

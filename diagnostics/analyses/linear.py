@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import Beside, Causes
+from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, Beside, Causes
 from attn_diag.analyses.linear_choices import FP32, Choices
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import along, cancelled, mean_away, near, unusable
@@ -143,6 +143,10 @@ def inspect_linear_captures(
     return LinearDiagnosis(tool, sentence, findings, tuple(found), tests, level, tuple(unreadable))
 
 
+# Told by an output's own numbers.
+_CERTAIN = ("handed_back", "sign", "zero", "transposed")
+
+
 @dataclass
 class _Job:
     """One capture, its reference and the emulated kernels."""
@@ -169,6 +173,7 @@ class _Job:
         self.beside: Beside = {}
         self.only: frozenset[str] | None = None
         self.backward = False
+        self.unknown = False
         if self.compared:
             recipe, fmt = self.run.recipe, self.run.format
             assert fmt is not None
@@ -185,6 +190,9 @@ class _Job:
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
                 self.backward = "o" in forward and name not in forward and not wrong
+                self.unknown = name != "o" and any(
+                    q.quantity == "o" and q.answer in ("wrong", "lossy") and q.cause is None for q in quantities
+                )
                 alike = [n for n in outputs if n != name and (n in forward) == (name in forward)]
                 others = alike if self.only is None else []
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
@@ -292,6 +300,10 @@ class _Job:
                 return mean, None if p is None else 1.0
         return mean, p
 
+    def _sure(self, cause: Cause | None) -> Cause | None:
+        """What nobody can be wrong about, where O is off and nobody knows why: all else comes from that."""
+        return cause if cause is None or not self.unknown or cause.name in _CERTAIN else None
+
     def _answered(
         self, found: LinearQuantity, symbol: str, ratio: RatioEstimate | None, squares: Tensor, allowed: Tensor,
         coarse: Tensor, observed: Tensor, place: Place,
@@ -304,6 +316,10 @@ class _Job:
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
+            cause = self._sure(cause)
+            if cause is None and name == "o" and not localised:
+                scaled = self.causes.factor(name, observed.double(), place)
+                cause = scaled if scaled is not None and scaled.explained > FAULT_EXPLAINS else None
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(
@@ -334,6 +350,7 @@ class _Job:
         # Of what cancelling terms may leave no bits are sought: sums along the sequence look alike by chance.
         too_large, beyond_terms = (r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
         cause = self.causes.of_lossy(name, observed, place, float(allowed.sum()), beyond_terms) if too_large else None
+        cause = self._sure(cause)
         if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"
         elif cause is not None:

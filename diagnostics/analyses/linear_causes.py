@@ -109,11 +109,12 @@ class Causes:
             return stored
         observed = observed.double()
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
-        factor = self._factor(name, observed, place)
+        factor = self.factor(name, observed, place)
         found = [c for c in (site, factor) if c is not None]
         return max(found, key=lambda c: c.explained) if found else self._decay_sums(name, observed, place)
 
-    def _factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+    def factor(self, name: str, observed: Tensor, place: Place) -> Cause | None:
+        """A factor that no rounding of the output makes, and that makes half of the error."""
         reference = self._run.reference.values[name][place]
         size, error = float(reference.square().sum()), float((observed - reference).square().sum())
         if not size or not error:
@@ -132,6 +133,8 @@ class Causes:
         """Coarse sums over the state, which bits do not tell: by the size of what is one error in a chunk."""
         if name not in ("dg", "ddt") or not self._run.has_site("decay_sums") or self._run.format is None:
             return None
+        if self._run.has_site("closing"):
+            return None  # which leaves one error in a chunk as well
         true = self._run.reference.values[name][place]
         fits = []
         for chunk in self._run.chunks:

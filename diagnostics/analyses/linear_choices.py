@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.linear import LinearRun, Place, recipe_name
-from attn_diag.head.quality import AS_GOOD
-from attn_diag.kernels.linear_recipe import CHOICES, RELEASED, LinearFormat, LinearRecipe
+from attn_diag.head.quality import AS_GOOD, LOSSY
+from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe
 from attn_diag.results.linear import LinearQuantity
 from attn_diag.results.wording import percent, together
 
@@ -26,6 +26,8 @@ FINER = 0.9
 _EXPLAINS, _ALL = 0.5, 0.9
 # What a choice must make of it to be named, and how many standard errors from nothing.
 _MATTERS, _SURE = 0.1, 3.0
+# No released kernel has so many times a well-rounded one's error (19 times is the most that was seen).
+_MOST = 64.0
 # So small a part of the format's unit roundoff is fp32's own rounding, not the format's.
 FP32 = 2.0**-6
 # Rows that are counted together, as they share the state's error; fewer where there are few.
@@ -40,9 +42,7 @@ class Choices:
     def __init__(self, run: LinearRun) -> None:
         self._run = run
         self._made: dict[LinearRecipe, dict[str, Tensor]] = {}
-        fmt = run.format or "fp32"
-        known: dict[str, LinearFormat | None] = RELEASED.get(run.capture.operator, {})
-        self._known = {site: to or fmt for site, to in known.items() if run.has_site(site)}
+        self._known = run.released()
 
     def named(self, q: LinearQuantity, observed: Tensor, place: Place) -> LinearQuantity:
         """The quantity, with what makes its error another than a well-rounded kernel's where that is known.
@@ -52,20 +52,29 @@ class Choices:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
         """
-        if q.factor is None or q.relative_error is None or q.cause is not None or self._run.format is None:
+        # Coarse sums are known by their size alone; what the bits tell goes before.
+        by_size = q.cause == "decay_sums"
+        if q.factor is None or q.relative_error is None or self._run.format is None or not (q.cause is None or by_size):
             return q
         if q.relative_error <= FP32 * self._run.unit:
             return q
         finer = q.answer == "good" and q.factor < FINER
-        if not finer and not (q.answer == "undecided" and q.factor > AS_GOOD):
+        if not finer and not (q.answer in ("undecided", "lossy", "wrong") and AS_GOOD < q.factor < _MOST):
             return q
         found = self._of(q.quantity, observed.double(), place)
+        if found is None and (by_size or q.answer == "wrong"):
+            return q
         if found is None:
             unknown = "; its bits do not tell why" if finer else ""
             return replace(q, words=f"{q.words.removesuffix('.')}{unknown}.")
         name, words, explained = found
-        said = f"{q.words.removesuffix('.')}, as {words}: that makes {percent(explained)} of its squared error."
-        return replace(q, words=said, cause=name, explained=explained)
+        judged = q.words.removesuffix(".")
+        for otherwise in (", as with ", ", which no rounding makes"):
+            judged = judged.partition(otherwise)[0]
+        said = f"{judged}, as {words}: that makes {percent(explained)} of its squared error."
+        # What roundings make to the bit is not wrong, however large.
+        answer = q.answer if q.answer != "wrong" else "lossy" if q.factor > LOSSY else "undecided"
+        return replace(q, answer=answer, words=said, cause=name, explained=explained)
 
     def _of(self, name: str, observed: Tensor, place: Place) -> tuple[str, str, float] | None:
         true = self._run.reference.values[name][place]
@@ -85,7 +94,7 @@ class Choices:
 
         chunks = [*self._run.chunks, *([_LONGEST] if self._run.chunks[-1] == _LONGEST // 2 else [])]
         sets: list[tuple[int, dict[str, LinearFormat]]] = [(chunk, {}) for chunk in self._run.chunks]
-        sets += [(chunk, self._known) for chunk in chunks if self._known] + [(own.chunk, {"operands": "fp32"})]
+        sets += [(chunk, known) for known in self._known for chunk in chunks] + [(own.chunk, {"operands": "fp32"})]
         tried = [(replace(own, chunk=chunk, **changed), changed) for chunk, changed in sets]
         best, used = min(tried, key=lambda one: float(missed(one[0]).sum()))
         for site in list(used):

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_chunked import LinearHeads, run_linear_call
 from attn_diag.kernels.linear_products import rounded_to
-from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import RELEASED, LinearFault, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
 from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
 
@@ -89,10 +89,14 @@ class LinearRun:
         """Whether a kernel of the operator has the rounding site."""
         tensors = self.capture.tensors
         by_channel = "g" in tensors and tensors["g"].ndim == 4
-        if site in ("score_gradients", "decay_sums"):
+        if site in ("score_gradients", "decay_sums", "decay_terms"):
             return ("g" in tensors or "dt" in tensors) and not (by_channel and site == "score_gradients")
-        if site in ("parts", "new_values"):
-            return "beta" in tensors
+        if site in ("parts", "new_values", "joined"):
+            return "beta" in tensors or "a" in tensors
+        if site in ("applied", "closing"):
+            return "a" in tensors and (by_channel or site == "applied")
+        if site in ("log_steps", "beta_keys"):
+            return "g" in tensors and (site == "log_steps" or "beta" in tensors)
         if site in ("stepped", "score_weights"):
             return site == "score_weights" or "dt" in tensors
         if site in ("decayed", "state_gradient"):
@@ -106,6 +110,12 @@ class LinearRun:
         if site == "elementwise":
             return by_channel
         return site != "normalizer" or self.capture.normalize
+
+    def released(self) -> list[dict[str, LinearFormat]]:
+        """What the operator's released kernels round otherwise than a well-rounded one, kernel by kernel."""
+        sets = RELEASED.get(self.capture.operator, ())
+        fmt = self.format or "fp32"
+        return [{site: to or fmt for site, to in known.items() if self.has_site(site)} for known in sets]
 
     def emulated(
         self, recipe: LinearRecipe, fault: LinearFault | None = None, *, forward: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -23,8 +23,9 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun, recipe_name
 from attn_diag.head.machine import describe_tool
-from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, RELEASED, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_SITES, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
+from attn_diag.reference.linear import OF_HEADS
 from attn_diag.results.linear_recipes import LinearIdentification, LinearRecipeMatch
 from attn_diag.results.wording import percent, together
 from attn_diag.statistics.ratios import paired_ratio
@@ -106,12 +107,39 @@ def recipe_of(
     """The recipe that is given, or the one that has made O, or a well-rounded kernel's."""
     if text is not None:
         return parse_recipe(text, run), "given"
-    named = run.capture.observations
-    if named and "o" in run.capture.observation(observation)[1]:
+    if run.capture.observations and "o" in (outputs := run.capture.observation(observation)[1]):
         found = identify_linear(run.capture, observation=observation, head=head, device=device)
         if found.recipes:
-            return parse_recipe(found.recipes[0], run), "recognised"
+            forward = parse_recipe(found.recipes[0], run)
+            return _with_backward(forward, run, outputs, head_index(run.capture, head)), "recognised"
     return run.recipe, "assumed"
+
+
+def _with_backward(recipe: LinearRecipe, run: LinearRun, outputs: Mapping[str, Tensor], index: int) -> LinearRecipe:
+    """The recipe with what the released kernel of this forward rounds in its backward, where that is nearer."""
+    observed = {n: t for n, t in outputs.items() if n[1:] in run.capture.inputs and n[1:] not in OF_HEADS}
+    both = [
+        recipe,
+        *(
+            replace(recipe, **known)  # type: ignore[arg-type]
+            for known in run.released()
+            if all(getattr(recipe, site) == fmt for site, fmt in _forward_of(known).items())
+        ),
+    ]
+
+    def missed(one: LinearRecipe) -> float:
+        made, total = run.emulated(one) if observed else {}, 0.0
+        for name, tensor in observed.items():
+            if (place := run.place(name, index)) is not None:
+                seen, true = tensor.to(run.device).double()[place], run.reference.values[name][place]
+                total += float((seen - made[name][place]).norm() / (seen - true).norm().clamp(min=1e-300))
+        return total
+
+    return min(both, key=missed)
+
+
+def _forward_of(known: Mapping[str, LinearFormat]) -> dict[str, LinearFormat]:
+    return {site: fmt for site, fmt in known.items() if site not in GRADIENT_SITES}
 
 
 def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
@@ -119,11 +147,9 @@ def _recipes(run: LinearRun, out: LinearFormat) -> list[LinearRecipe]:
     own, fmt = replace(run.recipe, out=out), run.format
     assert fmt is not None
     found, sites = [], [site for site in LINEAR_SITES if run.has_site(site) and site not in GRADIENT_SITES]
-    known = RELEASED.get(run.capture.operator, {}).items()
-    released = {site: to or fmt for site, to in known if site not in GRADIENT_SITES and run.has_site(site)}
+    released = [_forward_of(known) for known in run.released()]
     for chunk in run.chunks:
-        if released:
-            found.append(replace(own, chunk=chunk, **released))
+        found += [replace(own, chunk=chunk, **known) for known in released if known]
         found.append(replace(own, chunk=chunk))
         found += [replace(found[-1], **{site: fmt}) for site in sites]  # type: ignore[arg-type]
         each = replace(own, chunk=chunk)

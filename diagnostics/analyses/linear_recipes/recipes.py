@@ -23,8 +23,20 @@ SITES: dict[str, str] = {
     "inverse": "the triangular inverse",
     "score_gradients": "the scores' gradients that the decay's gradient takes",
     **LINEAR_SITES,
+    "log_steps": "the logarithms of the decays before their sums",
+    "joined": "the products that put the triangular inverse together",
+    "applied": "the products of the triangular inverse and scores",
+    "score_operands": "decayed operands of the products that make scores",
+    "beta_keys": "beta times k before its decays",
+    "parts": "the parts of gradients",
+    "decay_terms": "the products of states and their gradients that the decay's gradient sums",
+    "closing": "the keys at a chunk's end, and their gradients, in the decay's gradient",
     "out": "the last rounding, of o and of gradients",
 }
+# A well-rounded kernel has no such rounding.
+_RELEASED_ALONE = frozenset(
+    ("log_steps", "joined", "applied", "score_operands", "beta_keys", "parts", "decay_terms", "closing")
+)
 
 
 def parse_recipe(text: str, run: LinearRun) -> LinearRecipe:
@@ -89,7 +101,10 @@ def site_formats(recipe: LinearRecipe, run: LinearRun) -> dict[str, LinearFormat
         "inter": recipe.inter or recipe.operands, "stored": stored, "inverse": recipe.inverse or stored,
         "score_gradients": recipe.score_gradients or recipe.operands,
     }  # fmt: skip
-    return {site: resolved.get(site, getattr(recipe, site)) for site in SITES if run.has_site(site)}
+    absent = {site for site in _RELEASED_ALONE if getattr(recipe, site) in (None, "fp32")}
+    return {
+        site: resolved.get(site, getattr(recipe, site)) for site in SITES if run.has_site(site) and site not in absent
+    }
 
 
 def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], rounding: frozenset[str]) -> LinearRecipe:
@@ -100,9 +115,11 @@ def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], roundi
     stored = chosen["stored"]
     like = dict.fromkeys(("inter", "stored", "score_gradients"), chosen["operands"]) | {"inverse": stored}
     plain: dict[str, LinearFormat | None] = {site: None for site, fmt in like.items() if chosen.get(site) == fmt}
+    # Without these a kernel computes what they round otherwise, and exactly.
+    plain |= {s: None for s in ("applied", "score_operands", "decay_terms", "closing") if chosen.get(s) == "fp32"}
     if chosen["operands"] == "fp32":
-        # These round operands too, or parts of what products make.
-        plain |= {"state_gradient": None, "score_weights": None, "parts": "fp32"}
+        # These round operands too.
+        plain |= {"state_gradient": None, "score_weights": None, "new_values": None}
     return replace(recipe, **(chosen | plain))  # type: ignore[arg-type]
 
 

@@ -51,7 +51,7 @@ def what_if_linear(
         changes.append((f"{site}={other}", with_sites(used, {**formats, site: other}, frozenset(formats))))
     swapped: LinearFormat = "fp16" if run.format == "bf16" else "bf16"
     if formats["operands"] != "fp32":
-        low = {s: swapped if f != "fp32" and s != "out" else f for s, f in formats.items()}
+        low = {s: swapped if f == run.format and s != "out" else f for s, f in formats.items()}
         changes.append((f"{swapped} for {run.format} inside", with_sites(used, low, frozenset(formats))))
     base = squares_of(run, run.emulated(used), [index])[index]
     k, v = capture.tensors["q"].shape[3], capture.tensors["v"].shape[3]
