@@ -61,7 +61,7 @@ def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
 
 
 HEAD = AttentionHead(
-    *torch.randn(3, 256, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    *torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
     None,
     0.25,
     Masking("top-left"),
@@ -73,7 +73,7 @@ def factors_of(by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: 
     made = reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row)).out * out
     off = made - reference_head(HEAD).out
     noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=torch.Generator().manual_seed(1))
-    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(256), 0.02, {"q": None, "k": None})
+    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), 0.02, {"q": None, "k": None})
     return search.named(suspect=True)
 
 
@@ -82,14 +82,14 @@ def test_a_factor_is_not_named_beside_another_fault() -> None:
     assert factors_of(out=1.07).words.startswith("it is multiplied by 1.07 throughout")
     assert factors_of(1.4).words.startswith("its scores are multiplied by 1.4 throughout")
     assert factors_of(1.4, out=1.05).words.startswith("it is multiplied by 1.05 throughout")
-    rows = torch.ones(256, 1, dtype=torch.float64)
+    rows = torch.ones(128, 1, dtype=torch.float64)
     rows[100:102] = 0.0  # two rows that hold nothing
     assert factors_of(out=rows).words == ""
     assert factors_of(1.07, out=rows).words == ""
 
 
 def test_a_factor_of_some_keys_or_rows_is_not_one_throughout() -> None:
-    some = torch.ones(256, 1, dtype=torch.float64)
+    some = torch.ones(128, 1, dtype=torch.float64)
     some[64:128] = 1.2
     found = factors_of(some)
     assert re.match(r"its scores are multiplied by 1\.(19|2|21)\d? in keys 64-127, as by a scale of k", found.words)
@@ -108,7 +108,7 @@ def test_sound_and_otherwise_broken_kernels_have_none() -> None:
     ("plan", "declared", "said"),
     [
         (Plan(fault="E5M2"), "fa3-fp8", "v is in e5m2, not in e4m3"),
-        (Plan("int8", "shared too widely"), "sage2", "k has a scale for 256 rows, not for 64 rows"),
+        (Plan("int8", "shared too widely"), "sage2", "k has a scale for the head, not for 64 rows"),
         (Plan("int8-fp16", "rounded toward zero"), "sage1", "k is rounded toward zero, not to the nearest"),
         (Plan("nvfp4", "shared too widely"), "nvfp4-attention", "k has a scale for a row, not for 16 of a row"),
     ],

@@ -81,6 +81,12 @@ FAULTS: dict[str, Fault] = {
     "E5M2 for E4M3": ("fp8", made("fp8", elements="e5m2"), "elements in e5m2"),
     "E5M2 in E4M3's scale": ("fp8", made("fp8", elements="e5m2", target=448.0), "elements in e5m2"),
     "INT3 for INT4": ("int4", made("int4", elements="int3"), "elements in int3"),
+    "blocks of outputs": (
+        "int4",
+        lambda w: made("int4")(w.T.contiguous()).T.contiguous(),
+        "blocks of 32 down the columns",
+    ),
+    "BF16 first": ("mxfp8", lambda w: made("mxfp8")(w.bfloat16().float()), "w rounded to bf16 first"),
     "scale in E5M2": ("int4", made("int4", scale="e5m2"), "scales rounded to e5m2"),
 }
 

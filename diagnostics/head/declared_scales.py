@@ -228,13 +228,13 @@ _OTHER_ELEMENTS = {"e4m3": ("e5m2",), "int8": ("int4",)}
 
 
 def _wider(block: str) -> list[str]:
-    """The blocks that are tried instead of one: twice and four times as large, and all."""
+    """The blocks that are tried instead of one: all in one, twice and four times as large."""
     found = re.fullmatch(r"(\d+)(rows(?:/\d)?|x1)?", block)
     if found is None:
         return {"column": ["tensor"], "row": ["tensor"]}.get(block, [])
     size, kind = int(found[1]), found[2] or ""
     whole = {"": ["row"], "x1": ["column"]}.get(kind, ["tensor"])
-    return [f"{n * size}{kind}" for n in (2, 4)] + whole
+    return whole + [f"{n * size}{kind}" for n in (2, 4)]
 
 
 def _block(block: str) -> str:

@@ -36,6 +36,7 @@ _ARITHMETICS: dict[Arithmetic, str] = {
     "fp32": "in fp32 arithmetic",
     "fp32-reciprocal": "in fp32 arithmetic with reciprocal scales",
 }
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Rows of w on which quantisers are tried whose blocks lie within a row.
 _ROWS = 128
 _PAIRS_OF = 4
@@ -57,10 +58,17 @@ class PossibleQuantizer:
     """The scales are those of so many times the data's amax."""
     gain: float = 1.0
     """The values are so many times what it makes."""
+    cast: str = ""
+    """w is rounded to this 16-bit format first; empty: it is not."""
+
+    @property
+    def declarable(self) -> bool:
+        """Whether ``by`` alone says what it is."""
+        return not self.zero_shift and self.amax_factor is None and self.gain == 1 and not self.cast
 
     def values(self, w: Tensor) -> Quantized:
         """What it makes of ``w``."""
-        found = self._values(w)
+        found = self._values(w.to(_CASTS[self.cast]).to(w.dtype) if self.cast else w)
         return found if self.gain == 1 else replace(found, values=found.values * self.gain)
 
     def _values(self, w: Tensor) -> Quantized:
@@ -235,11 +243,13 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
         return replace(start, by=replace(other, name=name), words=_and(start, words))
 
     found: list[PossibleQuantizer | None] = []
-    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128"):
+    size = by.block if by.block.isdigit() else "32"
+    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128", f"{size}x1"):
         what = {
             "row": "a scale for each row",
             "column": "a scale for each column",
             "tensor": "one scale for the tensor",
+            f"{size}x1": f"blocks of {size} down the columns",
         }
         found.append(changed(what.get(block, f"blocks of {block}"), block=block))
     elements = by.elements.partition(":")[0]
@@ -264,6 +274,8 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
         else changed("with a zero point", symmetric=False, target=None)
     )
     found += [changed(words, arithmetic=a) for a, words in _ARITHMETICS.items()]
+    if w.dtype in (torch.float32, torch.float64) and not start.cast:
+        found += [replace(start, words=_and(start, f"w rounded to {fmt} first"), cast=fmt) for fmt in _CASTS]
     if start.gain == 1 and start.amax_factor is None:
         found += [
             replace(start, words=_and(start, f"values multiplied by {gain:.4g} afterwards"), gain=gain)
@@ -297,6 +309,8 @@ def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
     yield None, f"amax mapped to {fmt.largest:g}"
     yield power, f"amax mapped to {power:g}"
     yield power * (1 - 2.0 ** -(fmt.mantissa_bits + 2)), "amax rounded to the elements before its power of two is taken"
+    if by.elements.partition(":")[0] == "e4m3":
+        yield 240.0, "amax mapped to 240, the largest number of E4M3 FNUZ"
 
 
 def _other_elements(by: Quantizer) -> Iterator[tuple[str, float | None]]:
