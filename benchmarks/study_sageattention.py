@@ -6,7 +6,7 @@ Needs a GPU and the wheel (`pip install sageattention==1.0.6`). Kinds of inputs,
 lengths that are no multiple of 64 without a causal mask also how far O is from float64: the released kernel does not
 mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads alone), so that they join the row sum.
 
-    python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h200.json --capture s.safetensors
+    python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h100.json --capture s.safetensors
     python benchmarks/study_sageattention.py --kept --json benchmarks/results/sageattention_kept_cpu.json   # no GPU
 
 ``--kept`` looks at the capture that was kept, on a CPU: the part of O's elements with the recipe's bits, head by head,
