@@ -119,6 +119,22 @@ def test_one_written_by_hand_passes() -> None:
     assert attn_diag.quant(w, "int4", observed=plain_int4(w).bfloat16()).outcome == "pass"
 
 
+def test_one_in_bf16_arithmetic_is_named_and_passes_with_such_scales() -> None:
+    """As torchao's quantize_affine and dequantize_affine compute where the weight is BF16."""
+    w = weight(4).bfloat16()
+    groups = w.view(len(w), -1, 32)
+    scale = (groups.abs().amax(-1, keepdim=True).float() / 7.5).bfloat16()
+    values = ((groups * (1 / scale)).round().clamp(-8, 7) * scale).view(w.shape)
+    found = attn_diag.quant(w, "int4-half-range", observed=values)
+    assert found.outcome == "fail"
+    assert "but with scales and arithmetic in bf16: 100.00%" in found.headline
+    declared = attn_diag.quantizer("int4-half-range", scale="bf16")
+    assert attn_diag.quant(w, declared, observed=values).outcome == "pass"
+    # Drawn rounding on the same grid is neither.
+    drawn = attn_diag.quantize(w, declared, elements="int4:stochastic").values.to(w.dtype)
+    assert attn_diag.quant(w, declared, observed=drawn).outcome == "fail"
+
+
 def test_one_in_float64_passes() -> None:
     w = weight(4)
     values = plain_int4(w.double()).float()
