@@ -303,6 +303,9 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         for head in found.heads for q in head.quantities if q.factor is not None
     }  # fmt: skip
     words = " ".join([found.captures[0].assumptions.message, *(q.words for h in found.heads for q in h.quantities)])
+    culprits = {name for name, texts in CULPRITS.items() if any(text in words for text in texts)}
+    if CLIPPED in words:
+        culprits = culprits - {"wrong descale", "scale of another group", "scale of other rows"} | {"too small"}
     said = [reason for head in found.heads if head.verdict for reason in head.verdict.reasons[:2]]
     return {
         "labels": labels or ["not as stated"],
@@ -311,7 +314,7 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "quantities": factors,
         "said": said,
-        "culprits": sorted({name for name, texts in CULPRITS.items() if any(text in words for text in texts)}),
+        "culprits": sorted(culprits),
     }
 
 
@@ -330,12 +333,16 @@ CULPRITS = {
 }
 ACCUSED = {"nonfinite", "wrong", "lossy", "biased", "not as stated"}
 NAMED = {"nonfinite", "wrong", "lossy", "not as stated"}
+# Where bits do not tell, factors below 1 are said to be a wrong scale or this.
+CLIPPED = "or numbers of q or k that are clipped or rounded toward zero"
 # What a fault may be said to be besides: the words for P_bar are "or casts of P_bar that all round one way".
 ALIKE = {
     "one head's descale": ("wrong descale",),
     "wrong descale of some keys": ("scale of another group",),
     "P truncated": ("P truncated", "wrong descale of v"),
-    "one group clipped": ("stale amax",),
+    "one group clipped": ("stale amax", "too small"),
+    "stale amax": ("stale amax", "too small"),
+    "rounded toward zero": ("rounded toward zero", "too small"),
 }
 # What a fault must do to be one: 1.25 times a sound kernel's error, or 3 times a row's.
 BROKEN, BROKEN_ROW = 1.25, 3.0

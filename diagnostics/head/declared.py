@@ -266,16 +266,16 @@ def with_scale_faults(
     lossy = ratio is not None and ratio.low > LOSSY
     suspect = lossy or bool(found.outlying.any())
     factors = declared.factors_of(observed, lse, rows).named(suspect=suspect)
-    if not factors.words and not suspect:
-        return found
     search = declared.scales_of(observed)
+    if not factors.words and not suspect and search.as_declared():
+        return found
     # What is clipped, or rounded toward zero, is smaller on average, which looks like a factor.
     other = search.culprit()
     known = factors.words and factors.throughout and search.explained_by(factors)
     if other is None or (known and search.with_factors(factors) < other.left):
         return replace(found, factors=factors.words + (CLIPPED if factors.smaller and not known else ""))
     if lossy or not factors.words:
-        return replace(found, scales=f"as where {other.words}")
+        return replace(found, scales=other.words)
     return replace(found, factors=other.words)
 
 

@@ -146,7 +146,7 @@ class _Fitted:
         fits = self._explains(self.whole)
         if not (fits or suspect):
             return Factors("")
-        blocks = [(of, each, self._fit(of, each)) for of, each in self._groups()]
+        blocks = [(of, each, self._fit(of, each)) for of, each in self._groups(1)]
         if fits and not any(self._differ(fit) for _, _, fit in blocks):
             if not wrong.any():
                 return Factors("")
@@ -154,7 +154,11 @@ class _Fitted:
             said = [f"its scores are multiplied by {scores:.3g} throughout, as by {_CULPRIT['all']}"] * bool(wrong[0])
             said = [f"it is multiplied by {out:.3g} throughout, as by {_CULPRIT['v']}"] * bool(wrong[1]) + said
             return Factors("; ".join(said), scores, out, smaller=bool(wrong[0]) and scores < 1)
-        explained = [one for one in blocks if self._explains(one[2]) and self._differ(one[2])]
+        explained = [one for one in blocks if self._of_its_own(*one)]
+        if not explained:
+            # Where the recipe does not say what shares a scale, smaller blocks may.
+            finer = [(of, each, self._fit(of, each)) for of, each in self._groups(2) if self._blocks[of] is None]
+            explained = [one for one in finer if self._of_its_own(*one)]
         if not explained:
             return Factors("")
         of, each, fit = min(explained, key=lambda one: float(one[2].left.square().sum()))
@@ -177,12 +181,28 @@ class _Fitted:
         of_out = f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}; " if wrong[-1] else ""
         return f"{of_out}{said}, as by {_CULPRIT[of]}" if some else ""
 
-    def _groups(self) -> list[tuple[Of, Tensor]]:
-        """Blocks of keys and of rows, [Tk] and [Tq] numbers from 0, where there are several."""
+    def _of_its_own(self, of: Of, each: Tensor, fit: _Fit) -> bool:
+        """Whether blocks have factors of their own, and these explain what is off."""
+        return self._explains(fit) and self._differ(fit) and self._whole_blocks(of, each, fit)
+
+    def _whole_blocks(self, of: Of, each: Tensor, fit: _Fit) -> bool:
+        """Whether both halves of each block have its factor: keys that are left out look like a factor of theirs."""
+        place = torch.arange(len(each), device=each.device)
+        first = torch.zeros(len(fit.found) - 1, dtype=torch.long, device=each.device)
+        first.scatter_reduce_(0, each, place, "amin", include_self=False)
+        size = each.bincount(minlength=len(first))
+        halves = 2 * each + (2 * (place - first[each]) >= size[each])
+        split = self._fit(of, halves)
+        apart = split.found[:-1] - fit.found[:-1].repeat_interleave(2)[: len(split.found) - 1]
+        own = fit.projection[:-1].repeat_interleave(2, 0)[: len(apart)]
+        return not bool(self._beyond(apart, split.projection[:-1] - own).any())
+
+    def _groups(self, parts: int) -> list[tuple[Of, Tensor]]:
+        """Blocks of keys and of rows, in so many parts, [Tk] and [Tq] numbers from 0, where there are several."""
         found: list[tuple[Of, Tensor]] = []
         lengths: dict[Of, int] = {"k": len(self._head.k), "q": len(self._head.q)}
         for of, length in lengths.items():
-            size = max(self._blocks[of] or 64, -(-length // _BLOCKS))
+            size = max(self._blocks[of] or 64, -(-length // _BLOCKS)) // parts
             if length > size:
                 found.append((of, torch.arange(length, device=self._rows.device) // size))
         return found
@@ -238,7 +258,9 @@ class _Fitted:
         worst, whole = (
             float(x[: self._size].view(len(self._rows), -1).square().mean(1).max()) for x in (fit.left, self._apart)
         )
-        return worst <= max(_ROW_OFF**2 * more, _ROW_LEFT * whole)
+        # Factors of blocks fit more of anything.
+        part = _ROW_LEFT if len(fit.found) == 2 else _PART
+        return worst <= max(_ROW_OFF**2 * more, part * whole)
 
     def _wrong(self, fit: _Fit) -> Tensor:
         """Which factors are not 1, bool [G + 1]: by more than ``limit``, and than chance."""
