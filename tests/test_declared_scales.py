@@ -112,7 +112,7 @@ def test_sound_and_otherwise_broken_kernels_have_none() -> None:
         (Plan("int8-fp16", "rounded toward zero"), "sage1", "k is rounded toward zero, not to the nearest"),
         (Plan("nvfp4", "shared too widely"), "nvfp4-attention", "k has a scale for a row, not for 16 of a row"),
     ],
-    ids=lambda x: x.fault if isinstance(x, Plan) else "",
+    ids=["E5M2", "INT8 shared", "INT8 truncated", "NVFP4 shared"],
 )
 def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: str) -> None:
     found = search(declared, run(plan, *inputs("gaussian", 0))["o"], "gaussian", 0).culprit()
