@@ -60,12 +60,8 @@ def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
     assert found == pytest.approx(parts, rel=0.01)
 
 
-HEAD = AttentionHead(
-    *torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
-    None,
-    0.25,
-    Masking("top-left"),
-)
+_Q, _K, _V = torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
 
 
 def factors_of(by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0) -> Factors:
