@@ -12,6 +12,8 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of sound runs")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", default="", help="names that hold this; other rows of the file stay")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
         rows = [r for r in json.loads(arguments.json.read_text())["rows"] if arguments.only not in r["name"]]
@@ -67,11 +69,14 @@ def main() -> None:
         f"sound, {name}": (plan, None, arguments.steps) for name, plan in HEALTHY.items()
     }
     runs |= {f"fault, {name}": (Plan(plan.form), plan, FAULTY_STEPS) for name, plan in FAULTS.items()}
-    for name, (sound, fault, steps) in runs.items():
-        if arguments.only not in name:
-            continue
-        for seed in range(arguments.seeds):
-            found = monitored(sound, fault, seed, steps)
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        calls = [
+            (name, pool.submit(monitored, sound, fault, seed, steps))
+            for name, (sound, fault, steps) in runs.items() if arguments.only in name
+            for seed in range(arguments.seeds)
+        ]  # fmt: skip
+        for name, call in calls:
+            found = call.result()
             rows.append({"name": name, **found})
             alarms = [(a["step"], a["layer"], a["head"], a["kind"]) for a in found["alarms"]]
             print(f"{name}: {found['checks']} checks, {found['seconds']} s, loss {found['loss']}, {alarms}", flush=True)

@@ -4,7 +4,7 @@ Weights are fp32 matrices of 64 x 256 with rows of other sizes, of four families
 named where the headline has the planted fault's own words, as misnamed where it names another quantiser. "future
 tokens" is an attention with INT8 blocks of keys, asked by ``invariance``.
 
-    python benchmarks/study_quant_faults.py --trials 200 --json benchmarks/results/quant_faults_cpu.json
+    python benchmarks/study_quant_faults.py --trials 200 --processes 16 --json benchmarks/results/quant_faults_cpu.json
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -86,67 +88,94 @@ def future(leaks: bool, seed: int) -> bool:
     return not found.passed and "later tokens" in found.report()
 
 
+def of_fault(name: str, seeds: range) -> dict[str, Any]:
+    """A row of planted faults."""
+    declared, quantised, said = FAULTS[name]
+    counts = Counter[str]()
+    others: list[object] = []
+    for seed in seeds:
+        family = FAMILIES[seed % len(FAMILIES)]
+        answer, headline = named(declared, said, quantised, weights(family, seed))
+        counts[answer] += 1
+        if headline:
+            others.append({"family": family, "seed": seed, "headline": headline})
+    return {"kind": "fault", "name": name, "declared": declared, **counts, "others": others[:5]}
+
+
+def of_sound(name: str, seeds: range) -> dict[str, Any]:
+    """A row of sound quantisers."""
+    accused = 0
+    for seed in seeds:
+        w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+        accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
+    return {"kind": "sound", "name": name, "trials": len(seeds), "accused": accused}
+
+
+def of_engine(blocks: str, seeds: range) -> dict[str, Any]:
+    """A row of engines beside a trainer with groups of 128."""
+    answers = Counter[str]()
+    for seed in seeds:
+        w = weights(FAMILIES[seed % len(FAMILIES)], seed)
+        trained, runs = (made("int4", block=block)(w) for block in ("128", blocks))
+        found = attn_diag.quant(w, attn_diag.quantizer("int4", block="128"), observed=trained, engine=runs)
+        named_so = found.outcome == "fail" and "the engine runs other weights: blocks of 32" in found.headline
+        answers["named" if named_so else "accused" if found.outcome == "fail" else "passed"] += 1
+    return {"kind": "engine", "name": f"int4 blocks of {blocks} beside a trainer's 128", **answers}
+
+
+def of_dithered(number: int, seeds: range) -> dict[str, Any]:
+    """A row of unbiased dithering."""
+    name, changes, shape = DITHERED[number]
+    by, families = attn_diag.quantizer(name, **changes), Counter[str]()
+    for seed in seeds:
+        family = FAMILIES[seed % len(FAMILIES)]
+        w = weights(family, seed).flatten()[: shape[0] * shape[1]].reshape(shape)
+        values = made(name, seed=20_000 + seed, **changes)(w)
+        families[family] += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
+    accused = families.total()
+    chance = float(binom.sf(accused - 1, len(seeds), LEVEL))
+    return {"kind": "dithered", "name": by.name, "shape": shape, "level": LEVEL, "trials": len(seeds),
+            "accused": accused, "by family": dict(families), "chance of so many": round(chance, 4)}  # fmt: skip
+
+
+def of_future(leaks: bool, seeds: range) -> dict[str, Any]:
+    """A row of attention whose scales of blocks hold future tokens, or do not."""
+    hits = sum(future(leaks, seed) for seed in seeds)
+    name = f"{'' if leaks else 'no '}future tokens in a block's scale"
+    return {"kind": "future", "name": name, "trials": len(seeds), "named": hits}
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first seed of planted faults and sound quantisers")
     parser.add_argument("--dithered", type=int, default=3000, help="trials of unbiased dithering; a rate takes many")
     parser.add_argument("--kinds", nargs="*", default=KINDS, help="of what; other rows of the file stay")
-    parser.add_argument("--only", default="", help="of dithering: names that hold this; other rows of the file stay")
+    parser.add_argument("--only", default="", help="names that hold this; other rows of the file stay")
     parser.add_argument("--future", type=int, default=20, help="trials of attention's scales")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
         kept = json.loads(arguments.json.read_text())["rows"]
         rows = [r for r in kept if r["kind"] not in arguments.kinds or arguments.only not in r["name"]]
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print({k: v for k, v in row.items() if k != "others"}, flush=True)
-        save(made_by() | {"families": FAMILIES, "rows": rows}, arguments.json)
-
-    for name, (declared, quantised, said) in FAULTS.items() if "fault" in arguments.kinds else ():
-        counts: Counter[str] = Counter()
-        others: list[object] = []
-        for seed in range(arguments.trials):
-            family = FAMILIES[seed % len(FAMILIES)]
-            answer, headline = named(declared, said, quantised, weights(family, seed))
-            counts[answer] += 1
-            if headline:
-                others.append({"family": family, "seed": seed, "headline": headline})
-        add({"kind": "fault", "name": name, "declared": declared, **counts, "others": others[:5]})
-    for name in SOUND if "sound" in arguments.kinds else ():
-        accused = 0
-        for seed in range(arguments.trials):
-            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
-            accused += attn_diag.quant(w, name, observed=made(name)(w)).outcome == "fail"
-        add({"kind": "sound", "name": name, "trials": arguments.trials, "accused": accused})
-    for blocks in ("32", "128") if "engine" in arguments.kinds else ():
-        answers = Counter[str]()
-        for seed in range(arguments.trials):
-            w = weights(FAMILIES[seed % len(FAMILIES)], seed)
-            trained, runs = (made("int4", block=block)(w) for block in ("128", blocks))
-            found = attn_diag.quant(w, attn_diag.quantizer("int4", block="128"), observed=trained, engine=runs)
-            named_so = found.outcome == "fail" and "the engine runs other weights: blocks of 32" in found.headline
-            answers["named" if named_so else "accused" if found.outcome == "fail" else "passed"] += 1
-        add({"kind": "engine", "name": f"int4 blocks of {blocks} beside a trainer's 128", **answers})
-    for name, changes, shape in DITHERED if "dithered" in arguments.kinds else ():
-        by, accused, families = attn_diag.quantizer(name, **changes), 0, Counter[str]()
-        if arguments.only not in by.name:
-            continue
-        for seed in range(arguments.dithered):
-            family = FAMILIES[seed % len(FAMILIES)]
-            w = weights(family, seed).flatten()[: shape[0] * shape[1]].reshape(shape)
-            values = made(name, seed=20_000 + seed, **changes)(w)
-            families[family] += attn_diag.quant(w, by, observed=values, level=LEVEL).outcome == "fail"
-        accused = families.total()
-        chance = float(binom.sf(accused - 1, arguments.dithered, LEVEL))
-        add({"kind": "dithered", "name": by.name, "shape": shape, "level": LEVEL, "trials": arguments.dithered,
-             "accused": accused, "by family": dict(families), "chance of so many": round(chance, 4)})  # fmt: skip
-    for leaks in (True, False) if "future" in arguments.kinds else ():
-        hits = sum(future(leaks, seed) for seed in range(arguments.future))
-        name = f"{'' if leaks else 'no '}future tokens in a block's scale"
-        add({"kind": "future", "name": name, "trials": arguments.future, "named": hits})
+    seeds = range(arguments.first, arguments.first + arguments.trials)
+    jobs: dict[str, list[tuple[str, Callable[..., dict[str, Any]], tuple[Any, range]]]] = {
+        "fault": [(name, of_fault, (name, seeds)) for name in FAULTS],
+        "sound": [(name, of_sound, (name, seeds)) for name in SOUND],
+        "engine": [(f"int4 blocks of {b}", of_engine, (b, seeds)) for b in ("32", "128")],
+        "dithered": [
+            (attn_diag.quantizer(name, **changes).name, of_dithered, (number, range(arguments.dithered)))
+            for number, (name, changes, _) in enumerate(DITHERED)
+        ],
+        "future": [("future tokens", of_future, (leaks, range(arguments.future))) for leaks in (True, False)],
+    }
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        chosen = [job for kind in arguments.kinds for job in jobs[kind] if arguments.only in job[0]]
+        for call in [pool.submit(work, *given) for _, work, given in chosen]:
+            rows.append(call.result())
+            print({k: v for k, v in rows[-1].items() if k != "others"}, flush=True)
+            save(made_by() | {"first seed": arguments.first, "families": FAMILIES, "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

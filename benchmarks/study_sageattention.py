@@ -6,7 +6,7 @@ Needs a GPU and the wheel (`pip install sageattention==1.0.6`). Kinds of inputs,
 lengths that are no multiple of 64 without a causal mask also how far O is from float64: the released kernel does not
 mask the keys beyond the end (``attn_qk_int8_per_block.py`` masks their loads alone), so that they join the row sum.
 
-    python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h200.json --capture s.safetensors
+    python benchmarks/study_sageattention.py --json benchmarks/results/sageattention_h100.json --capture s.safetensors
     python benchmarks/study_sageattention.py --kept --json benchmarks/results/sageattention_kept_cpu.json   # no GPU
 
 ``--kept`` looks at the capture that was kept, on a CPU: the part of O's elements with the recipe's bits, head by head,
@@ -16,9 +16,10 @@ and the same of two other ways to divide.
 from __future__ import annotations
 
 import importlib
-import inspect
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Row:
     ours_emulated: float
     """The part of our kernel's elements with the emulation's bits."""
     without: dict[str, float]
-    """As ``equal``, of recipes with one thing less; of the shortest sequences alone."""
+    """As ``equal``, of recipes with one thing less; of 512 keys alone."""
     error: float
     """Of the kernel's O against float64, relative."""
     emulated_error: float
@@ -108,61 +109,66 @@ def of_kept(number: int) -> dict[str, float]:
     return found
 
 
+def look(kind: str, length: int, width: int, causal: bool, seed: int, capture: Path | None) -> Row:
+    """Call the wheel's kernel and ours once, and emulate them; the call is saved to ``capture`` where there is one."""
+    device = pick_device("cuda")
+    sageattn = importlib.import_module("sageattention.core").sageattn
+    q, k, v = (x.to(device) for x in inputs(kind, length, width, seed))
+    got = sageattn(q, k.clone(), v, is_causal=causal)  # it takes k's mean off in place
+    recipe = preset("sage1", head_dim=width)
+    masking = Masking("top-left" if causal else "none")
+    ours = attn_diag.attention(q, k, v, recipe=recipe, causal=masking.causal)
+    counts = dict.fromkeys(("", *(CHANGES if length == 512 else ())), 0.0)
+    ours_emulated = 0.0
+    errors = torch.zeros(2, dtype=torch.float64)
+    size = 0.0
+    for h in range(EMULATED):
+        one = [x[0, h].double() for x in (q, k, v)]
+        head = AttentionHead(one[0], one[1], one[2], None, width**-0.5, masking)
+        truth = reference_head(head).out
+        for name in counts:
+            made = emulate_head(replace(recipe, **CHANGES.get(name, {})), head).o
+            counts[name] += float((made == got[0, h]).double().mean()) / EMULATED
+            if not name:
+                ours_emulated += float((made == ours[0, h]).double().mean()) / EMULATED
+                errors[1] += float((made.double() - truth).square().sum())
+        errors[0] += float((got[0, h].double() - truth).square().sum())
+        size += float(truth.square().sum())
+    if capture:
+        tensors = {n: x.cpu() for n, x in (("q", q), ("k", k), ("v", v), ("sage.o", got))}
+        attn_diag.Capture.from_tensors(tensors, causal=masking.causal, kernel="sageattention 1.0.6").save(capture)
+    own, by_kernel = counts.pop(""), float((ours == got).double().mean())
+    relative = (errors / size).sqrt().tolist()
+    return Row(kind, length, width, causal, own, by_kernel, ours_emulated, counts, *relative)
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--kept", action="store_true", help="look at the kept capture, without a GPU")
     parser.add_argument("--capture", type=Path, metavar="FILE", help="save one call there")
+    parser.add_argument("--processes", type=int, default=4)
     arguments = parser.parse_args()
     if arguments.kept:
         save(made_by() | {"heads": [of_kept(head) for head in range(HEADS)]}, arguments.json)
         return
-    device = pick_device("cuda")
-    sageattn = importlib.import_module("sageattention.core").sageattn
-
-    def kept() -> None:
-        save(made_by(device) | {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}, arguments.json)
-
+    made = made_by(pick_device("cuda"))
     rows: list[Row] = []
-    for kind, length, width, causal in product(KINDS, (512, 1024, 200), (64, 128), (True, False)):
-        q, k, v = (x.to(device) for x in inputs(kind, length, width, arguments.seed))
-        got = sageattn(q, k.clone(), v, is_causal=causal)  # it takes k's mean off in place
-        ours = attn_diag.attention(
-            q, k, v, recipe=preset("sage1", head_dim=width), causal="top-left" if causal else "none"
-        )
-        counts = dict.fromkeys(("", *(CHANGES if length == 512 else ())), 0.0)
-        ours_emulated = 0.0
-        errors = torch.zeros(2, dtype=torch.float64)
-        size = 0.0
-        for h in range(EMULATED):
-            masking = Masking("top-left" if causal else "none")
-            one = [x[0, h].double() for x in (q, k, v)]
-            head = AttentionHead(one[0], one[1], one[2], None, width**-0.5, masking)
-            truth = reference_head(head).out
-            recipe = preset("sage1", head_dim=width)
-            for name in counts:
-                made = emulate_head(replace(recipe, **CHANGES.get(name, {})), head).o
-                counts[name] += float((made == got[0, h]).double().mean()) / EMULATED
-                if not name:
-                    ours_emulated += float((made == ours[0, h]).double().mean()) / EMULATED
-                    errors[1] += float((made.double() - truth).square().sum())
-            errors[0] += float((got[0, h].double() - truth).square().sum())
-            size += float(truth.square().sum())
-        relative = (errors / size).sqrt().tolist()
-        own = counts.pop("")
-        by_kernel = float((ours == got).double().mean())
-        rows.append(Row(kind, length, width, causal, own, by_kernel, ours_emulated, counts, *relative))
-        kept()
-        print(rows[-1])
-        if arguments.capture and (kind, length, width, causal) == ("k with a mean", 512, 64, True):
-            tensors = {n: x.cpu() for n, x in (("q", q), ("k", k), ("v", v), ("sage.o", got))}
-            capture = attn_diag.Capture.from_tensors(tensors, causal="top-left", kernel="sageattention 1.0.6")
-            capture.save(arguments.capture)
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        calls = []
+        # The longest first.
+        for length, kind, width, causal in product((1024, 512, 200), KINDS, (64, 128), (True, False)):
+            kept = (kind, length, width, causal) == ("k with a mean", 512, 64, True)
+            file = arguments.capture if kept else None
+            calls.append(pool.submit(look, kind, length, width, causal, arguments.seed, file))
+        for call in as_completed(calls):
+            rows.append(call.result())
+            save(made | {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}, arguments.json)
+            print(rows[-1], flush=True)
     whole = [row for row in rows if row.length % 64 == 0 or row.causal]
     for name in ("equal", "ours", "ours_emulated"):
         shares = [getattr(row, name) for row in whole]
         print(f"{name}: least {min(shares):.4%}, mean {sum(shares) / len(shares):.4%} of O's elements")
-    print(inspect.getfile(sageattn))
 
 
 if __name__ == "__main__":

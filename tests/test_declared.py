@@ -14,7 +14,7 @@ import attn_diag
 from attn_diag import Capture
 from attn_diag.captures.loading import load
 from attn_diag.captures.metadata import Metadata
-from attn_diag.head.declared import directions_of, drawn_noise, smoothed_variance
+from attn_diag.head.declared_noise import directions_of, drawn_noise, smoothed_variance
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.diagnosis import Diagnosis

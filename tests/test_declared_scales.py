@@ -1,8 +1,9 @@
-"""Which scales a declared kernel has: powers of two are told from the recipe's, and a stale amax is named."""
+"""What a declared kernel does otherwise than its recipe: other scales, a stale amax, wider blocks, wrong factors."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from study_declared import WIDTH, Plan, inputs, run, to_fp8
 from test_declared import inspected
 from torch import Tensor
 
-from attn_diag.head.declared import dithered, drawn_noise, wrong_factors
+from attn_diag.head.declared_factors import Factors, FactorSearch
+from attn_diag.head.declared_noise import dithered, drawn_noise
 from attn_diag.head.declared_scales import ScaleSearch, stale_words
 from attn_diag.kernels import emulate_head, preset
-from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference import AttentionHead, Masking, reference_head
 
 
 def search(name: str, out: Tensor, family: str, seed: int) -> ScaleSearch:
@@ -58,25 +60,39 @@ def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
     assert found == pytest.approx(parts, rel=0.01)
 
 
-def factors_of(off: Tensor) -> str:
-    """What is said of an O that is ``off`` [64, 32] that of a recipe with noise of 1, beside numbers of size 4."""
-    g = torch.Generator().manual_seed(0)
-    out, by_scale, noise = (
-        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((64, 32), (64, 32), (16, 64, 32))
-    )
-    return wrong_factors([(off + 0.3 * noise[0], 4 * out, 4 * by_scale, noise)], 0.02)
+_Q, _K, _V = torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
+
+
+def factors_of(by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0) -> Factors:
+    """What is said of an O whose scores and which itself are multiplied by these, beside noise of 2 % of O."""
+    made = reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row)).out * out
+    off = made - reference_head(HEAD).out
+    noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=torch.Generator().manual_seed(1))
+    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), 0.02, {"q": None, "k": None})
+    return search.named(suspect=True)
 
 
 def test_a_factor_is_not_named_beside_another_fault() -> None:
-    g = torch.Generator().manual_seed(0)
-    out, by_scale = (4 * torch.randn(64, 32, generator=g, dtype=torch.float64) for _ in range(2))
-    assert factors_of(0.07 * out).startswith("it is multiplied by 1.07 throughout")
-    assert factors_of(0.07 * by_scale).startswith("its scores are multiplied by 1.07 throughout")
-    assert factors_of(0.4 * by_scale + 0.05 * out).startswith("its scores are multiplied by about 1.4 throughout")
-    rows = torch.zeros(64, 1, dtype=torch.float64)
-    rows[:2] = -1.0  # two rows that hold nothing
-    assert factors_of(rows * out) == ""
-    assert factors_of(0.07 * out + 3 * rows * by_scale) == ""
+    assert factors_of().words == ""
+    assert factors_of(out=1.07).words.startswith("it is multiplied by 1.07 throughout")
+    assert factors_of(1.4).words.startswith("its scores are multiplied by 1.4 throughout")
+    assert factors_of(1.4, out=1.05).words.startswith("it is multiplied by 1.05 throughout")
+    rows = torch.ones(128, 1, dtype=torch.float64)
+    rows[100:102] = 0.0  # two rows that hold nothing
+    assert factors_of(out=rows).words == ""
+    assert factors_of(1.07, out=rows).words == ""
+
+
+def test_a_factor_of_some_keys_or_rows_is_not_one_throughout() -> None:
+    some = torch.ones(128, 1, dtype=torch.float64)
+    some[64:128] = 1.2
+    found = factors_of(some)
+    assert re.match(r"its scores are multiplied by 1\.(19|2|21)\d? in keys 64-127, as by a scale of k", found.words)
+    assert not found.throughout
+    assert re.match(
+        r"its scores are multiplied by 1\.\d+ in rows 64-127, as by a scale of q", factors_of(by_row=some).words
+    )
 
 
 def test_sound_and_otherwise_broken_kernels_have_none() -> None:
@@ -84,8 +100,24 @@ def test_sound_and_otherwise_broken_kernels_have_none() -> None:
         assert search("fa3-fp8", run(plan, *inputs("peaked", 3))["o"], "peaked", 3).stale() == {}, plan
 
 
+@pytest.mark.parametrize(
+    ("plan", "declared", "said"),
+    [
+        (Plan(fault="E5M2"), "fa3-fp8", "v is in e5m2, not in e4m3"),
+        (Plan("int8", "shared too widely"), "sage2", "k has a scale for the head, not for 64 rows"),
+        (Plan("int8-fp16", "rounded toward zero"), "sage1", "k is rounded toward zero, not to the nearest"),
+        (Plan("nvfp4", "shared too widely"), "nvfp4-attention", "k has a scale for a row, not for 16 of a row"),
+    ],
+    ids=["E5M2", "INT8 shared", "INT8 truncated", "NVFP4 shared"],
+)
+def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: str) -> None:
+    found = search(declared, run(plan, *inputs("gaussian", 0))["o"], "gaussian", 0).culprit()
+    assert found is not None
+    assert found.words == said
+
+
 def test_what_is_said() -> None:
-    assert stale_words({"k": 0.6, "v": 0.55}).startswith("as where the largest number of k is taken for 0.6 times")
+    assert stale_words({"k": 0.6, "v": 0.55}).startswith("the largest number of k is taken for 0.6 times")
     assert re.search("a stale amax", stale_words({"k": 0.6}))
 
 

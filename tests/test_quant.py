@@ -81,6 +81,12 @@ FAULTS: dict[str, Fault] = {
     "E5M2 for E4M3": ("fp8", made("fp8", elements="e5m2"), "elements in e5m2"),
     "E5M2 in E4M3's scale": ("fp8", made("fp8", elements="e5m2", target=448.0), "elements in e5m2"),
     "INT3 for INT4": ("int4", made("int4", elements="int3"), "elements in int3"),
+    "blocks of outputs": (
+        "int4",
+        lambda w: made("int4")(w.T.contiguous()).T.contiguous(),
+        "blocks of 32 down the columns",
+    ),
+    "BF16 first": ("mxfp8", lambda w: made("mxfp8")(w.bfloat16().float()), "w rounded to bf16 first"),
     "scale in E5M2": ("int4", made("int4", scale="e5m2"), "scales rounded to e5m2"),
 }
 
@@ -111,6 +117,22 @@ def test_one_written_by_hand_passes() -> None:
     w = weight(4)
     assert attn_diag.quant(w, "int4", observed=plain_int4(w)).outcome == "pass"
     assert attn_diag.quant(w, "int4", observed=plain_int4(w).bfloat16()).outcome == "pass"
+
+
+def test_one_in_bf16_arithmetic_is_named_and_passes_with_such_scales() -> None:
+    """As torchao's quantize_affine and dequantize_affine compute where the weight is BF16."""
+    w = weight(4).bfloat16()
+    groups = w.view(len(w), -1, 32)
+    scale = (groups.abs().amax(-1, keepdim=True).float() / 7.5).bfloat16()
+    values = ((groups * (1 / scale)).round().clamp(-8, 7) * scale).view(w.shape)
+    found = attn_diag.quant(w, "int4-half-range", observed=values)
+    assert found.outcome == "fail"
+    assert "but with scales and arithmetic in bf16: 100.00%" in found.headline
+    declared = attn_diag.quantizer("int4-half-range", scale="bf16")
+    assert attn_diag.quant(w, declared, observed=values).outcome == "pass"
+    # Drawn rounding on the same grid is neither.
+    drawn = attn_diag.quantize(w, declared, elements="int4:stochastic").values.to(w.dtype)
+    assert attn_diag.quant(w, declared, observed=drawn).outcome == "fail"
 
 
 def test_one_in_float64_passes() -> None:

@@ -133,8 +133,10 @@ def judge_quantity(
 
     def verdict(answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
         if whole.scales and answer in ("wrong", "lossy"):
-            words = f"{words.removesuffix('.')}, {whole.scales}."
-            patterns = (Pattern("scale", whole.scales), *patterns)
+            words = f"{words.removesuffix('.')}, as where {whole.scales}."
+            patterns = (Pattern("scale", f"as where {whole.scales}"), *patterns)
+        elif whole.scales:
+            words = f"{words} Its bits are those of a kernel where {whole.scales}."
         return QuantityVerdict(
             quantity=quantity,
             answer=answer,

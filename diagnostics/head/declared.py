@@ -23,12 +23,13 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
-from attn_diag.head.declared_scales import ScaleSearch, stale_words
+from attn_diag.head.declared_factors import CLIPPED, FACTOR, FACTOR_OF_SUMS, FactorSearch, beyond_chance
+from attn_diag.head.declared_noise import directions_of, dithered, drawn_noise, smoothed_variance
+from attn_diag.head.declared_scales import ScaleSearch
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample, sample
 from attn_diag.kernels import LOW_BIT, Recipe, RecipeNotSupportedError, check_supported, preset
-from attn_diag.kernels.formats import Mode, base, parse
 from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
-from attn_diag.kernels.recipe import BACKWARD, FORMATS, QUANTIZERS
+from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.reference import AttentionHead, FloatFormat
 from attn_diag.results.wording import share
 from attn_diag.statistics.ratios import Carriers
@@ -84,21 +85,6 @@ def undeclared_words(capture: Capture, found: Recognised | None) -> tuple[str, .
     return (f"{said}: if that is what it is meant to be, declare it (--declared {name}).",)
 
 
-def dithered(recipe: Recipe, draw: int) -> Recipe:
-    """The recipe with every quantiser and cast rounding stochastically, but for the last ones, and fp32 sums."""
-    changes: dict[str, str] = {}
-    for name in FORMATS:
-        rounding = parse(getattr(recipe, name))
-        if rounding is not None and rounding.mode is Mode.NEAREST_EVEN and name not in ("input", "out", "dq"):
-            changes[name] = f"{base(getattr(recipe, name))}:{Mode.STOCHASTIC}"
-    for name in QUANTIZERS:
-        text = getattr(recipe, name)
-        by = parse_quantizer(text)
-        if by is not None:
-            changes[name] = f"{text} elements={base(by.elements)}:{Mode.STOCHASTIC} ties=even"
-    return replace(recipe, seed=draw + 1, accumulation="fp32-nearest", **changes)  # type: ignore[arg-type]
-
-
 class DeclaredKernel:
     """What a declared recipe returns for one query head; everything is run when it is first asked for."""
 
@@ -139,6 +125,25 @@ class DeclaredKernel:
         """What tells which scales made O [Tq, Dv]."""
         return ScaleSearch(self.recipe, self._head, out, drawn_noise([self.draw(n)["o"] for n in range(DRAWS)]))
 
+    def factors_of(self, out: Tensor, lse: Tensor | None, rows: Tensor) -> FactorSearch:
+        """What tells by what O [Tq, Dv] and L [Tq] are multiplied, looked at in these rows."""
+        made = self.outputs(tensor_core=self.hardware)
+        draws = [self.draw(n) for n in range(DRAWS)]
+        sums_known = self.hardware or self.recipe.accumulation != "nvidia-tensor-core"
+        return FactorSearch(
+            head=self._head,
+            out=out - made["o"],
+            noise=drawn_noise([d["o"] for d in draws]),
+            lse=None if lse is None else (lse - made["lse"], drawn_noise([d["lse"] for d in draws])),
+            rows=rows,
+            limit=FACTOR if sums_known else FACTOR_OF_SUMS,
+            blocks={
+                "q": _shared_rows(self.recipe.quantize_q, self._head.q),
+                "k": _shared_rows(self.recipe.quantize_k, self._head.k),
+            },
+            smoothed=self.recipe.smooth_k != "none",
+        )
+
     def outputs(self, *, tensor_core: bool = False) -> dict[str, Tensor]:
         """As of ``run_counterfactual``."""
         sums = "nvidia-tensor-core" if tensor_core else "fp32-nearest"
@@ -168,34 +173,11 @@ class DeclaredKernel:
         return found
 
 
-def drawn_noise(draws: Sequence[Tensor]) -> Tensor:
-    """[N, n, D] or [N, n] fp32: what each draw is off their mean, so that its square is the noise's in the mean."""
-    every = torch.stack([d.float() for d in draws])
-    # Half of the variance of stochastic roundings; N - 1 of N for the mean.
-    return (every - every.mean(0)) * math.sqrt(len(draws) / (2 * (len(draws) - 1)))
-
-
-def smoothed_variance(noise: Tensor) -> Tensor:
-    """The noise's variance, [n, D] or [n] float64: that of an element, or what its row and feature have on average."""
-    variance = noise.double().square().mean(0)
-    if variance.ndim == 1:
-        return variance
-    shared: Tensor = variance.mean(1, keepdim=True) * variance.mean(0) / variance.mean().clamp(min=1e-300)
-    return torch.maximum(variance, shared)
-
-
-def directions_of(noise: Tensor) -> Tensor:
-    """tr^2 / ||C||^2 of the covariance of noise [N, m, w] over w, at least 1: [m]."""
-    products = torch.einsum("amw,bmw->mab", noise.double(), noise.double())
-    count = len(noise)
-    trace = products.diagonal(dim1=1, dim2=2)
-    # Of a != b: the products of the traces, and the squares whose mean is ||C||^2.
-    traces = (trace.sum(1).square() - trace.square().sum(1)) / (count * (count - 1))
-    square = (products.square().sum((1, 2)) - trace.square().sum(1)) / (count * (count - 1))
-    # Draws about their own mean have a product of -tr / (N - 1) each.
-    square = square - traces / (count - 1) ** 2
-    found: Tensor = traces / square.clamp(min=1e-300)
-    return found.clamp(1.0, noise.shape[2])
+def _shared_rows(text: str, x: Tensor) -> int | None:
+    """So many rows of x [T, D] share a quantiser's scales; None: all, or one has several."""
+    by = parse_quantizer(text)
+    rows = 1 if by is None else by.block_shape((len(x), x.shape[1]))[0]
+    return rows if 1 < rows < len(x) else None
 
 
 def beside_declared(
@@ -209,8 +191,6 @@ def beside_declared(
     rows: Tensor,
     fed: Tensor | None,
     clusters: npt.NDArray[np.int64] | None = None,
-    by_scale: Callable[[], tuple[Tensor, Tensor]] | None = None,
-    lse_apart: Callable[[dict[str, Tensor]], Tensor] | None = None,
     from_lse: Tensor | None = None,
 ) -> QuantitySample:
     """Compare one quantity with what the declared recipe returns for it.
@@ -218,9 +198,7 @@ def beside_declared(
     Args:
         observed, reference, total, variance, fmt, rows, fed, clusters: As of ``beside_well_rounded``.
         declared: Of the query heads that make it.
-        by_scale: Of O, its derivative and L's by the logarithm of alpha; None: wrong factors are not looked for.
         from_lse: dV as a backward of 16 bits makes it from the captured L; None: it is not dV, or unknown.
-        lse_apart: What the captured L is off that of a recipe's outputs, [T]; None: L was not captured.
     """
     noise = drawn_noise([total([d.draw(n) for d in declared]) for n in range(DRAWS)])
     variance = torch.maximum(variance, smoothed_variance(noise))
@@ -254,21 +232,6 @@ def beside_declared(
         most += [float(chosen.counterfactual.sum()), float(chosen.expected.sum())]
         most += [] if fed is None else [float((fed - reference)[rows].square().sum())]
         chosen = replace(chosen, ceiling=BEYOND**2 * max(most))
-    if by_scale is not None:
-        hardware = all(d.hardware for d in declared)
-        made = total([d.outputs(tensor_core=hardware) for d in declared])
-        limit = _FACTOR if hardware or declared[0].recipe.accumulation != "nvidia-tensor-core" else _FACTOR_OF_SUMS
-        of_out, of_lse = by_scale()
-        parts = [((observed - made)[rows], reference[rows], of_out[rows], kept)]
-        if lse_apart is not None:
-            noise_of_lse = drawn_noise([declared[0].draw(n)["lse"] for n in range(DRAWS)])[:, rows]
-            apart = lse_apart(declared[0].outputs(tensor_core=hardware))[rows]
-            parts.append((apart, torch.zeros_like(apart), of_lse[rows], noise_of_lse))
-        lossy = found is not None and found.low > LOSSY
-        stale = declared[0].scales_of(observed).stale() if lossy or chosen.outlying.any() else {}
-        # What is clipped is smaller on average, which looks like a factor.
-        factors = "" if stale else wrong_factors(parts, limit)
-        chosen = replace(chosen, factors=factors, scales=stale_words(stale) if stale else "")
     plain = (total([d.in_16_bits.outputs() for d in declared]) - reference)[rows].square().sum()
     beyond = 0.0
     if from_lse is not None and not set(declared[0].recipe.quantized) & set(BACKWARD):
@@ -285,79 +248,35 @@ def beside_declared(
 
 # Two dV that are made from one L in 16 bits differ by sqrt(2) of what one errs by.
 _BACKWARD = math.sqrt(2) * LOSSY**2
-# A softmax scale in BF16 is up to 0.4 % off. Where a tensor core's sums are too many to be followed, they are up to 7 %
-# too small (benchmarks/bench_fp8_products.py).
-_FACTOR, _FACTOR_OF_SUMS = 0.02, 0.15
 
 
-def wrong_factors(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], limit: float) -> str:
-    """What O or its scores are multiplied by that they should not be, in words; empty: nothing.
-
-    A descale factor that is x too large makes O, or the scores, 1 + x times as large: a small error beside the
-    format's, but one that all elements share. Both x are fitted by least squares, and are named where they leave no
-    more than the difference of two sound kernels, also in the worst row. They are fitted to first order: beside a large
-    x one below its square is not named.
+def with_scale_faults(
+    found: QuantitySample, observed: Tensor, lse: Tensor | None, declared: DeclaredKernel, rows: Tensor
+) -> QuantitySample:
+    """O of one head beside what it is declared to be, with the scales or roundings that are not the recipe's.
 
     Args:
-        parts: Of O, and of L: what it is off the recipe's [n, D] or [n], what a factor of 1 + x adds to it over x, its
-            derivative by the logarithm of alpha, and ``drawn_noise``, in whose units they are weighed.
-        limit: What is no wrong factor yet.
+        found: Of ``beside_declared``.
+        observed: O, [Tq, Dv].
+        lse: L, [Tq]; None where it was not captured.
+        declared: What the head is declared to be.
+        rows: Those that are compared.
     """
-    units = [float(noise.double().square().mean().sqrt()) or 1.0 for *_, noise in parts]
-    apart, *shape = (
-        torch.cat([part[i].double().flatten() / unit for part, unit in zip(parts, units, strict=True)])
-        for i in range(3)
-    )
-    noise = torch.cat([part[3].double().flatten(1) / unit for part, unit in zip(parts, units, strict=True)], 1)
-    shapes = torch.stack(shape, 1)
-    gram = shapes.T @ shapes
-    if float(torch.linalg.det(gram)) <= 1e-9 * float(gram.diagonal().prod()):
-        return ""
-    fit = torch.linalg.solve(gram, shapes.T)
-    found = fit @ apart
-    # Another fault (a mask, a key left out) has a part that looks like a factor, and leaves more than noise.
-    left = apart - shapes @ found
-    if float(left.square().mean()) > 2 * LOSSY**2 or _has_another_row(left, apart, parts[0], units[0]):
-        return ""
-    # The difference of two kernels has twice the variance of one.
-    deviations = math.sqrt(2) * (fit @ noise.T).std(1)
-    said = []
-    of_v = "a descale factor of v that is wrong, or casts of P_bar that all round one way"
-    of_qk = "a descale factor of q or k, or the softmax scale, that is wrong"
-    names = ("it is", of_v), ("its scores are", of_qk)
-    for (subject, culprit), factor, deviation in zip(names, found.tolist(), deviations.tolist(), strict=True):
-        limit_here = max(limit, float(found.abs().max()) ** 2)
-        if abs(factor) > limit_here and _apart(factor, deviation, len(noise)):
-            about = "about " if abs(factor) > _FIRST_ORDER else ""
-            said.append(f"{subject} multiplied by {about}{1 + factor:.3g} throughout, as by {culprit}")
-    return "; ".join(said)
-
-
-# Factors that are further from 1 are fitted to first order only.
-_FIRST_ORDER = 0.1
-# A row that is off by more than three times its noise, which factors leave by two thirds of its square, has something
-# else: 0.86 to 1.0 measured of masks and keys left out, up to 0.45 of factors up to 1.5 (study_declared.py's kernels).
-_ROW_OFF, _ROW_LEFT = 3.0, 2 / 3
-
-
-def _has_another_row(left: Tensor, apart: Tensor, out: tuple[Tensor, Tensor, Tensor, Tensor], unit: float) -> bool:
-    """Whether the worst row of O is off by something that is no factor: ``left`` of ``apart``, in units."""
-    shape = out[0].shape
-    variance = out[3].double().square().mean((0, 2)) / unit**2
-    variance = variance.clamp(min=float(variance.mean()) / 100)
-    worst, whole = (float((x[: out[0].numel()].view(shape).square().mean(1) / variance).max()) for x in (left, apart))
-    return worst > max(_ROW_OFF**2, _ROW_LEFT * whole)
-
-
-def _apart(difference: float, deviation: float, draws: int) -> bool:
-    """Whether a difference is beyond the chance of ``_MEANS_APART``, its standard deviation known from draws."""
-    from scipy.special import stdtr
-
-    return bool(2 * stdtr(draws - 1, -abs(difference) / max(deviation, 1e-300)) <= _MEANS_APART)
-
-
-# So rarely may a sound kernel's mean be as far from the recipe's: of ten thousand.
-_MEANS_APART = 1e-4
+    ratio = found.ratio()
+    lossy = ratio is not None and ratio.low > LOSSY
+    suspect = lossy or bool(found.outlying.any())
+    factors = declared.factors_of(observed, lse, rows).named(suspect=suspect)
+    search = declared.scales_of(observed)
+    if not factors.words and not suspect and search.as_declared():
+        return found
+    # What is clipped, or rounded toward zero, is smaller on average, which looks like a factor.
+    other = search.culprit()
+    known = factors.words and factors.throughout and search.explained_by(factors)
+    if other is None or (known and search.with_factors(factors) < other.left):
+        return replace(found, factors=factors.words + (CLIPPED if factors.smaller and not known else ""))
+    if lossy or not factors.words:
+        return replace(found, scales=other.words)
+    return replace(found, factors=other.words)
 
 
 def mean_sums(
@@ -383,4 +302,4 @@ def mean_is_the_recipes(sums: npt.NDArray[np.float64]) -> bool:
         sums: Of ``mean_sums``: observed, the recipe's, and those of draws of it.
     """
     # The difference of two kernels has twice the variance of one, as a stochastic draw has.
-    return not _apart(float(sums[0] - sums[1]), float(np.std(sums[2:], ddof=1)), len(sums) - 2)
+    return not beyond_chance(float(sums[0] - sums[1]), float(np.std(sums[2:], ddof=1)), len(sums) - 2)

@@ -19,7 +19,7 @@ from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
-from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums
+from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import (
@@ -38,7 +38,6 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
-from attn_diag.reference.fused import reference_of
 from attn_diag.statistics.ratios import Carriers
 
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy
@@ -47,7 +46,6 @@ _NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
 # fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
 _FP32 = 2.0**-17
 BF16 = format_of(torch.bfloat16)
-_STEP = 2.0**-12
 
 
 @dataclass
@@ -122,12 +120,11 @@ def _quality(
     truth, variance = _true(name, passed), passed.variance(seen)[name]
     observed, fmt, backward = seen.outputs[name], seen.formats[name], passed.backward.get(seen.name)
     if (declared := passed.declared(seen)) is not None:
-        return beside_declared(
+        beside = beside_declared(
             observed, truth, partial(_only, name), [declared], variance=variance, fmt=fmt, rows=rows,
             fed=fed if covers(passed.truth.out_format) else None, clusters=clusters,
-            by_scale=partial(_by_scale, passed) if name == "o" else None,
-            lse_apart=partial(_lse_apart, seen) if "lse" in seen.outputs else None,
         )  # fmt: skip
+        return beside if name != "o" else with_scale_faults(beside, observed, seen.outputs.get("lse"), declared, rows)
     found = beside_well_rounded(
         name, observed, truth, partial(_only, name), [passed.counterfactuals], variance=variance, fmt=fmt, rows=rows,
         fed=fed, clusters=clusters, directions=_directions(passed, name), first=first,
@@ -147,17 +144,6 @@ def _named(
         return found
     in_blocks = adds_in_blocks(name, observed, fed, collectors, total, fmt)
     return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
-
-
-def _by_scale(passed: StreamedHead) -> tuple[Tensor, Tensor]:
-    """O's and L's derivatives by the logarithm of alpha, [Tq, Dv] and [Tq]."""
-    head = replace(passed.truth.head, do=None)
-    up, down = (reference_of(replace(head, scale=head.scale * (1 + h))) for h in (_STEP, -_STEP))
-    return (up.out - down.out) / (2 * _STEP), (up.lse - down.lse) / (2 * _STEP)
-
-
-def _lse_apart(seen: ObservedHead, outputs: dict[str, Tensor]) -> Tensor:
-    return seen.outputs["lse"] - outputs["lse"]
 
 
 def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:

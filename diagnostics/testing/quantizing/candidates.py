@@ -36,6 +36,7 @@ _ARITHMETICS: dict[Arithmetic, str] = {
     "fp32": "in fp32 arithmetic",
     "fp32-reciprocal": "in fp32 arithmetic with reciprocal scales",
 }
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Rows of w on which quantisers are tried whose blocks lie within a row.
 _ROWS = 128
 _PAIRS_OF = 4
@@ -57,13 +58,24 @@ class PossibleQuantizer:
     """The scales are those of so many times the data's amax."""
     gain: float = 1.0
     """The values are so many times what it makes."""
+    cast: str = ""
+    """w is rounded to this 16-bit format first; empty: it is not."""
+    own_format: bool = False
+    """Computed in w's own 16-bit format, which the scales have too, and times their reciprocals, as torchao does it."""
+
+    @property
+    def declarable(self) -> bool:
+        """Whether ``by`` alone says what it is."""
+        return not self.zero_shift and self.amax_factor is None and self.gain == 1 and not self.cast
 
     def values(self, w: Tensor) -> Quantized:
         """What it makes of ``w``."""
-        found = self._values(w)
+        found = self._values(w.to(_CASTS[self.cast]).to(w.dtype) if self.cast else w)
         return found if self.gain == 1 else replace(found, values=found.values * self.gain)
 
     def _values(self, w: Tensor) -> Quantized:
+        if self.own_format:
+            return _in_own_format(w, self.by)
         if self.amax_factor is not None:
             own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
             target = self.by.largest if self.by.target is None else self.by.target
@@ -73,6 +85,22 @@ class PossibleQuantizer:
             return found
         scale = spread(found.scale, (w.shape[0], w.shape[1]), self.by)
         return replace(found, values=found.values - self.zero_shift * scale)
+
+
+def _in_own_format(w: Tensor, by: Quantizer) -> Quantized:
+    """What symmetric integers become in w's format."""
+    found, elements = quantize(w, by), by.parsed_elements
+    assert isinstance(elements, Integers)
+    scale = spread(found.scale, (w.shape[0], w.shape[1]), by).to(w.dtype)
+    codes = (w * (1 / scale)).round().clamp(elements.lowest, elements.highest).nan_to_num()
+    return replace(found, codes=codes, values=codes * scale)
+
+
+def _computed_in(w: Tensor, by: Quantizer) -> str:
+    """The 16-bit format in which torch may have computed this quantiser; empty: in none."""
+    integers = isinstance(by.parsed_elements, Integers) and by.elements.isalnum()
+    found = next((name for name, dtype in _CASTS.items() if w.dtype == dtype), "")
+    return found if integers and by.symmetric and not by.tensor_scale else ""
 
 
 def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> float:
@@ -127,7 +155,7 @@ def identify(
         declared: The quantiser that should have done it; None: any preset may have.
         progress: Called with (done, total) after each candidate.
     """
-    starts = _presets() if declared is None else _as_declared(declared)
+    starts = _presets() if declared is None else _as_declared(declared, w)
     tried: dict[str, tuple[float, PossibleQuantizer]] = {}
     attempts = count()
 
@@ -197,12 +225,14 @@ def _looks_drawn(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> b
     return total > 0 and abs(float(counted.sum()) / total - 1) < _DRAWN and bool((off <= allowed).all())
 
 
-def _as_declared(by: Quantizer) -> list[PossibleQuantizer]:
+def _as_declared(by: Quantizer, w: Tensor) -> list[PossibleQuantizer]:
     """In any arithmetic: that is no other quantiser."""
-    others = [(a, w) for a, w in _ARITHMETICS.items() if a != by.arithmetic]
+    own = _computed_in(w, by)
+    others = [(a, words) for a, words in _ARITHMETICS.items() if a != by.arithmetic]
     return [
         PossibleQuantizer(by, DECLARED),
-        *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {w}") for a, w in others),
+        *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {words}") for a, words in others),
+        *([PossibleQuantizer(by, f"{DECLARED}, in {own} arithmetic", own_format=True)] if own == by.scale else []),
     ]
 
 
@@ -235,11 +265,13 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
         return replace(start, by=replace(other, name=name), words=_and(start, words))
 
     found: list[PossibleQuantizer | None] = []
-    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128"):
+    size = by.block if by.block.isdigit() else "32"
+    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128", f"{size}x1"):
         what = {
             "row": "a scale for each row",
             "column": "a scale for each column",
             "tensor": "one scale for the tensor",
+            f"{size}x1": f"blocks of {size} down the columns",
         }
         found.append(changed(what.get(block, f"blocks of {block}"), block=block))
     elements = by.elements.partition(":")[0]
@@ -264,6 +296,13 @@ def _changes(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[
         else changed("with a zero point", symmetric=False, target=None)
     )
     found += [changed(words, arithmetic=a) for a, words in _ARITHMETICS.items()]
+    if own := _computed_in(w, by):
+        computed = changed(f"scales and arithmetic in {own}", scale=own) or (start if by.scale == own else None)
+        found.append(
+            computed and replace(computed, words=_and(start, f"scales and arithmetic in {own}"), own_format=True)
+        )
+    if w.dtype in (torch.float32, torch.float64) and not start.cast:
+        found += [replace(start, words=_and(start, f"w rounded to {fmt} first"), cast=fmt) for fmt in _CASTS]
     if start.gain == 1 and start.amax_factor is None:
         found += [
             replace(start, words=_and(start, f"values multiplied by {gain:.4g} afterwards"), gain=gain)
@@ -297,6 +336,8 @@ def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
     yield None, f"amax mapped to {fmt.largest:g}"
     yield power, f"amax mapped to {power:g}"
     yield power * (1 - 2.0 ** -(fmt.mantissa_bits + 2)), "amax rounded to the elements before its power of two is taken"
+    if by.elements.partition(":")[0] == "e4m3":
+        yield 240.0, "amax mapped to 240, the largest number of E4M3 FNUZ"
 
 
 def _other_elements(by: Quantizer) -> Iterator[tuple[str, float | None]]:

@@ -31,7 +31,7 @@ def beside_engine(
             made, words = found.by.name, found.words
             if words.startswith(DECLARED):
                 words = "as the trainer"
-            elif trainer is not None and not found.zero_shift and found.amax_factor is None:
+            elif trainer is not None and found.declarable:
                 words = _differing(trainer, found.by)
         else:
             words = "by no quantizer that is known here"

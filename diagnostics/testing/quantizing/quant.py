@@ -179,7 +179,7 @@ def _called(function: Values, w: Tensor) -> Tensor:
 
 def _values_of(made: PossibleQuantizer) -> Values | None:
     """As the values were made, straight-through; None for the quantiser itself."""
-    if not made.zero_shift and made.amax_factor is None and made.gain == 1:
+    if made.declarable:
         return None
 
     def values(weight: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _without_strays(
 
 def _declaring(made: PossibleQuantizer) -> str | None:
     """How to say what it is; None where no declaration can."""
-    if made.zero_shift or made.amax_factor is not None or made.gain != 1:
+    if not made.declarable:
         return None
     name, *changes = made.by.name.split(" ")
     told = " ".join([f"--quantizer {name}", *(f"--set {change}" for change in changes)])
