@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from attn_diag.kernels.emulation_operands import (
     working_dtype,
 )
 from attn_diag.kernels.exponential import exp2_polynomial, scaled_difference, scaled_exponent
-from attn_diag.kernels.formats import parse, round_to, site_seed
+from attn_diag.kernels.formats import parse, round_to, rounds_monotonically, site_seed
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -87,6 +88,16 @@ _PRODUCT = (*_PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
 
 
+# attrgetter for the same fields again and again.
+_getter = cache(lambda fields: attrgetter(*fields))
+
+
+def softmax_key(recipe: Recipe) -> Key:
+    """What P_bar before its cast depends on, for a given head."""
+    found: Key = _getter(_SOFTMAX)(recipe)
+    return found
+
+
 def lse_key(recipe: Recipe) -> Key:
     """What L depends on, for a given head."""
     fields = [*_SOFTMAX, "row_sum_of", "row_sum_clamp", "lse_from"]
@@ -116,19 +127,27 @@ class Block:
 
     def shared(self, name: str, recipe: Recipe, depends_on: tuple[str, ...], place: Key, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once for all recipes that agree in the fields ``depends_on``. Read-only."""
-        key = name, place, *(getattr(recipe, f) for f in depends_on)
+        key = name, place, _getter(depends_on)(recipe)
         if key not in self._shared:
             self._shared[key] = make()
         found: T = self._shared[key]
         return found
 
     def scores(self, recipe: Recipe, keys: slice) -> Tensor:
-        """q of the rows times the transposed k of ``keys``, as the recipe quantises them: [R, K]."""
+        """q of the rows times the transposed k of ``keys``, as the recipe quantises them: [R, K]. Read-only."""
 
         def make() -> Tensor:
-            return self.operands.prepared(recipe).scores(recipe, self.rows, keys)
+            return self.operands.prepared(recipe).scores(recipe, self.rows, self.keys)
 
-        return self.shared("q k", recipe, OF_SCORES, (keys.start, keys.stop, self._query_block(recipe)), make)
+        return self.shared("q k", recipe, OF_SCORES, (self._query_block(recipe),), make)[:, self.within(keys)]
+
+    def within(self, keys: slice) -> slice:
+        """Where some of the keys are in tensors of all of them."""
+        return slice(keys.start - self.keys.start, keys.stop - self.keys.start)
+
+    def keep_scores(self) -> None:
+        """Forget what is shared but the scores, which recipes with other schedules share too."""
+        self._shared = {key: found for key, found in self._shared.items() if key[0] in ("q k", "scores")}
 
     def dprobs(self, recipe: Recipe, keys: slice) -> Tensor:
         """dO of the rows times the transposed v of ``keys``, as given: [R, K]."""
@@ -182,7 +201,7 @@ def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounde
 def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
     """S as the recipe stores it, [R, K]; -inf where masked. Shared: not to be changed."""
 
-    def make() -> Tensor:
+    def make(keys: slice) -> Tensor:
         rounder = Rounder(recipe, int(block.rows[0]))
         head = block.head
         products = block.scores(recipe, keys)
@@ -196,7 +215,9 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
         head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
         return scores
 
-    return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), make)
+    if not rounds_monotonically(recipe.scores):  # every range draws its own numbers
+        return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), partial(make, keys))
+    return block.shared("scores", recipe, SCORES, (), partial(make, block.keys))[:, block.within(keys)]
 
 
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
@@ -230,7 +251,8 @@ def _one_split(
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
     first = values.new_full((len(block.rows), 1), -torch.inf)
-    maxima, row_sum, exact_sum = first, torch.zeros_like(first), torch.zeros_like(first)
+    maxima, exact_sum = first, torch.zeros_like(first)
+    row_sum = exact_sum
     accumulator = values.new_zeros(len(block.rows), values.shape[1])
     for i, keys in enumerate(tiles):
         place = split, i
@@ -245,12 +267,14 @@ def _one_split(
         tile_sum = summed.sum(1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
-        exact_sum = rescale * exact_sum + tile_sum
-        row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
+        exact, rounded = exact_sum, row_sum
+        exact_sum = rescale * exact + tile_sum
+        # The same number until it is rounded.
+        row_sum = rounder("row_sum", exact_sum if rounded is exact else rescale * rounded + tile_sum, keys.start)
         kept = block.multiplied(recipe, "probs", cast, keys, rounder)
         if _chained(recipe):
-            scaled = accumulator * rescale
-            accumulator = values_product(recipe, kept, v.rows(keys), scaled)
+            add = partial(_add_products, recipe, kept, v.rows(keys), accumulator, rescale)
+            accumulator = block.shared("sums of products", recipe, _PRODUCT, place, add)
         else:
             multiply = partial(_range_pv, recipe, kept, v.rows(keys), rounder, keys.start)
             product = block.shared("product", recipe, _PRODUCT, place, multiply)
@@ -370,6 +394,11 @@ def _range_pv(recipe: Recipe, cast: Tensor, v: Factor, rounder: Rounder, key: in
     """P_bar V of one key range by itself."""
     product = values_product(recipe, cast, v)
     return product if recipe.accumulation == "nvidia-tensor-core" else rounder("pv_sums", product, key)
+
+
+def _add_products(recipe: Recipe, cast: Tensor, v: Factor, accumulator: Tensor, rescale: Tensor) -> Tensor:
+    """The rescaled accumulator with P_bar V of one key range added by the hardware."""
+    return values_product(recipe, cast, v, accumulator * rescale)
 
 
 def _chained(recipe: Recipe) -> bool:

@@ -13,7 +13,8 @@ from builders import some
 from scipy import stats
 
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
-from attn_diag.statistics.means import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
+from attn_diag.statistics.drift import FLAT_BAND_99
+from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias, mean_test
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:

@@ -36,7 +36,15 @@ from attn_diag.results.diagnosis import (
 from attn_diag.results.figures import HeadFigures, PredictedError
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import number, plural
-from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
+from attn_diag.statistics.means import (
+    MIN_SEQUENCES,
+    PRIMARY,
+    BiasCase,
+    SignedErrors,
+    adjust,
+    estimate_bias,
+    estimate_biases,
+)
 from attn_diag.statistics.ratios import paired_ratio
 
 _TOP_ROWS = 5
@@ -156,11 +164,12 @@ def pool(
         [joined[p.batch] for p in parts] if by_sequence else None,
         gradients if len(gradients) == len(parts) else None,
     )
-    biases = {}
+    drifts = {name: not name.startswith("rounding") for name in errors}
+    labels = {name: clusters.of(name, shared=error.features is not None) for name, error in errors.items()}
+    cases = [BiasCase(error, labels[name], drifts[name]) for name, error in errors.items()]
+    biases = dict(zip(errors, estimate_biases(cases, level), strict=True))
     for name, error in errors.items():
-        drift = not name.startswith("rounding")
-        labels = clusters.of(name, shared=error.features is not None)
-        biases[name] = estimate_bias(error, labels, level, with_drift=drift)
+        drift = drifts[name]
         if error.features is not None and name == "delta_excess" and not by_sequence:
             # Few keys may agree by chance: what rows alone say is the least uncertainty.
             alone = estimate_bias(replace(error, features=None), clusters.within(name), level, with_drift=drift)
