@@ -7,7 +7,8 @@ Qiu & Yao, arXiv 2510.04212, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
-from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even, row_blocks
+from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.heads import scores_of
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -26,6 +28,8 @@ DEFINITIONS = ("exact", "as_run", "window", "unit")
 MAX_POSITIONS = 16
 # Candidates held before they are decided about: few, unless many scores are equal.
 _MAX_PENDING = 2**20
+# So many scores of rows near a repeat are held at a time.
+_AT_ONCE = 2**23
 
 
 @dataclass
@@ -95,15 +99,6 @@ class RowMaximaCollector:
         if self._pending_count > _MAX_PENDING:
             self._settle()
 
-    def take(self, fused: FusedHeads, i: int) -> None:
-        """Take all of head ``i`` of the kernels, instead of blocks; rows with another score near the maximum again."""
-        rows = fused.forward
-        found = rows.row_max[i], rows.second_max[i], rows.top_key[i]
-        self._row_max, self._second_max, self._top_key = (values.clone() for values in found)
-        near = (self._second_max > self._threshold(self._row_max)).nonzero()[:, 0]
-        for block in row_blocks(replace(fused.heads[i], do=None), rows=near):
-            self.add(block)
-
     @property
     def top_key(self) -> Tensor:
         """The first key with the row's largest score, int64 [Tq]; 0 in rows without keys."""
@@ -135,6 +130,31 @@ class RowMaximaCollector:
 
     def _settle(self) -> None:
         _settle([self])
+
+
+def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> None:
+    """Let the collectors of these heads, of one recipe, take all of them from the kernels, instead of blocks; rows with
+    another score near the maximum are looked at again."""
+    first, found, keys = collectors[0], fused.forward, len(fused.head.k)
+    tops, top_keys = found.row_max.clone(), found.top_key.clone()
+    numbers, rows = (found.second_max > first._threshold(tops)).nonzero(as_tuple=True)
+    for i, one in enumerate(collectors):
+        one._row_max, one._second_max, one._top_key = tops[i], found.second_max[i], top_keys[i]
+    ends = [0, *torch.bincount(numbers, minlength=len(collectors)).cumsum(0).tolist()]
+    for start in range(0, len(rows), step := max(1, _AT_ONCE // max(keys, 1))):
+        some = range(start, min(start + step, len(rows)))
+        parts = [slice(max(some.start, a), min(some.stop, b)) for a, b in pairwise(ends)]
+        scores = scores_of(fused.heads, [rows[part] for part in parts])
+        places = numbers[some.start : some.stop], rows[some.start : some.stop]
+        tops[places], top_keys[places] = scores.max(1)
+        at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
+        sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
+        pending = (t.split(sizes) for t in (places[1][at], columns, scores[at, columns]))
+        for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
+            one._pending.append(of_head)
+            one._pending_count += len(of_head[0])
+        if sum(one._pending_count for one in collectors) > _MAX_PENDING:
+            _settle(collectors)
 
 
 def settle_alike(collectors: Sequence[RowMaximaCollector]) -> None:

@@ -16,7 +16,7 @@ from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, take_backward
 from attn_diag.head.read import HeadInputs
-from attn_diag.head.row_maxima import collector_of
+from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
@@ -153,9 +153,8 @@ class StreamedHead:
         return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
 
     def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
-        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K."""
-        for collector in self._collectors.values():
-            collector.take(fused, i)
+        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K; its row
+        maxima are taken already."""
         maxima, every = next(iter(self._collectors.values())), (slice(None),)
         self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
         self.collected.take(fused, i)
@@ -214,6 +213,8 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
         for other in others:
             other.beside = others
+        for name in passes[0]._collectors:
+            take_maxima([one._collectors[name] for one in passes], fused)
         for i, (one, reference) in enumerate(zip(passes, references, strict=True)):
             one.take(fused, i, reference, None if products is None else products[i])
         for name in passes[0].backward:
