@@ -19,13 +19,12 @@ from attn_diag.kernels.emulation_forward import (
     Block,
     ForwardRows,
     RangeTrace,
-    Rounder,
     forward_rows,
     masked_scores,
     round_scores,
     softmax_key,
 )
-from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, working_dtype
+from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe

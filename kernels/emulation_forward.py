@@ -13,17 +13,17 @@ from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.emulation_operands import (
-    LOG2_E,
     OF_SCORES,
     OF_VALUES,
     Factor,
     HeadLike,
     Operands,
+    Rounder,
     values_product,
     working_dtype,
 )
-from attn_diag.kernels.exponential import exp2_polynomial, scaled_difference, scaled_exponent
-from attn_diag.kernels.formats import parse, round_to, rounds_monotonically, site_seed
+from attn_diag.kernels.emulation_softmax import softmax_step
+from attn_diag.kernels.formats import parse, round_to, rounds_monotonically
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -64,20 +64,6 @@ class ForwardRows:
     unrounded: Tensor
     out: Tensor
     lse: Tensor
-
-
-class Rounder:
-    """A recipe's rounding sites as one function, for rows from ``row`` on."""
-
-    def __init__(self, recipe: Recipe, row: int) -> None:
-        self._recipe, self._row = recipe, row
-
-    def __call__(self, site: str, x: Tensor, key: int = 0, step: str = "") -> Tensor:
-        """``x`` as the recipe rounds it at ``site``; ``key`` and ``step`` tell random draws apart."""
-        rounding = parse(getattr(self._recipe, site))
-        if rounding is None:
-            return x
-        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
 
 
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
@@ -256,9 +242,9 @@ def _one_split(
     accumulator = values.new_zeros(len(block.rows), values.shape[1])
     for i, keys in enumerate(tiles):
         place = split, i
-        step = block.shared(
-            "softmax", recipe, _SOFTMAX, place, partial(_softmax_step, recipe, block, keys, maxima, rounder)
-        )
+        scores = masked_scores(recipe, block, keys)
+        follow = partial(softmax_step, recipe, scores, maxima, factor, rounder, keys.start)
+        step = block.shared("softmax", recipe, _SOFTMAX, place, follow)
         maxima, rescale = step.maxima, step.rescale
         cast = block.shared(
             "cast", recipe, _PROBS, place, partial(_cast_probs, recipe, step.probs, rounder, keys.start)
@@ -281,7 +267,6 @@ def _one_split(
             scaled = rounder("accumulator", accumulator * rescale, keys.start, "rescale")
             accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
         if trace is not None:
-            scores = masked_scores(recipe, block, keys)
             cast_probs, kept_probs = (x[0].double() / recipe.probs_scale for x in (cast, kept))
             found = RangeTrace(
                 split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(), cast_probs=cast_probs,
@@ -324,62 +309,6 @@ def _with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
     """Merged splits with the sink as one more."""
     whole = torch.logaddexp(lse, lse.new_tensor(sink))
     return out * torch.exp(lse - whole)[:, None], whole
-
-
-@dataclass
-class _SoftmaxStep:
-    """One key range: the new maxima and the factor for the old sums [R, 1], P_bar [R, K]."""
-
-    maxima: Tensor
-    rescale: Tensor
-    probs: Tensor
-
-
-def _softmax_step(recipe: Recipe, block: Block, keys: slice, maxima: Tensor, rounder: Rounder) -> _SoftmaxStep:
-    factor = block.operands.factor(recipe)
-    scores = masked_scores(recipe, block, keys)
-    new = rounder("row_max", _next_maximum(recipe, maxima, scores), keys.start)
-    probs = _exponential(recipe, scores, new, factor, rounder, keys.start)
-    return _SoftmaxStep(new, _exponential(recipe, maxima, new, factor, rounder, keys.start, "rescale"), probs)
-
-
-def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
-    """What is subtracted from now on, before it is rounded; [R, 1]."""
-    top = scores.amax(1, keepdim=True)
-    rule = recipe.softmax
-    if rule.kind == "stabilised":
-        assert rule.beta is not None
-        # Keys that are all masked have no maximum that could be repeated; so it does not matter which masked ranges a
-        # kernel visits. (The published code masks with the most negative number, and there m would become 0.)
-        repeated = ((scores >= top - rule.epsilon).sum(1, keepdim=True) > 1) & (top > -torch.inf)
-        top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
-    new = torch.maximum(maxima, top)
-    if rule.kind == "stale":
-        assert rule.threshold is not None
-        # NaN where both are -inf, and then not below the threshold: the new one, -inf too.
-        new = torch.where(new - maxima <= rule.threshold, maxima, new)
-    return new
-
-
-def _exponential(
-    recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float, rounder: Rounder, key: int, step: str = ""
-) -> Tensor:
-    """exp(factor (S - m)); a row without keys gives 0."""
-    maxima = maxima.masked_fill(maxima == -torch.inf, 0.0)
-    if recipe.exp == "exact":
-        return torch.exp(rounder("difference", (scores - maxima) * factor, key, step))
-    if recipe.exp == "exp2":
-        difference = rounder("difference", scores - maxima, key, step)
-        return torch.exp2(
-            difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
-        )
-    # Sums of FP8 products are cut off to 13 bits: a factor that is all but 1 costs them the last one.
-    by_difference = step == "rescale" and recipe.rescaling == "difference"
-    exponent = (scaled_difference if by_difference else scaled_exponent)(scores, maxima, factor)
-    if recipe.exp == "exp2-fma":
-        return torch.exp2(exponent)
-    assert recipe.exp_degree is not None
-    return exp2_polynomial(exponent, recipe.exp_degree)
 
 
 def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Tensor:

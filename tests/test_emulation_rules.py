@@ -26,7 +26,7 @@ from attn_diag.kernels import (
     trace_row,
 )
 from attn_diag.kernels.emulation_backward import KeyGradients
-from attn_diag.kernels.emulation_forward import Rounder
+from attn_diag.kernels.emulation_operands import Rounder
 from attn_diag.kernels.exponential import MAX_DEGREE, exp2_polynomial
 from attn_diag.kernels.recipe import FORMATS
 from attn_diag.reference import AttentionHead, Dropout, Masking, reference_head
