@@ -16,6 +16,7 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.head import streaming
 from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.opened import nearly_uniform
 from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
@@ -126,7 +127,8 @@ def test_rows_that_attend_to_their_keys_nearly_alike_are_known(size: float, devi
     inputs = read_head(capture(size=size), 0, 0, torch.device(device))
     passed = streaming.StreamedHead(inputs, [streaming.ObservedHead("seen", {}, {})], None)
     streaming.stream_heads([passed])
-    assert passed.nearly_uniform(passed.truth.usable.cpu().numpy()) == (size < 1)
+    of_rows = (passed.visible, passed.truth.reference.row_sum, passed.truth.usable)
+    assert nearly_uniform(*(t.cpu().numpy() for t in of_rows)) == (size < 1)
 
 
 @pytest.mark.usefixtures("fused")

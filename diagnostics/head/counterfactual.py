@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
+from attn_diag.head.shared import rows_differ
 from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
@@ -45,8 +46,6 @@ _MOST_DIRECTIONS = 128
 # So many weighted numbers are held at a time.
 _AT_ONCE = 2**20
 _TENSOR_CORE_SCORES = 2**19
-# 2^64 / golden ratio, as int64: of its odd multiples all bits of a number move all bits of a sum.
-_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 def covers(fmt: FloatFormat) -> bool:
@@ -269,20 +268,10 @@ def same_keys(head: AttentionHead) -> Tensor | None:
     biased = head.masking.mask is not None and head.masking.mask.dtype != torch.bool
     if biased or head.masking.alibi is not None or head.dropout is not None:
         return None
-    keys = torch.cat([head.k, head.v], 1)
-    if _all_differ(keys):
+    if rows_differ([head.k, head.v]):  # comparing them takes far longer
         return None
-    numbers = torch.unique(keys, dim=0, return_inverse=True)[1]
+    numbers = torch.unique(torch.cat([head.k, head.v], 1), dim=0, return_inverse=True)[1]
     return None if int(numbers.max()) + 1 == len(numbers) else numbers
-
-
-def _all_differ(rows: Tensor) -> bool:
-    """Whether no two rows [n, D] (float64) have the same hash, and so none is another's copy: comparing them takes far
-    longer."""
-    bits = (rows + 0.0).view(torch.int64)  # -0 is 0
-    weights = (torch.arange(rows.shape[1], device=rows.device) * 2 + 1) * _ODD
-    hashes = ((bits ^ (bits >> 32)) * weights).sum(1).sort().values
-    return not bool((hashes[1:] == hashes[:-1]).any())
 
 
 def together(alike: Tensor, visible: Tensor) -> Tensor:

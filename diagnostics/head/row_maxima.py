@@ -70,9 +70,11 @@ class RowMaximaCollector:
         # rounds before and after the scale), and a spacing is at most this fraction of it.
         self._relative_reach = 1.01 * max(_spacing(input_format), 2.5 * _spacing(score_format) if score_format else 0.0)
         self._reach = 1.01 * max(WINDOW, -input_format.rounds_to_one)
-        names = [d for d in DEFINITIONS if d != "as_run" or round_scores is not None]
-        self._multiplicity = {d: torch.zeros(q_length, dtype=torch.int64, device=device) for d in names}
-        self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in names}
+        self.definitions = tuple(d for d in DEFINITIONS if d != "as_run" or round_scores is not None)
+        """Those that can be told."""
+        # Of the rows that were looked at, [definitions, Tq]; None: of none.
+        self._counts: Tensor | None = None
+        self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in self.definitions}
         self._index = torch.arange(q_length, device=device)
         self._row_max = torch.full((q_length,), -torch.inf, dtype=torch.float64, device=device)
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -114,15 +116,27 @@ class RowMaximaCollector:
         """Whether a row sees two keys or more, bool [Tq]."""
         return self._second_max > -torch.inf
 
-    def repeats(self, definition: str) -> Repeats | None:
-        """The result for one definition; None for "as_run" where the recipe is unknown."""
-        if definition not in self._multiplicity:
-            return None
+    def multiplicity(self) -> Tensor:
+        """By each of ``definitions``, [definitions, Tq], see ``Repeats``."""
+        self._settle()
+        # Rows never looked at have their maximum once.
+        once = (self._row_max > -torch.inf).to(torch.int64)
+        if self._counts is None:
+            return once.expand(len(self.definitions), -1)
+        return torch.maximum(self._counts, once)
+
+    def positions(self, definition: str) -> tuple[Tensor, Tensor]:
+        """Rows and keys of one of ``definitions``, see ``Repeats``."""
         self._settle()
         parts = self._positions[definition] or [(self._index[:0], self._index[:0])]
         rows, keys = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
-        # Rows never looked at have their maximum once.
-        return Repeats(torch.maximum(self._multiplicity[definition], self._row_max > -torch.inf), rows, keys)
+        return rows, keys
+
+    def repeats(self, definition: str) -> Repeats | None:
+        """The result for one definition; None for "as_run" where the recipe is unknown."""
+        if definition not in self.definitions:
+            return None
+        return Repeats(self.multiplicity()[self.definitions.index(definition)], *self.positions(definition))
 
     def _threshold(self, top: Tensor) -> Tensor:
         """Below it no score counts as the row's largest, ``top``."""
@@ -161,7 +175,7 @@ def settle_alike(collectors: Sequence[RowMaximaCollector]) -> None:
     """Decide what these collectors of one recipe have gathered, of heads of one length in one go."""
     alike: dict[object, list[RowMaximaCollector]] = {}
     for one in collectors:
-        alike.setdefault((len(one._row_max), one._format, tuple(one._multiplicity)), []).append(one)
+        alike.setdefault((len(one._row_max), one._format, one.definitions), []).append(one)
     for some in alike.values():
         _settle(some)
 
@@ -175,13 +189,14 @@ def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     rows = torch.cat([rows + start for (rows, _, _), start in found])
     keys, scores = (torch.cat([part[i] for part, _ in found]) for i in (1, 2))
     row_top = torch.cat([c._row_max for c in collectors])[rows]
-    repeats = {
+    tests = {
         "exact": round_nearest_even(scores, first._format) == round_nearest_even(row_top, first._format),
         "window": row_top - scores <= WINDOW,
         "unit": scores - row_top >= first._format.rounds_to_one,
     }
     if first._round_scores is not None:
-        repeats["as_run"] = first._round_scores(scores) == first._round_scores(row_top)
+        tests["as_run"] = first._round_scores(scores) == first._round_scores(row_top)
+    repeats = {name: tests[name] for name in first.definitions}
     # Every definition has all rows of all heads to itself.
     number, at = torch.stack(list(repeats.values())).nonzero(as_tuple=True)
     places = number * (count * len(collectors)) + rows[at]
@@ -192,13 +207,13 @@ def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     places, keys = places[keep], keys[at[keep]]
     starts = torch.arange(len(repeats) * len(collectors) + 1, device=places.device) * count
     ends = torch.searchsorted(places, starts).tolist()
-    of_heads = counts.view(len(repeats), len(collectors), count)
-    for i, name in enumerate(repeats):
-        for h, collector in enumerate(collectors):
-            collector._multiplicity[name] += of_heads[i, h]
-            one = i * len(collectors) + h
-            part = slice(ends[one], ends[one + 1])
-            collector._positions[name].append((places[part] - one * count, keys[part]))
+    sizes = [end - start for start, end in pairwise(ends)]
+    parts = list(zip((places % count).split(sizes), keys.split(sizes), strict=True))
+    of_heads = counts.view(len(repeats), len(collectors), count).unbind(1)
+    for h, collector in enumerate(collectors):
+        collector._counts = of_heads[h] if collector._counts is None else collector._counts + of_heads[h]
+        for i, name in enumerate(repeats):
+            collector._positions[name].append(parts[i * len(collectors) + h])
     for collector in collectors:
         collector._pending, collector._pending_count = [], 0
 
