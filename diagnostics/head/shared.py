@@ -141,6 +141,9 @@ def _hash(values: Tensor | None, seed: int) -> Tensor:
     """A hash of each row of [n, D], int64 [n] on its device; sums and products wrap around."""
     assert values is not None
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
+    if values.dtype.itemsize == 8:
+        # Numbers that 16 bits hold end in 45 zeros, and so would every product.
+        bits = bits ^ (bits >> 32)
     return (bits * _weights(bits.shape[1], seed, bits.device)).sum(1)
 
 

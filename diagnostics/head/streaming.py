@@ -146,11 +146,12 @@ class StreamedHead:
         return self._variances[seen.name]
 
     def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
-        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K; its row
-        maxima are taken already."""
+        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K.
+
+        What its row maxima and its bounds need is taken already.
+        """
         maxima, every = next(iter(self._collectors.values())), (slice(None),)
         self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
-        self.collected.take(fused, i)
         self.visible = fused.forward.visible[i]
         for errors in self.errors.values():
             assert reference.delta is not None
@@ -208,6 +209,7 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
             other.beside = others
         for name in passes[0]._collectors:
             take_maxima([one._collectors[name] for one in passes], fused)
+        BoundCollector.take([one.collected for one in passes], fused)
         for i, (one, reference) in enumerate(zip(passes, references, strict=True)):
             one.take(fused, i, reference, None if products is None else products[i])
         for name in passes[0].backward:
