@@ -21,6 +21,7 @@ from attn_diag.analyses.inspection.groups import (
     made_at_once,
     together,
 )
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors, pooled_biases
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
@@ -294,14 +295,17 @@ class CaptureJob:
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
+        every = [part for parts in measured.values() for part in parts]
+        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), every)]
+        biases = pooled_biases(pooled, self.level)
         entries = [
             pool(
-                parts,
+                errors,
+                of_head,
                 layer=c.metadata.layer,
                 head=head + c.metadata.head_offset,
                 dw_q=None if (found := dw_q[head]) is None else found.sums,
                 extra=self._extra(name, [head] if self.group == 1 else []),
-                level=self.level,
                 figures=head_figures(
                     [p.figures for p in parts],
                     [p.batch for p in parts],
@@ -309,24 +313,21 @@ class CaptureJob:
                     None if found is None else found.by_feature,
                 ),
                 sequences=sequences,
-                k_length=c.k_length,
                 quantities=quantities[head],
                 missing=missing,
             )
-            for head, parts in measured.items()
+            for (head, parts), errors, of_head in zip(measured.items(), pooled[:-1], biases[:-1], strict=True)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        pooled = GradientSums.pool(known) if len(known) == len(measured) else None
         entries.append(
             pool(
-                [part for parts in measured.values() for part in parts],
+                pooled[-1],
+                biases[-1],
                 layer=c.metadata.layer,
                 head=None,
-                dw_q=pooled,
+                dw_q=GradientSums.pool(known) if len(known) == len(measured) else None,
                 extra=self._extra(name, sorted({head // self.group for head in measured})),
-                level=self.level,
                 sequences=sequences,
-                k_length=c.k_length,
                 quantities=worst_of_all(quantities.values()),
                 missing=missing,
             )
