@@ -29,7 +29,7 @@ def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor]) -> Tensor:
         if first.masking.alibi is None:
             first.apply_mask(found, torch.cat(list(rows)), keys)
         else:  # every head has a slope of its own
-            for head, part, of_head in zip(heads, found.split([len(r) for r in rows]), rows, strict=True):
+            for head, part, of_head in zip(heads, torch.split(found, [len(r) for r in rows]), rows, strict=True):
                 head.apply_mask(part, of_head, keys)
     return found
 

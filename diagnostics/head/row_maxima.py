@@ -163,7 +163,7 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
         tops[places], top_keys[places] = scores.max(1)
         at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
         sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
-        pending = (t.split(sizes) for t in (places[1][at], columns, scores[at, columns]))
+        pending = (torch.split(t, sizes) for t in (places[1][at], columns, scores[at, columns]))
         for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
             one._pending.append(of_head)
             one._pending_count += len(of_head[0])
@@ -208,7 +208,7 @@ def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     starts = torch.arange(len(repeats) * len(collectors) + 1, device=places.device) * count
     ends = torch.searchsorted(places, starts).tolist()
     sizes = [end - start for start, end in pairwise(ends)]
-    parts = list(zip((places % count).split(sizes), keys.split(sizes), strict=True))
+    parts = list(zip(torch.split(places % count, sizes), torch.split(keys, sizes), strict=True))
     of_heads = counts.view(len(repeats), len(collectors), count).unbind(1)
     for h, collector in enumerate(collectors):
         collector._counts = of_heads[h] if collector._counts is None else collector._counts + of_heads[h]

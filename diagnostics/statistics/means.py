@@ -298,7 +298,7 @@ def _mean_tests(cases: Sequence[tuple[Array, Array]], level: float) -> MeanTest:
     found = np.empty((4, len(cases)))
     for places in alike.values():
         found[:, places] = _moments(np.stack([cases[i][0] for i in places]), np.stack([cases[i][1] for i in places]))
-    return MeanTest.of(*found, level)
+    return MeanTest.of(found[0], found[1], found[2], found[3], level)
 
 
 def _moments(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
