@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SHARED, stored
+from builders import SHARED, some, stored
 
 from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
@@ -119,13 +119,13 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     where one of them cannot be measured."""
     monkeypatch.setattr(streaming, "fuses", lambda *_: False)
     one, other = capture(), capture(size=0.5)
-    unknown = (other.tensors["o"].float() * (1 + 2.0**-6)).bfloat16()
+    unknown = torch.stack([some(other.read("o", 0, h)) for h in range(4)])[None] * (1 + 2.0**-6)
     taken = [one, other, replace(other, tensors={**other.tensors, "o": unknown}), capture(scale=0.2)]
     taken = [replace(c, source=f"capture {i}") for i, c in enumerate(taken)]
     alone = [json.loads(inspect_captures([c], device="cpu").to_json())["captures"][0] for c in taken]
     sizes: list[int] = []
     monkeypatch.setattr(joint, "jobs_at_once", lambda *_: 3)
-    measure, read = joint.measured, capture_job.read_head
+    measure = joint.measured
 
     def counted(work: Any) -> Any:
         sizes.append(len(work))
@@ -136,11 +136,11 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     def broken(c: Capture, *options: Any) -> Any:
         if fault == "reading" and c.source == "capture 1":
             raise RuntimeError
-        return read(c, *options)
+        return read_head(c, *options)
 
     for module in (joint, capture_job):
         monkeypatch.setattr(module, "measured", counted)
-    monkeypatch.setattr(capture_job, "read_head", broken)
+    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.read_head", broken)
     complaints: list[InputError] = []
     found = inspect_captures(taken, device="cpu", skip=complaints.append)
     assert len(complaints) == (fault == "reading")

@@ -4,22 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
+
+import torch
 
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, jobs_at_once, made_at_once
+from attn_diag.captures.capture import Capture
+from attn_diag.head.baseline import Recognised
+from attn_diag.head.certification import Certify
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
-
-if TYPE_CHECKING:
-    from attn_diag.analyses.inspection.capture_job import CaptureJob
+from attn_diag.kernels import Recipe
+from attn_diag.results.diagnosis import Assumptions
 
 # Captures that hold nothing else, but their observations, are measured together: what belongs to one capture alone, as
 # a mask, is not the same in all of their heads.
 _PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
 
 
-def measured(work: Sequence[tuple[CaptureJob, Sequence[HeadGroup]]]) -> list[list[GroupMeasurement]]:
+class Job(Protocol):
+    """A ``CaptureJob``, as far as its heads are measured here."""
+
+    capture: Capture
+    device: torch.device
+    certify: Certify | None
+    captured: list[str]
+    recipes: dict[str, Recipe]
+    declared: Recipe | None
+    heads: list[int]
+    batches: list[int]
+    shared: dict[int, dict[int, SharedRows]]
+    recognised: dict[str, Recognised]
+    assumptions: Assumptions
+    ahead: list[GroupMeasurement] | None
+
+    def groups(self) -> list[HeadGroup]: ...  # noqa: D102 - described there, as the rest
+    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
+    def complete(  # noqa: D102
+        self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
+    ) -> None: ...
+
+
+_Job = TypeVar("_Job", bound=Job)
+
+
+def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[GroupMeasurement]]:
     """Some groups of heads of captures that are alike, or of one: every observation of them."""
     results = [[GroupMeasurement(group) for group in groups] for _, groups in work]
     every = [(job, result) for (job, _), of_job in zip(work, results, strict=True) for result in of_job]
@@ -38,9 +69,9 @@ def measured(work: Sequence[tuple[CaptureJob, Sequence[HeadGroup]]]) -> list[lis
     return results
 
 
-def alike(jobs: Sequence[CaptureJob]) -> Iterator[list[CaptureJob]]:
+def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
     """Captures that follow each other and may be measured together, as many as fit; others alone."""
-    some: list[CaptureJob] = []
+    some: list[_Job] = []
     for job in jobs:
         kind = _shape_of(job)
         if some and (kind is None or kind != _shape_of(some[0]) or len(some) >= jobs_at_once(job.capture, job.device)):
@@ -51,12 +82,12 @@ def alike(jobs: Sequence[CaptureJob]) -> Iterator[list[CaptureJob]]:
         yield some
 
 
-def measure_ahead(jobs: Sequence[CaptureJob]) -> None:
+def measure_ahead(jobs: Sequence[Job]) -> None:
     """Measure captures that are ``alike``, and begun, together where their recipes are the same too.
 
     Where that fails each is measured by itself later, and says what is wrong with it.
     """
-    by_recipe: dict[object, list[CaptureJob]] = {}
+    by_recipe: dict[object, list[Job]] = {}
     for job in jobs:
         recipes = tuple((name, found.recipe) for name, found in job.recognised.items())
         by_recipe.setdefault((recipes, job.assumptions.refused), []).append(job)
@@ -71,7 +102,7 @@ def measure_ahead(jobs: Sequence[CaptureJob]) -> None:
             job.ahead = results
 
 
-def _shape_of(job: CaptureJob) -> object | None:
+def _shape_of(job: Job) -> object | None:
     """What captures agree in whose heads are alike; None: others are not, whatever they hold."""
     c, m = job.capture, job.capture.metadata
     outputs = {c.key(name, output) for name, found in c.observations.items() for output in found}
