@@ -97,6 +97,7 @@ def measure_ahead(jobs: Sequence[Job]) -> None:
         try:
             found = measured([(job, job.groups()) for job in some])
         except Exception:
+            # Whichever of them it was, and whatever: also memory that one capture alone would not need.
             continue
         for job, results in zip(some, found, strict=True):
             job.ahead = results
@@ -109,5 +110,5 @@ def _shape_of(job: Job) -> object | None:
     if not set(c.tensors) <= _PLAIN | outputs or job.recipes or job.declared is not None:
         return None
     tensors = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in c.tensors.items()))
-    how = m.layout, m.causal, m.window, m.softcap, c.scale, m.lse_base
+    how = m.layout, m.causal, m.window, m.softcap, c.scale, m.lse_base, m.softmax_offset, m.lse_sink, m.dropout_p
     return tensors, how, tuple(job.captured), tuple(job.heads), tuple(job.batches)
