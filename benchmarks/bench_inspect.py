@@ -161,9 +161,9 @@ def floors(name: str) -> dict[str, float]:
     product = count * batch * heads * length**2 * width / product_rate()  # half of it is masked
     row: dict[str, float] = {}
     for work, (products, run) in works.items():
-        first = timed(run)
-        # What takes long is measured once more, not several times.
-        seconds = statistics.median(timed(run) for _ in range(RUNS if first < 1 else 1))
+        first, again = timed(run), timed(run)
+        # What takes long, once its kernels are compiled, is measured once, not several times.
+        seconds = again if again > 3 else statistics.median(timed(run) for _ in range(RUNS))
         row |= {f"{work} [ms]": round(seconds * 1e3, 2), f"{work} / floor": round(seconds / products / product, 2)}
         print(name, work, f"first {first:.2f} s", row[f"{work} [ms]"], "ms", row[f"{work} / floor"], flush=True)
     return row

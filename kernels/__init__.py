@@ -10,6 +10,7 @@ from attn_diag.kernels.emulation import (
     emulate_blocks,
     emulate_head,
     emulate_rows,
+    emulate_rows_of_several,
     score_rounding,
     trace_row,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "emulate_blocks",
     "emulate_head",
     "emulate_rows",
+    "emulate_rows_of_several",
     "preset",
     "score_rounding",
     "trace_row",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from attn_diag.kernels.emulation_forward import (
     Block,
     ForwardRows,
     RangeTrace,
-    Rounder,
     forward_rows,
     masked_scores,
     round_scores,
+    softmax_key,
 )
-from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, working_dtype
+from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -208,15 +209,30 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
 
     (Random roundings draw other numbers.) Raises RecipeNotSupportedError where the recipe is not complete.
     """
-    check_supported(recipe, head)
-    out = head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe))
-    size = recipe.schedule.query_block
-    with _plain_arithmetic(head):
-        operands = Operands(head)
-        for number in torch.unique(rows // size).tolist():
-            mine = (rows // size == number).nonzero()[:, 0]
-            out[mine] = forward_rows(recipe, Block(operands, rows[mine], _block_keys(head, number, size))).out
-    return _stored(out, recipe.out)
+    return emulate_rows_of_several([recipe], head, rows)[0]
+
+
+def emulate_rows_of_several(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> list[Tensor]:
+    """``emulate_rows`` of several recipes side by side: scores, softmax and products that they share are made once."""
+    for recipe in recipes:
+        check_supported(recipe, head)
+    found = [head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe)) for recipe in recipes]
+    # Those with one softmax follow each other, so that no more need be held than the scores and what they share.
+    order = sorted(range(len(recipes)), key=lambda i: (recipes[i].schedule.query_block, str(softmax_key(recipes[i]))))
+    with torch.no_grad(), _plain_arithmetic(head):
+        operands, chunk = Operands(head), len(rows) if len(recipes) == 1 else _rows_at_once(head, len(recipes))
+        for size, some in groupby(order, key=lambda i: recipes[i].schedule.query_block):
+            alike = [list(group) for _, group in groupby(some, key=lambda i: softmax_key(recipes[i]))]
+            blocks = rows // size
+            for number in torch.unique(blocks).tolist():
+                keys = _block_keys(head, number, size)
+                for mine in torch.split((blocks == number).nonzero()[:, 0], chunk):
+                    block = Block(operands, rows[mine], keys)
+                    for group in alike:
+                        for i in group:
+                            found[i][mine] = forward_rows(recipes[i], block).out
+                        block.keep_scores()
+    return [_stored(out, recipe.out) for out, recipe in zip(found, recipes, strict=True)]
 
 
 def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tensor, float]]:

@@ -21,13 +21,12 @@ from attn_diag.kernels.emulation_forward import (
     SCORES,
     Block,
     ForwardRows,
-    Rounder,
     dropout_factor,
     lse_key,
     masked_scores,
     rounds_dropout,
 )
-from attn_diag.kernels.emulation_operands import working_dtype
+from attn_diag.kernels.emulation_operands import Rounder, working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -12,17 +13,17 @@ from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.emulation_operands import (
-    LOG2_E,
     OF_SCORES,
     OF_VALUES,
     Factor,
     HeadLike,
     Operands,
+    Rounder,
     values_product,
     working_dtype,
 )
-from attn_diag.kernels.exponential import exp2_polynomial, scaled_difference, scaled_exponent
-from attn_diag.kernels.formats import parse, round_to, site_seed
+from attn_diag.kernels.emulation_softmax import softmax_step
+from attn_diag.kernels.formats import parse, round_to, rounds_monotonically
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -65,26 +66,22 @@ class ForwardRows:
     lse: Tensor
 
 
-class Rounder:
-    """A recipe's rounding sites as one function, for rows from ``row`` on."""
-
-    def __init__(self, recipe: Recipe, row: int) -> None:
-        self._recipe, self._row = recipe, row
-
-    def __call__(self, site: str, x: Tensor, key: int = 0, step: str = "") -> Tensor:
-        """``x`` as the recipe rounds it at ``site``; ``key`` and ``step`` tell random draws apart."""
-        rounding = parse(getattr(self._recipe, site))
-        if rounding is None:
-            return x
-        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
-
-
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
 SCORES = ("scores", *OF_SCORES)
 _SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "softmax", "schedule")
 _PROBS = (*_SOFTMAX, "probs", "probs_scale", "quantize_probs")
 _PRODUCT = (*_PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
+
+
+# attrgetter for the same fields again and again.
+_getter = cache(lambda fields: attrgetter(*fields))
+
+
+def softmax_key(recipe: Recipe) -> Key:
+    """What P_bar before its cast depends on, for a given head."""
+    found: Key = _getter(_SOFTMAX)(recipe)
+    return found
 
 
 def lse_key(recipe: Recipe) -> Key:
@@ -116,19 +113,27 @@ class Block:
 
     def shared(self, name: str, recipe: Recipe, depends_on: tuple[str, ...], place: Key, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once for all recipes that agree in the fields ``depends_on``. Read-only."""
-        key = name, place, *(getattr(recipe, f) for f in depends_on)
+        key = name, place, _getter(depends_on)(recipe)
         if key not in self._shared:
             self._shared[key] = make()
         found: T = self._shared[key]
         return found
 
     def scores(self, recipe: Recipe, keys: slice) -> Tensor:
-        """q of the rows times the transposed k of ``keys``, as the recipe quantises them: [R, K]."""
+        """q of the rows times the transposed k of ``keys``, as the recipe quantises them: [R, K]. Read-only."""
 
         def make() -> Tensor:
-            return self.operands.prepared(recipe).scores(recipe, self.rows, keys)
+            return self.operands.prepared(recipe).scores(recipe, self.rows, self.keys)
 
-        return self.shared("q k", recipe, OF_SCORES, (keys.start, keys.stop, self._query_block(recipe)), make)
+        return self.shared("q k", recipe, OF_SCORES, (self._query_block(recipe),), make)[:, self.within(keys)]
+
+    def within(self, keys: slice) -> slice:
+        """Where some of the keys are in tensors of all of them."""
+        return slice(keys.start - self.keys.start, keys.stop - self.keys.start)
+
+    def keep_scores(self) -> None:
+        """Forget what is shared but the scores, which recipes with other schedules share too."""
+        self._shared = {key: found for key, found in self._shared.items() if key[0] in ("q k", "scores")}
 
     def dprobs(self, recipe: Recipe, keys: slice) -> Tensor:
         """dO of the rows times the transposed v of ``keys``, as given: [R, K]."""
@@ -182,7 +187,7 @@ def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounde
 def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
     """S as the recipe stores it, [R, K]; -inf where masked. Shared: not to be changed."""
 
-    def make() -> Tensor:
+    def make(keys: slice) -> Tensor:
         rounder = Rounder(recipe, int(block.rows[0]))
         head = block.head
         products = block.scores(recipe, keys)
@@ -196,7 +201,9 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
         head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
         return scores
 
-    return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), make)
+    if not rounds_monotonically(recipe.scores):  # every range draws its own numbers
+        return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), partial(make, keys))
+    return block.shared("scores", recipe, SCORES, (), partial(make, block.keys))[:, block.within(keys)]
 
 
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
@@ -230,13 +237,14 @@ def _one_split(
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
     first = values.new_full((len(block.rows), 1), -torch.inf)
-    maxima, row_sum, exact_sum = first, torch.zeros_like(first), torch.zeros_like(first)
+    maxima, exact_sum = first, torch.zeros_like(first)
+    row_sum = exact_sum
     accumulator = values.new_zeros(len(block.rows), values.shape[1])
     for i, keys in enumerate(tiles):
         place = split, i
-        step = block.shared(
-            "softmax", recipe, _SOFTMAX, place, partial(_softmax_step, recipe, block, keys, maxima, rounder)
-        )
+        scores = masked_scores(recipe, block, keys)
+        follow = partial(softmax_step, recipe, scores, maxima, factor, rounder, keys.start)
+        step = block.shared("softmax", recipe, _SOFTMAX, place, follow)
         maxima, rescale = step.maxima, step.rescale
         cast = block.shared(
             "cast", recipe, _PROBS, place, partial(_cast_probs, recipe, step.probs, rounder, keys.start)
@@ -245,19 +253,20 @@ def _one_split(
         tile_sum = summed.sum(1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
-        exact_sum = rescale * exact_sum + tile_sum
-        row_sum = rounder("row_sum", rescale * row_sum + tile_sum, keys.start)
+        exact, rounded = exact_sum, row_sum
+        exact_sum = rescale * exact + tile_sum
+        # The same number until it is rounded.
+        row_sum = rounder("row_sum", exact_sum if rounded is exact else rescale * rounded + tile_sum, keys.start)
         kept = block.multiplied(recipe, "probs", cast, keys, rounder)
         if _chained(recipe):
-            scaled = accumulator * rescale
-            accumulator = values_product(recipe, kept, v.rows(keys), scaled)
+            add = partial(_add_products, recipe, kept, v.rows(keys), accumulator, rescale)
+            accumulator = block.shared("sums of products", recipe, _PRODUCT, place, add)
         else:
             multiply = partial(_range_pv, recipe, kept, v.rows(keys), rounder, keys.start)
             product = block.shared("product", recipe, _PRODUCT, place, multiply)
             scaled = rounder("accumulator", accumulator * rescale, keys.start, "rescale")
             accumulator = rounder("accumulator", scaled + rounder("range_pv", product, keys.start), keys.start)
         if trace is not None:
-            scores = masked_scores(recipe, block, keys)
             cast_probs, kept_probs = (x[0].double() / recipe.probs_scale for x in (cast, kept))
             found = RangeTrace(
                 split=split, keys=keys, scores=scores[0].double(), probs=step.probs[0].double(), cast_probs=cast_probs,
@@ -302,62 +311,6 @@ def _with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
     return out * torch.exp(lse - whole)[:, None], whole
 
 
-@dataclass
-class _SoftmaxStep:
-    """One key range: the new maxima and the factor for the old sums [R, 1], P_bar [R, K]."""
-
-    maxima: Tensor
-    rescale: Tensor
-    probs: Tensor
-
-
-def _softmax_step(recipe: Recipe, block: Block, keys: slice, maxima: Tensor, rounder: Rounder) -> _SoftmaxStep:
-    factor = block.operands.factor(recipe)
-    scores = masked_scores(recipe, block, keys)
-    new = rounder("row_max", _next_maximum(recipe, maxima, scores), keys.start)
-    probs = _exponential(recipe, scores, new, factor, rounder, keys.start)
-    return _SoftmaxStep(new, _exponential(recipe, maxima, new, factor, rounder, keys.start, "rescale"), probs)
-
-
-def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
-    """What is subtracted from now on, before it is rounded; [R, 1]."""
-    top = scores.amax(1, keepdim=True)
-    rule = recipe.softmax
-    if rule.kind == "stabilised":
-        assert rule.beta is not None
-        # Keys that are all masked have no maximum that could be repeated; so it does not matter which masked ranges a
-        # kernel visits. (The published code masks with the most negative number, and there m would become 0.)
-        repeated = ((scores >= top - rule.epsilon).sum(1, keepdim=True) > 1) & (top > -torch.inf)
-        top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
-    new = torch.maximum(maxima, top)
-    if rule.kind == "stale":
-        assert rule.threshold is not None
-        # NaN where both are -inf, and then not below the threshold: the new one, -inf too.
-        new = torch.where(new - maxima <= rule.threshold, maxima, new)
-    return new
-
-
-def _exponential(
-    recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float, rounder: Rounder, key: int, step: str = ""
-) -> Tensor:
-    """exp(factor (S - m)); a row without keys gives 0."""
-    maxima = maxima.masked_fill(maxima == -torch.inf, 0.0)
-    if recipe.exp == "exact":
-        return torch.exp(rounder("difference", (scores - maxima) * factor, key, step))
-    if recipe.exp == "exp2":
-        difference = rounder("difference", scores - maxima, key, step)
-        return torch.exp2(
-            difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
-        )
-    # Sums of FP8 products are cut off to 13 bits: a factor that is all but 1 costs them the last one.
-    by_difference = step == "rescale" and recipe.rescaling == "difference"
-    exponent = (scaled_difference if by_difference else scaled_exponent)(scores, maxima, factor)
-    if recipe.exp == "exp2-fma":
-        return torch.exp2(exponent)
-    assert recipe.exp_degree is not None
-    return exp2_polynomial(exponent, recipe.exp_degree)
-
-
 def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Tensor:
     """P_bar times ``probs_scale`` as it is multiplied with v, [R, K]."""
     scaled = probs if recipe.probs_scale == 1.0 else probs * recipe.probs_scale
@@ -370,6 +323,11 @@ def _range_pv(recipe: Recipe, cast: Tensor, v: Factor, rounder: Rounder, key: in
     """P_bar V of one key range by itself."""
     product = values_product(recipe, cast, v)
     return product if recipe.accumulation == "nvidia-tensor-core" else rounder("pv_sums", product, key)
+
+
+def _add_products(recipe: Recipe, cast: Tensor, v: Factor, accumulator: Tensor, rescale: Tensor) -> Tensor:
+    """The rescaled accumulator with P_bar V of one key range added by the hardware."""
+    return values_product(recipe, cast, v, accumulator * rescale)
 
 
 def _chained(recipe: Recipe) -> bool:

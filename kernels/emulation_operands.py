@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import HOPPER_FP16_SUMS, TensorCore, matmul
-from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to
+from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to, site_seed
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -48,6 +48,20 @@ class Factor:
     def whole(self) -> Tensor:
         """values * scale."""
         return self.values if self.scale is None else self.values * self.scale
+
+
+class Rounder:
+    """A recipe's rounding sites as one function, for rows from ``row`` on."""
+
+    def __init__(self, recipe: Recipe, row: int) -> None:
+        self._recipe, self._row = recipe, row
+
+    def __call__(self, site: str, x: Tensor, key: int = 0, step: str = "") -> Tensor:
+        """``x`` as the recipe rounds it at ``site``; ``key`` and ``step`` tell random draws apart."""
+        rounding = parse(getattr(self._recipe, site))
+        if rounding is None:
+            return x
+        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
 
 
 class DropoutLike(Protocol):

@@ -68,9 +68,7 @@ def exponential(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
 def scaled_difference(earlier: Tensor, later: Tensor, factor: float) -> Tensor:
     """(m - m') factor log2 e as kernels rescale their sums: exactly 0 where the maximum stays."""
     c = factor * math.log2(math.e)
-    if earlier.dtype == torch.float64:
-        return (earlier - later) * c
-    return (earlier - later) * float(torch.tensor(c, dtype=torch.float32))
+    return (earlier - later) * (c if earlier.dtype == torch.float64 else _in_fp32(c))
 
 
 def scaled_exponent(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
@@ -78,5 +76,11 @@ def scaled_exponent(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     if scores.dtype == torch.float64:
         c = factor * math.log2(math.e)
         return scores * c - maxima * c
-    c = float(torch.tensor(factor * math.log2(math.e), dtype=torch.float32))
+    c = _in_fp32(factor * math.log2(math.e))
     return (scores.double() * c - (maxima * c).double()).float()
+
+
+@cache
+def _in_fp32(x: float) -> float:
+    """Rounded to fp32."""
+    return float(torch.tensor(x, dtype=torch.float32))

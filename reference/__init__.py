@@ -12,8 +12,9 @@ from attn_diag.reference.attention import (
     reference_rows,
     row_blocks,
 )
-from attn_diag.reference.certificate import UNIT, BoundCollector, HeadBounds
+from attn_diag.reference.certificate import UNIT, BoundCollector
 from attn_diag.reference.dropout import Dropout
+from attn_diag.reference.head_bounds import HeadBounds
 from attn_diag.reference.linear import LINEAR_OPERATORS, LinearCall, LinearOperator, LinearReference, linear_reference
 from attn_diag.reference.masking import Alibi, Masking, absorbed_rows, hides
 from attn_diag.reference.rounding import FloatFormat, format_of, round_nearest_even, ulp

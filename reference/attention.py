@@ -306,18 +306,9 @@ def reference_head(
 
 def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_sums: bool) -> RowBlock:
     keys = head.visible_span(rows)
-    k, v, q = head.k[keys], head.v[keys], head.q[rows]
-    # A power of two costs no rounding; another scale waits for the product, which is often exact.
-    early = is_power_of_two(head.scale)
-    scores = (q * head.scale if early else q) @ k.T  # [R, K]
-    if not early:
-        scores.mul_(head.scale)
-    slope = None
-    if head.softcap is not None:
-        # By a tensor: CUDA divides by a plain number by multiplying with its rounded reciprocal.
-        scores.div_(scores.new_full((), head.softcap)).tanh_()
-        slope = 1 - scores.square()
-        scores.mul_(head.softcap)
+    k, v = head.k[keys], head.v[keys]
+    scores = scaled_products(head, rows, keys)
+    slope = softcap_(head, scores)
     head.apply_mask(scores, rows, keys)
 
     if scores.shape[1]:
@@ -364,6 +355,24 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         # 1/l enters at the end: dP stays as exact as the inputs let it be, and [R, K] is gone over once less.
         block.dq = product_in_parts(dscores, k).mul_((inverse * head.scale)[:, None])
     return block
+
+
+def scaled_products(head: AttentionHead, rows: Rows, keys: slice) -> Tensor:
+    """alpha q.k of some rows and keys, [R, K]."""
+    # A power of two costs no rounding; another scale waits for the product, which is often exact.
+    q, k = head.q[rows], head.k[keys]
+    return (q * head.scale) @ k.T if is_power_of_two(head.scale) else (q @ k.T).mul_(head.scale)
+
+
+def softcap_(head: AttentionHead, scores: Tensor) -> Tensor | None:
+    """S becomes c tanh(S / c), where there is a softcap c; returns the slope, 1 - tanh(S / c)^2."""
+    if head.softcap is None:
+        return None
+    # By a tensor: CUDA divides by a plain number by multiplying with its rounded reciprocal.
+    scores.div_(scores.new_full((), head.softcap)).tanh_()
+    slope = 1 - scores.square()
+    scores.mul_(head.softcap)
+    return slope
 
 
 def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, RowBlock
-from attn_diag.reference.certificate import UNIT, HeadBounds
+from attn_diag.reference.certificate import UNIT
+from attn_diag.reference.head_bounds import HeadBounds
 from attn_diag.reference.magnitudes import SLACK, upper_norm
 
 

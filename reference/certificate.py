@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +69,7 @@ from attn_diag.reference.attention import (
     HeadReference,
     RowBlock,
 )
+from attn_diag.reference.head_bounds import HeadBounds, each_head
 from attn_diag.reference.heads import Heads, stacked
 from attn_diag.reference.magnitudes import LOST_SQUARE, SLACK, exponent_of, parts, quantum_of, upper_norm
 from attn_diag.reference.sums import is_power_of_two, product_depth, sum_depth
@@ -85,28 +85,6 @@ _VANISHES = 746.0
 # An underflow loses less than 2**-1022.
 _SMALL = 2.0**-1018
 _TOO_LARGE = 0.05
-
-
-@dataclass
-class HeadBounds:
-    """Bounds of |reference - truth|: ``out`` [Tq, Dv], ``lse`` [Tq]; with dO also ``delta`` [Tq], ``dq`` [Tq, D].
-
-    ``dsink`` [Tq] where there is a sink too.
-    """
-
-    out: Tensor
-    lse: Tensor
-    delta: Tensor | None
-    dq: Tensor | None
-    dsink: Tensor | None = None
-
-    @property
-    def known_rows(self) -> Tensor:
-        """Where every bound is finite, [Tq]: elsewhere float64 says nothing of the truth."""
-        known = self.out.isfinite().all(1) & self.lse.isfinite()
-        if self.delta is not None and self.dq is not None:
-            known &= self.delta.isfinite() & self.dq.isfinite().all(1)
-        return known
 
 
 class BoundCollector:
@@ -143,16 +121,21 @@ class BoundCollector:
             for kept, found in zip(self._gradient, block.gradient_sums, strict=True):
                 kept[rows] = found
 
-    def take(self, fused: FusedHeads, i: int) -> None:
-        """Take all of head ``i`` of the kernels, instead of blocks."""
-        rows = fused.forward
-        self._norm, self._mask, self._rises = rows.squares[i].sqrt(), rows.bias[i], rows.rises[i].double()
-        self._keys = torch.full_like(self._norm, float(len(self._head.k)))
-        self._product_depth = visible = _visible_at_most(self._head, self._keys)
+    @staticmethod
+    def take(collectors: Sequence[BoundCollector], fused: FusedHeads) -> None:
+        """Let the collectors of all heads of the kernels take them from these, instead of blocks."""
+        rows, head = fused.forward, fused.head
+        keys = torch.full_like(rows.bias[0], float(len(head.k)))
+        visible = _visible_at_most(head, keys)
         # One tile more where keys begin within one.
-        self._sum_depth = torch.stack([(visible / tile).ceil() + tile for tile in fused.sum_keys]).amax(0)
-        if self._gradient is not None:
-            self._gradient = tuple(sums[i] for sums in fused.gradient_sums)
+        depth = torch.stack([(visible / tile).ceil() + tile for tile in fused.sum_keys]).amax(0)
+        by_row = (t.unbind() for t in (rows.squares.sqrt(), rows.bias, rows.rises.double()))
+        for one, norm, bias, rises in zip(collectors, *by_row, strict=True):
+            one._norm, one._mask, one._rises = norm, bias, rises
+            one._keys, one._product_depth, one._sum_depth = keys, visible, depth
+        if fused.do is not None:
+            for one, *sums in zip(collectors, *(t.unbind() for t in fused.gradient_sums), strict=True):
+                one._gradient = tuple(sums)
 
     def bounds(self, reference: HeadReference) -> HeadBounds:
         """The bounds of everything that the stream left."""
@@ -197,7 +180,7 @@ def _bounds(collectors: Sequence[BoundCollector], references: Sequence[HeadRefer
     lse = rho + gamma + _FUNCTION * logarithm.abs() + UNIT * stacked([r.lse for r in references]).abs()
     out, lse = weights.settle(out), weights.settle(lse * weights.factor + weights.tiny)
     if heads.do is None:
-        return [HeadBounds(*of_head, None, None) for of_head in zip(out, lse, strict=True)]
+        return each_head(out, lse, None, None, None)
     sums = [stacked(found) for found in zip(*(c._gradient for c in collectors if c._gradient), strict=True)]
     return _backward(heads, references, weights, before, spread, sums, keys, out, lse)
 
@@ -243,9 +226,7 @@ def _backward(
         torch.addcmul(underflow[:, part, None], of_dq[:, part], of_size[:, part, None], out=dq[:, part])
         dq[:, part] += k.least(by_norm[:, part], by_largest[:, part])
     dq = weights.settle(dq)
-    return [
-        HeadBounds(out[i], lse[i], delta[i], dq[i], None if dsink is None else dsink[i]) for i in range(len(references))
-    ]
+    return each_head(out, lse, delta, dq, dsink)
 
 
 class _Weights:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from attn_diag.reference.attention import AttentionHead, HeadReference
-from attn_diag.reference.certificate import HeadBounds
+from attn_diag.reference.head_bounds import HeadBounds
 from attn_diag.reference.oracle import DEFAULT_BITS, MAX_BITS, HeadOracle, OracleLimitError, OracleRow
 
 OUTPUTS = ("out", "lse", "delta", "dq")

@@ -8,13 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, HeadReference
+from attn_diag.reference.attention import AttentionHead, HeadReference, scaled_products, softcap_
 from attn_diag.reference.masking import Masking
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of H heads as one, [H, ...]; of one head its own memory."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor]) -> Tensor:
+    """S of some rows of each of H heads of one shape, scale and masking, one after the other: [R of all, Tk].
+
+    -inf where masked. ``rows``: indices of each head's, int64.
+    """
+    first, keys = heads[0], slice(0, len(heads[0].k))
+    with torch.no_grad(), torch.autocast(first.q.device.type, enabled=False):
+        found = torch.cat([scaled_products(h, of_head, keys) for h, of_head in zip(heads, rows, strict=True)])
+        softcap_(first, found)
+        if first.masking.alibi is None:
+            first.apply_mask(found, torch.cat(list(rows)), keys)
+        else:  # every head has a slope of its own
+            for head, part, of_head in zip(heads, torch.split(found, [len(r) for r in rows]), rows, strict=True):
+                head.apply_mask(part, of_head, keys)
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from builders import some
 from scipy import stats
 
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
-from attn_diag.statistics.means import FLAT_BAND_99, SignedErrors, adjust, estimate_bias, mean_test
+from attn_diag.statistics.drift import FLAT_BAND_99
+from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_bias, estimate_biases, mean_test
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:
@@ -218,3 +219,25 @@ def test_features_that_do_not_make_up_the_errors_are_left_out() -> None:
     assert by_feature(total, cells * 1.4, by).features is not None
     assert by_feature(total, cells * 1.6, by).features is None
     assert by_feature(total, -cells, by).features is None
+
+
+def test_means_tested_together_are_those_of_each_alone() -> None:
+    """With as many clusters or not, with features, without an error, and with clusters that agree."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 9, 40)
+    dense = np.unique(keys, return_inverse=True)[1]
+    noise = [rng.normal(0.1, 1, 40) for _ in range(3)]
+    cases = [
+        BiasCase(rows_of(noise[0]), None),
+        BiasCase(rows_of(noise[1]), dense, with_drift=False),
+        BiasCase(of_elements(torch.tensor(rng.normal(0, 1, (40, 4))), 1.0), None),
+        BiasCase(signed(rng.normal(0.3, 1, (40, 4)), keys), dense),
+        BiasCase(rows_of(np.zeros(40)), None),
+        BiasCase(rows_of(np.zeros(0)), None),
+        BiasCase(rows_of(np.ones(40)), None),
+        BiasCase(signed(rng.normal(0, 1, (40, 4)), keys), dense),
+        BiasCase(rows_of(noise[2]), None),
+    ]
+    together = estimate_biases(cases, 0.01)
+    assert together == [estimate_bias(c.errors, c.clusters, 0.01, with_drift=c.with_drift) for c in cases]
+    assert len({e.p_value for e in together if e.p_value is not None}) == 7

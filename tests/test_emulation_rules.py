@@ -22,11 +22,12 @@ from attn_diag.kernels import (
     emulate_blocks,
     emulate_head,
     emulate_rows,
+    emulate_rows_of_several,
     preset,
     trace_row,
 )
 from attn_diag.kernels.emulation_backward import KeyGradients
-from attn_diag.kernels.emulation_forward import Rounder
+from attn_diag.kernels.emulation_operands import Rounder
 from attn_diag.kernels.exponential import MAX_DEGREE, exp2_polynomial
 from attn_diag.kernels.recipe import FORMATS
 from attn_diag.reference import AttentionHead, Dropout, Masking, reference_head
@@ -447,6 +448,22 @@ class TestRows:
     @pytest.mark.parametrize("mask", ["causal", "window", "bool", "positions", "additive"])
     def test_schedules(self, schedule: Schedule, mask: str) -> None:
         self.check(replace(preset("qiu2025"), **STEADY, schedule=schedule), make_head(masking=some_masks(70, 70)[mask]))
+
+    @pytest.mark.parametrize("model", ["exact", "nvidia-tensor-core"])
+    def test_recipes_side_by_side_have_the_bits_of_each_alone(self, model: Any) -> None:
+        """Whatever they share: presets, two schedules with one tile, a random rounding of the scores."""
+        recipes = [replace(preset(name), accumulation=model) for name in PRESETS]
+        one = recipes[0]
+        recipes += [replace(one, schedule=replace(one.schedule, order="ascending")), replace(one, row_sum="bf16")]
+        recipes += [replace(one, scores="bf16:stochastic", seed=seed) for seed in (0, 1)]
+        head = make_head()
+        together = emulate_rows_of_several(recipes, head, self.ROWS)
+        assert all(
+            same(out, emulate_rows(recipe, head, self.ROWS)) for recipe, out in zip(recipes, together, strict=True)
+        )
+        # Random draws are told apart by their seed, and shared by nobody else.
+        assert not same(together[-1], together[-2])
+        assert not same(together[-1], together[0])
 
     def test_no_rows(self) -> None:
         assert emulate_rows(preset("fa2"), make_head(), torch.empty(0, dtype=torch.int64)).shape == (0, 24)

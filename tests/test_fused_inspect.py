@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from builders import SHARED, stored
+from builders import SHARED, some, stored
 
-from attn_diag.analyses.inspection import groups
+from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
 from attn_diag.head import streaming
 from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.opened import nearly_uniform
 from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
@@ -109,6 +112,52 @@ def test_figures_and_verdicts_are_those_of_the_stream(name: str, device: str, mo
     assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, 1e-6, drawn=True)
 
 
+@pytest.mark.usefixtures("deterministic", "fused")
+@pytest.mark.parametrize("fault", ["", "reading", "measuring"])
+def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one recipe, one of an unknown one, one with another scale: each has the words that it has alone, also
+    where one of them cannot be measured."""
+    monkeypatch.setattr(streaming, "fuses", lambda *_: False)
+    one, other = capture(), capture(size=0.5)
+    unknown = torch.stack([some(other.read("o", 0, h)) for h in range(4)])[None] * (1 + 2.0**-6)
+    taken = [one, other, replace(other, tensors={**other.tensors, "o": unknown}), capture(scale=0.2)]
+    taken = [replace(c, source=f"capture {i}") for i, c in enumerate(taken)]
+    alone = [json.loads(inspect_captures([c], device="cpu").to_json())["captures"][0] for c in taken]
+    sizes: list[int] = []
+    monkeypatch.setattr(joint, "jobs_at_once", lambda *_: 3)
+    measure = joint.measured
+
+    def counted(work: Any) -> Any:
+        sizes.append(len(work))
+        if fault == "measuring" and len(work) > 1:
+            raise RuntimeError
+        return measure(work)
+
+    def broken(c: Capture, *options: Any) -> Any:
+        if fault == "reading" and c.source == "capture 1":
+            raise RuntimeError
+        return read_head(c, *options)
+
+    for module in (joint, capture_job):
+        monkeypatch.setattr(module, "measured", counted)
+    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.read_head", broken)
+    complaints: list[InputError] = []
+    found = inspect_captures(taken, device="cpu", skip=complaints.append)
+    assert len(complaints) == (fault == "reading")
+    assert max(sizes) == 2
+    kept = [c for i, c in enumerate(alone) if not (i == 1 and fault == "reading")]
+    together = json.loads(found.to_json())["captures"]
+    assert [c["source"] for c in together] == [c["source"] for c in kept]
+    apart = [
+        (path, x, y)
+        for a, b in zip(kept, together, strict=True)
+        for (path, x), (_, y) in zip(leaves(a), leaves(b), strict=True)
+        # Adjusted p-values are those of the whole run.
+        if x != y and not any(word in path for word in ("p_adjusted", "verdict", "reasons"))
+    ]
+    assert not apart
+
+
 @pytest.mark.usefixtures("fused")
 def test_well_rounded_kernels_run_together_and_leave_what_the_emulation_leaves(device: str) -> None:
     taken = capture()
@@ -126,7 +175,8 @@ def test_rows_that_attend_to_their_keys_nearly_alike_are_known(size: float, devi
     inputs = read_head(capture(size=size), 0, 0, torch.device(device))
     passed = streaming.StreamedHead(inputs, [streaming.ObservedHead("seen", {}, {})], None)
     streaming.stream_heads([passed])
-    assert passed.nearly_uniform(passed.truth.usable.cpu().numpy()) == (size < 1)
+    of_rows = (passed.visible, passed.truth.reference.row_sum, passed.truth.usable)
+    assert nearly_uniform(*(t.cpu().numpy() for t in of_rows)) == (size < 1)
 
 
 @pytest.mark.usefixtures("fused")

@@ -194,7 +194,7 @@ def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> 
 def certified(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
     fused, collector = FusedHeads([head]), BoundCollector(head)
     (reference,) = fused.references(key_gradients=False)
-    collector.take(fused, 0)
+    BoundCollector.take([collector], fused)
     return reference, collector.bounds(reference)
 
 
@@ -234,7 +234,7 @@ def test_factors_by_which_a_rising_maximum_rescales_are_counted(device: str) -> 
     fused, collector = FusedHeads([head]), BoundCollector(head)
     object.__setattr__(fused.forward, "rises", torch.zeros_like(fused.forward.rises))
     (reference,) = fused.references(key_gradients=False)
-    collector.take(fused, 0)
+    BoundCollector.take([collector], fused)
     without = collector.bounds(reference)
     assert bool((bounds.lse > without.lse + 5 * 5 * 2.0**-53).all())
 

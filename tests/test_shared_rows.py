@@ -19,7 +19,7 @@ from attn_diag.analyses.means import found as found_mean
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.head.counterfactual import same_keys, together
-from attn_diag.head.shared import SharedRows, shared_rows
+from attn_diag.head.shared import SharedRows, rows_alike, rows_differ, shared_rows
 from attn_diag.kernels import Schedule, preset
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.diagnosis import HeadDiagnosis
@@ -111,6 +111,21 @@ def test_layouts_and_query_heads_of_one_key_head() -> None:
 
 
 # --- What is tested ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_wide_numbers_are_alike_where_they_are_copies(dtype: torch.dtype) -> None:
+    """Numbers of 16 bits, widened, end in zeros; a hash that loses its upper bits took one row in 200 for a copy."""
+    q = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0)).to(dtype).double()
+    q[70] = q[3]
+    (found,) = rows_alike([AttentionHead(q, q, q, q, 0.25, Masking())])
+    assert np.flatnonzero(found != np.arange(4096)).tolist() == [70]
+    assert found[70] == 3
+    assert not rows_differ([q, q])
+    q[70] = q[4]
+    q[3], q[4] = 0.0, -0.0
+    assert not rows_differ([q, q])
+    assert rows_differ([q[5:], q[5:]])
 
 
 def test_copies_are_tested_as_the_one_sequence_that_they_are() -> None:

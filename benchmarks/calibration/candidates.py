@@ -13,7 +13,8 @@ import numpy.typing as npt
 from scipy.special import bdtr, ndtr, stdtr
 from torch import Tensor
 
-from attn_diag.statistics.means import FLAT_BAND_99, effective
+from attn_diag.statistics.drift import FLAT_BAND_99
+from attn_diag.statistics.means import effective
 
 Array = npt.NDArray[np.float64]
 Candidate = Callable[[Array, Array], Array]

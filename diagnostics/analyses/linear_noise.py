@@ -15,7 +15,8 @@ from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.linear import ChunkError
 from attn_diag.results.quality import Answer
 from attn_diag.results.wording import plural
-from attn_diag.statistics.means import FLAT_BAND_99, mean_test, two_way
+from attn_diag.statistics.drift import FLAT_BAND_99
+from attn_diag.statistics.means import mean_test, two_way
 
 _NEAR, _CHUNK = 17, 64
 # Steps of a point of O's error along the sequence.

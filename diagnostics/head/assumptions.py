@@ -42,6 +42,9 @@ USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
 # nothing.
 _EXPLAINS = 0.25
+# O is as far off as one rounding where its error is at most so many times that. A scale that leaves half of the error
+# and a rounding itself takes away sqrt(3) roundings or more, and the error is two.
+_ONE_ROUNDING = 1.5
 # A scale that is fitted is so near to the one with a name that it is that.
 _SAME_SCALE = 0.01
 
@@ -117,7 +120,8 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
     if stated.ok:
         # Rows that attend to one key have O exactly: what is less than a rounding of O shows no other scale.
         rounding = torch.finfo(capture.tensors[capture.key(observation, "o")].dtype).eps / math.sqrt(48)
-        seen = stated.error > rounding / 4
+        # Nor does what one correct rounding of O leaves: under another scale it leaves as much.
+        seen = stated.error > max(rounding / 4, _ONE_ROUNDING * stated.rounding)
         near = scaled_reading(capture, observation, device, stated.error / 2) if seen else None
         return _misfit(observation, stated, near)
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()

@@ -156,8 +156,7 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
     recipes, nearest = search.known(subject), math.inf
     # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
     for fine in (True, False):
-        trials = subject.run([r for r in recipes if (r.scores == "fp32") == fine], rows)
-        trials = search.ranked(trials, capture.head_dim)
+        trials = search.first_trials(subject, [r for r in recipes if (r.scores == "fp32") == fine], rows)
         nearest = min(nearest, *(_distance(t.out, subject.observed[rows]) for t in trials))
         if fit := search.fitting(subject, trials, rows)[0]:
             best = fit[0]

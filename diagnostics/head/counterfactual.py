@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
+from attn_diag.head.shared import rows_differ
 from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
@@ -266,6 +267,8 @@ def same_keys(head: AttentionHead) -> Tensor | None:
     """A number for each key, the same for keys that share the rounding of P and dS, int64 [Tk]; None: no two do."""
     biased = head.masking.mask is not None and head.masking.mask.dtype != torch.bool
     if biased or head.masking.alibi is not None or head.dropout is not None:
+        return None
+    if rows_differ([head.k, head.v]):  # comparing them takes far longer
         return None
     numbers = torch.unique(torch.cat([head.k, head.v], 1), dim=0, return_inverse=True)[1]
     return None if int(numbers.max()) + 1 == len(numbers) else numbers

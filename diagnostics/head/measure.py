@@ -18,7 +18,7 @@ from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.judging import KeyTerms
 from attn_diag.head.measurement import HeadMeasurement
-from attn_diag.head.opened import Bools, OpenedHead, alike, opened_head
+from attn_diag.head.opened import Bools, OpenedHead, alike, open_heads
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import GradientParts, dq_parts, project
 from attn_diag.head.row_maxima import settle_alike, swamped_elements
@@ -52,7 +52,7 @@ def measure_heads(
     results: list[list[HeadMeasurement]] = [[] for _ in passes]
     for i in range(len(passes[0].observed)):
         settle_alike([p.maxima[p.observed[i].name] for p in passes])
-        opened = [opened_head(p, p.observed[i], *place) for p, place in zip(passes, places, strict=True)]
+        opened = open_heads(passes, [p.observed[i] for p in passes], places)
         for some in alike(opened):
             stack = HeadStack([o.passed for o in some], [o.seen for o in some], [o.rows for o in some])
             _measure_errors([o.result for o in some], stack, [o.eligible for o in some])

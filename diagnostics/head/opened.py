@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +14,14 @@ from attn_diag.head import judging
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.measurement import HeadMeasurement, RepeatSums
 from attn_diag.head.read import all_finite
-from attn_diag.head.row_maxima import DEFINITIONS
+from attn_diag.head.row_maxima import DEFINITIONS, RowMaximaCollector
 from attn_diag.head.shared import rows_alike
+from attn_diag.head.stacks import on_host
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import Rows
 
 Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,64 @@ def alike(opened: Sequence[OpenedHead]) -> list[list[OpenedHead]]:
     return list(found.values())
 
 
-def opened_head(passed: StreamedHead, seen: ObservedHead, batch: int, head: int) -> OpenedHead:
-    """Open one observation of a head that was streamed; ``batch`` and ``head`` are its indices in the capture."""
-    inputs, reference, maxima = passed.truth.inputs, passed.truth.reference, passed.maxima[seen.name]
-    on_host = inputs.unusable, reference.fully_masked, passed.bounds.known_rows, maxima.several_keys
-    unusable, masked, known, several_keys = (t.cpu().numpy() for t in on_host)
-    finite = ~unusable
+def open_heads(
+    passes: Sequence[StreamedHead], seen: Sequence[ObservedHead], places: Sequence[tuple[int, int]]
+) -> list[OpenedHead]:
+    """Open one observation of heads that were streamed; ``places``: indices of batch item and head in the capture."""
+    maxima = [p.maxima[s.name] for p, s in zip(passes, seen, strict=True)]
+    of_rows = [
+        _RowsOnHost(*arrays)
+        for arrays in zip(
+            *(on_host([get(p, m) for p, m in zip(passes, maxima, strict=True)]) for get in _OF_ROWS),
+            strict=True,
+        )
+    ]
+    alike_rows = rows_alike([p.inputs.head for p in passes])
+    of_unit = [on_host(m.positions("unit")) for m in maxima]
+    return [_opened(*one) for one in zip(passes, seen, places, maxima, of_rows, of_unit, alike_rows, strict=True)]
+
+
+_OF_ROWS: tuple[Callable[[StreamedHead, RowMaximaCollector], Tensor], ...] = (
+    lambda passed, _: passed.inputs.unusable,
+    lambda passed, _: passed.truth.reference.fully_masked,
+    lambda passed, _: passed.bounds.known_rows,
+    lambda _, maxima: maxima.several_keys,
+    lambda _, maxima: maxima.multiplicity(),
+    lambda _, maxima: maxima.row_max,
+    lambda _, maxima: maxima.top_key,
+    lambda passed, _: passed.visible,
+    lambda passed, _: passed.truth.reference.row_sum,
+)
+
+
+@dataclass(frozen=True)
+class _RowsOnHost:
+    """What is asked of every row of a head, [Tq], in the order of ``_OF_ROWS``."""
+
+    unusable: Bools
+    fully_masked: Bools
+    known: Bools
+    several_keys: Bools
+    multiplicity: Ints
+    """[definitions, Tq]."""
+    row_max: npt.NDArray[np.float64]
+    top_key: Ints
+    visible: Ints
+    row_sum: npt.NDArray[np.float64]
+
+
+def nearly_uniform(visible: Ints, row_sum: npt.NDArray[np.float64], usable: Bools) -> bool:
+    """Whether half of the usable rows attend to all their keys nearly alike; how many keys each row sees, and l."""
+    several = usable & (visible > 1)
+    return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
+
+
+def _opened(
+    passed: StreamedHead, seen: ObservedHead, place: tuple[int, int], maxima: RowMaximaCollector, of_rows: _RowsOnHost,
+    of_unit: Sequence[Ints], alike_rows: Ints,
+) -> OpenedHead:  # fmt: skip
+    finite = ~of_rows.unusable
+    masked, known, several_keys = of_rows.fully_masked, of_rows.known, of_rows.several_keys
     before = usable = finite & ~masked & known
     broken = {name: bad for name, values in seen.outputs.items() if (bad := _broken_rows(values)) is not None}
     for bad in broken.values():
@@ -75,29 +129,23 @@ def opened_head(passed: StreamedHead, seen: ObservedHead, batch: int, head: int)
     kept = np.flatnonzero(usable)
     # All rows usable: a slice spares copies of every tensor.
     rows = slice(None) if len(kept) == len(usable) else torch.from_numpy(kept).to(passed.truth.head.q.device)
-    repeats = {name: maxima.repeats(name) for name in DEFINITIONS}
-    counts = {name: None if r is None else r.multiplicity.cpu().numpy() for name, r in repeats.items()}
-    exact, unit, places = counts["exact"], counts["unit"], repeats["unit"]
-    assert exact is not None
-    assert unit is not None
-    assert places is not None
-    of_unit = places.rows.cpu().numpy(), places.keys.cpu().numpy()
+    counts = dict(zip(maxima.definitions, of_rows.multiplicity, strict=True))
     result = HeadMeasurement(
-        batch=batch,
-        head=head,
+        batch=place[0],
+        head=place[1],
         rows=kept,
         rows_fully_masked=int((masked & finite).sum()),
         rows_unknown=int((finite & ~masked & ~known).sum()),
-        rows_nonfinite=int(unusable.sum()) + int(before.sum()) - len(kept),
+        rows_nonfinite=int(of_rows.unusable.sum()) + int(before.sum()) - len(kept),
         rows_eligible=int((usable & several_keys).sum()),
-        repeats={name: _repeat_sums(count, usable) for name, count in counts.items()},
+        repeats={name: _repeat_sums(counts.get(name), usable) for name in DEFINITIONS},
         tested=kept,
-        top_key=maxima.top_key.cpu().numpy()[usable],
-        alike=rows_alike(inputs.head),
-        figures=FigureSums.of(exact, unit, of_unit, maxima.row_max.cpu().numpy(), usable),
+        top_key=of_rows.top_key[usable],
+        alike=alike_rows,
+        figures=FigureSums.of(counts["exact"], counts["unit"], (of_unit[0], of_unit[1]), of_rows.row_max, usable),
         broken_outputs={name: count for name, bad in broken.items() if (count := int((bad & before).sum()))},
         without_keys=judging.rows_without_keys(seen, masked & finite),
-        nearly_uniform=passed.nearly_uniform(usable),
+        nearly_uniform=nearly_uniform(of_rows.visible, of_rows.row_sum, usable),
     )
     return OpenedHead(passed, seen, result, rows, usable, several_keys)
 

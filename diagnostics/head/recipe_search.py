@@ -23,7 +23,7 @@ from attn_diag.head.recipe_candidates import (
     schedules,
     variants,
 )
-from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows
+from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows_of_several
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import Format, base
 from attn_diag.kernels.quantizers import NO_QUANTIZER
@@ -144,6 +144,8 @@ _MISSED_BY_SUMS = 0.03
 # So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
 # as long.
 _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**18}, 8, 8
+# Of so many rows that all speak against a recipe, the p-value is 2^-8.
+_LATE_ROWS = 8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
 # With so much fewer bits on a few rows they are not looked at further.
@@ -189,16 +191,17 @@ class SearchedHead:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given; ``cut_off``: see ``Trial``."""
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
 
-        def trial(recipe: Recipe) -> Trial:
-            run = replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe
-            out = emulate_rows(_in_one_block(run), head, rows)
-            return Trial(recipe, out, Match(out == expected), cut_off)
+        def made(some: Sequence[Recipe]) -> list[Trial]:
+            runs = [replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe for recipe in some]
+            outs = emulate_rows_of_several([_in_one_block(run) for run in runs], head, rows)
+            return [Trial(r, out, Match(out == expected), cut_off) for r, out in zip(some, outs, strict=True)]
 
-        trials = []
-        parallel = rows.device.type == "cpu" and len(rows) >= _SHARED_ROWS
-        for done in map_in_order(trial, list(recipes), parallel=parallel):
-            trials.append(done)
-            self.step()
+        trials, every = list[Trial](), list(recipes)
+        parallel = rows.device.type == "cpu" and len(rows) >= _SHARED_ROWS and torch.get_num_threads() > 1
+        for done in map_in_order(made, [[recipe] for recipe in every] if parallel else [every], parallel=parallel):
+            trials += done
+            for _ in done:
+                self.step()
         return trials
 
 
@@ -238,6 +241,25 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
         trials,
         key=lambda t: (-t.match.agreement, known_name(t.recipe, head_dim) is None, t.recipe.scores != "fp32"),
     )
+
+
+def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor) -> list[Trial]:
+    """The recipes on ``rows``, best first, without those of another order of keys that a few rows rule out.
+
+    Where every query block has an order of its own, a recipe takes as long as several: where one without is about
+    right, such a recipe is run on a few late rows first, and left out where it misses many of their bits and is told
+    apart from the other.
+    """
+    own = [r for r in recipes if r.schedule.order == "diagonal-first"]
+    trials = ranked(subject.run([r for r in recipes if r not in own], rows), subject.head_dim)
+    if trials and own and 1 - trials[0].match.agreement <= _MISSED_BY_SUMS:
+        some = slice(3 * len(rows) // 4, 3 * len(rows) // 4 + _LATE_ROWS)
+        right = Match(trials[0].match.equal[some])
+        tried = [t for t in subject.run(own, rows[some]) if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
+        told_apart = [t.recipe for t in tried if right.compare(t.match).p_value <= LEVEL]
+        own = [r for r in own if r not in told_apart]
+    found = [*trials, *subject.run(own, rows)]
+    return ranked(sorted(found, key=lambda t: recipes.index(t.recipe)), subject.head_dim)
 
 
 def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[list[Trial], Tensor]:

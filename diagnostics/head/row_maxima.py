@@ -7,7 +7,8 @@ Qiu & Yao, arXiv 2510.04212, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
-from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even, row_blocks
+from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.heads import scores_of
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -26,6 +28,8 @@ DEFINITIONS = ("exact", "as_run", "window", "unit")
 MAX_POSITIONS = 16
 # Candidates held before they are decided about: few, unless many scores are equal.
 _MAX_PENDING = 2**20
+# So many scores of rows near a repeat are held at a time.
+_AT_ONCE = 2**23
 
 
 @dataclass
@@ -66,9 +70,11 @@ class RowMaximaCollector:
         # rounds before and after the scale), and a spacing is at most this fraction of it.
         self._relative_reach = 1.01 * max(_spacing(input_format), 2.5 * _spacing(score_format) if score_format else 0.0)
         self._reach = 1.01 * max(WINDOW, -input_format.rounds_to_one)
-        names = [d for d in DEFINITIONS if d != "as_run" or round_scores is not None]
-        self._multiplicity = {d: torch.zeros(q_length, dtype=torch.int64, device=device) for d in names}
-        self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in names}
+        self.definitions = tuple(d for d in DEFINITIONS if d != "as_run" or round_scores is not None)
+        """Those that can be told."""
+        # Of the rows that were looked at, [definitions, Tq]; None: of none.
+        self._counts: Tensor | None = None
+        self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in self.definitions}
         self._index = torch.arange(q_length, device=device)
         self._row_max = torch.full((q_length,), -torch.inf, dtype=torch.float64, device=device)
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -95,15 +101,6 @@ class RowMaximaCollector:
         if self._pending_count > _MAX_PENDING:
             self._settle()
 
-    def take(self, fused: FusedHeads, i: int) -> None:
-        """Take all of head ``i`` of the kernels, instead of blocks; rows with another score near the maximum again."""
-        rows = fused.forward
-        found = rows.row_max[i], rows.second_max[i], rows.top_key[i]
-        self._row_max, self._second_max, self._top_key = (values.clone() for values in found)
-        near = (self._second_max > self._threshold(self._row_max)).nonzero()[:, 0]
-        for block in row_blocks(replace(fused.heads[i], do=None), rows=near):
-            self.add(block)
-
     @property
     def top_key(self) -> Tensor:
         """The first key with the row's largest score, int64 [Tq]; 0 in rows without keys."""
@@ -119,15 +116,27 @@ class RowMaximaCollector:
         """Whether a row sees two keys or more, bool [Tq]."""
         return self._second_max > -torch.inf
 
-    def repeats(self, definition: str) -> Repeats | None:
-        """The result for one definition; None for "as_run" where the recipe is unknown."""
-        if definition not in self._multiplicity:
-            return None
+    def multiplicity(self) -> Tensor:
+        """By each of ``definitions``, [definitions, Tq], see ``Repeats``."""
+        self._settle()
+        # Rows never looked at have their maximum once.
+        once = (self._row_max > -torch.inf).to(torch.int64)
+        if self._counts is None:
+            return once.expand(len(self.definitions), -1)
+        return torch.maximum(self._counts, once)
+
+    def positions(self, definition: str) -> tuple[Tensor, Tensor]:
+        """Rows and keys of one of ``definitions``, see ``Repeats``."""
         self._settle()
         parts = self._positions[definition] or [(self._index[:0], self._index[:0])]
         rows, keys = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
-        # Rows never looked at have their maximum once.
-        return Repeats(torch.maximum(self._multiplicity[definition], self._row_max > -torch.inf), rows, keys)
+        return rows, keys
+
+    def repeats(self, definition: str) -> Repeats | None:
+        """The result for one definition; None for "as_run" where the recipe is unknown."""
+        if definition not in self.definitions:
+            return None
+        return Repeats(self.multiplicity()[self.definitions.index(definition)], *self.positions(definition))
 
     def _threshold(self, top: Tensor) -> Tensor:
         """Below it no score counts as the row's largest, ``top``."""
@@ -137,11 +146,36 @@ class RowMaximaCollector:
         _settle([self])
 
 
+def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> None:
+    """Let the collectors of these heads, of one recipe, take all of them from the kernels, instead of blocks; rows with
+    another score near the maximum are looked at again."""
+    first, found, keys = collectors[0], fused.forward, len(fused.head.k)
+    tops, top_keys = found.row_max.clone(), found.top_key.clone()
+    numbers, rows = (found.second_max > first._threshold(tops)).nonzero(as_tuple=True)
+    for i, one in enumerate(collectors):
+        one._row_max, one._second_max, one._top_key = tops[i], found.second_max[i], top_keys[i]
+    ends = [0, *torch.bincount(numbers, minlength=len(collectors)).cumsum(0).tolist()]
+    for start in range(0, len(rows), step := max(1, _AT_ONCE // max(keys, 1))):
+        some = range(start, min(start + step, len(rows)))
+        parts = [slice(max(some.start, a), min(some.stop, b)) for a, b in pairwise(ends)]
+        scores = scores_of(fused.heads, [rows[part] for part in parts])
+        places = numbers[some.start : some.stop], rows[some.start : some.stop]
+        tops[places], top_keys[places] = scores.max(1)
+        at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
+        sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
+        pending = (torch.split(t, sizes) for t in (places[1][at], columns, scores[at, columns]))
+        for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
+            one._pending.append(of_head)
+            one._pending_count += len(of_head[0])
+        if sum(one._pending_count for one in collectors) > _MAX_PENDING:
+            _settle(collectors)
+
+
 def settle_alike(collectors: Sequence[RowMaximaCollector]) -> None:
     """Decide what these collectors of one recipe have gathered, of heads of one length in one go."""
     alike: dict[object, list[RowMaximaCollector]] = {}
     for one in collectors:
-        alike.setdefault((len(one._row_max), one._format, tuple(one._multiplicity)), []).append(one)
+        alike.setdefault((len(one._row_max), one._format, one.definitions), []).append(one)
     for some in alike.values():
         _settle(some)
 
@@ -155,13 +189,14 @@ def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     rows = torch.cat([rows + start for (rows, _, _), start in found])
     keys, scores = (torch.cat([part[i] for part, _ in found]) for i in (1, 2))
     row_top = torch.cat([c._row_max for c in collectors])[rows]
-    repeats = {
+    tests = {
         "exact": round_nearest_even(scores, first._format) == round_nearest_even(row_top, first._format),
         "window": row_top - scores <= WINDOW,
         "unit": scores - row_top >= first._format.rounds_to_one,
     }
     if first._round_scores is not None:
-        repeats["as_run"] = first._round_scores(scores) == first._round_scores(row_top)
+        tests["as_run"] = first._round_scores(scores) == first._round_scores(row_top)
+    repeats = {name: tests[name] for name in first.definitions}
     # Every definition has all rows of all heads to itself.
     number, at = torch.stack(list(repeats.values())).nonzero(as_tuple=True)
     places = number * (count * len(collectors)) + rows[at]
@@ -172,13 +207,13 @@ def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     places, keys = places[keep], keys[at[keep]]
     starts = torch.arange(len(repeats) * len(collectors) + 1, device=places.device) * count
     ends = torch.searchsorted(places, starts).tolist()
-    of_heads = counts.view(len(repeats), len(collectors), count)
-    for i, name in enumerate(repeats):
-        for h, collector in enumerate(collectors):
-            collector._multiplicity[name] += of_heads[i, h]
-            one = i * len(collectors) + h
-            part = slice(ends[one], ends[one + 1])
-            collector._positions[name].append((places[part] - one * count, keys[part]))
+    sizes = [end - start for start, end in pairwise(ends)]
+    parts = list(zip(torch.split(places % count, sizes), torch.split(keys, sizes), strict=True))
+    of_heads = counts.view(len(repeats), len(collectors), count).unbind(1)
+    for h, collector in enumerate(collectors):
+        collector._counts = of_heads[h] if collector._counts is None else collector._counts + of_heads[h]
+        for i, name in enumerate(repeats):
+            collector._positions[name].append(parts[i * len(collectors) + h])
     for collector in collectors:
         collector._pending, collector._pending_count = [], 0
 

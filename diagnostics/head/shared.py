@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.head.stacks import on_host
 from attn_diag.reference import AttentionHead, Masking
 
 Ints = npt.NDArray[np.int64]
 
+_CPU = torch.device("cpu")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,32 +52,40 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
     masked = "mask" in c.tensors and len(c.tensors["mask"].shape) == 4 and c.tensors["mask"].shape[0] > 1
     for batch in batches:
         stops = _last_keys(c, batch)
-        keys = _hash(c.read("k", batch, kv_head), 1) + _hash(c.read("v", batch, kv_head), 2)
+        keys = _hash(c.read("k", batch, kv_head), 1).cpu() + _hash(c.read("v", batch, kv_head), 2).cpu()
         for name in ("k_descale", "v_descale"):
             if name in c.tensors:
                 keys = keys + _mixed(c.descale(name[0], batch, kv_head))
         prefix = ((keys + 1) * _weights(length, 3)[: len(keys)]).cumsum(0)
-        row = _hash(c.read("q", batch, head), 4) + _mixed(c.descale("q", batch, head))
+        row = _hash(c.read("q", batch, head), 4).cpu() + _mixed(c.descale("q", batch, head))
         row = row + _mixed(c.alibi_slope(batch, head) or 0.0)
         if masked:
             row = row + _hash_mask(c, batch, head, stops)
         if (dropout := c.dropout(batch, head)) is not None:
-            row = row + _hash(dropout.kept, 8)
+            row = row + _hash(dropout.kept, 8).cpu()
         before = torch.cat([prefix.new_zeros(1), prefix])[stops]
         rows.append(((row * _weights(1, 6) + before) * _weights(c.q_length, 7)[: len(row)]).numpy())
         prefixes.append(prefix.numpy())
     return _compared(batches, rows, prefixes, length)
 
 
-def rows_alike(head: AttentionHead) -> Ints:
-    """Of every row of one head of one sequence the first that has the same q and dO, [Tq].
+def rows_alike(heads: Sequence[AttentionHead]) -> list[Ints]:
+    """Of every row of each head of one sequence the first of its rows that has the same q and dO, [Tq].
 
     Where they see the same keys their errors are one number; where not, they are taken for one all the same.
     """
-    rows = _hash(head.q, 4)
-    if head.do is not None:
-        rows = rows + _hash(head.do, 9)
-    return _first_alike([rows.numpy()])[0][1]
+    hashes = [_hash(head.q, 4) if head.do is None else _hash(head.q, 4) + _hash(head.do, 9) for head in heads]
+    return [_first_alike([rows])[0][1] for rows in on_host(hashes)]
+
+
+def rows_differ(values: Sequence[Tensor]) -> bool:
+    """Whether no two of some rows, [n, D] of each of several tensors on one device, are the same in all of them.
+
+    False says that two have the same hash: they may differ all the same.
+    """
+    # -0 is 0.
+    found = torch.stack([_hash(t + 0.0, seed) for seed, t in enumerate(values)]).sum(0).sort().values
+    return not bool((found[1:] == found[:-1]).any())
 
 
 def _compared(
@@ -128,10 +138,13 @@ def _hash_mask(capture: Capture, batch: int, head: int, stops: Tensor) -> Tensor
 
 
 def _hash(values: Tensor | None, seed: int) -> Tensor:
-    """A hash of each row of [n, D], int64 [n] on the CPU; sums and products wrap around."""
+    """A hash of each row of [n, D], int64 [n] on its device; sums and products wrap around."""
     assert values is not None
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
-    return (bits * _weights(bits.shape[1], seed).to(bits.device)).sum(1).cpu()
+    if values.dtype.itemsize == 8:
+        # Numbers that 16 bits hold end in 45 zeros, and so would every product.
+        bits = bits ^ (bits >> 32)
+    return (bits * _weights(bits.shape[1], seed, bits.device)).sum(1)
 
 
 def _mixed(value: float) -> Tensor:
@@ -139,7 +152,7 @@ def _mixed(value: float) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _weights(count: int, seed: int) -> Tensor:
+def _weights(count: int, seed: int, device: torch.device = _CPU) -> Tensor:
     """Random odd numbers, the same ones every time; not to be changed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, take_backward
 from attn_diag.head.read import HeadInputs
-from attn_diag.head.row_maxima import collector_of
+from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
@@ -91,7 +89,8 @@ class StreamedHead:
             )
         self.collected = BoundCollector(inputs.head)
         """What its bounds need."""
-        self._visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
+        self.visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
+        """How many keys each row sees, [Tq]."""
         stored = next((seen.formats for seen in observed), {})
         want_keys = self.want_keys
         fmt, known = inputs.input_format, next((seen.declared for seen in observed if seen.declared), None)
@@ -146,20 +145,14 @@ class StreamedHead:
             self._variances[seen.name] = found if declared is None else declared.variance(found)
         return self._variances[seen.name]
 
-    def nearly_uniform(self, usable: npt.NDArray[np.bool_]) -> bool:
-        """Whether half of these rows (bool [Tq]) attend to all their keys nearly alike."""
-        visible, row_sum = self._visible.cpu().numpy(), self.truth.reference.row_sum.cpu().numpy()
-        several = usable & (visible > 1)
-        return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
-
     def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
-        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K."""
-        for collector in self._collectors.values():
-            collector.take(fused, i)
+        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K.
+
+        What its row maxima and its bounds need is taken already.
+        """
         maxima, every = next(iter(self._collectors.values())), (slice(None),)
         self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
-        self.collected.take(fused, i)
-        self._visible = fused.forward.visible[i]
+        self.visible = fused.forward.visible[i]
         for errors in self.errors.values():
             assert reference.delta is not None
             errors.delta_error = errors.delta - reference.delta
@@ -168,7 +161,7 @@ class StreamedHead:
 
     def _observe(self, block: RowBlock) -> None:
         self.collected.add(block)
-        self._visible[block.rows] = (block.scores > -torch.inf).sum(1)
+        self.visible[block.rows] = (block.scores > -torch.inf).sum(1)
         self.noise.add(block)
         for collector in self._collectors.values():
             collector.add(block)
@@ -214,6 +207,9 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
         for other in others:
             other.beside = others
+        for name in passes[0]._collectors:
+            take_maxima([one._collectors[name] for one in passes], fused)
+        BoundCollector.take([one.collected for one in passes], fused)
         for i, (one, reference) in enumerate(zip(passes, references, strict=True)):
             one.take(fused, i, reference, None if products is None else products[i])
         for name in passes[0].backward:

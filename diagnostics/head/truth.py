@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import sloped
 from attn_diag.head.read import HeadInputs
-from attn_diag.head.row_maxima import RowMaximaCollector, collector_of
+from attn_diag.head.row_maxima import RowMaximaCollector, collector_of, take_maxima
 from attn_diag.kernels import EmulatedRows, Recipe, emulate_blocks
 from attn_diag.kernels.recipe import FORMATS, QUANTIZERS, SMOOTHING
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, Rows, reference_head, ulp
@@ -176,7 +176,7 @@ def head_truth(
     if observe is None and maxima is None and not inputs.marks_rows and fuses([head]):
         fused = FusedHeads([head])
         (reference,) = fused.references(key_gradients=key_gradients)
-        collected.take(fused, 0)
+        take_maxima([collected], fused)
         found = None if head.do is None else fused.rows("sloped", fused.k)[0]
         return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
     products = torch.zeros_like(head.q) if head.do is not None else None

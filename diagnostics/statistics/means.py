@@ -29,15 +29,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from attn_diag.errors import InputError
-from attn_diag.results.diagnosis import BiasEstimate, Drift
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.statistics.drift import drift_of
 
 Array = npt.NDArray[np.float64]
 
@@ -45,13 +44,10 @@ PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
 # Below this many effective terms a test that finds nothing says nothing: its standard error rests on less than
 # 3 * 4 - 2 = 10 degrees of freedom (see ``_detectable``) and is itself uncertain by over 22 %.
 MIN_EFFECTIVE = 4
-# sup of |Brownian motion| over [0, 1] exceeds this with probability 1 %: 4 (1 - Phi(2.807)) = 0.01.
-FLAT_BAND_99 = 2.807
 MIN_SEQUENCES = 8
 # A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
 _VANISHED = 2.0**-40
 _POWER = 0.8
-_DRIFT_POINTS = 256
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,8 @@ class SignedErrors:
     @classmethod
     def join(cls, parts: Sequence[SignedErrors], groups: Sequence[object] | None = None) -> SignedErrors:
         """The rows of several heads or sequences, one after the other; ``groups``: see ``FeatureSums.join``."""
+        if len(parts) == 1:
+            return parts[0]
         features = [p.features for p in parts if p.features is not None]
         return cls(
             total=np.concatenate([p.total for p in parts]),
@@ -148,47 +146,82 @@ def estimate_bias(
         The estimate; the test's fields are None with fewer than two clusters, and where every error is zero; all but
         standard_error and p_value also where all clusters have the same mean error.
     """
-    n = len(errors.total) * errors.count
-    if not n:
-        return BiasEstimate()
-    sums, sizes = errors.total, np.full(len(errors.total), float(errors.count))
-    if clusters is not None:
-        sums, sizes = _by_cluster(clusters, sums), _by_cluster(clusters, sizes)
-    shared = errors.features
-    if shared is not None and len(sums) < 2:
-        sums, sizes, shared = shared.sums, shared.sizes, None
-    mean = float(sums.sum() / n)
-    result = BiasEstimate(
-        n=n,
-        n_clusters=len(sums),
-        n_eff=float(effective(sums)) if sums.any() else None,
-        mean=mean,
-        mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
-        rms=math.sqrt(errors.square / n),
-        positive_fraction=_ratio(errors.positive, errors.nonzero),
-        cumulative_sum=float(errors.total.sum()),
-        **(_drift(errors.total) if with_drift else {}),
-    )
-    if len(sums) < 2 or not errors.nonzero:
-        return result
-    test = mean_test(sums, sizes, level)
-    if shared is not None and len(shared.sums) > 1:
-        cells = np.array([shared.cell_squares, shared.cell_products, shared.cell_sizes])
-        test = two_way(test, mean_test(shared.sums, shared.sizes, level), cells, n, level)
-    se, half = float(test.standard_error), float(test.half_width95)
-    assert result.rms is not None
-    if se <= (dust := _VANISHED * result.rms):
-        agree = max(2.0 ** (1 - len(sums)), float(np.finfo(float).tiny))
-        return replace(result, standard_error=se, p_value=agree if abs(mean) > dust else None)
-    return replace(
-        result,
-        standard_error=se,
-        t=float(test.t),
-        p_value=float(test.p_value),
-        degrees_of_freedom=float(test.df),
-        ci95=(mean - half, mean + half),
-        minimum_detectable=float(test.minimum_detectable),
-    )
+    return estimate_biases([BiasCase(errors, clusters, with_drift)], level)[0]
+
+
+@dataclass(frozen=True)
+class BiasCase:
+    """One mean to be tested, see ``estimate_bias``."""
+
+    errors: SignedErrors
+    """The errors of n rows."""
+    clusters: npt.NDArray[np.int64] | None
+    """[n], cluster number of each row; None for every row its own."""
+    with_drift: bool = True
+    """Also keep the running sum over the rows."""
+
+
+def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
+    """``estimate_bias`` of several cases; those with as many clusters are computed together."""
+    found = [_Untested(case) for case in cases]
+    tested = [one for one in found if one.testable]
+    by_cluster = _mean_tests([(one.sums, one.sizes) for one in tested], level)
+    shared = [(i, one.shared) for i, one in enumerate(tested) if one.shared is not None and len(one.shared.sums) > 1]
+    if shared:
+        places, features = [i for i, _ in shared], [one for _, one in shared]
+        by_feature = _mean_tests([(one.sums, one.sizes) for one in features], level)
+        cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for one in features])
+        n = np.array([tested[i].n for i in places])
+        by_cluster.put(places, two_way(by_cluster.take(places), by_feature, cells, n, level))
+    results = {id(one): one.with_test(by_cluster.take([i])) for i, one in enumerate(tested)}
+    return [results.get(id(one), one.estimate) for one in found]
+
+
+class _Untested:
+    """What is known of a mean before it is tested."""
+
+    def __init__(self, case: BiasCase) -> None:
+        errors, rows = case.errors, len(case.errors.total)
+        self.errors, self.shared, self.n = errors, errors.features, rows * errors.count
+        self.sums, self.sizes, self.estimate, self.testable = errors.total, np.zeros(0), BiasEstimate(), False
+        if not self.n:
+            return
+        self.sizes = np.full(rows, float(errors.count))
+        if case.clusters is not None:
+            self.sums, self.sizes = (_by_cluster(case.clusters, values) for values in (self.sums, self.sizes))
+        if self.shared is not None and len(self.sums) < 2:
+            self.sums, self.sizes, self.shared = self.shared.sums, self.shared.sizes, None
+        self.testable = len(self.sums) > 1 and errors.nonzero > 0
+        self.estimate = BiasEstimate(
+            n=self.n,
+            n_clusters=len(self.sums),
+            n_eff=float(effective(self.sums)) if self.sums.any() else None,
+            mean=float(self.sums.sum() / self.n),
+            mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
+            rms=math.sqrt(errors.square / self.n),
+            positive_fraction=_ratio(errors.positive, errors.nonzero),
+            cumulative_sum=float(errors.total.sum()),
+            **(drift_of(errors.total) if case.with_drift else {}),
+        )
+
+    def with_test(self, test: MeanTest) -> BiasEstimate:
+        """The estimate with its test, a ``MeanTest`` [1]."""
+        mean, rms = self.estimate.mean, self.estimate.rms
+        assert mean is not None
+        assert rms is not None
+        se, half = float(test.standard_error[0]), float(test.half_width95[0])
+        if se <= (dust := _VANISHED * rms):
+            agree = max(2.0 ** (1 - len(self.sums)), float(np.finfo(float).tiny))
+            return replace(self.estimate, standard_error=se, p_value=agree if abs(mean) > dust else None)
+        return replace(
+            self.estimate,
+            standard_error=se,
+            t=float(test.t[0]),
+            p_value=float(test.p_value[0]),
+            degrees_of_freedom=float(test.df[0]),
+            ci95=(mean - half, mean + half),
+            minimum_detectable=float(test.minimum_detectable[0]),
+        )
 
 
 @dataclass(frozen=True)
@@ -211,6 +244,15 @@ class MeanTest:
     """The 95 % interval is mean +- this."""
     minimum_detectable: Array
     """The mean that the test would find with 80 % power."""
+
+    def take(self, places: Sequence[int]) -> MeanTest:
+        """Some of [m] tests."""
+        return MeanTest(*(getattr(self, f.name)[places] for f in fields(self)))
+
+    def put(self, places: Sequence[int], others: MeanTest) -> None:
+        """Replace some of [m] tests."""
+        for f in fields(self):
+            getattr(self, f.name)[places] = getattr(others, f.name)
 
     @classmethod
     def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:
@@ -245,6 +287,22 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
             clusters fit one array.
         level: Significance level, for the minimum detectable mean.
     """
+    return MeanTest.of(*_moments(sums, sizes), level)
+
+
+def _mean_tests(cases: Sequence[tuple[Array, Array]], level: float) -> MeanTest:
+    """``mean_test`` of m data sets, sums and sizes of each [G]: [m]; those with one G are one array."""
+    alike: dict[int, list[int]] = {}
+    for i, (sums, _) in enumerate(cases):
+        alike.setdefault(len(sums), []).append(i)
+    found = np.empty((4, len(cases)))
+    for places in alike.values():
+        found[:, places] = _moments(np.stack([cases[i][0] for i in places]), np.stack([cases[i][1] for i in places]))
+    return MeanTest.of(found[0], found[1], found[2], found[3], level)
+
+
+def _moments(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
+    """mean, its standard error, and both degrees of freedom, of ``mean_test``."""
     n = sizes.sum(-1)
     share = sizes / n[..., None]
     mean = sums.sum(-1) / n
@@ -254,7 +312,7 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
     df = 1 / (np.square(share).sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1))
     # Where all residuals are zero n_eff is NaN, and so is nothing else: 1 changes nothing, as se = 0.
     error_df = np.minimum(df, np.fmax(3 * effective(residuals) - 2, 1.0))
-    return MeanTest.of(mean, se, df, error_df, level)
+    return mean, se, df, error_df
 
 
 def two_way(first: MeanTest, second: MeanTest, cells: Array, n: Array | int, level: float) -> MeanTest:
@@ -333,24 +391,6 @@ def effective(sums: Array) -> Array:
 
 def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:
     return np.bincount(index, values).astype(np.float64)
-
-
-def _drift(row_totals: Array) -> dict[str, Any]:
-    """The running sum in row order, thinned, with the flat 99 % band that unbiased noise stays inside."""
-    path = np.cumsum(row_totals)
-    band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
-    picked = _thinned(len(path))
-    return {
-        "drift": Drift(picked, path[picked]),
-        "drift_band99": band,
-        "drift_outside": bool(np.abs(path).max() > band),
-    }
-
-
-@cache
-def _thinned(n: int) -> npt.NDArray[np.int64]:
-    """At most 256 of n rows, evenly spread, the first and the last among them."""
-    return np.linspace(0, n - 1, min(n, _DRIFT_POINTS)).round().astype(np.int64)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

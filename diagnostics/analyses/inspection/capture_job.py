@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,9 +18,10 @@ from attn_diag.analyses.inspection.groups import (
     KeyGradient,
     captured_backend,
     dq_error,
-    made_at_once,
     together,
 )
+from attn_diag.analyses.inspection.joint import measured
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors, pooled_biases
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
@@ -35,7 +36,6 @@ from attn_diag.head.declared import declared_recipe, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import KeyTerms, key_quality
-from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
@@ -114,14 +114,19 @@ class CaptureJob:
         self.patterns = CapturePatterns(capture, device)
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
+        self.ahead: list[GroupMeasurement] | None = None
+        """Its groups, where they were measured together with those of other captures."""
+        self._begun = False
 
     @property
     def head_count(self) -> int:
         """How many heads it goes through, sequence by sequence."""
         return len(self.heads) * len(self.batches)
 
-    def run(self) -> Iterable[int]:
-        """Do the work; yields the number of heads done since the last time."""
+    def begin(self) -> None:
+        """Check the capture, and find its recipes; once."""
+        if self._begun:
+            return
         self.assumptions = self.opened.assumptions(self.captured)
         if self.opened.projection is not None and self.opened.projection.note is not None:
             self.notes.append(self.opened.projection.note)
@@ -131,16 +136,24 @@ class CaptureJob:
                 self.recognised[name] = found
         if len(self.batches) > 1:
             self.shared = {head: shared_rows(self.capture, self.batches, head) for head in self.heads}
-        # dK and dV of a key head need all the query heads that share it.
+        self._begun = True
+
+    def groups(self) -> list[HeadGroup]:
+        """What is measured together: dK and dV of a key head need all the query heads that share it."""
         by_kv: dict[int, list[int]] = {}
         for head in self.heads:
             by_kv.setdefault(head // self.group, []).append(head)
-        groups = [HeadGroup(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+        return [HeadGroup(kv, batch, heads) for kv, heads in by_kv.items() for batch in self.batches]
+
+    def run(self) -> Iterable[int]:
+        """Do the work; yields the number of heads done since the last time."""
+        self.begin()
         small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
         # Triton's interpreter runs one kernel at a time.
         parallel = self.device.type == "cpu" and small and self.engine == "emulation"
-        sets = together(groups, self.capture, self.device)
-        for result in chain.from_iterable(map_in_order(self._measure, sets, parallel=parallel)):
+        sets = together(self.groups(), self.capture, self.device)
+        found = map_in_order(lambda groups: measured([(self, groups)])[0], sets, parallel=parallel)
+        for result in chain.from_iterable(found) if self.ahead is None else self.ahead:
             self.census.merge(result.census)
             for name, parts in result.parts.items():
                 for part in parts:
@@ -152,13 +165,13 @@ class CaptureJob:
             for name, counts in result.broken_keys.items():
                 self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
-        for name, measured in self.measured.items():
-            self.entries[name] = self._pool(name, measured)
+        for name, by_head in self.measured.items():
+            self.entries[name] = self._pool(name, by_head)
             self.by_key_head[name] = tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {})))
 
     def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
-        self.measured, self.key_sums, self.broken_keys, self.shared = {}, {}, {}, {}
+        self.measured, self.key_sums, self.broken_keys, self.shared, self.ahead = {}, {}, {}, {}, None
         self.patterns = CapturePatterns(self.capture, self.device)
         # What it keeps of x and w_q goes; what it knows of the recipes stays.
         self.opened = replace(self.opened)
@@ -195,31 +208,18 @@ class CaptureJob:
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
-    def _measure(self, groups: Sequence[HeadGroup]) -> list[GroupMeasurement]:
-        """Every observation of the query heads that share a key head, in one sequence; of several such groups."""
-        results = [GroupMeasurement(group) for group in groups]
-        heads = [partial(self._open, result, head) for result in results for head in result.group.heads]
-        places = [(group.batch, head) for group in groups for head in group.heads]
-        shared = [self.shared.get(head, {}).get(batch) for batch, head in places]
-
-        def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
-            return measure_heads(passes, places[which], self.certify, shared[which])
-
-        measured = made_at_once(heads, measure, self.capture, self.device)
-        for result in results:
-            self._measure_group(result, measured)
-        return results
-
-    def _open(self, result: GroupMeasurement, head: int) -> StreamedHead:
+    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead:
+        """One query head, to be streamed and measured."""
         batch, whole = result.group.batch, len(result.group.heads) == self.group
         inputs = read_head(self.capture, batch, head, self.device, result.census)
         observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
         found = self.opened.projection
         return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
 
-    def _measure_group(
+    def complete(
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
     ) -> None:
+        """Take the heads of a group, as they come, and judge the gradients of their key head."""
         group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
         usable = len(group.heads) == self.group
         for head, (passed, parts) in zip(group.heads, measured, strict=False):
@@ -294,14 +294,17 @@ class CaptureJob:
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
+        every = [part for parts in measured.values() for part in parts]
+        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), every)]
+        biases = pooled_biases(pooled, self.level)
         entries = [
             pool(
-                parts,
+                errors,
+                of_head,
                 layer=c.metadata.layer,
                 head=head + c.metadata.head_offset,
                 dw_q=None if (found := dw_q[head]) is None else found.sums,
                 extra=self._extra(name, [head] if self.group == 1 else []),
-                level=self.level,
                 figures=head_figures(
                     [p.figures for p in parts],
                     [p.batch for p in parts],
@@ -309,24 +312,21 @@ class CaptureJob:
                     None if found is None else found.by_feature,
                 ),
                 sequences=sequences,
-                k_length=c.k_length,
                 quantities=quantities[head],
                 missing=missing,
             )
-            for head, parts in measured.items()
+            for (head, parts), errors, of_head in zip(measured.items(), pooled[:-1], biases[:-1], strict=True)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        pooled = GradientSums.pool(known) if len(known) == len(measured) else None
         entries.append(
             pool(
-                [part for parts in measured.values() for part in parts],
+                pooled[-1],
+                biases[-1],
                 layer=c.metadata.layer,
                 head=None,
-                dw_q=pooled,
+                dw_q=GradientSums.pool(known) if len(known) == len(measured) else None,
                 extra=self._extra(name, sorted({head // self.group for head in measured})),
-                level=self.level,
                 sequences=sequences,
-                k_length=c.k_length,
                 quantities=worst_of_all(quantities.values()),
                 missing=missing,
             )

@@ -63,6 +63,13 @@ def made_at_once(
             yield passes.pop(0), found.pop(0)
 
 
+def jobs_at_once(capture: Capture, device: torch.device) -> int:
+    """How many captures of this shape are measured together; on a CPU one, as more would leave its cache."""
+    if device.type == "cpu":
+        return 1
+    return max(1, _heads_at_once(capture, device) // (capture.q_heads * capture.batch))
+
+
 def _heads_at_once(capture: Capture, device: torch.device) -> int:
     of_head = max(capture.q_length, capture.k_length) * capture.head_dim
     return max(1, _ELEMENTS["cuda" if device.type == "cuda" else "cpu"] // max(of_head, 1))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.details import with_details
+from attn_diag.analyses.inspection.joint import alike, measure_ahead
 from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
@@ -245,6 +246,10 @@ def inspect_captures(
     everybodys = len(skipped)
     total, done = sum(jobs[place].head_count for place in places), 0
 
+    def begun(job: CaptureJob) -> CaptureJob:
+        job.begin()
+        return job
+
     def run(job: CaptureJob) -> CaptureJob:
         before = done
         for count in job.run():
@@ -255,12 +260,15 @@ def inspect_captures(
         return job
 
     ran: dict[int, CaptureJob] = {}
-    for place in places:
-        job = jobs[place]
-        job.patterns.beside = chosen
-        if usable(job.capture.source, partial(run, job)) is not None:
-            ran[place] = job
-        done += job.head_count
+    numbers = {id(jobs[place]): place for place in places}
+    for some in alike([jobs[place] for place in places]):
+        ready = [job for job in some if usable(job.capture.source, partial(begun, job)) is not None]
+        measure_ahead(ready)
+        for job in some:
+            job.patterns.beside = chosen
+            if job in ready and usable(job.capture.source, partial(run, job)) is not None:
+                ran[numbers[id(job)]] = job
+            done += job.head_count
     tested = [entry for job in ran.values() for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}

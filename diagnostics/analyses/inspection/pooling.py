@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.means import beyond_reference, with_well_rounded
 from attn_diag.analyses.verdict import judge
@@ -36,7 +36,13 @@ from attn_diag.results.diagnosis import (
 from attn_diag.results.figures import HeadFigures, PredictedError
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import number, plural
-from attn_diag.statistics.means import MIN_SEQUENCES, PRIMARY, SignedErrors, adjust, estimate_bias
+from attn_diag.statistics.means import (
+    MIN_SEQUENCES,
+    PRIMARY,
+    SignedErrors,
+    adjust,
+    estimate_bias,
+)
 from attn_diag.statistics.ratios import paired_ratio
 
 _TOP_ROWS = 5
@@ -120,55 +126,24 @@ def adjust_family(entries: list[Entry], ranks: Ranks) -> tuple[list[dict[str, fl
 
 
 def pool(
-    parts: list[HeadMeasurement], *, layer: int | None, head: int | None, sequences: int, k_length: int,
-    dw_q: GradientSums | None, extra: Propagation, level: float, figures: HeadFigures | None = None,
+    pooled: PooledErrors, biases: dict[str, BiasEstimate], *, layer: int | None, head: int | None, sequences: int,
+    dw_q: GradientSums | None, extra: Propagation, figures: HeadFigures | None = None,
     quantities: Sequence[QuantityVerdict] = (), missing: tuple[str, ...] = (),
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
 
     Args:
-        parts: The measurements.
+        pooled: The measurements, with their errors joined.
+        biases: Of these errors, by ``pooled_biases``.
         layer, head: The model's numbers, for the entry.
-        sequences: Batch size analysed; from 8 on they are the clusters.
-        k_length: Number of keys.
+        sequences: Batch size analysed.
         dw_q: Already summed over the batch.
         extra: dK, dV and notes.
-        level: Significance of the biases.
         figures: Those of a single head.
         quantities: Each captured one, judged.
         missing: Those that were not captured.
     """
-    joined = joined_sequences(parts, k_length)
-    independent = len({joined[p.batch] for p in parts if len(p.tested)})
-    by_sequence = independent >= MIN_SEQUENCES
-    groups = [(p.head, joined[p.batch]) for p in parts]
-    errors = {
-        name: SignedErrors.join([p.errors[name] for p in parts], groups)
-        for name in parts[0].errors
-        if all(name in p.errors for p in parts)
-    }
-    if by_sequence:
-        errors = {n: replace(e, features=None) for n, e in errors.items()}  # shared within a sequence
-    gradients = [p.with_gradient for p in parts if p.with_gradient is not None]
-    clusters = Clusters(
-        [p.top_key + p.head * sequences * k_length for p in parts],
-        [p.alike for p in parts],
-        [joined[p.batch] for p in parts] if by_sequence else None,
-        gradients if len(gradients) == len(parts) else None,
-    )
-    biases = {}
-    for name, error in errors.items():
-        drift = not name.startswith("rounding")
-        labels = clusters.of(name, shared=error.features is not None)
-        biases[name] = estimate_bias(error, labels, level, with_drift=drift)
-        if error.features is not None and name == "delta_excess" and not by_sequence:
-            # Few keys may agree by chance: what rows alone say is the least uncertainty.
-            alone = estimate_bias(replace(error, features=None), clusters.within(name), level, with_drift=drift)
-            if (alone.standard_error or 0.0) > (biases[name].standard_error or 0.0):
-                biases[name] = alone
-        if by_sequence and biases[name].p_value is not None and biases[name].t is None:
-            # The same in every sequence, and so perhaps in every row: these are many more signs.
-            biases[name] = estimate_bias(error, clusters.within(name), level, with_drift=drift)
+    parts, errors, clusters, independent = pooled.parts, pooled.errors, pooled.clusters, pooled.independent
     biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
     sums = _mean_sums(parts)
     declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}

@@ -1,0 +1,114 @@
+"""Heads of one or several captures, measured together: on a GPU many small ones take about as long as few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, jobs_at_once, made_at_once
+from attn_diag.captures.capture import Capture
+from attn_diag.head.baseline import Recognised
+from attn_diag.head.certification import Certify
+from attn_diag.head.measure import measure_heads
+from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.shared import SharedRows
+from attn_diag.head.streaming import StreamedHead
+from attn_diag.kernels import Recipe
+from attn_diag.results.diagnosis import Assumptions
+
+# Captures that hold nothing else, but their observations, are measured together: what belongs to one capture alone, as
+# a mask, is not the same in all of their heads.
+_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
+
+
+class Job(Protocol):
+    """A ``CaptureJob``, as far as its heads are measured here."""
+
+    capture: Capture
+    device: torch.device
+    certify: Certify | None
+    captured: list[str]
+    recipes: dict[str, Recipe]
+    declared: Recipe | None
+    heads: list[int]
+    batches: list[int]
+    shared: dict[int, dict[int, SharedRows]]
+    recognised: dict[str, Recognised]
+    assumptions: Assumptions
+    ahead: list[GroupMeasurement] | None
+
+    def groups(self) -> list[HeadGroup]: ...  # noqa: D102 - described there, as the rest
+    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
+    def complete(  # noqa: D102
+        self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
+    ) -> None: ...
+
+
+_Job = TypeVar("_Job", bound=Job)
+
+
+def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[GroupMeasurement]]:
+    """Some groups of heads of captures that are alike, or of one: every observation of them."""
+    results = [[GroupMeasurement(group) for group in groups] for _, groups in work]
+    every = [(job, result) for (job, _), of_job in zip(work, results, strict=True) for result in of_job]
+    places = [(job, result.group.batch, head) for job, result in every for head in result.group.heads]
+    shared = [job.shared.get(head, {}).get(batch) for job, batch, head in places]
+    first = work[0][0]
+
+    def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
+        of_captures = [(batch, head) for _, batch, head in places[which]]
+        return measure_heads(passes, of_captures, first.certify, shared[which])
+
+    heads = [partial(job.open_head, result, head) for job, result in every for head in result.group.heads]
+    found = made_at_once(heads, measure, first.capture, first.device)
+    for job, result in every:
+        job.complete(result, found)
+    return results
+
+
+def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Captures that follow each other and may be measured together, as many as fit; others alone."""
+    some: list[_Job] = []
+    for job in jobs:
+        kind = _shape_of(job)
+        if some and (kind is None or kind != _shape_of(some[0]) or len(some) >= jobs_at_once(job.capture, job.device)):
+            yield some
+            some = []
+        some.append(job)
+    if some:
+        yield some
+
+
+def measure_ahead(jobs: Sequence[Job]) -> None:
+    """Measure captures that are ``alike``, and begun, together where their recipes are the same too.
+
+    Where that fails each is measured by itself later, and says what is wrong with it.
+    """
+    by_recipe: dict[object, list[Job]] = {}
+    for job in jobs:
+        recipes = tuple((name, found.recipe) for name, found in job.recognised.items())
+        by_recipe.setdefault((recipes, job.assumptions.refused), []).append(job)
+    for some in by_recipe.values():
+        if len(some) < 2:
+            continue
+        try:
+            found = measured([(job, job.groups()) for job in some])
+        except Exception:
+            # Whichever of them it was, and whatever: also memory that one capture alone would not need.
+            continue
+        for job, results in zip(some, found, strict=True):
+            job.ahead = results
+
+
+def _shape_of(job: Job) -> object | None:
+    """What captures agree in whose heads are alike; None: others are not, whatever they hold."""
+    c, m = job.capture, job.capture.metadata
+    outputs = {c.key(name, output) for name, found in c.observations.items() for output in found}
+    if not set(c.tensors) <= _PLAIN | outputs or job.recipes or job.declared is not None:
+        return None
+    tensors = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in c.tensors.items()))
+    how = m.layout, m.causal, m.window, m.softcap, c.scale, m.lse_base, m.softmax_offset, m.lse_sink, m.dropout_p
+    return tensors, how, tuple(job.captured), tuple(job.heads), tuple(job.batches)

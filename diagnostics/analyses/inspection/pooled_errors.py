@@ -1,0 +1,88 @@
+"""The signed errors of several heads or sequences as one, and the tests of their means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
+from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.statistics.means import MIN_SEQUENCES, BiasCase, SignedErrors, estimate_bias, estimate_biases
+
+
+@dataclass(frozen=True)
+class PooledErrors:
+    """What is tested of one head's sequences, or of all heads'."""
+
+    parts: list[HeadMeasurement]
+    """The measurements."""
+    errors: dict[str, SignedErrors]
+    """By quantity, their rows one after the other."""
+    clusters: Clusters
+    """Which of these rows count as one."""
+    independent: int
+    """How many sequences there are that share no keys."""
+
+    @classmethod
+    def of(cls, parts: list[HeadMeasurement], sequences: int, k_length: int) -> PooledErrors:
+        """Join the errors of ``parts``; from 8 on the ``sequences`` of a batch are the clusters."""
+        joined = joined_sequences(parts, k_length)
+        independent = len({joined[p.batch] for p in parts if len(p.tested)})
+        by_sequence = independent >= MIN_SEQUENCES
+        groups = [(p.head, joined[p.batch]) for p in parts]
+        errors = {
+            name: SignedErrors.join([p.errors[name] for p in parts], groups)
+            for name in parts[0].errors
+            if all(name in p.errors for p in parts)
+        }
+        if by_sequence:
+            errors = {n: replace(e, features=None) for n, e in errors.items()}  # shared within a sequence
+        gradients = [p.with_gradient for p in parts if p.with_gradient is not None]
+        clusters = Clusters(
+            [p.top_key + p.head * sequences * k_length for p in parts],
+            [p.alike for p in parts],
+            [joined[p.batch] for p in parts] if by_sequence else None,
+            gradients if len(gradients) == len(parts) else None,
+        )
+        return cls(parts, errors, clusters, independent)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether sequences are the clusters."""
+        return self.independent >= MIN_SEQUENCES
+
+    def cases(self) -> list[BiasCase]:
+        """What is to be tested of each quantity."""
+        return [
+            BiasCase(error, self.clusters.of(name, shared=error.features is not None), _with_drift(name))
+            for name, error in self.errors.items()
+        ]
+
+    def settled(self, found: Sequence[BiasEstimate], level: float) -> dict[str, BiasEstimate]:
+        """The tests of ``cases``, where another way of clustering is not the safer one."""
+        biases = dict(zip(self.errors, found, strict=True))
+        for name, error in self.errors.items():
+            drift = _with_drift(name)
+            if error.features is not None and name == "delta_excess" and not self.by_sequence:
+                # Few keys may agree by chance: what rows alone say is the least uncertainty.
+                rows = self.clusters.within(name)
+                alone = estimate_bias(replace(error, features=None), rows, level, with_drift=drift)
+                if (alone.standard_error or 0.0) > (biases[name].standard_error or 0.0):
+                    biases[name] = alone
+            if self.by_sequence and biases[name].p_value is not None and biases[name].t is None:
+                # The same in every sequence, and so perhaps in every row: these are many more signs.
+                biases[name] = estimate_bias(error, self.clusters.within(name), level, with_drift=drift)
+        return biases
+
+
+def pooled_biases(several: Sequence[PooledErrors], level: float) -> list[dict[str, BiasEstimate]]:
+    """The mean signed errors of each by quantity, tested side by side at this significance level."""
+    cases = [one.cases() for one in several]
+    found = iter(estimate_biases([case for of_one in cases for case in of_one], level))
+    return [one.settled([next(found) for _ in of_one], level) for one, of_one in zip(several, cases, strict=True)]
+
+
+def _with_drift(name: str) -> bool:
+    """Whether the running sum is shown."""
+    return not name.startswith("rounding")
