@@ -202,8 +202,8 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         exact = bool((error.abs() <= _FP32 * (1 + largest)).all())
         if usual < _EXACT:
             # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
-            noise = passed.noise.variance["row_sum"][rows].sqrt()
-            budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
+            of_sum = passed.noise.variance["row_sum"][rows].sqrt()
+            budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * of_sum))
         if "lse" in variance:  # operands that are rounded move a score by more than its size
             budget = budget + ELEMENT_LIMIT * variance["lse"][rows].sqrt()
         beyond, in_bf16 = error.abs() > budget, False
