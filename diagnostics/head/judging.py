@@ -232,16 +232,20 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
 
 
 def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:
-    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel; empty without either."""
+    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel, or of a format without one
+    of operands rounded to nearest, where O's errors follow these; empty without any.
+    """
     declared, errors, other = passed.declared(seen), passed.errors.get(seen.name), passed.counterfactuals
+    out, truth = seen.outputs.get("o"), passed.truth.reference.out
     if declared is not None:
         runs = [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
     elif isinstance(other, Counterfactuals):
         runs = [other.outputs()]
     else:
-        return {}
+        rounded = None if out is None else other.to_nearest(out, truth, rows)
+        runs = [] if rounded is None else [rounded]
     delta = None if errors is None else errors.delta
-    return mean_sums(runs, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
+    return mean_sums(runs, out, delta, truth, rows) if runs else {}
 
 
 def rows_without_keys(seen: ObservedHead, rows: npt.NDArray[np.bool_]) -> dict[str, tuple[int, int]]:

@@ -33,12 +33,14 @@ from attn_diag.results.wording import SYMBOLS, percent
 # Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
 _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
-# Tensors of another head make an error of the size of the quantity.
+# Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
 _OTHER_HEAD_FROM = 0.1
 # A sequence of whose squared error there is no more, over a well-rounded kernel's (of LSE's budget), is right.
 _RIGHT, _LSE_RIGHT = AS_GOOD**2, 2.0**-6
 # So much of a merely coarse quantity's squared error a pattern must explain.
 _NEARLY_ALL = 0.9
+# From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
+_EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
 
@@ -195,9 +197,10 @@ class CapturePatterns:
             outputs, _ = read_outputs(c, observation, batch, h, self._device, NonFiniteCensus())
             captured.append({n: t for n, t in outputs.items() if n in ("o", "lse") and bool(t.isfinite().all())})
         observed, fmt = self._observed(observation, batch, head, verdict)
+        large = (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM or (verdict.factor or 0.0) > _EXPLICABLE
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
-            others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
+            others=self._others(batch, head) if large else (),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
