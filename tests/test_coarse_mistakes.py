@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from builders import some
 from torch import Tensor
@@ -40,3 +42,12 @@ def test_the_o_of_another_head_is_named_where_heads_are_alike() -> None:
     words = [q.words for q in heads(x)[1].quantities if q.answer == "wrong"]
     assert len(words) == 1
     assert words[0].endswith("which no rounding makes: all rows are what head 0 gives.")
+
+
+def test_a_factor_near_one_is_named() -> None:
+    x = call(0)
+    coarse = x | {"dv": x["dv"] * (1 + 0.01 * torch.randn(x["dv"].shape, generator=torch.Generator().manual_seed(1)))}
+    said = {q.quantity: q.words for q in heads(coarse | {"dq": x["dq"] * (1 + 2.0**-8)})[0].quantities}
+    assert re.search(r"dQ has .*; all rows are 1\.00\d+ times the true ones, and but for that as good as a", said["dq"])
+    assert "times the true ones" not in said["dv"]
+    assert "times the true ones" not in said["dk"]
