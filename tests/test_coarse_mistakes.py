@@ -29,10 +29,13 @@ def call(seed: int, apart: float = 1.0) -> dict[str, Tensor]:
     return x | {"o": o, "dq": ds @ x["k"], "dk": ds.mT @ x["q"], "dv": probs.bfloat16().double().mT @ x["do"]}
 
 
+def inspected(x: dict[str, Tensor]) -> attn_diag.Diagnosis:
+    given = {name: tensor if name == "delta" else tensor.bfloat16() for name, tensor in x.items()}
+    return attn_diag.inspect(causal=True, device="cpu", **given)  # type: ignore[arg-type]
+
+
 def heads(x: dict[str, Tensor]) -> tuple[HeadDiagnosis, ...]:
-    given = {name: tensor.bfloat16() for name, tensor in x.items()}
-    found = attn_diag.inspect(causal=True, device="cpu", **given)  # type: ignore[arg-type]
-    return tuple(h for h in found.captures[0].observations[0].heads if h.head is not None)
+    return tuple(h for h in inspected(x).captures[0].observations[0].heads if h.head is not None)
 
 
 def test_the_o_of_another_head_is_named_where_heads_are_alike() -> None:
@@ -42,6 +45,14 @@ def test_the_o_of_another_head_is_named_where_heads_are_alike() -> None:
     words = [q.words for q in heads(x)[1].quantities if q.answer == "wrong"]
     assert len(words) == 1
     assert words[0].endswith("which no rounding makes: all rows are what head 0 gives.")
+
+
+def test_a_delta_of_a_wrong_o_is_not_called_right() -> None:
+    x = call(0)
+    x["o"][:, 1] = x["o"][:, 0]
+    found = inspected(x | {"delta": (x["do"].bfloat16() * x["o"].bfloat16()).float().sum(-1)})
+    (finding,) = [f for f in found.findings if f.label == "wrong"]
+    assert finding.right == ("dv",)
 
 
 def test_a_factor_near_one_is_named() -> None:

@@ -24,7 +24,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.quality import Answer, QuantityVerdict
+from attn_diag.results.quality import Answer, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
@@ -200,7 +200,8 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     labels: list[Label] = [label for label in ("nonfinite", "wrong") if answers[label]]
     reasons = [q.words for label in labels for q in answers[label]]
     reasons += [q.words for q in answers["lossy"]]
-    if right := [SYMBOLS[q.quantity] for q in answers["good"]]:
+    every = [q for found in answers.values() for q in found]
+    if right := [SYMBOLS[name] for name in right_beside(every)]:
         reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
     return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
 
