@@ -24,6 +24,9 @@ _REMEDIES = {
     ),
     "ds_cast": (("uncast-ds",), "do not cast dS, the scores' gradient; what that gains"),
 }
+_FITS = re.compile(r"\b(?:causal|scale|layout|softcap|lse_base|alibi_origin)=[\w.-]+")
+# Metadata that have an option; ALiBi's origin has none.
+_OPTION = re.compile(r"(causal|scale|layout|softcap|lse_base)=(.+)")
 # What a capture that was put together of several ranks' files calls itself.
 _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
@@ -35,7 +38,7 @@ def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
 
 def fitting(finding: SharedFinding) -> list[str]:
     """The metadata that fit a capture that those stated do not."""
-    return [found.rstrip(".") for found in re.findall(r"\b(?:causal|scale|layout|softcap)=[\w.-]+", finding.words)]
+    return [found.rstrip(".") for found in _FITS.findall(finding.words)]
 
 
 def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -61,7 +64,8 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         place = ("" if worst.head is None else f", {worst.head}") + layer.replace(" --layer ", ", layer=")
         return f"print(attn_diag.explain(found{place})), where found is what inspect returned"
     if finding.label == "unjudged":
-        options = [part for found in fitting(finding) for part in f"--{found}".split("=")]
+        known = [match for found in fitting(finding) if (match := _OPTION.fullmatch(found)) is not None]
+        options = [part for match in known for part in (f"--{match[1].replace('_', '-')}", match[2])]
         return " ".join(["attn-diag inspect", *arguments, *options])
     if finding.label in ("wrong", "nonfinite"):
         return " ".join(["attn-diag inspect", *arguments, "--html page.html"])

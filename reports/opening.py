@@ -18,6 +18,8 @@ Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
+# How the check of a capture's metadata ends where no other ones fit; else it names what does.
+_NOTHING_FITS = "tried fits either"
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -131,8 +133,11 @@ def _details(diagnosis: Diagnosis, finding: SharedFinding, *, alone: bool) -> st
         parts.append("no fault of the kernel")
     if finding.label == "unjudged":
         fits = fitting(finding)
-        judged_as = _judged_as(diagnosis, finding, fits)
-        parts.append(f"{judged_as}O fits {together(fits)}" if fits else "no mask or scale tried fits")
+        if fits:
+            output = "LSE" if finding.words.startswith("LSE") else "O"
+            parts.append(f"{_judged_as(diagnosis, finding, fits)}{output} fits {together(fits)}")
+        elif _NOTHING_FITS in finding.words:
+            parts.append("no mask or scale tried fits")
     if finding.kernel and len({c.metadata.get("kernel") for c in diagnosis.captures}) > 1:
         parts.append(f"kernel {finding.kernel}")
     return f" ({', '.join(parts)})" if parts else ""

@@ -27,7 +27,8 @@ def places_words(places: Sequence[FindingPlace], *, terse: bool = False) -> str:
     said = [_heads(place) + (_span(place) if len(spans) > 1 else "") for place in places[:_MOST_PLACES]]
     if left := places[_MOST_PLACES:]:
         layers = sorted({layer for place in left for layer in place.layers})
-        said.append(f"layers {ranges(layers)}" if len(layers) > 1 else "others")
+        some = "" if all(place.all_heads for place in left) else "heads of "
+        said.append(f"{some}layers {ranges(layers)}" if len(layers) > 1 else "others")
     return "; ".join(said) + (spans.pop() if len(spans) == 1 else "")
 
 
@@ -62,7 +63,8 @@ def _span(place: FindingPlace) -> str:
     if len(looked) == 1:
         return f", step {steps[0]}"
     if steps == looked:
-        return f", at all {len(steps)} steps ({steps[0]} to {steps[-1]})"
+        every = "both" if len(steps) == 2 else f"all {len(steps)}"
+        return f", at {every} steps ({steps[0]} to {steps[-1]})"
     if len(steps) == 1:
         return f", at step {steps[0]}{', the last looked at' if steps == looked[-1:] else ' alone'}"
     if len([step for step in looked if steps[0] <= step <= steps[-1]]) > len(steps):

@@ -61,3 +61,4 @@ def test_a_mean_that_a_well_rounded_kernel_shares_is_not(monkeypatch: pytest.Mon
     said = next(reason for reason in verdict.reasons if "O's magnitude" in reason)
     assert "a well-rounded kernel has -" in said
     assert said.endswith("on this input: no fault of the kernel.")
+    assert not any(reason.startswith("No significant mean error") for reason in verdict.reasons)

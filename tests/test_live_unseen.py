@@ -264,6 +264,17 @@ def test_observe_shows_it(way: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not words(caplog)
 
 
+def test_one_of_blocks_that_are_compiled_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their class says nothing; the graph of the other one does."""
+    model, loss = stack(OwnAttention(fused), OwnAttention(plain))
+    for block in model:  # type: ignore[attr-defined]
+        block.compile(backend="aot_eager")
+    watched(model, loss, model, tmp_path)
+    (said,) = words(caplog)
+    assert "train: 1 (OwnAttention)" in said
+    assert "@torch.compiler.disable above @attn_diag.observe" in said
+
+
 @pytest.mark.parametrize("way", ["eager", "whole"])
 def test_what_only_sounds_like_attention_is_left_alone(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -5,6 +5,7 @@ what to do next; and the findings behind them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -466,6 +467,28 @@ def test_nothing_could_be_judged() -> None:
     assert headline(diagnosis).startswith(
         "MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits causal=top-left"
     )
+
+
+def test_what_fits_is_said_of_lse_and_has_an_option(run: Run, tmp_path: Path) -> None:
+    tensors = rounded_inputs(1, 32)
+    scores = (tensors["q"].double() @ tensors["k"].double().mT / 4).masked_fill(
+        torch.ones(32, 32).triu(1) > 0, -torch.inf
+    )
+    lse = scores.logsumexp(-1) / math.log(2)
+    file = tmp_path / "base2.safetensors"
+    Capture.from_tensors({**tensors, "lse": lse.float()}, causal="top-left", step=1).save(file)
+    diagnosis = attn_diag.inspect_captures([attn_diag.load(file)], device="cpu")
+    assert headline(diagnosis).endswith("(judged as lse_base=e, LSE fits lse_base=2).")
+    assert next_command(diagnosis).said.endswith("base2.safetensors --lse-base 2")
+    assert run("inspect", file).code == 2
+    assert run("inspect", file, "--lse-base", "2").code == 0
+
+
+def test_nothing_fits_is_said_only_where_that_is_so() -> None:
+    capture = Capture.from_tensors(rounded_inputs(1, 32), causal="top-left", window=(3, 0), step=1)
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu")
+    assert "no window fits" in diagnosis.findings[0].words
+    assert "tried fits" not in headline(diagnosis)
 
 
 def test_numbers_in_plain_words() -> None:

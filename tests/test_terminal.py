@@ -21,9 +21,11 @@ from attn_diag.reports import story
 from attn_diag.reports.head_map import log_levels
 from attn_diag.reports.layout import ASCII, BLOCKS, bar_line, spark
 from attn_diag.reports.opening import opening
+from attn_diag.reports.places import places_words
 from attn_diag.reports.renderers import plain_text
 from attn_diag.reports.words import drift_words
 from attn_diag.results.diagnosis import BiasEstimate, Diagnosis, Drift, Label
+from attn_diag.results.findings import FindingPlace
 from attn_diag.results.microscope import Point
 from attn_diag.results.quality import Answer, Quantity
 from attn_diag.results.wording import SYMBOLS, share
@@ -399,3 +401,16 @@ def test_failed_assumptions_come_first() -> None:
     assert text.startswith("MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits")
     assert "causal=top-left fits" in " ".join(text.split())
     assert "What to do" not in text
+
+
+def test_places_beyond_the_third_are_not_called_whole_layers() -> None:
+    one, other = FindingPlace((0,), (1,), False, (5, 9), (5, 9)), FindingPlace((1,), (2,), False, (5, 9), (5, 9))
+    several = [
+        one,
+        other,
+        dataclasses.replace(one, heads=(3,)),
+        *(dataclasses.replace(one, layers=(n,)) for n in (4, 5)),
+    ]
+    assert places_words(several).endswith("; heads of layers 4-5, at both steps (5 to 9)")
+    whole = [dataclasses.replace(place, all_heads=True) for place in several]
+    assert "; layers 4-5, at" in places_words(whole)

@@ -33,7 +33,8 @@ def excuse(name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level
 
     delta's total has the mean that correct rounding of O has, where that is as significant: the null for a nearest-even
     kernel is "no bias beyond correct rounding". And any test may have the mean that a well-rounded kernel has on the
-    same input: the casts of its format make it, or tensor cores, which cut sums off.
+    same input: the casts of its format make it, or tensor cores, which cut sums off, or of FP32 inputs V's rounding to
+    TF32.
 
     Args:
         name: The primary test.

@@ -24,7 +24,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.quality import Answer, QuantityVerdict
+from attn_diag.results.quality import Answer, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
@@ -151,7 +151,8 @@ def judge(
         # With a recipe to compare with, LSE alone is stated.
         reasons += [q.words for q in stated] if quantities else [beside_truth(stated)]
     exact = _identical_words(in_doubt) if bit_identical else None
-    reasons += _context(bias, tests, row_maxima, quantities, propagation, exact, labels, scope)
+    silent = bool(tests) and not biased[1] and not {"biased", "undecided"} & set(labels)
+    reasons += _context(bias, silent, row_maxima, quantities, propagation, exact, scope)
     if swamped_rows:
         equal, its = ("rows of O equal", "their") if swamped_rows > 1 else ("row of O equals", "its")
         reasons.append(f"{swamped_rows} {equal} V of {its} top key exactly (swamped: a count, not a cause).")
@@ -199,7 +200,8 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     labels: list[Label] = [label for label in ("nonfinite", "wrong") if answers[label]]
     reasons = [q.words for label in labels for q in answers[label]]
     reasons += [q.words for q in answers["lossy"]]
-    if right := [SYMBOLS[q.quantity] for q in answers["good"]]:
+    every = [q for found in answers.values() for q in found]
+    if right := [SYMBOLS[name] for name in right_beside(every)]:
         reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
     return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
 
@@ -293,18 +295,18 @@ def _biased(
 
 def _context(
     bias: Bias,
-    tests: dict[str, BiasEstimate],
+    silent: bool,
     row_maxima: RowMaxima,
     quantities: Sequence[QuantityVerdict],
     propagation: Propagation,
     identical: str | None,
-    labels: list[Label],
     scope: str,
 ) -> list[str]:
+    """What else is said; ``silent``: tests were made, decided, and found no mean, not even one that is excused."""
     words = []
     if identical is not None:
         words.append(identical)
-    if tests and "biased" not in labels and "undecided" not in labels:
+    if silent:
         delta = bias.delta or bias.o_excess
         if delta is not None and delta.p_value is not None and delta.minimum_detectable is not None:
             name = "delta" if bias.delta is not None else "O"

@@ -40,7 +40,6 @@ def convert(
     head_dim: Annotated[
         int | None, typer.Option("--head-dim", help="Features of a head, where heads and features share one axis.")
     ] = None,
-    lse_base: Annotated[str | None, typer.Option("--lse-base", help="e or 2, instead of what fits.")] = None,
     overrides: Overrides,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
 ) -> int:
@@ -71,7 +70,7 @@ def convert(
         with progress_bar("files") as progress:
             run(
                 path, out, kind=kind.value, names=parse_map(names or ()), layer=layer, head_dim=head_dim,
-                lse_base=lse_base, force=force, skip=skip, told=told, progress=progress, **options,
+                force=force, skip=skip, told=told, progress=progress, **options,
             )  # fmt: skip
     finally:
         # How many there are is known at the end, and said first; what was written is told even if a later call fails.

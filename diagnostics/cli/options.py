@@ -82,6 +82,9 @@ class Overrides:
         str | None, typer.Option("--window", metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 for unlimited.")
     ] = None
     softcap: Annotated[float | None, typer.Option("--softcap", help="Softcap, instead of what the file says.")] = None
+    lse_base: Annotated[
+        str | None, typer.Option("--lse-base", help="e or 2, the LSE's logarithm, instead of what the file says.")
+    ] = None
     declared: Declared = None
 
     def metadata(self) -> dict[str, Any]:
@@ -94,12 +97,12 @@ class Overrides:
             raise InputError(f"--window must be LEFT,RIGHT (two integers), got {self.window!r}") from None
         return {
             "layout": self.layout, "causal": self.causal, "scale": self.scale, "window": window,
-            "softcap": self.softcap, "declared": self.declared,
+            "softcap": self.softcap, "lse_base": self.lse_base, "declared": self.declared,
         }  # fmt: skip
 
     def given(self) -> dict[str, object]:
         """What the command line says, by the option's name."""
-        return {f"--{f.name}": getattr(self, f.name) for f in fields(self)}
+        return {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ from attn_diag.reference.fused import reference_of
 
 _NARROW = format_of(torch.bfloat16), format_of(torch.float16)
 TF32 = FloatFormat("tf32", 10, -126, (2 - 2.0**-10) * 2.0**127)
+# Errors of O of no more spacings are those of products in fp32; TF32's are from a thousand on.
+_FINE = 64
 # Of a number cut to p bits, of which all are alike likely in a binade: 1/6 - (ln 2 / 2)^2, over 4^p. To nearest: 1/24.
 _VARIANCE = 1 / 6 - math.log(2) ** 2 / 4
 
@@ -223,6 +225,31 @@ class TruncatedInputs:
         every = {"o": truth.out, "lse": truth.lse, "delta": truth.delta}
         every |= {"dq": truth.dq, "dk": truth.dk, "dv": truth.dv}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    def to_nearest(self, out: Tensor, truth: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
+        """What operands rounded to nearest make of O and delta: V's errors, which all rows share, have a mean.
+
+        Args:
+            out: The captured O, [Tq, Dv].
+            truth: The true one.
+            rows: Indices of the rows that count.
+
+        Returns:
+            o and, with dO, delta in the operands' format whose errors O's follow; None where they follow none, as of
+            products in fp32, or of truncated operands.
+        """
+        error = (out - truth)[rows]
+        cast = coarsest(self._head, self._fmt, self._stored)
+        fine = error.square().mean() <= (_FINE * ulp(truth[rows], self._fmt)).square().mean()
+        if cast == self._fmt or bool(fine):
+            return None
+        for name in dict.fromkeys((cast.name, "bf16")):
+            found = reference_of(_cut(self._head, name), key_gradients=False)
+            made = (found.out - truth)[rows]
+            follows = float((error * made).sum() / made.square().sum().clamp(min=1e-300))
+            if 0.5 < follows < 1.5:
+                return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
+        return None
 
     def ways(self, observed: Tensor | None = None, truth: Tensor | None = None) -> list[CoarseWay]:
         """Ways through BF16 that may make this head's errors; none of inputs that are no finer.

@@ -189,8 +189,8 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
         exact = bool((error.abs() <= _FP32 * (1 + largest)).all())
         if usual < _EXACT:
             # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
-            noise = passed.noise.variance["row_sum"][rows].sqrt()
-            budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * noise))
+            of_sum = passed.noise.variance["row_sum"][rows].sqrt()
+            budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * of_sum))
         if "lse" in variance:  # operands that are rounded move a score by more than its size
             budget = budget + ELEMENT_LIMIT * variance["lse"][rows].sqrt()
         beyond, in_bf16 = error.abs() > budget, False
@@ -233,16 +233,20 @@ def _lse_through_bf16(passed: StreamedHead, seen: ObservedHead, rows: Tensor, bu
 
 
 def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:
-    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel; empty without either."""
+    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel, or of a format without one
+    of operands rounded to nearest, where O's errors follow these; empty without any.
+    """
     declared, errors, other = passed.declared(seen), passed.errors.get(seen.name), passed.counterfactuals
+    out, truth = seen.outputs.get("o"), passed.truth.reference.out
     if declared is not None:
         runs = [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
     elif isinstance(other, Counterfactuals):
         runs = [other.outputs()]
     else:
-        return {}
+        rounded = None if out is None else other.to_nearest(out, truth, rows)
+        runs = [] if rounded is None else [rounded]
     delta = None if errors is None else errors.delta
-    return mean_sums(runs, seen.outputs.get("o"), delta, passed.truth.reference.out, rows)
+    return mean_sums(runs, out, delta, truth, rows) if runs else {}
 
 
 def rows_without_keys(seen: ObservedHead, rows: npt.NDArray[np.bool_]) -> dict[str, tuple[int, int]]:

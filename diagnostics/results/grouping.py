@@ -16,7 +16,7 @@ from typing import Literal
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, SharedFinding, WorstHead
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
-from attn_diag.results.quality import Quantity, QuantityVerdict
+from attn_diag.results.quality import Quantity, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, together
 
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
@@ -200,7 +200,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
         site=_site(group) if label in ("lossy", "biased") else None,
         quantities=tuple(name for name in order if any(q.quantity == name for q in off)),
-        right=tuple(q.quantity for q in head.quantities if q.answer == "good"),
+        right=right_beside(head.quantities),
         factors={q.quantity: q.factor for q in own if q.factor is not None},
         factor_ci95=own[0].factor_ci95 if own else None,
         p_adjusted=min((p for _, _, h in group if (p := _smallest_p(h)) is not None), default=None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,3 +75,9 @@ class QuantityVerdict:
     """Where and how it is wrong."""
     ranks: tuple[str, ...] = ()
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
+
+
+def right_beside(quantities: Sequence[QuantityVerdict]) -> tuple[Quantity, ...]:
+    """What is right beside what is wrong; not delta beside a wrong O, as it is judged as made of the captured one."""
+    out_is_wrong = any(q.quantity == "o" and q.answer in ("wrong", "nonfinite") for q in quantities)
+    return tuple(q.quantity for q in quantities if q.answer == "good" and not (out_is_wrong and q.quantity == "delta"))

@@ -34,7 +34,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> str:
-    """A fraction as percent, with a blank before the sign: "1.23 %"; from a thousand on "1.85e+14 times its size".
+    """A fraction as percent: "1.23 %", "1130 %"; from a thousand on "1.85e+14 times its size".
 
     Args:
         value: The fraction.
@@ -43,7 +43,10 @@ def percent(value: float | None, form: str = ".3g", *, unknown: str = DASH) -> s
     """
     if value is None:
         return unknown
-    return f"{value:.3g} times its size" if 1000 <= abs(value) < math.inf else f"{100 * value:{form}} %"
+    if 1000 <= abs(value) < math.inf:
+        return f"{value:.3g} times its size"
+    text = f"{100 * value:{form}}"
+    return f"{100 * value:.0f} %" if "e+" in text else f"{text} %"
 
 
 def yardstick(declared: str | None) -> str:

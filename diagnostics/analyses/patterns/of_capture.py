@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
+from attn_diag.analyses.patterns.shared_factor import shared_factor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
@@ -33,12 +35,15 @@ from attn_diag.results.wording import SYMBOLS, percent
 # Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
 _MOST_QUANTITIES = 24
 _MOST_OTHERS = 8
-# Tensors of another head make an error of the size of the quantity.
+# Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
 _OTHER_HEAD_FROM = 0.1
 # A sequence of whose squared error there is no more, over a well-rounded kernel's (of LSE's budget), is right.
 _RIGHT, _LSE_RIGHT = AS_GOOD**2, 2.0**-6
 # So much of a merely coarse quantity's squared error a pattern must explain.
 _NEARLY_ALL = 0.9
+# From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
+_EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
+_OUTPUTS = ("o", "dq", "dk", "dv")
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
 
@@ -89,7 +94,7 @@ class CapturePatterns:
         place, others_right = self._place(observation, head, verdict, found, batches)
         if place is None:
             return verdict
-        batch, outlying, features = place
+        batch, outlying, features, size = place
         if verdict.quantity == "dkv":
             pattern = self._latent(observation, batch, head)
             return with_patterns(verdict, [] if pattern is None else [pattern])
@@ -102,6 +107,8 @@ class CapturePatterns:
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
+        if coarse and not patterns and not vanishes and verdict.declared is None and verdict.quantity in _OUTPUTS:
+            patterns = [one for one in [shared_factor(evidence, math.sqrt(size))] if one is not None]
         where = ""
         if len(self._batches(batches)) > 1:
             where = f"batch item {batch} alone: " if others_right else f"worst in batch item {batch}: "
@@ -138,14 +145,14 @@ class CapturePatterns:
         verdict: QuantityVerdict,
         found: Sequence[QuantitySample | RowEffect],
         batches: Sequence[int],
-    ) -> tuple[tuple[int, Collection[int], Collection[int]] | None, bool]:
-        """The sequence that is furthest off, its outlying rows and features; and whether no other one has any."""
+    ) -> tuple[tuple[int, Collection[int], Collection[int], float] | None, bool]:
+        """The sequence that is furthest off, its outlying rows and features and size; and whether no other has any."""
         if verdict.answer == "nonfinite":
             for batch in self._batches(batches):
                 tensor = self._observed(observation, batch, head, verdict)[0]
                 finite = tensor.isfinite() if tensor.ndim == 1 else tensor.isfinite().all(1)
                 if not bool(finite.all()):
-                    return (batch, (~finite).nonzero()[:, 0].tolist(), ()), False
+                    return (batch, (~finite).nonzero()[:, 0].tolist(), (), math.inf), False
             return None, False
         if len(found) != len(batches) or not found:
             return None, False
@@ -154,7 +161,7 @@ class CapturePatterns:
         worst = int(np.argmax(sizes))
         features = one.bad_features.nonzero()[0].tolist() if isinstance(one := found[worst], QuantitySample) else []
         alone = all(not len(outlying[i]) and sizes[i] <= _RIGHT for i in range(len(found)) if i != worst)
-        return (batches[worst], outlying[worst], features), alone
+        return (batches[worst], outlying[worst], features, sizes[worst]), alone
 
     def _observed(
         self, observation: str, batch: int, head: int, verdict: QuantityVerdict
@@ -195,9 +202,10 @@ class CapturePatterns:
             outputs, _ = read_outputs(c, observation, batch, h, self._device, NonFiniteCensus())
             captured.append({n: t for n, t in outputs.items() if n in ("o", "lse") and bool(t.isfinite().all())})
         observed, fmt = self._observed(observation, batch, head, verdict)
+        large = (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM or (verdict.factor or 0.0) > _EXPLICABLE
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
-            others=self._others(batch, head) if (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM else (),
+            others=self._others(batch, head) if large else (),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
@@ -261,7 +269,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
     """The verdict with patterns that were found, and their words.
 
     A quantity that is coarse by its size is wrong where something other than rounding explains it; a gradient that a
-    coarse forward explains is not.
+    coarse forward explains, and what a factor near 1 does, as a rounded constant may be, is not.
 
     Args:
         verdict: The quantity's.
@@ -275,7 +283,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
     if verdict.answer in ("lossy", "undecided", "stated") and first.kind in _MERE_PLACES:
         return verdict
-    if verdict.answer in ("lossy", "undecided") and first.kind == "forward":
+    if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", "shared factor"):
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
     words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."

@@ -92,7 +92,7 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
             continue
         same_k, same_v = torch.equal(other.k, own.k), torch.equal(other.v, own.v)
         if not same_k and not same_v:
-            yield Reading("head", f"K and V of {name}", replace(own, k=other.k, v=other.v))
+            yield Reading("head", f"K with V of {name}", replace(own, k=other.k, v=other.v))
         if not same_k:
             yield Reading("head", f"K of {name}", replace(own, k=other.k))
         if not same_v:
@@ -101,7 +101,7 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
             yield Reading("head", f"Q of {name}", replace(own, q=other.q))
         if own.do is not None and other.do is not None and not torch.equal(other.do, own.do):
             yield Reading("head", f"dO of {name}", replace(own, do=other.do))
-            yield Reading("head", f"Q and dO of {name}", replace(own, q=other.q, do=other.do))
+            yield Reading("head", f"Q with dO of {name}", replace(own, q=other.q, do=other.do))
         yield Reading("head", name, replace(other, scale=own.scale, masking=own.masking, softcap=own.softcap))
 
 

@@ -215,6 +215,10 @@ class Unseen:
         assert self._model is not None
         met = {type(m) for m in self._model.modules() if id(m) in self._places.met}
         named = [(name, m) for name, m in self._model.named_modules() if is_attention_by_name(m)]
+        # The calls of a graph that holds one of them are that one's.
+        for root in (m for m in self._model.modules() if id(m) in self._places.most):
+            inside = {m for _, m in named}.intersection(root.modules())
+            met |= {type(m) for m in inside} if len(inside) == 1 else set()
         owners: dict[int, int] = {}
         for _, module in named:
             for parameter in module.parameters():

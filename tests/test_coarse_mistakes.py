@@ -1,0 +1,64 @@
+"""Mistakes whose errors are no larger than coarse rounding's are named where nothing but they can have made them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from builders import some
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.diagnosis import HeadDiagnosis
+
+ROWS, WIDTH = 96, 32
+
+
+def call(seed: int, apart: float = 1.0) -> dict[str, Tensor]:
+    """q, k, v, dO, O and the gradients of three heads in BF16, whose V have as much of their own as ``apart``."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 3, ROWS, WIDTH, generator=generator) for _ in range(4))
+    v = torch.randn(WIDTH, generator=generator) + apart * v
+    x = {"q": q, "k": k, "v": v, "do": do}
+    x = {name: tensor.bfloat16().double() for name, tensor in x.items()}
+    scores = x["q"] @ x["k"].mT / WIDTH**0.5
+    probs = scores.masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf).softmax(-1)
+    o = (probs.bfloat16().double() @ x["v"]).bfloat16().double()
+    delta = (x["do"] * o).sum(-1, keepdim=True)
+    ds = (probs * (x["do"] @ x["v"].mT - delta)).bfloat16().double() / WIDTH**0.5
+    return x | {"o": o, "dq": ds @ x["k"], "dk": ds.mT @ x["q"], "dv": probs.bfloat16().double().mT @ x["do"]}
+
+
+def inspected(x: dict[str, Tensor]) -> attn_diag.Diagnosis:
+    given = {name: tensor if name == "delta" else tensor.bfloat16() for name, tensor in x.items()}
+    return attn_diag.inspect(causal=True, device="cpu", **given)  # type: ignore[arg-type]
+
+
+def heads(x: dict[str, Tensor]) -> tuple[HeadDiagnosis, ...]:
+    return tuple(h for h in inspected(x).captures[0].observations[0].heads if h.head is not None)
+
+
+def test_the_o_of_another_head_is_named_where_heads_are_alike() -> None:
+    x = {name: tensor for name, tensor in call(0, 0.05).items() if name in ("q", "k", "v", "o")}
+    assert [some(h.verdict).labels for h in heads(x)] == [("clean",)] * 3
+    x["o"][:, 1] = x["o"][:, 0]
+    words = [q.words for q in heads(x)[1].quantities if q.answer == "wrong"]
+    assert len(words) == 1
+    assert words[0].endswith("which no rounding makes: all rows are what head 0 gives.")
+
+
+def test_a_delta_of_a_wrong_o_is_not_called_right() -> None:
+    x = call(0)
+    x["o"][:, 1] = x["o"][:, 0]
+    found = inspected(x | {"delta": (x["do"].bfloat16() * x["o"].bfloat16()).float().sum(-1)})
+    (finding,) = [f for f in found.findings if f.label == "wrong"]
+    assert finding.right == ("dv",)
+
+
+def test_a_factor_near_one_is_named() -> None:
+    x = call(0)
+    coarse = x | {"dv": x["dv"] * (1 + 0.01 * torch.randn(x["dv"].shape, generator=torch.Generator().manual_seed(1)))}
+    said = {q.quantity: q.words for q in heads(coarse | {"dq": x["dq"] * (1 + 2.0**-8)})[0].quantities}
+    assert re.search(r"dQ has .*; all rows are 1\.00\d+ times the true ones, and but for that as good as a", said["dq"])
+    assert "times the true ones" not in said["dv"]
+    assert "times the true ones" not in said["dk"]
