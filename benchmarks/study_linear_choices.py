@@ -44,7 +44,7 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
     true = run.reference.values
     chunks = [*run.chunks, *([256] if run.chunks[-1] == 128 else [])]
     kernels = {
-        (i, chunk): replace(run.recipe, chunk=chunk, **known)  # type: ignore[arg-type]
+        (i, chunk): replace(run.recipe, chunk=chunk, **known)
         for i, known in enumerate(run.released())
         for chunk in chunks
     }
@@ -55,7 +55,7 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
     best = min(missed, key=lambda one: missed[one])
     released, sound = run.emulated(kernels[best]), run.emulated(replace(run.recipe, chunk=best[1]))
     without = {
-        site: run.emulated(replace(kernels[best], **{site: getattr(run.recipe, site)}))  # type: ignore[arg-type]
+        site: run.emulated(replace(kernels[best], **{site: getattr(run.recipe, site)}))
         for site in run.released()[best[0]]
     }
     other = LinearRun(permuted(capture), run.device)

@@ -123,7 +123,7 @@ def permuted(run: LinearRun) -> Outputs:
 def as_released(run: LinearRun) -> LinearRecipe:
     """The recipe of flash-linear-attention's kernel."""
     chunk = 16 if run.capture.operator == "rwkv7" else 64
-    return replace(run.recipe, chunk=chunk, **run.released()[0])  # type: ignore[arg-type]
+    return replace(run.recipe, chunk=chunk, **run.released()[0])
 
 
 KERNELS: dict[str, Callable[[LinearRun], Outputs]] = {

@@ -107,12 +107,13 @@ def backward(
         lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
     )
     # Sums of both would not fit into the registers where they are that wide.
-    both = columns.block_d + columns.rest_d + columns.block_dv <= 512
-    for wanted in ("both",) if both else ("dk", "dv"):
+    fit = columns.block_d + columns.rest_d + columns.block_dv <= 512
+    apart = [columns] if fit else [replace(columns, wanted="dk"), replace(columns, wanted="dv")]
+    for geometry in apart:
         dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
             *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
             *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,
-            R=bare, G=replace(columns, wanted=wanted), num_warps=columns.warps, num_stages=columns.stages,
+            R=bare, G=geometry, num_warps=columns.warps, num_stages=columns.stages,
         )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import some
@@ -17,7 +18,7 @@ def judged(scale: float) -> HeadDiagnosis:
     """A healthy head with LSE and delta, its dO times ``scale``."""
     x = draw("gaussian", "plain", heads=1, t_q=96, d=32, seed=3)
     x = replace(x, do=x.do * scale)
-    made = attend(x, Kernel()).tensors()
+    made: dict[str, Any] = attend(x, Kernel()).tensors()
     causal = x.causal if x.causal != "none" else False
     found = attn_diag.inspect(x.q, x.k, x.v, do=x.do, causal=causal, scale=x.scale, device="cpu", **made)
     return found.captures[0].observations[0].heads[0]

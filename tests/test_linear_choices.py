@@ -101,7 +101,8 @@ def test_tf32_is_cut_off(given: float, kept: float) -> None:
 def test_an_inverse_of_rounded_blocks_is_one_but_for_rounding(joined: LinearFormat) -> None:
     lower = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)).tril(-1) * 0.1
     exact = (torch.eye(64) + lower.double()).inverse()
-    for fmt, low, high in (("fp32", 0.0, 1e-6), (joined, 1e-5, 2e-3)):
+    formats: list[tuple[LinearFormat, float, float]] = [("fp32", 0.0, 1e-6), (joined, 1e-5, 2e-3)]
+    for fmt, low, high in formats:
         made = inverse(lower, "fp32", fmt, False)
         assert low <= float((made - exact).norm() / exact.norm()) < high, fmt
 

@@ -14,6 +14,7 @@ from test_linear_check import DELTA
 import attn_diag
 from attn_diag import LinearCapture
 from attn_diag.kernels import linear_products as products
+from attn_diag.kernels.linear_recipe import LinearFormat
 from attn_diag.testing.linear.cases import draw, with_outputs
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
@@ -51,7 +52,7 @@ def test_replay_runs_functions_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [k.outcome for k in found.kernels] == ["captured", "ran", "ran"]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _tile_sums(state, gradient, out, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     tile, of_k = tl.program_id(0), tl.arange(0, K)
     at = tile * K * V + tl.arange(0, V)[:, None] + of_k[None, :] * V
@@ -71,8 +72,8 @@ def test_sums_of_16_bit_tiles_have_the_bits_of_tritons(dtype: torch.dtype, whole
     out = torch.empty((64,) if whole else (64, 64), device="cuda")
     _tile_sums[(64,)](state.cuda(), gradient.cuda(), out, 64, 64, whole, num_warps=4)
     decay = torch.ones(64, 1 if whole else 64, 1, requires_grad=True)
-    fmt = "bf16" if dtype == torch.bfloat16 else "fp16"
-    products.decayed_state(state.float(), decay, fmt, fmt).backward(gradient.float())
+    fmt: LinearFormat = "bf16" if dtype == torch.bfloat16 else "fp16"
+    products.decayed_state(state.float(), decay, fmt, fmt).backward(gradient.float())  # type: ignore[no-untyped-call]
     assert decay.grad is not None
     same = (out.cpu().reshape(decay.shape) == decay.grad).double().mean()
     assert float(same) == 1.0

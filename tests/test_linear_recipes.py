@@ -162,7 +162,7 @@ RWKV7 = Path(__file__).parent / "data" / "fla_rwkv7_T512.safetensors"
 def test_the_released_rwkv7_kernel_is_emulated_bit_for_bit() -> None:
     run = LinearRun(load_linear(RWKV7), torch.device("cpu"))
     (outputs,) = run.capture.observations.values()
-    made = run.emulated(replace(run.recipe, chunk=16, **run.released()[0]))  # type: ignore[arg-type]
+    made = run.emulated(replace(run.recipe, chunk=16, **run.released()[0]))
     for name, truth in run.reference.values.items():
         error, missed = (float((outputs[name].double() - x).norm()) for x in (truth, made[name]))
         assert (missed / error) ** 2 < 0.05, name
