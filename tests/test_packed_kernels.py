@@ -249,8 +249,10 @@ def test_a_dump_of_documents_is_that_of_each(recipe: str, device: str) -> None:
         for name in ("dprobs", "dscores"):
             mine, theirs = getattr(dump, name).view(1, total, k_total)[:, t, s].reshape(-1, keys), getattr(one, name)
             assert torch.equal(mine[one.visible], theirs[one.visible]), name
-        for name in ("row_max", "row_sum", "delta", "out_rounding"):
+        for name in ("row_max", "row_sum", "delta"):
             assert torch.equal(getattr(dump, name)[:, :, t], getattr(one, name)), name
+        # A sum over the features, of two kernels: the compiler may fuse O's last product into it in one of them.
+        assert torch.allclose(dump.out_rounding[:, :, t], one.out_rounding, rtol=0, atol=1e-6)
         for definition in ("exact", "as_run", "window", "unit"):
             assert torch.equal(dump.multiplicity(definition)[:, :, t], one.multiplicity(definition))
 
