@@ -121,6 +121,12 @@ def test_a_kernel_that_ran_in_bf16_is_held_to_that(widened: bool) -> None:
     assert "all rows" in words(heads(x, outputs | {"dq": 0 * outputs["dq"]})[0], "dq")
 
 
+def test_several_sequences_of_which_none_stands_out_are_not_called_coarse() -> None:
+    x = {name: torch.cat([inputs(seed=seed, rows=64)[name] for seed in (1, 2)]) for name in ("q", "k", "v", "do")}
+    for head in heads(x, attend(x)):
+        assert {q.answer for q in head.quantities} == {"stated"}
+
+
 @pytest.mark.parametrize("family", ["gaussian", "peaked", "common row"])
 def test_a_kernel_that_multiplies_in_bf16_is_lossy_by_that(family: str) -> None:
     """Neither inputs nor outputs say that it did; its error does."""

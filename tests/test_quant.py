@@ -186,12 +186,18 @@ def test_an_undeclared_one_is_found_out() -> None:
     assert "int4-half-range block=64" in found.headline
 
 
-@pytest.mark.parametrize("values", ["noise", "transposed", "shuffled"])
+def test_blocks_down_the_columns_are_found_out() -> None:
+    w = weight(7)
+    found = attn_diag.quant(w, "int4", observed=attn_diag.quantize(w.T.contiguous(), "int4").values.T)
+    assert found.outcome == "fail"
+    assert "with blocks of 32 down the columns: 100.00%" in found.headline
+
+
+@pytest.mark.parametrize("values", ["noise", "shuffled"])
 def test_what_no_quantizer_made_is_said(values: str) -> None:
     w = weight(7)
     observed = {
         "noise": w + 1e-3 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1)),
-        "transposed": attn_diag.quantize(w.T.contiguous(), "int4").values.T,
         "shuffled": attn_diag.quantize(w, "int4").values.roll(1, 0),
     }[values]
     found = attn_diag.quant(w, "int4", observed=observed)

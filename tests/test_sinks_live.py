@@ -57,7 +57,7 @@ def test_gpt_oss_is_captured_and_never_wrong(how: str, tmp_path: Path) -> None:
         for head in diagnosis.observations[0].heads:
             assert head.verdict is not None
             # Eager gpt-oss rounds P (in pure BF16 scores, softmax and gradients too) where a fused kernel does not.
-            assert set(head.verdict.labels) <= ({"undecided"} if how == "fp32" else {"lossy", "undecided", "clean"})
+            assert set(head.verdict.labels) <= {"undecided", "clean"} | (set() if how == "fp32" else {"lossy"})
             answers = {q.quantity: q.answer for q in head.quantities}
             assert answers["dsinks"] == "good"
 

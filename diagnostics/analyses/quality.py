@@ -82,6 +82,8 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         )
     }
     arrays["features"] = np.concatenate([s.features for s in samples], 1)
+    standing_out = [s for s in samples if s.outlying.any() or (not first.compared and s.bad_features.any())]
+    ways = {s.way for s in standing_out}
     return QuantitySample(
         **arrays,
         bad_features=np.stack([s.bad_features for s in samples]).max(0),
@@ -99,9 +101,9 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         beyond_backward=max(s.beyond_backward for s in samples),
         in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
         compared=first.compared,
-        way=of_all.pop() if len(of_all := {s.way for s in samples if s.outlying.any()}) == 1 else "",
+        way=ways.pop() if len(ways) == 1 else "",
         ceiling=sum(s.ceiling for s in samples),
-        rounding=all(s.rounding for s in samples if s.outlying.any()),
+        rounding=bool(standing_out) and all(s.rounding for s in standing_out),
         features_rounding=all(s.features_rounding for s in samples if s.bad_features.any()),
     )
 
