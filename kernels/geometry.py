@@ -169,8 +169,9 @@ def dkdv_geometry(
     return _with_latent(_geometry(recipe, head_dim, visibility, tiles, softcap, tma, value_dim), alike)
 
 
-# Query rows, keys, warps and stages by ``_width``: what was fastest on an H100. A single stage fetches a tile through
-# registers, which then spill, but two of the widest tiles are more than shared memory holds.
+# Query rows, keys, warps and stages by ``_width``: the fastest of some that were timed, up to 128 on an H200, of 192
+# beside 128 and of 256 on an H100. A single stage fetches a tile through registers, which then spill, but two of the
+# widest tiles are more than shared memory holds.
 _DQ_TILES = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1))
 _DKDV_TILES = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (32, 64, 8, 1))
 
