@@ -104,10 +104,8 @@ class Geometry:
     """What P_bar V multiplies."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
-    paged: bool = False
-    """Whether the documents' keys lie in pages."""
-    page: int = 0
-    """Keys of a tile that lie in one page: those of a page, or block_n; 0: no tile holds whole pages, nor they it."""
+    page_size: int = 0
+    """Keys of a page, where the documents' keys lie in pages."""
     group: int = 1
     """Heads of q whose rows a tile has in turn, all those of one head of k; 1: the rows of one head."""
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"

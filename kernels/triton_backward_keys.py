@@ -46,7 +46,7 @@ def _walk_queries(sums, columns, rows, view, scale, softcap, first_tile, n_tiles
         if MASKED:
             s = tl.trans(mask_scores(tl.trans(s), positions, cols, view, G))
         p = tl.exp2(s - lse[None, :])
-        do = load_values(gradients, 0, b, h, start, q_length, G.block_m, G)
+        do = load_values(gradients, 0, b, h, start, q_length, G.block_m, False, G)
         cast = as_operand(p, tl.constexpr(R.backward_probs))
         ds = p
         if G.wanted != "dv":
@@ -106,7 +106,7 @@ def dkdv_kernel(
     k = load_tile(keys, b, hk, start, k_length, BLOCK_N, G)
     v = k
     if not G.latent:
-        v = load_values(values, 0, b, hk, start, k_length, BLOCK_N, G)
+        v = load_values(values, 0, b, hk, start, k_length, BLOCK_N, False, G)
     k_rest = k
     dk_rest = 0.0
     rest_part = 0.0

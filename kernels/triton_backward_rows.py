@@ -13,6 +13,7 @@ from attn_diag.kernels.triton_tiles import (
     backward_lse,
     backward_scores,
     key_tiles,
+    load_keys,
     load_rest,
     load_tile,
     load_values,
@@ -58,10 +59,10 @@ def _walk_keys(sums, task, do, lse, delta, values, dump, first_tile, n_tiles, MA
     for tile in tl.range(first_tile, first_tile + n_tiles, num_stages=G.stages):
         start = tile * G.block_n
         cols = start + tl.arange(0, G.block_n)
-        k = load_tile(keys, b, hk, start, view[0], G.block_n, G)
+        k = load_keys(keys, 0, b, hk, start, view[0], G.block_n, not MASKED, G)
         v = k
         if not G.latent:
-            v = load_values(values, 0, b, hk, start, view[0], G.block_n, G)
+            v = load_values(values, 0, b, hk, start, view[0], G.block_n, not MASKED, G)
         s = dot(q, tl.trans(k), tl.constexpr(R.input))
         if G.rest_d:
             k_rest = load_rest(keys, 0, b, hk, start, view[0], G.block_n, False, G)
@@ -132,7 +133,7 @@ def dq_kernel(
     q_rest = q
     if G.rest_d:
         q_rest = load_rest(queries, 0, b, h, block * BLOCK_M, q_length, BLOCK_M, False, G)
-    do = load_values(gradients, 0, b, h, block * BLOCK_M, q_length, BLOCK_M, G)
+    do = load_values(gradients, 0, b, h, block * BLOCK_M, q_length, BLOCK_M, False, G)
     slots = offs
     any_slot = False
     if G.dump:

@@ -157,7 +157,7 @@ def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequen
     stages, width = geometry.stages, max(geometry.block_d, geometry.block_dv)
     if width <= 64:  # few blocks, so that one has a core's shared memory: it loads two tiles ahead
         stages = max(stages, 3)
-    elif width <= 128 and geometry.paged and not geometry.tma and q.is_cuda:
+    elif width <= 128 and geometry.page_size and not geometry.tma and q.is_cuda:
         cores = torch.cuda.get_device_properties(q.device).multi_processor_count
         if sequences.blocks(q_length * group, geometry.block_m) * k_heads <= cores:
             stages = 4  # nor does another block hide the latency of small pages

@@ -43,7 +43,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             after = tl.maximum(tile - 1, 0)
         page = following
         following = tile_pages(keys, after * G.block_n, view[0], G.block_n, G)
-        k = load_keys(keys, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
+        k = load_keys(keys, page, b, hk, tile * G.block_n, view[0], G.block_n, not MASKED, G)
         s = scores_of(task, k, tile, page, MASKED, R, G)  # [M, N]
         top = tl.max(s, 1)
         repeated = False
@@ -63,7 +63,7 @@ def _walk_tiles(sums, task, values, factor, dump, first_tile, n_tiles, MASKED: t
             dump_tile(dump, s, cast, m_new, tile, view[0], G)
         v = k
         if not G.latent:
-            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
+            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, not MASKED, G)
         if R.range_pv == "fp32" and R.accumulator == "fp32" and R.pv_levels == "one":
             acc = dot_add(cast, v, acc * rescale[:, None], tl.constexpr(R.probs))
         else:
@@ -113,7 +113,7 @@ def _walk_ranges(sums, exact_l, task, values, factor, dump, begin, end, R: tl.co
             if G.rows:
                 cast_sum = dot_add(cast, ones, cast_sum, tl.constexpr(R.probs))
             page = tile_pages(values, tile * G.block_n, view[0], G.block_n, G)
-            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, G)
+            v = load_values(values, page, b, hk, tile * G.block_n, view[0], G.block_n, False, G)
             product = dot_add(cast, v, product, tl.constexpr(R.probs))
             if G.dump:
                 dump_tile(dump, s, cast, m_new, tile, view[0], G)
@@ -133,7 +133,7 @@ def forward_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    table_ptr, stride_table, page_size, split_keys, stride_dump, dump_tiles, scale, softcap,
+    table_ptr, stride_table, split_keys, stride_dump, dump_tiles, scale, softcap,
     R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one head (and, with split-KV, one split of the keys).
@@ -162,9 +162,9 @@ def forward_kernel(
     dims = tl.arange(0, G.block_dv)
     view = (k_length, left, right)
 
-    pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
-    keys = key_source(k_desc, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
-    values = key_source(v_desc, v_ptr, b, hk, k_first, pages, stride_vb, stride_vh, stride_vt, stride_vd, G)
+    table = table_ptr + item.to(tl.int64) * stride_table
+    keys = key_source(k_desc, k_ptr, b, hk, k_first, table, stride_kb, stride_kh, stride_kt, stride_kd, G)
+    values = key_source(v_desc, v_ptr, b, hk, k_first, table, stride_vb, stride_vh, stride_vt, stride_vd, G)
     scales = scales_of(scales_ptr, b, h, heads, offs, dims, q_length, k_length, G)
     if G.group > 1:
         h += offs % G.group

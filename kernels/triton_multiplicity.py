@@ -57,7 +57,7 @@ def multiplicity_kernel(
     q_ptr, k_ptr, max_ptr, rows_ptr, counts_ptr, out_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     heads, group, q_length, k_length, shift, left, right, cu_q_ptr, cu_k_ptr, documents, slopes_ptr, stride_slopes,
-    table_ptr, stride_table, page_size, scale, softcap, unit,
+    table_ptr, stride_table, scale, softcap, unit,
     CHUNK: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Adds what block_m gathered rows of one head find in CHUNK tiles of keys to ``out_ptr`` [4, B, Hq, Tq]."""
@@ -101,8 +101,8 @@ def multiplicity_kernel(
                 dims = tl.arange(0, G.rest_d)
                 at = first_at + (G.block_d + dims)[None, :] * stride_qd
                 q_rest = tl.load(at, mask=here[:, None] & (G.block_d + dims < G.head_dim)[None, :], other=0.0)
-            pages = (table_ptr + item.to(tl.int64) * stride_table, page_size)
-            keys = key_source(k_ptr, k_ptr, b, hk, k_first, pages, stride_kb, stride_kh, stride_kt, stride_kd, G)
+            table = table_ptr + item.to(tl.int64) * stride_table
+            keys = key_source(k_ptr, k_ptr, b, hk, k_first, table, stride_kb, stride_kh, stride_kt, stride_kd, G)
             alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
             task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
             factor = 1.0

@@ -52,7 +52,7 @@ def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BL
         length = tl.where(item == documents, length, tl.minimum(end, length)) - first
         block -= first_block(first, item, BLOCK)
         length = tl.where((block >= 0) & (block * BLOCK < length), length, 0)
-        if G.paged:
+        if G.page_size:
             other_length = tl.load(other_ptr + item, mask=item < documents, other=0)
         else:
             other = tl.load(other_ptr + item)
@@ -113,11 +113,10 @@ class Sequences:
         """The geometry of a kernel for these sequences; ``keys``: k, and v where it is read, which may be in pages."""
         geometry = replace(geometry, documents=self._at_once)
         if self.table is not None:
-            size, tile = keys[0].shape[2], geometry.block_n
-            page = size if tile % size == 0 else tile if size % tile == 0 else 0
+            size = keys[0].shape[2]
             # A descriptor finds a page by its first row.
-            tma = geometry.tma and page == tile and all(t.stride(0) % t.stride(2) == 0 for t in keys)
-            geometry = replace(geometry, paged=True, page=page, tma=tma)
+            rows = all(t.stride(0) % t.stride(2) == 0 for t in keys)
+            geometry = replace(geometry, page_size=size, tma=geometry.tma and size % geometry.block_n == 0 and rows)
         if self.slopes is None:
             return geometry
         alibi: Any = visibility.alibi_origin
@@ -131,11 +130,11 @@ class Sequences:
         """The keys of k [B, Hk, Tk, D]; of one in pages, how many a document can have."""
         return k.shape[2] if self.table is None else k.shape[2] * self.table.shape[1]
 
-    def pages(self, k: Tensor) -> tuple[Tensor, int, int]:
-        """What the kernels take from "table_ptr" to "page_size"."""
+    def pages(self, k: Tensor) -> tuple[Tensor, int]:
+        """What the kernels take as "table_ptr" and "stride_table"."""
         if self.table is None:
-            return torch.empty(0, dtype=torch.int32, device=k.device), 0, 0
-        return self.table, self.table.stride(0), k.shape[2]
+            return torch.empty(0, dtype=torch.int32, device=k.device), 0
+        return self.table, self.table.stride(0)
 
     def blocks(self, length: int, block: int) -> int:
         """Blocks of rows (at most) of a tensor of ``length`` rows, the rest behind the last document included."""

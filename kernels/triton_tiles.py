@@ -2,10 +2,10 @@
 
 In every function ``R`` is the Recipe and ``G`` the Geometry, both compile-time. A source of tiles is a tuple (TMA
 descriptor, pointer, stride of a position, stride of a feature, row of the tensor where the sequence begins, pages),
-where pages are (the sequence's row of the page table, keys of a page, stride of a page), ``view`` is (number of keys,
-left, right), and ``task`` what a block of query rows needs to see its keys: (q and its features behind block_d, where
-there are any; their positions, source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope,
-the head's scales of codes).
+where pages are (the sequence's row of the page table, stride of a page), ``view`` is (number of keys, left, right),
+and ``task`` what a block of query rows needs to see its keys: (q and its features behind block_d, where there are any;
+their positions, source of keys, batch item, head of the keys, ``view``, scale, softcap, ALiBi's slope, the head's
+scales of codes).
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ def source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G: tl
     ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if G.documents:
         ptr += first.to(tl.int64) * stride_t
-    return desc, ptr, stride_t, stride_d, first, (0, 0, 0)
+    return desc, ptr, stride_t, stride_d, first, (0, 0)
 
 
 @triton.jit
-def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stride_d, G: tl.constexpr):
-    """As ``source``, of k or v, which may lie in pages: ``pages`` is (the sequence's row of the table, page size)."""
-    if G.paged:
-        table, size = pages
-        if G.page and G.page < G.block_n:
-            size = G.page
+def key_source(desc, ptr, b, h, first, table, stride_b, stride_h, stride_t, stride_d, G: tl.constexpr):
+    """As ``source``, of k or v, which may lie in pages: ``table`` is the sequence's row of their table."""
+    if G.page_size:
         if G.tma:
             stride_b = (stride_b // stride_t).to(tl.int32)  # a page's rows, with those that lie between
-        found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, size, stride_b))
+        elif stride_b.dtype == tl.int32:
+            stride_b = stride_b.to(tl.uint32)  # two of 32 bits without a sign: one instruction for their product
+        found = (desc, ptr + h.to(tl.int64) * stride_h, stride_t, stride_d, first, (table, stride_b))
     else:
         found = source(desc, ptr, b, h, first, stride_b, stride_h, stride_t, stride_d, G)
     return found
@@ -51,54 +50,53 @@ def key_source(desc, ptr, b, h, first, pages, stride_b, stride_h, stride_t, stri
 
 @triton.jit
 def tile_pages(source, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """Which page each of the keys [start, start + BLOCK) lies in, [BLOCK], or a descriptor's: a scalar; 0: in none.
+    """Which page each of the keys [start, start + BLOCK) lies in, [BLOCK], or all of them: a scalar; 0: in none.
 
     A walk over tiles loads its next tile's pages a step ahead: Triton begins loads several steps early, but not those
     of an address that the same step loads.
     """
     page = 0
-    if G.paged:
-        table, size, _ = source[5]
-        if G.tma:
-            page = tl.load(table + start // size, mask=start < length, other=0)
-        else:
-            offs = start + tl.arange(0, BLOCK)
-            page = tl.load(table + offs // size, mask=offs < length, other=0)
+    if G.page_size:
+        table, _ = source[5]
+        offs = start
+        if G.page_size % BLOCK:
+            offs += tl.arange(0, BLOCK)
+        page = tl.load(table + offs // G.page_size, mask=offs < length, other=0)
     return page
 
 
 @triton.jit
 def load_tile(source, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
     """Positions [start, start + BLOCK) of q or k: [BLOCK, block_d], zero beyond ``length`` and the head dimension."""
-    return _load(source, 0, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, False, G)
+    return _load(source, 0, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, False, False, G)
 
 
 @triton.jit
-def load_keys(source, page, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
-    """As ``load_tile``, of k, which may lie in pages: those of ``tile_pages``."""
-    return _load(source, page, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, G.paged, G)
+def load_keys(source, page, b, h, start, length, BLOCK: tl.constexpr, WHOLE: tl.constexpr, G: tl.constexpr):
+    """As ``load_tile``, of k, which may lie in pages: those of ``tile_pages``. WHOLE: none lies beyond ``length``."""
+    return _load(source, page, b, h, start, length, BLOCK, 0, G.head_dim, G.block_d, G.page_size > 0, WHOLE, G)
 
 
 @triton.jit
 def load_rest(source, page, b, h, start, length, BLOCK: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):
     """As ``load_tile``, of the features behind block_d: [BLOCK, rest_d]."""
-    return _load(source, page, b, h, start, length, BLOCK, G.block_d, G.head_dim, G.rest_d, PAGED, G)
+    return _load(source, page, b, h, start, length, BLOCK, G.block_d, G.head_dim, G.rest_d, PAGED, False, G)
 
 
 @triton.jit
-def load_values(source, page, b, h, start, length, BLOCK: tl.constexpr, G: tl.constexpr):
+def load_values(source, page, b, h, start, length, BLOCK: tl.constexpr, WHOLE: tl.constexpr, G: tl.constexpr):
     """As ``load_keys``, of v, or of dO, for keys in no pages: [BLOCK, block_dv], zero beyond V's features."""
-    return _load(source, page, b, h, start, length, BLOCK, 0, G.value_dim, G.block_dv, G.paged, G)
+    return _load(source, page, b, h, start, length, BLOCK, 0, G.value_dim, G.block_dv, G.page_size > 0, WHOLE, G)
 
 
 @triton.jit
 def _load(source, page, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
-          BLOCK_D: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr):  # fmt: skip
+          BLOCK_D: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Features FIRST to FIRST + BLOCK_D, of DIM in all."""
     desc, ptr, stride_t, stride_d, first, pages = source
-    _, size, stride_page = pages
+    _, stride_page = pages
     if G.tma and PAGED:
-        first = page * stride_page + start % size - start
+        first = page * stride_page + start % G.page_size - start
     if G.tma and FIRST == 0 and G.documents:
         tile = tl.reshape(desc.load([_RAGGED, first + length, h, _RAGGED - length + start, 0]), [BLOCK, BLOCK_D])
     elif G.tma and FIRST == 0:
@@ -106,15 +104,20 @@ def _load(source, page, b, h, start, length, BLOCK: tl.constexpr, FIRST: tl.cons
     else:
         offs = start + tl.arange(0, BLOCK)
         dims = FIRST + tl.arange(0, BLOCK_D)
-        here = (offs < length)[:, None] & (dims < DIM)[None, :]
+        here = (dims < DIM)[None, :]
+        if not WHOLE:
+            here = (offs < length)[:, None] & here
         rows = offs
-        if PAGED and G.page and G.page < G.block_n:
-            rows = tl.arange(0, BLOCK) % size  # a tile begins where a page does
+        if PAGED and BLOCK % G.page_size == 0:
+            rows = tl.arange(0, BLOCK) % G.page_size  # a tile begins where a page does
         elif PAGED:
-            rows = offs % size
+            rows = offs % G.page_size
         at = ptr + (rows.to(tl.int64) * stride_t)[:, None] + dims[None, :] * stride_d
         if PAGED:
-            at += (page.to(tl.int64) * stride_page)[:, None]
+            page = page.to(tl.uint32).to(tl.int64) * stride_page.to(tl.int64)
+            if G.page_size % BLOCK:
+                page = page[:, None]
+            at += page
         tile = tl.load(at, mask=here, other=0.0)
     return tile
 
@@ -181,16 +184,22 @@ def mask_scores(s, positions, cols, view, G: tl.constexpr):
 
 
 @triton.jit
-def biased(s, positions, cols, alibi, k_length, G: tl.constexpr):
-    """S with ALiBi's bias, rounded once; ``positions`` and ``cols`` broadcast to S, numbers up to 2**24."""
+def biased(s, positions, cols, origin, alibi, k_length, G: tl.constexpr):
+    """S with ALiBi's bias, rounded once; ``positions`` and ``cols`` broadcast to S, numbers up to 2**24.
+
+    The distance is summed from ``origin``, the columns' last three bits and the others: exactly, and with one addition
+    of a constant for every score, as tensor cores spread a row's columns over threads.
+    """
     if G.alibi != "none":
-        far = cols.to(tl.float32)
+        start = origin.to(tl.float32)
         if G.alibi == "behind" or G.alibi == "distance":
-            far = far - positions.to(tl.float32)
+            start -= positions.to(tl.float32)
+        if G.alibi == "last-key":
+            start -= k_length - 1
+        ahead = cols - origin
+        far = (start + (ahead & 7).to(tl.float32)) + (ahead & -8).to(tl.float32)
         if G.alibi == "distance":
             far = -tl.abs(far)
-        if G.alibi == "last-key":
-            far = far - (k_length - 1)
         s = fused(far, alibi, s)
     return s
 
@@ -241,7 +250,7 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
         s = recipe_scores(products, scale, softcap, R, G)
         if G.softcap:
             slope = 1.0 - (s / softcap) * (s / softcap)
-        s = biased(s, positions, cols, alibi, k_length, G)
+        s = biased(s, positions, cols, origin, alibi, k_length, G)
         if R.alpha == "in-exponent" and not G.softcap:
             s *= scale
         s *= LOG2_E
@@ -252,13 +261,13 @@ def backward_scores(products, positions, cols, origin, alibi, k_length, scale, s
         if G.alibi == "behind":
             s += _log2_slope(alibi, scale, R, G) * (cols - origin).to(tl.float32)
         elif G.alibi != "none":
-            s = biased(t * softcap, positions, cols, alibi, k_length, G) * LOG2_E
+            s = biased(t * softcap, positions, cols, origin, alibi, k_length, G) * LOG2_E
     elif G.alibi == "behind":
         s = products * (scale * LOG2_E) + _log2_slope(alibi, scale, R, G) * (cols - origin).to(tl.float32)
     elif G.alibi != "none" and R.alpha != "in-exponent":
-        s = biased(products * scale, positions, cols, alibi, k_length, G) * LOG2_E
+        s = biased(products * scale, positions, cols, origin, alibi, k_length, G) * LOG2_E
     else:
-        s = biased(products, positions, cols, alibi, k_length, G) * (scale * LOG2_E)
+        s = biased(products, positions, cols, origin, alibi, k_length, G) * (scale * LOG2_E)
     return s, slope
 
 
@@ -268,7 +277,7 @@ def tile_scores(task, tile, MASKED: tl.constexpr, R: tl.constexpr, G: tl.constex
     _, _, keys, b, hk, view, _, _, _, _ = task
     start = tile * G.block_n
     page = tile_pages(keys, start, view[0], G.block_n, G)
-    k = load_keys(keys, page, b, hk, start, view[0], G.block_n, G)
+    k = load_keys(keys, page, b, hk, start, view[0], G.block_n, False, G)
     return scores_of(task, k, tile, page, MASKED, R, G)
 
 
@@ -281,11 +290,11 @@ def scores_of(task, k, tile, page, MASKED: tl.constexpr, R: tl.constexpr, G: tl.
     cols = start + tl.arange(0, G.block_n)
     products = dot(q, tl.trans(k), tl.constexpr(R.input))
     if G.rest_d:
-        k_rest = load_rest(keys, page, b, hk, start, view[0], G.block_n, G.paged, G)
+        k_rest = load_rest(keys, page, b, hk, start, view[0], G.block_n, G.page_size > 0, G)
         products = dot_more(q_rest, tl.trans(k_rest), products, tl.constexpr(R.input))
     products = rescaled_products(products, scales, cols, view[0], G)
     s = recipe_scores(products, scale, softcap, R, G)
-    s = biased(s, positions[:, None], cols[None, :], alibi, view[0], G)
+    s = biased(s, positions[:, None], cols[None, :], start, alibi, view[0], G)
     if MASKED:
         s = mask_scores(s, positions, cols, view, G)
     return s

@@ -140,10 +140,11 @@ def test_long_caches(dim: int, size: int, name: str, device: str) -> None:
     cache = pool(device, size=size, rows=5, lengths=(3000, 1, 777, 0, 2048), dim=dim, heads=16, kv_heads=2)
     check(cache, **more)
     out, _ = cache.run(**more)
-    recipe = more.get("recipe", preset("fa2", head_dim=dim))
+    # With the tensor core's own sums: those of a processor's library depend on its number of threads.
+    recipe = replace(more.get("recipe", preset("fa2", head_dim=dim)), accumulation="nvidia-tensor-core")
     q, k, v = cache.contiguous(0)
     same = [emulate_head(recipe, head_of(q, k, v, h, more)).o == out[0, h].cpu() for h in range(16)]
-    assert float(torch.stack(same).float().mean()) > 0.995
+    assert float(torch.stack(same).float().mean()) > 0.998
 
 
 def test_layouts_and_caches_without_a_table(device: str) -> None:
