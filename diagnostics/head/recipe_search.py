@@ -6,7 +6,7 @@ Elements of one row share their scores and P, so that all uncertainties are clus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -133,8 +133,7 @@ def choose_rows(inputs: HeadInputs, observed: Tensor, few: int, many: int) -> tu
 
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Significance of "told apart".
-LEVEL = 0.01
+LEVEL = 0.01  # of "told apart"
 # The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
 # truncation, which are not modelled, now and then move O across a rounding boundary.
 _MISSED_BF16 = 0.002
@@ -144,12 +143,10 @@ _MISSED_BY_SUMS = 0.03
 # So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
 # as long.
 _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**18}, 8, 8
-# Of so many rows that all speak against a recipe, the p-value is 2^-8.
-_LATE_ROWS = 8
+_LATE_ROWS = 8  # where all of them speak against a recipe, the p-value is 2^-8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
-# With so much fewer bits on a few rows they are not looked at further.
-_LOW_BIT_AT_ALL = 0.9
+_LOW_BIT_AT_ALL = 0.9  # with fewer equal bits on a few rows they are not looked at further
 # With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
 _MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
@@ -181,15 +178,20 @@ class SearchedHead:
     fmt: Format
     diagonal: bool
     step: Callable[[], None] = field(default=lambda: None)
+    made: Callable[[Recipe], Tensor] | None = None
+    """O of all rows by a recipe's own kernel, [Tq, Dv] on this device; None: recipes are emulated on chosen rows."""
 
     @property
     def head_dim(self) -> int:
         """D of q and k."""
         return self.inputs.head.q.shape[1]
 
-    def run(self, recipes: Iterable[Recipe], rows: Tensor, *, cut_off: bool = False) -> list[Trial]:
+    def run(self, recipes: Collection[Recipe], rows: Tensor, *, cut_off: bool = False) -> list[Trial]:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given; ``cut_off``: see ``Trial``."""
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
+        if self.made is not None and not cut_off:
+            outs = [self.made(recipe)[rows] for recipe in recipes]
+            return [Trial(r, out, Match(out == expected)) for r, out in zip(recipes, outs, strict=True)]
 
         def made(some: Sequence[Recipe]) -> list[Trial]:
             runs = [replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe for recipe in some]
@@ -274,11 +276,7 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
         Trials, best first, none where nothing fits; and the rows on which these were run.
     """
 
-    def fits(best: Trial) -> bool:
-        match = counted(best, best)
-        return match.agreement >= threshold(subject.fmt, match.equal.numel())
-
-    if fits(trials[0]):
+    if fits(subject, trials[0]):
         return trials, rows
     near = [t for t in trials if 1 - t.match.agreement <= _MISSED_BY_SUMS]
     if not near:
@@ -289,7 +287,13 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
     before = next(t for t in near if t.recipe == again[0].recipe).match.equal[some]
     # What these sums do not cure has another reason.
     better = int(again[0].match.equal.sum()) > int(before.sum())
-    return (again, rows[some]) if better and fits(again[0]) else ([], rows)
+    return (again, rows[some]) if better and fits(subject, again[0]) else ([], rows)
+
+
+def fits(subject: SearchedHead, best: Trial) -> bool:
+    """Whether the best of some trials has as many of the observed bits as the right recipe would."""
+    match = counted(best, best)
+    return match.agreement >= threshold(subject.fmt, match.equal.numel())
 
 
 def _missed_and_spread(match: Match, count: int) -> Tensor:

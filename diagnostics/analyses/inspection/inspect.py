@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.details import with_details
-from attn_diag.analyses.inspection.joint import alike, measure_ahead
+from attn_diag.analyses.inspection.joint import alike, measure_ahead, recognise_ahead
 from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
@@ -219,9 +219,9 @@ def inspect_captures(
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
-    chosen, skipped, merging = list(captures), list(unreadable), list[str]()
+    chosen, skipped, told = list(captures), list(unreadable), list[str]()
     if merge_ranks:
-        chosen, merging = merged_over_ranks(chosen)
+        chosen, told = merged_over_ranks(chosen)
     jobs: list[CaptureJob] = []
 
     def usable(source: str, work: Callable[[], _Found]) -> _Found | None:
@@ -259,11 +259,22 @@ def inspect_captures(
         job.release()
         return job
 
+    def ahead(work: Callable[[Sequence[CaptureJob]], None], some: Sequence[CaptureJob]) -> None:
+        """``work`` on several captures together, each of which can do without it; told of where the program fails."""
+        try:
+            work(some)
+        except Exception as error:
+            if skip is None:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            told.append(f"{some[0].capture.source} and those like it were taken one by one: internal error ({what})")
+
     ran: dict[int, CaptureJob] = {}
     numbers = {id(jobs[place]): place for place in places}
     for some in alike([jobs[place] for place in places]):
+        ahead(recognise_ahead, some)
         ready = [job for job in some if usable(job.capture.source, partial(begun, job)) is not None]
-        measure_ahead(ready)
+        ahead(measure_ahead, ready)
         for job in some:
             job.patterns.beside = chosen
             if job in ready and usable(job.capture.source, partial(run, job)) is not None:
@@ -277,7 +288,7 @@ def inspect_captures(
     if chosen and not results:
         raise InputError("none of the captures could be used")
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(merging)
+    warnings = tuple(told)
     warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     warnings += tuple(
         f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
