@@ -17,7 +17,6 @@ from attn_diag.head.by_kernels import WORTH, recognise_by_kernels, worth_kernels
 from attn_diag.kernels import EmulatedHead, Recipe, RecipeNotSupportedError, emulate_head, preset, triton_head
 from attn_diag.reference import AttentionHead, Masking
 
-
 CPU = torch.device("cpu")
 
 
@@ -99,7 +98,7 @@ def test_what_no_kernel_with_fp32_scores_made_is_left_to_the_search(monkeypatch:
 
 
 def test_what_the_kernels_do_not_take_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[EmulatedHead]:
+    def refused(*_: object) -> list[EmulatedHead]:
         raise RecipeNotSupportedError("no mask")
 
     monkeypatch.setattr(triton_head, "run_heads", refused)
