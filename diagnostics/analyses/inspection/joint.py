@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -47,7 +48,10 @@ class Job(Protocol):
     assumptions: Assumptions
     ahead: list[GroupMeasurement] | None
 
-    def groups(self) -> list[HeadGroup]: ...  # noqa: D102 - described there, as the rest
+    def begin(self) -> None: ...  # noqa: D102 - described there, as the rest
+    def run(self) -> Iterable[int]: ...  # noqa: D102
+    def release(self) -> None: ...  # noqa: D102
+    def groups(self) -> list[HeadGroup]: ...  # noqa: D102
     def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
     def complete(  # noqa: D102
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
@@ -129,6 +133,61 @@ def measure_ahead(jobs: Sequence[Job]) -> None:
             continue
         for job, results in zip(some, found, strict=True):
             job.ahead = results
+
+
+@dataclass
+class Ran(Generic[_Job]):
+    """What became of some captures that are alike."""
+
+    ran: list[_Job] = field(default_factory=list)
+    """Those that could be inspected."""
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
+    """The others, and why."""
+    told: list[str] = field(default_factory=list)
+    """What the report is to say besides."""
+
+
+def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) -> Ran[_Job]:
+    """Begin, measure and pool captures that are ``alike``, together as far as they can be.
+
+    Args:
+        jobs: The captures.
+        alone: Whether a failure of one ends all.
+        done: Told how many heads were done since the last time.
+    """
+    found = Ran[_Job]()
+
+    def usable(job: _Job, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except Exception as error:
+            if alone:
+                raise
+            found.failed.append((job.capture.source, error))
+            return False
+        return True
+
+    def ahead(work: Callable[[Sequence[_Job]], None], some: Sequence[_Job]) -> None:
+        """What each of them can do without; told of where the program fails."""
+        try:
+            work(some)
+        except Exception as error:
+            if alone:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            source = some[0].capture.source
+            found.told.append(f"{source} and those like it were taken one by one: internal error ({what})")
+
+    def run(job: _Job) -> None:
+        for count in job.run():
+            done(count)
+        job.release()
+
+    ahead(recognise_ahead, jobs)
+    ready = [job for job in jobs if usable(job, job.begin)]
+    ahead(measure_ahead, ready)
+    found.ran = [job for job in ready if usable(job, partial(run, job))]
+    return found
 
 
 def _shape_of(job: Job) -> object | None:
