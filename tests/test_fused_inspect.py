@@ -16,7 +16,7 @@ from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head import streaming
+from attn_diag.head import propagation, streaming
 from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
@@ -25,7 +25,7 @@ from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking
-from attn_diag.reference.fused import SWITCH
+from attn_diag.reference.fused import SWITCH, FusedHeads
 from attn_diag.results.diagnosis import Diagnosis
 
 # What a counterfactual with other fp32 sums may change: factors and the intervals of its draw.
@@ -166,6 +166,26 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
         if x != y and not any(word in path for word in ("p_adjusted", "verdict", "reasons"))
     ]
     assert not apart
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic", "fused")
+def test_a_few_rows_tell_which_cast_a_long_head_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scale that is no power of two alpha dS may be cast, or dS: once known, one of them is computed alone."""
+    taken, made, rows = capture(scale=0.3), list[str](), FusedHeads.rows
+
+    def counted(self: FusedHeads, weight: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(weight)
+        return rows(self, weight, *arguments, **options)
+
+    monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
+    monkeypatch.setattr(FusedHeads, "rows", counted)
+    by_all = inspect_captures([taken], device="cuda")
+    assert made.count("dscores_cast") == 2
+    monkeypatch.setattr(propagation, "_LONG", 0)
+    by_few = inspect_captures([taken], device="cuda")
+    assert made.count("dscores_cast") == 3
+    assert not differences(by_all, by_few, 1e-12, drawn=False)
 
 
 @pytest.mark.gpu

@@ -249,8 +249,8 @@ def inspect_captures(
     ran: dict[int, CaptureJob] = {}
     for some in map_in_order(work, list(alike(mine)), parallel=all(job.takes_one_core for job in mine)):
         told += some.told
-        for source, error in some.failed:
-            complain(source, error)
+        for source, failure in some.failed:
+            complain(source, failure)
         ran |= {numbers[id(job)]: job for job in some.ran}
     tested = [entry for job in ran.values() for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested, ranks)
