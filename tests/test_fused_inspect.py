@@ -198,7 +198,10 @@ def test_the_kernels_recognise_what_the_search_does(name: str) -> None:
     places = [(taken, "observed", 0, h) for h in range(2)]
     assert worth_kernels(places, torch.device("cuda"))
     found = recognise_by_kernels(places, torch.device("cuda"))
-    assert [some(one).name for one in found] == [some(recognise(*place)).name for place in places]
+    assert all(name in some(one).name for one in found)
+    # With sums in fp32 the search may find none.
+    searched = [recognise(*place) for place in places]
+    assert all(two is None or two.name == some(one).name for one, two in zip(found, searched, strict=True))
     assert all((some(one).agreement or 0.0) > 0.9999 for one in found)
     (observation,) = inspect_captures([taken], device="cuda").captures[0].observations
     assert observation.recipe == some(found[0]).words

@@ -147,8 +147,7 @@ _LATE_ROWS = 8  # where all of them speak against a recipe, the p-value is 2^-8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
 _LOW_BIT_AT_ALL = 0.9  # with fewer equal bits on a few rows they are not looked at further
-# With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
-_MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
+_MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}  # 2^p boundaries an octave: the same error crosses as many
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
 _FAMILIES = 2
 # The final comparison takes at least so many recipes of the coarse search, and all that are as good as the best at
@@ -248,20 +247,21 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
 def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor) -> list[Trial]:
     """The recipes on ``rows``, best first, without those of another order of keys that a few rows rule out.
 
-    Where every query block has an order of its own, a recipe takes as long as several: where one without is about
-    right, such a recipe is run on a few late rows first, and left out where it misses many of their bits and is told
-    apart from the other.
+    Where every query block has an order of its own, a recipe takes as long as several: such a one is run on a few rows
+    of one late block first, beside the best without, and left out where it misses many of their bits and is told apart.
     """
     own = [r for r in recipes if r.schedule.order == "diagonal-first"]
     trials = ranked(subject.run([r for r in recipes if r not in own], rows), subject.head_dim)
-    if trials and own and 1 - trials[0].match.agreement <= _MISSED_BY_SUMS:
-        some = slice(3 * len(rows) // 4, 3 * len(rows) // 4 + _LATE_ROWS)
-        right = Match(trials[0].match.equal[some])
-        tried = [t for t in subject.run(own, rows[some]) if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
-        told_apart = [t.recipe for t in tried if right.compare(t.match).p_value <= LEVEL]
+    if trials and own:
+        length, size = len(subject.observed), own[0].schedule.query_block
+        start = max(0, length // size - 1) * size  # of the last whole block
+        late = start + spread_rows(min(size, length - start), _LATE_ROWS, rows.device)
+        right, *tried = subject.run([trials[0].recipe, *own], late)
+        missing = [t for t in tried if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
+        told_apart = [t.recipe for t in missing if right.match.compare(t.match).p_value <= LEVEL]
         own = [r for r in own if r not in told_apart]
-    found = [*trials, *subject.run(own, rows)]
-    return ranked(sorted(found, key=lambda t: recipes.index(t.recipe)), subject.head_dim)
+    found = sorted([*trials, *subject.run(own, rows)], key=lambda t: recipes.index(t.recipe))
+    return ranked(found, subject.head_dim)
 
 
 def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[list[Trial], Tensor]:

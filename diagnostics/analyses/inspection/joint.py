@@ -136,7 +136,7 @@ def measure_ahead(jobs: Sequence[Job]) -> None:
 
 
 @dataclass
-class Ran(Generic[_Job]):
+class Inspected(Generic[_Job]):
     """What became of some captures that are alike."""
 
     ran: list[_Job] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Ran(Generic[_Job]):
     """What the report is to say besides."""
 
 
-def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) -> Ran[_Job]:
+def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) -> Inspected[_Job]:
     """Begin, measure and pool captures that are ``alike``, together as far as they can be.
 
     Args:
@@ -155,7 +155,7 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
         alone: Whether a failure of one ends all.
         done: Told how many heads were done since the last time.
     """
-    found = Ran[_Job]()
+    found = Inspected[_Job]()
 
     def usable(job: _Job, work: Callable[[], object]) -> bool:
         try:
