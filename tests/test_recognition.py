@@ -106,6 +106,7 @@ def test_what_the_kernels_do_not_take_is_left_to_the_search(monkeypatch: pytest.
 
 
 def test_kernels_are_not_worth_compiling_for_a_short_head() -> None:
+    pytest.importorskip("triton")
     capture = made_by(preset("fa2", "bf16", 16))
     places = [(capture, "observed", 0, 0)]
     assert not worth_kernels(places, torch.device("cuda"))

@@ -6,6 +6,7 @@ The kernels make all rows of many heads at once, with the tensor core's own sums
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,8 @@ def worth_kernels(places: Sequence[Place], device: torch.device) -> bool:
         places: Capture, observation, batch item and head.
         device: Where the rest is computed.
     """
-    if device.type != "cuda" or not places:
+    runnable = device.type == "cuda" and torch.version.hip is None and importlib.util.find_spec("triton") is not None
+    if not runnable or not places:
         return False
     q_length, k_length = places[0][0].lengths(places[0][2])
     return len(places) * q_length * k_length >= WORTH
@@ -75,6 +77,8 @@ class _Runs:
 
 def _recognise(subject: SearchedHead, beside: int) -> Recognised | None:
     """One of them; so many are run together."""
+    from triton.runtime.errors import TritonError
+
     from attn_diag.kernels.backend import BackendError
 
     (q_length, _), (k_length, width) = subject.inputs.head.q.shape, subject.inputs.head.v.shape
@@ -87,6 +91,6 @@ def _recognise(subject: SearchedHead, beside: int) -> Recognised | None:
     rows = compared_rows(q_length, k_length, subject.observed.device)
     try:
         trials = first_trials(subject, recipes, rows)
-    except (RecipeNotSupportedError, BackendError, ValueError):
-        return None  # a mask, dropout or a head dimension that they lack
+    except (RecipeNotSupportedError, BackendError, TritonError, ValueError):
+        return None  # a mask, dropout or a head dimension that they lack, or that does not fit this GPU
     return recognised_as(subject, trials, trials, rows) if fits(subject, trials[0]) else None
