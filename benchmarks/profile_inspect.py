@@ -1,6 +1,6 @@
 """Where an inspection's time goes: which functions wait or compute, and what the GPU does meanwhile.
 
-    python benchmarks/profile_inspect.py --shape NAME [--device cpu|cuda] [--threads N] [--folder FOLDER]
+    python benchmarks/profile_inspect.py --shape NAME [--device cpu|cuda] [--threads N] [--folder FOLDER] [--json FILE]
 
 ``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one
 rounded. After a first inspection others are timed, one is profiled by Python function (printed, and kept in FOLDER),
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from bench_inspect import FLOORS, OPERATIONS, head_of
-from measuring import captured, normal, options_of, timed
+from measuring import captured, made_by, normal, options_of, save, timed
 from torch.profiler import ProfilerActivity, profile
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
@@ -95,8 +95,10 @@ def main() -> None:
     captures = captures_of(options.shape, options.device)
     print(options.shape, f"made in {time.perf_counter() - start:.1f} s", flush=True)
     run: partial[object] = partial(inspect_captures, captures, device=options.device)
-    print(f"first {timed(run):.3f} s", flush=True)
-    print("warm", [round(timed(run), 3) for _ in range(3)], "s", flush=True)
+    result = made_by(options.device) | {options.shape: {"first [s]": round(timed(run), 3)}}
+    result[options.shape]["warm [s]"] = [round(timed(run), 3) for _ in range(3)]
+    print(result[options.shape], flush=True)
+    save(result, options.json)
     by_function(run, options.shape, options.folder)
     if options.device == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
         by_kernel(run)
