@@ -17,6 +17,7 @@ import os
 import pstats
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def captures_of(name: str, device: str) -> list[Capture]:
     return found
 
 
-def by_function(run: partial[object], name: str, folder: Path | None) -> None:
+def by_function(run: Callable[[], object], name: str, folder: Path | None) -> None:
     """One call, by Python function: the callers first, then what takes the time itself."""
     profiler = cProfile.Profile()
     profiler.runcall(timed, run)
@@ -67,13 +68,13 @@ def by_function(run: partial[object], name: str, folder: Path | None) -> None:
         print(text.getvalue())
 
 
-def by_kernel(run: partial[object]) -> None:
+def by_kernel(run: Callable[[], object]) -> None:
     """One call, by what runs on the GPU."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         timed(run)
     every = found.key_averages()
     on_device = sorted((e for e in every if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
-    on_device = [e for e in on_device if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in on_device if e.device_type.name == "CUDA"]
     print("on the GPU:", sum(e.count for e in on_device), "launches,")
     print(f"{sum(e.self_device_time_total for e in on_device) / 1e3:.1f} ms")
     for event in on_device[:25]:
@@ -94,7 +95,7 @@ def main() -> None:
     start = time.perf_counter()
     captures = captures_of(options.shape, options.device)
     print(options.shape, f"made in {time.perf_counter() - start:.1f} s", flush=True)
-    run: partial[object] = partial(inspect_captures, captures, device=options.device)
+    run = partial(inspect_captures, captures, device=options.device)
     result = made_by(options.device) | {options.shape: {"first [s]": round(timed(run), 3)}}
     result[options.shape]["warm [s]"] = [round(timed(run), 3) for _ in range(3)]
     print(result[options.shape], flush=True)
