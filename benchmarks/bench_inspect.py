@@ -58,6 +58,7 @@ SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x1
 # Layers, steps, and the shape of each layer's capture.
 FOLDERS = {
     **{f"144 heads x {steps} steps": (12, steps, (1, 12, 128, 64)) for steps in (1, 5, 10, 20, 50)},
+    "720 heads of T = 256": (12, 5, (1, 12, 256, 64)),
     "5000 small captures": (1, 5000, (1, 1, 32, 16)),
 }
 # Captures, and the shape of each.

@@ -16,13 +16,16 @@ from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head import streaming
+from attn_diag.head import propagation, streaming
+from attn_diag.head.baseline import recognise
+from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.opened import nearly_uniform
 from attn_diag.head.read import read_head
 from attn_diag.kernels import emulate_head, preset
+from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking
-from attn_diag.reference.fused import SWITCH
+from attn_diag.reference.fused import SWITCH, FusedHeads
 from attn_diag.results.diagnosis import Diagnosis
 
 # What a counterfactual with other fp32 sums may change: factors and the intervals of its draw.
@@ -113,10 +116,10 @@ def test_figures_and_verdicts_are_those_of_the_stream(name: str, device: str, mo
 
 
 @pytest.mark.usefixtures("deterministic", "fused")
-@pytest.mark.parametrize("fault", ["", "reading", "measuring"])
+@pytest.mark.parametrize("fault", ["", "reading", "memory", "program"])
 def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one recipe, one of an unknown one, one with another scale: each has the words that it has alone, also
-    where one of them cannot be measured."""
+    where one of them cannot be measured, or not together; a failure of the program is told of."""
     monkeypatch.setattr(streaming, "fuses", lambda *_: False)
     one, other = capture(), capture(size=0.5)
     unknown = torch.stack([some(other.read("o", 0, h)) for h in range(4)])[None] * (1 + 2.0**-6)
@@ -129,13 +132,15 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
 
     def counted(work: Any) -> Any:
         sizes.append(len(work))
-        if fault == "measuring" and len(work) > 1:
-            raise RuntimeError
+        if fault == "memory" and len(work) > 1:
+            raise torch.OutOfMemoryError
+        if fault == "program" and len(work) > 1:
+            raise IndexError("out of range")
         return measure(work)
 
     def broken(c: Capture, *options: Any) -> Any:
         if fault == "reading" and c.source == "capture 1":
-            raise RuntimeError
+            raise InputError("changed while it was read")
         return read_head(c, *options)
 
     for module in (joint, capture_job):
@@ -145,6 +150,11 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     found = inspect_captures(taken, device="cpu", skip=complaints.append)
     assert len(complaints) == (fault == "reading")
     assert max(sizes) == 2
+    told = ["capture 0 and those like it were taken one by one: internal error (IndexError: out of range)"]
+    assert list(found.summary.warnings) == (told if fault == "program" else [])
+    if fault == "program":
+        with pytest.raises(IndexError, match="out of range"):
+            inspect_captures(taken, device="cpu")
     kept = [c for i, c in enumerate(alone) if not (i == 1 and fault == "reading")]
     together = json.loads(found.to_json())["captures"]
     assert [c["source"] for c in together] == [c["source"] for c in kept]
@@ -156,6 +166,45 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
         if x != y and not any(word in path for word in ("p_adjusted", "verdict", "reasons"))
     ]
     assert not apart
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic", "fused")
+def test_a_few_rows_tell_which_cast_a_long_head_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scale that is no power of two alpha dS may be cast, or dS: once known, one of them is computed alone."""
+    taken, made, rows = capture(scale=0.3), list[str](), FusedHeads.rows
+
+    def counted(self: FusedHeads, weight: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(weight)
+        return rows(self, weight, *arguments, **options)
+
+    monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
+    monkeypatch.setattr(FusedHeads, "rows", counted)
+    by_all = inspect_captures([taken], device="cuda")
+    assert made.count("dscores_cast") == 2
+    monkeypatch.setattr(propagation, "_LONG", 0)
+    by_few = inspect_captures([taken], device="cuda")
+    assert made.count("dscores_cast") == 3
+    assert not differences(by_all, by_few, 1e-12, drawn=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient", "flex"])
+def test_the_kernels_recognise_what_the_search_does(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 3072, 64, generator=generator).bfloat16() for _ in range(3))
+    o = attention(*(t.cuda() for t in (q, k, v)), causal="top-left", recipe=name).cpu()
+    taken = Capture.from_tensors({"q": q, "k": k, "v": v, "o": o}, causal="top-left")
+    places = [(taken, "observed", 0, h) for h in range(2)]
+    assert worth_kernels(places, torch.device("cuda"))
+    found = recognise_by_kernels(places, torch.device("cuda"))
+    assert all(name in some(one).name for one in found)
+    # With sums in fp32 the search may find none.
+    searched = [recognise(*place) for place in places]
+    assert all(two is None or two.name == some(one).name for one, two in zip(found, searched, strict=True))
+    assert all((some(one).agreement or 0.0) > 0.9999 for one in found)
+    (observation,) = inspect_captures([taken], device="cuda").captures[0].observations
+    assert observation.recipe == some(found[0]).words
 
 
 @pytest.mark.usefixtures("fused")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,16 @@ from builders import some
 from attn_diag.captures.capture import Capture
 from attn_diag.head import recipe_search
 from attn_diag.head.baseline import recognise
-from attn_diag.kernels import Recipe, emulate_head, preset
+from attn_diag.head.by_kernels import WORTH, recognise_by_kernels, worth_kernels
+from attn_diag.kernels import EmulatedHead, Recipe, RecipeNotSupportedError, emulate_head, preset, triton_head
 from attn_diag.reference import AttentionHead, Masking
 
+CPU = torch.device("cpu")
 
-def made_by(recipe: Recipe, *, length: int = 512, spread: float = 1.0) -> Capture:
+
+def made_by(recipe: Recipe, *, length: int = 512, spread: float = 1.0, seed: int = 1) -> Capture:
     """A causal head of D = 16 as the recipe returns it; ``spread``: of the scores."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(length, 16, generator=generator).bfloat16() for _ in range(3))
     q = q * spread
     head = AttentionHead(q.double(), k.double(), v.double(), None, 0.25, Masking("top-left"))
@@ -48,8 +51,8 @@ def test_an_order_of_the_keys_is_told_from_others(name: str, runs: list[tuple[st
     found = some(recognise(made_by(preset(name, "bf16", 16)), "observed", 0, 0))
     assert (found.name, found.agreement) == (name, 1.0)
     rows = [count for recipe, count in runs if recipe == "flex"]
-    # Its own order costs most: where another is about right a few rows are looked at first, and may rule it out.
-    assert rows == {"fa2": [8], "cudnn": [8, 512], "flex": [512]}[name]
+    # Its own order costs most: a few rows are looked at first, and may rule it out.
+    assert rows == {"fa2": [8], "cudnn": [8], "flex": [8, 512]}[name]
 
 
 def test_an_order_that_hardly_differs_is_run_on_all_rows(runs: list[tuple[str, int]]) -> None:
@@ -58,3 +61,54 @@ def test_an_order_that_hardly_differs_is_run_on_all_rows(runs: list[tuple[str, i
     assert "fa2" in found.name
     assert "flex" in found.name
     assert [count for recipe, count in runs if recipe == "flex"] == [8, 256]
+
+
+def by_emulation(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[EmulatedHead]:
+    """In place of the kernels, with their sums."""
+    return [emulate_head(replace(recipe, accumulation="nvidia-tensor-core"), head) for head in heads]
+
+
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "flex"])
+def test_kernels_recognise_what_emulation_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_head, "run_heads", by_emulation)
+    captures = [made_by(preset(name, "bf16", 16), length=256, seed=seed) for seed in (1, 2)]
+    found = recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)
+    assert [some(one).name for one in found] == [some(recognise(c, "observed", 0, 0)).name for c in captures]
+    assert all(name in some(one).name for one in found)
+
+
+def test_kernels_run_each_recipe_once_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def counted(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[EmulatedHead]:
+        seen.append((recipe.name, len(heads)))
+        return by_emulation(recipe, heads)
+
+    monkeypatch.setattr(triton_head, "run_heads", counted)
+    captures = [made_by(preset("cudnn", "bf16", 16), length=256, seed=seed) for seed in (1, 2, 3)]
+    recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)
+    assert sorted(seen) == [(name, 3) for name in ("cudnn", "efficient", "fa2", "flex", "lowp-row-sum")]
+
+
+def test_what_no_kernel_with_fp32_scores_made_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_head, "run_heads", by_emulation)
+    coarse = made_by(preset("bf16-scores", "bf16", 16), length=256)
+    assert recognise_by_kernels([(coarse, "observed", 0, 0)], CPU) == [None]
+    assert some(recognise(coarse, "observed", 0, 0)).name == "bf16-scores"
+
+
+def test_what_the_kernels_do_not_take_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> list[EmulatedHead]:
+        raise RecipeNotSupportedError("no mask")
+
+    monkeypatch.setattr(triton_head, "run_heads", refused)
+    assert recognise_by_kernels([(made_by(preset("fa2", "bf16", 16)), "observed", 0, 0)], CPU) == [None]
+
+
+def test_kernels_are_not_worth_compiling_for_a_short_head() -> None:
+    pytest.importorskip("triton")
+    capture = made_by(preset("fa2", "bf16", 16))
+    places = [(capture, "observed", 0, 0)]
+    assert not worth_kernels(places, torch.device("cuda"))
+    assert worth_kernels(places * (WORTH // 512**2), torch.device("cuda"))
+    assert not worth_kernels(places * WORTH, CPU)

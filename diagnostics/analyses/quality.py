@@ -125,7 +125,7 @@ def judge_quantity(
         words = f"{name} holds NaN or Inf in {plural(broken, unit[:-1])} where the reference is finite."
         return QuantityVerdict(quantity, "nonfinite", words, rows_outlying=broken)
     whole = joined(samples)
-    ratio, typical = (whole.ratio(), whole.typical_ratio()) if whole.compared else (None, None)
+    ratio, typical = (whole.ratio(), whole.typical_ratio) if whole.compared else (None, None)
     # Where dP and delta must cancel, a delta rounded to 16 bits leaves more than O's rounding does elsewhere.
     outlying = whole.outlying & ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])

@@ -152,25 +152,37 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
     if subject is None:
         return None
     q_length, k_length = capture.lengths(batch)
-    rows = spread_rows(q_length, max(_ROWS, _SCORES // k_length), device)
+    rows = compared_rows(q_length, k_length, device)
     recipes, nearest = search.known(subject), math.inf
     # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
     for fine in (True, False):
         trials = search.first_trials(subject, [r for r in recipes if (r.scores == "fp32") == fine], rows)
         nearest = min(nearest, *(_distance(t.out, subject.observed[rows]) for t in trials))
         if fit := search.fitting(subject, trials, rows)[0]:
-            best = fit[0]
-            names = [t.recipe.name for t in fit if best.match.compare(t.match).p_value > search.LEVEL]
-            with_fp32_sums = next(t for t in trials if t.recipe == best.recipe)
-            flaw = find_flaw(subject, with_fp32_sums, rows, misses_many=best.cut_off)
-            named, words = " or ".join(dict.fromkeys(names)), "" if flaw is None else flaw.words
-            return Recognised(best.recipe, best.match.agreement, named, words, best.cut_off)
+            return recognised_as(subject, fit, trials, rows)
     few = rows[:: max(1, len(rows) // _FEW_ROWS)]
     narrow, _ = search.low_bit_trials(subject, few, rows, scores_alone=nearest < _NEAR)
     for trial in narrow[:1]:
         if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
             return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)
     return None
+
+
+def compared_rows(q_length: int, k_length: int, device: torch.device) -> Tensor:
+    """The rows by which a kernel is recognised, int64 [R]."""
+    return spread_rows(q_length, max(_ROWS, _SCORES // k_length), device)
+
+
+def recognised_as(
+    subject: search.SearchedHead, fit: Sequence[search.Trial], trials: Sequence[search.Trial], rows: Tensor
+) -> Recognised:
+    """What is recognised where ``fit`` of the ``trials`` on these rows fits, both best first."""
+    best = fit[0]
+    names = [t.recipe.name for t in fit if best.match.compare(t.match).p_value > search.LEVEL]
+    with_fp32_sums = next(t for t in trials if t.recipe == best.recipe)
+    flaw = find_flaw(subject, with_fp32_sums, rows, misses_many=best.cut_off)
+    words = "" if flaw is None else flaw.words
+    return Recognised(best.recipe, best.match.agreement, " or ".join(dict.fromkeys(names)), words, best.cut_off)
 
 
 def _distance(out: Tensor, observed: Tensor) -> float:

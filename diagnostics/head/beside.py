@@ -94,7 +94,7 @@ def beside_well_rounded(
         others = [beside(alternative) for alternative in ALTERNATIVES[1:]]
         chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    typical = chosen.typical_ratio()
+    typical = chosen.typical_ratio
     # Not its lower end: what one sequence leaves open, several together may not.
     above = found is not None and typical is not None and max(found.factor, typical.factor) > LOSSY
     if above and found is not None and found.factor < _TRUNCATED and all(c.small for c in published):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ def run_counterfactual(
     chosen = _published(recipe, fmt, head)
     if chosen is None:
         head, chosen = coarser(head, fmt.name, recipe, draw)
-    chosen = replace(chosen, accumulation="nvidia-tensor-core" if tensor_core else chosen.accumulation)
+    if tensor_core:
+        chosen = replace(chosen, accumulation="nvidia-tensor-core")
     return returned_by(chosen, head, fmt, stored, key_gradients=key_gradients)
 
 
@@ -104,13 +105,18 @@ def returned_by(
 
 def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | None:
     """A published recipe by its name here; None for one that is none."""
+    return _published_for(recipe, fmt.name, head.q.shape[1])
+
+
+@cache  # Making a recipe takes a third as long as running it on a head of T = 256.
+def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
     if recipe == ROUNDED_DROPOUT:
-        return preset("efficient", fmt.name, head.q.shape[1])
+        return preset("efficient", fmt, head_dim)
     name, _, alpha = recipe.partition(":")
     if name not in PRESETS:
         return None
     changed: dict[str, Any] = {"dropout_factor": "fp32"} | ({"alpha_in_backward": alpha} if alpha else {})
-    return replace(preset(name, fmt.name, head.q.shape[1]), **changed)
+    return replace(preset(name, fmt, head_dim), **changed)
 
 
 def _stored_as(recipe: Recipe, fmt: FloatFormat, stored: Mapping[str, FloatFormat]) -> Recipe:
@@ -118,11 +124,9 @@ def _stored_as(recipe: Recipe, fmt: FloatFormat, stored: Mapping[str, FloatForma
     gradients = next((stored[n] for n in ("dq", "dk", "dv") if n in stored), fmt)
     out = stored.get("o", fmt).name
     known = (*FORMATS, "fp32")
-    return replace(
-        recipe,
-        out=out if out in known else recipe.out,
-        dq=gradients.name if gradients.name in known else recipe.dq,
-    )
+    out = out if out in known else recipe.out
+    dq = gradients.name if gradients.name in known else recipe.dq
+    return recipe if (out, dq) == (recipe.out, recipe.dq) else replace(recipe, out=out, dq=dq)
 
 
 def _positive(head: AttentionHead) -> AttentionHead:

@@ -29,7 +29,6 @@ from attn_diag.head.quality import (
     QuantitySample,
     RowEffect,
     samples,
-    shared_deltas,
 )
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
@@ -38,6 +37,7 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
+from attn_diag.statistics.means import effective
 from attn_diag.statistics.ratios import Carriers
 
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy
@@ -324,12 +324,22 @@ def _cast_of(backward: BackwardCollector, name: str) -> Tensor | None:
 
 
 def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:
+    """What all keys of dK share: the query rows' errors of delta, in units of its noise.
+
+    Args:
+        terms: Of the query heads.
+        total: The sum of dK's variance.
+    """
+    # What every query row adds to that sum through its delta.
     shares = torch.cat([t.by_delta for t in terms])
-    pairs = [t.delta_errors for t in terms if t.delta_errors is not None]
-    known = len(pairs) == len(terms)
-    return shared_deltas(
-        shares, total, (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])) if known else None
-    )
+    if not total or not bool(shares.any()):
+        return None
+    correlation, pairs = 0.0, [t.delta_errors for t in terms if t.delta_errors is not None]
+    if len(pairs) == len(terms):
+        one, other = (shares.sqrt() * torch.cat(errors) for errors in zip(*pairs, strict=True))
+        size = float(one.square().sum() * other.square().sum()) ** 0.5
+        correlation = float((one * other).sum()) / size if size else 0.0
+    return Carriers(float(effective(shares.sqrt().cpu().numpy())), min(float(shares.sum()) / total, 1.0), correlation)
 
 
 def _only(name: str, outputs: Sequence[dict[str, Tensor]]) -> Tensor:

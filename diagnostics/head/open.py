@@ -104,6 +104,10 @@ class OpenCapture:
             self._recognised[place] = recognise(self.capture, observation, batch, head)
         return self._recognised[place]
 
+    def take_recognised(self, observation: str, batch: int, head: int, found: Recognised) -> None:
+        """Know what ``recognise`` would look for."""
+        self._recognised[observation, batch, head] = found
+
     def identify(self, observation: str, batch: int, head: int) -> IdentifiedHead | None:
         """As ``identify_head``: the whole search, with every schedule and mixture of roundings, in all rows."""
         place = observation, batch, head

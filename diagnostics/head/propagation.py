@@ -28,13 +28,22 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.latent import of_latent
-from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, round_nearest_even
+from attn_diag.reference import (
+    AttentionHead,
+    FloatFormat,
+    HeadReference,
+    RowBlock,
+    reference_rows,
+    round_nearest_even,
+)
 from attn_diag.reference.fused import FusedHeads
 
 if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Cast
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# From so many scores of a head on a few of its rows tell which cast a kernel makes, before all of them are computed.
+_LONG, _LOOKED_AT = 2**28, 64
 
 
 @dataclass
@@ -116,19 +125,30 @@ class BackwardCollector:
             self.dv_lse[keys] += self.head.drop(probs, rows, keys).T @ (self.head.do[rows] * factor)
         if not self._want_casts:
             return
-        # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
-        probs = sloped(block, block.unnormalised_probs)
-        dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
-        factor = block.inverse_row_sum
-        if self.errors.lse_error is not None:
-            factor = factor * torch.exp(-self.errors.lse_error[rows])
-        dscores = self._cast_dscores_(dscores.mul_(factor[:, None]), rows, keys)
+        dscores, factor = self._fed(block)
+        dscores = self._cast_dscores_(dscores, rows, keys)
         if self.dq_cast is not None:
             self.dq_cast[rows] = dscores @ self.head.k[keys]
         if self.dk_cast is not None and self.dv_cast is not None:
             self.dk_cast[keys] += dscores.T @ self.head.q[rows]
             probs = _kernel_cast_(block.unnormalised_probs * factor[:, None], self.errors.cast)
             self.dv_cast[keys] += self.head.drop(probs, rows, keys).T @ self.head.do[rows]
+
+    def _fed(self, block: RowBlock) -> tuple[Tensor, Tensor]:
+        """dS of a backward that is fed with the captured O and LSE, before it is cast, and what makes P of P_bar."""
+        assert block.unnormalised_dscores is not None
+        # dS_obs = exp(-D_L) (dS - D_delta P), and P = P_bar / l: two passes, no second exponential.
+        delta_error, probs = self.errors.delta_error[block.rows], sloped(block, block.unnormalised_probs)
+        dscores = torch.addcmul(block.unnormalised_dscores, probs, delta_error[:, None], value=-1)
+        factor = block.inverse_row_sum
+        if self.errors.lse_error is not None:
+            factor = factor * torch.exp(-self.errors.lse_error[block.rows])
+        return dscores.mul_(factor[:, None]), factor
+
+    def look(self, rows: Tensor) -> None:
+        """Read off a few rows whether alpha dS is cast."""
+        block = reference_rows(self.head, rows)
+        self._cast_dscores_(self._fed(block)[0], rows, block.keys)
 
     def _cast_dscores_(self, dscores: Tensor, rows: slice | Tensor, keys: slice) -> Tensor:
         """alpha times dS [R, K] as it was cast; in place."""
@@ -177,12 +197,21 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
         found[name] = torch.stack([by_order[alpha_first][i] for i, alpha_first in enumerate(chosen)])
 
     if first.dq_cast is not None:
-        unknown = first._alpha_first is None
+        length = len(first.head.q)
+        if first._alpha_first is None and length * len(first.head.k) >= _LONG:
+            rows = torch.linspace(0, length - 1, min(length, _LOOKED_AT), device=inverse.device).long()
+            for collector in collectors:
+                collector.look(rows)
+        orders = [c._alpha_first for c in collectors]
+        tried = (False, True) if None in orders else sorted({order is True for order in orders})
         both = {
             alpha_first: fused.rows("dscores_cast", fused.k, factor, delta_error, cast=cast, alpha_first=alpha_first)
-            for alpha_first in ((False, True) if unknown else (False,))
+            for alpha_first in tried
         }
-        chosen = [unknown and _casts_alpha(e.dq, both[False][i], both[True][i]) for i, e in enumerate(errors)]
+        chosen = [
+            _casts_alpha(e.dq, both[False][i], both[True][i]) if order is None else order
+            for i, (e, order) in enumerate(zip(errors, orders, strict=True))
+        ]
         take("dq_cast", both.__getitem__, chosen)
         if first.dk_cast is not None:
 

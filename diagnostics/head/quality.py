@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import FloatFormat, ulp
-from attn_diag.statistics.means import effective
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
@@ -144,15 +143,25 @@ class QuantitySample:
 
     def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
         """Observed over the larger of counterfactual and floor, of some rows or all."""
+        return self._ratio_of_all if kept is None else self._ratio(kept)
+
+    @cached_property
+    def _ratio_of_all(self) -> RatioEstimate | None:
+        return self._ratio(None)
+
+    def _ratio(self, kept: npt.NDArray[np.bool_] | None) -> RatioEstimate | None:
         part = slice(None) if kept is None else kept
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
-        clusters = None if self.clusters is None else np.unique(self.clusters[part], return_inverse=True)[1]
+        clusters = self.clusters
+        if kept is not None and clusters is not None:
+            clusters = np.unique(clusters[kept], return_inverse=True)[1]
         if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
             # All rows copy few keys, and share their rounding: features are what is left to count.
             error, other, floor = self.features
             return paired_ratio(error, other if other.sum() > floor.sum() else floor)
         return paired_ratio(self.error[part], yardstick[part], clusters, self.carriers)
 
+    @cached_property
     def typical_ratio(self) -> RatioEstimate | None:
         """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
         unit = np.maximum(self.expected, 1e-300)
@@ -380,21 +389,3 @@ def quantile(directions: int, draws: int | None = None) -> float:
     if draws is not None:
         return float(np.sqrt(fdtri(directions, draws * directions, 1 - _CHANCE)))
     return float(np.sqrt(chdtri(directions, _CHANCE) / directions))
-
-
-def shared_deltas(shares: Tensor, total: float, errors: tuple[Tensor, Tensor] | None) -> Carriers | None:
-    """What all keys of dK share: the query rows' errors of delta.
-
-    Args:
-        shares: [T], what every query row adds to the sum of dK's variance through its delta.
-        total: That sum, with all other noise.
-        errors: delta's errors in units of its noise, [T]: observed and the counterfactual's; None: unknown.
-    """
-    if not total or not bool(shares.any()):
-        return None
-    correlation = 0.0
-    if errors is not None:
-        one, other = (shares.sqrt() * error for error in errors)
-        size = float(one.square().sum() * other.square().sum()) ** 0.5
-        correlation = float((one * other).sum()) / size if size else 0.0
-    return Carriers(float(effective(shares.sqrt().cpu().numpy())), min(float(shares.sum()) / total, 1.0), correlation)

@@ -77,10 +77,11 @@ class HeadInputs:
             self.unusable[block.rows] |= (bad & (block.scores > -torch.inf)).any(1)
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether every value is finite, by way of their sum: much cheaper than looking at each."""
+def all_finite(*several: Tensor) -> bool:
+    """Whether every value of some tensors is finite, by way of one sum: much cheaper than looking at each."""
+    total = float(sum(t.sum() for t in several))
     # An overflowing sum of finite values needs the second look.
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+    return math.isfinite(total) or all(bool(t.isfinite().all()) for t in several)
 
 
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
@@ -236,15 +237,18 @@ def read_head(
     kv_head = head // (capture.q_heads // capture.kv_heads)
     tensors: dict[str, Tensor] = {}
     bad_rows: dict[str, Tensor] = {}
-    for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
+    places = {"q": head, "k": kv_head, "v": kv_head, "do": head}
+    for name, index in places.items():
         values = read_float64(capture, name, batch, index, device)
-        if values is None:
-            continue
-        factor = capture.descale(name, batch, index)
-        values = values if factor == 1.0 else values * factor
-        bad = census.add(name, batch, index, values)
-        tensors[name] = values if bad is None else values.masked_fill_(bad, 0.0)
+        if values is not None:
+            factor = capture.descale(name, batch, index)
+            tensors[name] = values if factor == 1.0 else values * factor
+    finite = all_finite(*tensors.values())
+    for name, values in tensors.items():
+        bad = None if finite else census.add(name, batch, places[name], values)
         bad_rows[name] = torch.zeros(len(values), dtype=torch.bool, device=device) if bad is None else bad.any(1)
+        if bad is not None:
+            values.masked_fill_(bad, 0.0)
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     sink = _read_sink(capture, batch, head, census, bad_rows["q"])
     mask, bad_mask = _read_mask(capture, batch, head, device, census)

@@ -6,7 +6,7 @@ Elements of one row share their scores and P, so that all uncertainties are clus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -133,8 +133,7 @@ def choose_rows(inputs: HeadInputs, observed: Tensor, few: int, many: int) -> tu
 
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Significance of "told apart".
-LEVEL = 0.01
+LEVEL = 0.01  # of "told apart"
 # The right schedule misses at most 0.2 % of BF16 outputs on N(0,1) (H200): the order of additions and the tensor cores'
 # truncation, which are not modelled, now and then move O across a rounding boundary.
 _MISSED_BF16 = 0.002
@@ -144,14 +143,11 @@ _MISSED_BY_SUMS = 0.03
 # So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
 # as long.
 _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**18}, 8, 8
-# Of so many rows that all speak against a recipe, the p-value is 2^-8.
-_LATE_ROWS = 8
+_LATE_ROWS = 8  # where all of them speak against a recipe, the p-value is 2^-8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
-# With so much fewer bits on a few rows they are not looked at further.
-_LOW_BIT_AT_ALL = 0.9
-# With p explicit mantissa bits there are 2^p boundaries an octave, so that the same error crosses one as often.
-_MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}
+_LOW_BIT_AT_ALL = 0.9  # with fewer equal bits on a few rows they are not looked at further
+_MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}  # 2^p boundaries an octave: the same error crosses as many
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
 _FAMILIES = 2
 # The final comparison takes at least so many recipes of the coarse search, and all that are as good as the best at
@@ -181,15 +177,20 @@ class SearchedHead:
     fmt: Format
     diagonal: bool
     step: Callable[[], None] = field(default=lambda: None)
+    made: Callable[[Recipe], Tensor] | None = None
+    """O of all rows by a recipe's own kernel, [Tq, Dv] on this device; None: recipes are emulated on chosen rows."""
 
     @property
     def head_dim(self) -> int:
         """D of q and k."""
         return self.inputs.head.q.shape[1]
 
-    def run(self, recipes: Iterable[Recipe], rows: Tensor, *, cut_off: bool = False) -> list[Trial]:
+    def run(self, recipes: Collection[Recipe], rows: Tensor, *, cut_off: bool = False) -> list[Trial]:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given; ``cut_off``: see ``Trial``."""
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
+        if self.made is not None and not cut_off:
+            outs = [self.made(recipe)[rows] for recipe in recipes]
+            return [Trial(r, out, Match(out == expected)) for r, out in zip(recipes, outs, strict=True)]
 
         def made(some: Sequence[Recipe]) -> list[Trial]:
             runs = [replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe for recipe in some]
@@ -246,20 +247,21 @@ def ranked(trials: list[Trial], head_dim: int) -> list[Trial]:
 def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor) -> list[Trial]:
     """The recipes on ``rows``, best first, without those of another order of keys that a few rows rule out.
 
-    Where every query block has an order of its own, a recipe takes as long as several: where one without is about
-    right, such a recipe is run on a few late rows first, and left out where it misses many of their bits and is told
-    apart from the other.
+    Where every query block has an order of its own, a recipe takes as long as several: such a one is run on a few rows
+    of one late block first, beside the best without, and left out where it misses many of their bits and is told apart.
     """
     own = [r for r in recipes if r.schedule.order == "diagonal-first"]
     trials = ranked(subject.run([r for r in recipes if r not in own], rows), subject.head_dim)
-    if trials and own and 1 - trials[0].match.agreement <= _MISSED_BY_SUMS:
-        some = slice(3 * len(rows) // 4, 3 * len(rows) // 4 + _LATE_ROWS)
-        right = Match(trials[0].match.equal[some])
-        tried = [t for t in subject.run(own, rows[some]) if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
-        told_apart = [t.recipe for t in tried if right.compare(t.match).p_value <= LEVEL]
+    if trials and own:
+        length, size = len(subject.observed), own[0].schedule.query_block
+        start = max(0, length // size - 1) * size  # of the last whole block
+        late = start + spread_rows(min(size, length - start), _LATE_ROWS, rows.device)
+        right, *tried = subject.run([trials[0].recipe, *own], late)
+        missing = [t for t in tried if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
+        told_apart = [t.recipe for t in missing if right.match.compare(t.match).p_value <= LEVEL]
         own = [r for r in own if r not in told_apart]
-    found = [*trials, *subject.run(own, rows)]
-    return ranked(sorted(found, key=lambda t: recipes.index(t.recipe)), subject.head_dim)
+    found = sorted([*trials, *subject.run(own, rows)], key=lambda t: recipes.index(t.recipe))
+    return ranked(found, subject.head_dim)
 
 
 def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[list[Trial], Tensor]:
@@ -274,11 +276,7 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
         Trials, best first, none where nothing fits; and the rows on which these were run.
     """
 
-    def fits(best: Trial) -> bool:
-        match = counted(best, best)
-        return match.agreement >= threshold(subject.fmt, match.equal.numel())
-
-    if fits(trials[0]):
+    if fits(subject, trials[0]):
         return trials, rows
     near = [t for t in trials if 1 - t.match.agreement <= _MISSED_BY_SUMS]
     if not near:
@@ -289,7 +287,13 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
     before = next(t for t in near if t.recipe == again[0].recipe).match.equal[some]
     # What these sums do not cure has another reason.
     better = int(again[0].match.equal.sum()) > int(before.sum())
-    return (again, rows[some]) if better and fits(again[0]) else ([], rows)
+    return (again, rows[some]) if better and fits(subject, again[0]) else ([], rows)
+
+
+def fits(subject: SearchedHead, best: Trial) -> bool:
+    """Whether the best of some trials has as many of the observed bits as the right recipe would."""
+    match = counted(best, best)
+    return match.agreement >= threshold(subject.fmt, match.equal.numel())
 
 
 def _missed_and_spread(match: Match, count: int) -> Tensor:

@@ -28,8 +28,8 @@ DEFINITIONS = ("exact", "as_run", "window", "unit")
 MAX_POSITIONS = 16
 # Candidates held before they are decided about: few, unless many scores are equal.
 _MAX_PENDING = 2**20
-# So many scores of rows near a repeat are held at a time.
-_AT_ONCE = 2**23
+# So many scores of rows near a repeat are held at a time: 256 MB on the GPU.
+_AT_ONCE = 2**25
 
 
 @dataclass

@@ -123,6 +123,13 @@ class CaptureJob:
         """How many heads it goes through, sequence by sequence."""
         return len(self.heads) * len(self.batches)
 
+    @property
+    def takes_one_core(self) -> bool:
+        """Whether it is so small that several of them, each on a core of its own, are done sooner than one on all."""
+        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
+        # Triton's interpreter runs one kernel at a time.
+        return self.device.type == "cpu" and small and self.engine == "emulation"
+
     def begin(self) -> None:
         """Check the capture, and find its recipes; once."""
         if self._begun:
@@ -148,11 +155,8 @@ class CaptureJob:
     def run(self) -> Iterable[int]:
         """Do the work; yields the number of heads done since the last time."""
         self.begin()
-        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
-        # Triton's interpreter runs one kernel at a time.
-        parallel = self.device.type == "cpu" and small and self.engine == "emulation"
         sets = together(self.groups(), self.capture, self.device)
-        found = map_in_order(lambda groups: measured([(self, groups)])[0], sets, parallel=parallel)
+        found = map_in_order(lambda groups: measured([(self, groups)])[0], sets, parallel=self.takes_one_core)
         for result in chain.from_iterable(found) if self.ahead is None else self.ahead:
             self.census.merge(result.census)
             for name, parts in result.parts.items():

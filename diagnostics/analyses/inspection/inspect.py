@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from threading import Lock
+from typing import TYPE_CHECKING, cast
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.details import with_details
-from attn_diag.analyses.inspection.joint import alike, measure_ahead
+from attn_diag.analyses.inspection.joint import alike, run_alike
 from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
@@ -33,14 +34,13 @@ from attn_diag.results.diagnosis import (
     NonFinite,
 )
 from attn_diag.statistics.means import require_level
-from attn_diag.work import Progress
+from attn_diag.work import Progress, map_in_order
 
 if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump
 
 
 DEFAULT_LEVEL = 0.01
-_Found = TypeVar("_Found")
 # What inspecting a head leaves behind for its details, of all captures: 146 heads of T = 512 and D = 64, or one of
 # T = 32k and D = 128. Heads beyond it are streamed once more.
 _KEPT_BYTES = 2**28
@@ -219,56 +219,39 @@ def inspect_captures(
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where = pick_device(device)
-    chosen, skipped, merging = list(captures), list(unreadable), list[str]()
+    chosen, skipped, told = list(captures), list(unreadable), list[str]()
     if merge_ranks:
-        chosen, merging = merged_over_ranks(chosen)
+        chosen, told = merged_over_ranks(chosen)
+
+    def complain(source: str, error: Exception) -> None:
+        """Leave out one of several captures, which cannot be used."""
+        if skip is None or len(chosen) == 1:
+            raise error
+        said = error if isinstance(error, InputError) else _unexpected(source, error)
+        skip(said)
+        skipped.append(str(said))
+
     jobs: list[CaptureJob] = []
-
-    def usable(source: str, work: Callable[[], _Found]) -> _Found | None:
-        """What ``work`` on one of several captures gives; None, and complained of, where it cannot be used."""
-        try:
-            return work()
-        except Exception as error:
-            if skip is None or len(chosen) == 1:
-                raise
-            said = error if isinstance(error, InputError) else _unexpected(source, error)
-            skip(said)
-            skipped.append(str(said))
-            return None
-
     for capture in chosen:
         runs = Runs(tuple(recipes), runner, dict(made_by or {}))
         keep = _KEPT_BYTES // len(chosen) if details else 0
-        make = partial(CaptureJob, capture, selection or Selection(), runs, where, level, certified, keep)
-        if (job := usable(capture.source, make)) is not None:
-            jobs.append(job)
+        try:
+            jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
+        except Exception as error:
+            complain(capture.source, error)
     places = ranks.share([job.head_count * job.capture.q_length * job.capture.k_length for job in jobs])
-    everybodys = len(skipped)
-    total, done = sum(jobs[place].head_count for place in places), 0
-
-    def begun(job: CaptureJob) -> CaptureJob:
-        job.begin()
-        return job
-
-    def run(job: CaptureJob) -> CaptureJob:
-        before = done
-        for count in job.run():
-            before += count
-            if progress is not None:
-                progress(before, total)
-        job.release()
-        return job
-
+    everybodys, numbers = len(skipped), {id(jobs[place]): place for place in places}
+    mine = [jobs[place] for place in places]
+    for job in mine:
+        job.patterns.beside = chosen
+    counted = _Counted(progress, sum(job.head_count for job in mine))
+    work = partial(run_alike, alone=skip is None or len(chosen) == 1, done=counted.add)
     ran: dict[int, CaptureJob] = {}
-    numbers = {id(jobs[place]): place for place in places}
-    for some in alike([jobs[place] for place in places]):
-        ready = [job for job in some if usable(job.capture.source, partial(begun, job)) is not None]
-        measure_ahead(ready)
-        for job in some:
-            job.patterns.beside = chosen
-            if job in ready and usable(job.capture.source, partial(run, job)) is not None:
-                ran[numbers[id(job)]] = job
-            done += job.head_count
+    for some in map_in_order(work, list(alike(mine)), parallel=all(job.takes_one_core for job in mine)):
+        told += some.told
+        for source, failure in some.failed:
+            complain(source, failure)
+        ran |= {numbers[id(job)]: job for job in some.ran}
     tested = [entry for job in ran.values() for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
@@ -277,7 +260,7 @@ def inspect_captures(
     if chosen and not results:
         raise InputError("none of the captures could be used")
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
-    warnings = tuple(merging)
+    warnings = tuple(told)
     warnings += tuple(_nonfinite_words(c.source, n) for c in results for n in c.nonfinite)
     warnings += tuple(
         f"{source}: {name} H{head.head}: {head.verdict.reasons[0]}"
@@ -292,13 +275,27 @@ def inspect_captures(
     )
     if not details:
         return diagnosis
-    return with_details(diagnosis, list(ran.values()), details, _after(progress, total))
+    return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:
     """For one of many captures: a failure of the program, which is not to cost the report of the others."""
     what = f"{type(error).__name__}: {error}"
     return InputError(f"{source}: left out by an internal error ({what}); inspect it alone with --debug to see where")
+
+
+class _Counted:
+    """Tells a listener how many heads of all are done, whichever thread did them."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.total, self._progress, self._done, self._lock = total, progress, 0, Lock()
+
+    def add(self, count: int) -> None:
+        """So many more."""
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(self._done, self.total)
 
 
 def _after(progress: Progress | None, before: int) -> Progress | None:

@@ -1,19 +1,23 @@
-"""Heads of one or several captures, measured together: on a GPU many small ones take about as long as few."""
+"""Heads of one or several captures, recognised and measured together: on a GPU many take about as long as few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, jobs_at_once, made_at_once
 from attn_diag.captures.capture import Capture
+from attn_diag.errors import InputError
 from attn_diag.head.baseline import Recognised
+from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.certification import Certify
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.open import OpenCapture
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
 from attn_diag.kernels import Recipe
@@ -23,11 +27,15 @@ from attn_diag.results.diagnosis import Assumptions
 # a mask, is not the same in all of their heads.
 _PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
 
+# One of several captures cannot be read, or changes while it is, or together they need memory that each alone does not.
+_OF_ONE_CAPTURE = (InputError, OSError, torch.OutOfMemoryError)
+
 
 class Job(Protocol):
     """A ``CaptureJob``, as far as its heads are measured here."""
 
     capture: Capture
+    opened: OpenCapture
     device: torch.device
     certify: Certify | None
     captured: list[str]
@@ -40,7 +48,10 @@ class Job(Protocol):
     assumptions: Assumptions
     ahead: list[GroupMeasurement] | None
 
-    def groups(self) -> list[HeadGroup]: ...  # noqa: D102 - described there, as the rest
+    def begin(self) -> None: ...  # noqa: D102 - described there, as the rest
+    def run(self) -> Iterable[int]: ...  # noqa: D102
+    def release(self) -> None: ...  # noqa: D102
+    def groups(self) -> list[HeadGroup]: ...  # noqa: D102
     def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
     def complete(  # noqa: D102
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
@@ -82,10 +93,32 @@ def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
         yield some
 
 
+def recognise_ahead(jobs: Sequence[Job]) -> None:
+    """Recognise the kernels of captures that are ``alike`` by running the published ones, where that is sooner.
+
+    What is not recognised so is looked for as each capture is begun.
+    """
+    places = [
+        (job, (job.capture, name, job.batches[0], job.heads[0]))
+        for job in jobs
+        for name in job.captured
+        if name not in job.recognised
+    ]
+    if not worth_kernels([place for _, place in places], jobs[0].device):
+        return
+    try:
+        found = recognise_by_kernels([place for _, place in places], jobs[0].device)
+    except _OF_ONE_CAPTURE:
+        return
+    for (job, (_, name, batch, head)), recognised in zip(places, found, strict=True):
+        if recognised is not None:
+            job.opened.take_recognised(name, batch, head, recognised)
+
+
 def measure_ahead(jobs: Sequence[Job]) -> None:
     """Measure captures that are ``alike``, and begun, together where their recipes are the same too.
 
-    Where that fails each is measured by itself later, and says what is wrong with it.
+    Where one of them cannot be read, or memory does not suffice, each is measured by itself later.
     """
     by_recipe: dict[object, list[Job]] = {}
     for job in jobs:
@@ -96,11 +129,65 @@ def measure_ahead(jobs: Sequence[Job]) -> None:
             continue
         try:
             found = measured([(job, job.groups()) for job in some])
-        except Exception:
-            # Whichever of them it was, and whatever: also memory that one capture alone would not need.
+        except _OF_ONE_CAPTURE:
             continue
         for job, results in zip(some, found, strict=True):
             job.ahead = results
+
+
+@dataclass
+class Inspected(Generic[_Job]):
+    """What became of some captures that are alike."""
+
+    ran: list[_Job] = field(default_factory=list)
+    """Those that could be inspected."""
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
+    """The others, and why."""
+    told: list[str] = field(default_factory=list)
+    """What the report is to say besides."""
+
+
+def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) -> Inspected[_Job]:
+    """Begin, measure and pool captures that are ``alike``, together as far as they can be.
+
+    Args:
+        jobs: The captures.
+        alone: Whether a failure of one ends all.
+        done: Told how many heads were done since the last time.
+    """
+    found = Inspected[_Job]()
+
+    def usable(job: _Job, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except Exception as error:
+            if alone:
+                raise
+            found.failed.append((job.capture.source, error))
+            return False
+        return True
+
+    def ahead(work: Callable[[Sequence[_Job]], None], some: Sequence[_Job]) -> None:
+        """What each of them can do without; told of where the program fails."""
+        try:
+            work(some)
+        except Exception as error:
+            if alone:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            source = some[0].capture.source
+            found.told.append(f"{source} and those like it were taken one by one: internal error ({what})")
+
+    def run(job: _Job) -> None:
+        for count in job.run():
+            done(count)
+        job.release()
+
+    ahead(recognise_ahead, jobs)
+    ready = [job for job in jobs if usable(job, job.begin)]
+    ahead(measure_ahead, ready)
+    found.ran = [job for job in ready if usable(job, partial(run, job))]
+    return found
 
 
 def _shape_of(job: Job) -> object | None:

@@ -1,0 +1,109 @@
+"""Where an inspection's time goes: which functions wait or compute, and what the GPU does meanwhile.
+
+    python benchmarks/profile_inspect.py --shape NAME [--device cpu|cuda] [--threads N] [--folder FOLDER] [--json FILE]
+
+``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one
+rounded. After a first inspection others are timed, one is profiled by Python function (printed, and kept in FOLDER),
+and, on CUDA, one by kernel: kernels launched, milliseconds that they run, and the largest. With
+``CUDA_LAUNCH_BLOCKING=1`` in the environment a kernel's time is that of the function that launches it: for long heads,
+where launches cost nothing.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import os
+import pstats
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_inspect import FLOORS, OPERATIONS, head_of
+from measuring import captured, made_by, normal, options_of, save, timed
+from torch.profiler import ProfilerActivity, profile
+
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.kernels.attention import attention
+from attn_diag.reference.fused import reference_of
+
+LINES = 70
+
+
+def captures_of(name: str, device: str) -> list[Capture]:
+    """The captures of a shape, each of inputs of its own."""
+    count, (batch, heads, length, width) = (FLOORS | OPERATIONS)[name]
+    found = []
+    for seed in range(count):
+        inputs = normal(batch, heads, length, width, seed=seed)
+        o, dq = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+        if device == "cuda":
+            o = attention(*(t.cuda() for t in inputs[:3]), causal="top-left").cpu()
+        for b in range(batch):
+            for h in range(heads):
+                head = head_of([t[b : b + 1] for t in inputs], h, device)
+                if device == "cpu":
+                    o[b, h] = emulate_head(preset("fa2", "bf16", width), head).o
+                true = reference_of(head, key_gradients=False).dq
+                assert true is not None
+                dq[b, h] = true.bfloat16().cpu()
+        found.append(captured(inputs, o=o, dq=dq))
+    return found
+
+
+def by_function(run: Callable[[], object], name: str, folder: Path | None) -> None:
+    """One call, by Python function: the callers first, then what takes the time itself."""
+    profiler = cProfile.Profile()
+    profiler.runcall(timed, run)
+    if folder is not None:
+        profiler.dump_stats(folder / f"{re.sub(r'[^0-9a-z]+', '_', name)}.pstats")
+    for order in ("cumulative", "tottime"):
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(LINES)
+        print(text.getvalue())
+
+
+def by_kernel(run: Callable[[], object]) -> None:
+    """One call, by what runs on the GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        timed(run)
+    every = found.key_averages()
+    on_device = sorted((e for e in every if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
+    on_device = [e for e in on_device if e.device_type.name == "CUDA"]
+    print("on the GPU:", sum(e.count for e in on_device), "launches,")
+    print(f"{sum(e.self_device_time_total for e in on_device) / 1e3:.1f} ms")
+    for event in on_device[:25]:
+        print(f"{event.self_device_time_total / 1e3:10.2f} ms {event.count:7d} {event.key[:110]}")
+    print("on the host:")
+    for event in sorted(every, key=lambda e: -e.self_cpu_time_total)[:30]:
+        print(f"{event.self_cpu_time_total / 1e3:10.2f} ms {event.count:7d} {event.key[:110]}")
+
+
+def main() -> None:
+    parser = options_of(__doc__, device="cuda")
+    parser.add_argument("--shape", required=True, choices=[*FLOORS, *OPERATIONS])
+    parser.add_argument("--threads", type=int, help="of torch, on a CPU")
+    parser.add_argument("--folder", type=Path, help="keep the profile by function there")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    start = time.perf_counter()
+    captures = captures_of(options.shape, options.device)
+    print(options.shape, f"made in {time.perf_counter() - start:.1f} s", flush=True)
+    run = partial(inspect_captures, captures, device=options.device)
+    result = made_by(options.device) | {options.shape: {"first [s]": round(timed(run), 3)}}
+    result[options.shape]["warm [s]"] = [round(timed(run), 3) for _ in range(3)]
+    print(result[options.shape], flush=True)
+    save(result, options.json)
+    by_function(run, options.shape, options.folder)
+    if options.device == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+        by_kernel(run)
+
+
+if __name__ == "__main__":
+    main()

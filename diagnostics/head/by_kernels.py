@@ -1,0 +1,96 @@
+"""Recognising captured kernels by running the published ones on a GPU: milliseconds, where emulation takes seconds.
+
+The kernels make all rows of many heads at once, with the tensor core's own sums, which long rows need; of the rows that
+``recognise`` compares the bits are counted. What they do not settle is emulated as ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.capture import Capture
+from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
+from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject
+from attn_diag.kernels import Recipe, RecipeNotSupportedError
+
+# A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
+WORTH = 2**23
+# Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
+_SUMS_OF_SPLITS = 2**28
+
+Place = tuple[Capture, str, int, int]
+
+
+def worth_kernels(places: Sequence[Place], device: torch.device) -> bool:
+    """Whether these heads of one shape (each with its observation) are recognised sooner by kernels than by emulation.
+
+    Args:
+        places: Capture, observation, batch item and head.
+        device: Where the rest is computed.
+    """
+    runnable = device.type == "cuda" and torch.version.hip is None and importlib.util.find_spec("triton") is not None
+    if not runnable or not places:
+        return False
+    q_length, k_length = places[0][0].lengths(places[0][2])
+    return len(places) * q_length * k_length >= WORTH
+
+
+def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[Recognised | None]:
+    """The published kernels with fp32 scores that made these observations.
+
+    Args:
+        places: Capture, observation, batch item and head; of one shape and masking.
+        device: A GPU.
+
+    Returns:
+        None where none of them fits, and where the kernels do not take the inputs: ``recognise`` may know more.
+    """
+    opened = [read_subject(*place, device) for place in places]
+    subjects = [subject for subject in opened if subject is not None]
+    runs = _Runs(subjects)
+    for i, subject in enumerate(subjects):
+        subject.made = partial(runs.out, i)
+    return [None if subject is None else _recognise(subject, len(subjects)) for subject in opened]
+
+
+class _Runs:
+    """O of some heads by recipe; each is run when it is first asked for, on all of them."""
+
+    def __init__(self, subjects: Sequence[SearchedHead]) -> None:
+        self._heads = [replace(subject.inputs.head, do=None) for subject in subjects]
+        self._found: dict[Recipe, list[Tensor]] = {}
+
+    def out(self, i: int, recipe: Recipe) -> Tensor:
+        """O of head ``i``, [Tq, Dv] as the kernel stores it."""
+        from attn_diag.kernels.triton_head import run_heads
+
+        if recipe not in self._found:
+            self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
+        return self._found[recipe][i]
+
+
+def _recognise(subject: SearchedHead, beside: int) -> Recognised | None:
+    """One of them; so many are run together."""
+    from triton.runtime.errors import TritonError
+
+    from attn_diag.kernels.backend import BackendError
+
+    (q_length, _), (k_length, width) = subject.inputs.head.q.shape, subject.inputs.head.v.shape
+
+    def held(recipe: Recipe) -> bool:
+        split = recipe.schedule.split_keys
+        return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
+
+    recipes = [r for r in known(subject) if r.scores == "fp32" and held(r)]
+    rows = compared_rows(q_length, k_length, subject.observed.device)
+    try:
+        trials = first_trials(subject, recipes, rows)
+    except (RecipeNotSupportedError, BackendError, TritonError, ValueError):
+        return None  # a mask, dropout or a head dimension that they lack, or that does not fit this GPU
+    return recognised_as(subject, trials, trials, rows) if fits(subject, trials[0]) else None
