@@ -1,11 +1,11 @@
 """Output projections under tensor parallelism: how their sum is named, and faults planted into it, over seeds.
 
-A model of three layers (attention, MLP, residuals) on real ranks, two steps of other tokens, captured with ``sums=True``
-and compared with the same model on one rank. Faults are of one rank, in one layer, in the second step: below the
-all-reduce (what it returns lacks a part, has it twice, or has that of the step before), in what the rank gives, and in
-the format. Ranks that have a GPU each exchange by NCCL, others by gloo.
+A model of three layers (attention, MLP, residuals) on real ranks, two steps of other tokens, captured with
+``sums=True`` and compared with the same model on one rank. Faults are of one rank, in one layer, in the second step:
+below the all-reduce (what it returns lacks a part, has it twice, or has that of the step before), in what the rank
+gives, and in the format. Ranks that have a GPU each exchange by NCCL, others by gloo. From this folder:
 
-    torchrun --nproc-per-node 4 benchmarks/study_output_sums.py --seeds 60 --json benchmarks/results/output_sums_cpu.json
+    torchrun --nproc-per-node 4 study_output_sums.py --seeds 20 --json results/output_sums_cpu.json
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ _OUTPUT_HEAD = ("layer", "differ", "came in", "products", "sum", "sum's size", "
 _SUM_LEGEND = (
     "off: the sum from the exact sum of what the ranks give, over its norm; in fp32: what one cast at the end would "
     "leave. Of the difference of what both runs' projections return, the shares that came in with O, that rounding "
-    "each rank's product makes, and that adding up makes by its order and format; the last one's size, and its mean away "
-    "from zero, over train's."
+    "each rank's product makes, and that adding up makes by its order and format; the last one's size, and its mean "
+    "away from zero, over train's."
 )
 
 
