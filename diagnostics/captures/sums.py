@@ -15,9 +15,11 @@ OUTPUT = "sum_output"
 W_O = "w_o"
 """The rank's own columns of the output projection's weight, [C, D * heads]."""
 _NAMES = (PART, TOTAL, OUTPUT, W_O)
-RANKS, BY, DTYPE, MODULE, BIAS = "sum_ranks", "sum_by", "sum_dtype", "sum_module", "sum_bias"
-"""In the metadata: which ranks' parts were added up, by what, the dtype in which the projection returned it, the
-projection's name, and whether it adds a bias."""
+RANKS, BY, DTYPE, MODULE = "sum_ranks", "sum_by", "sum_dtype", "sum_module"
+"""In the metadata: which ranks' parts were added up, by what, the dtype in which the projection returned it, and the
+projection's name."""
+BIAS, TURNED = "sum_bias", "sum_turned"
+"""Likewise, where they are so: that the projection adds a bias, and that what ranks gave lay in memory as [T, B, C]."""
 
 
 def without_sums(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

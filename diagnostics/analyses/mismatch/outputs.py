@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.sums import BIAS, BY, DTYPE, OUTPUT, PART, RANKS, TOTAL, W_O
+from attn_diag.captures.sums import BIAS, BY, DTYPE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.results.wording import listed, plural
 
 # Enough to tell what a product's rounding makes.
@@ -84,6 +84,10 @@ class ProjectionCall:
         every = [c.tensors[name][...] for c in self.captures if name in c.tensors]
         found = torch.cat(every, 1)
         return found.to(self.device) if found.shape[1] == rows else None
+
+    def as_it_lay(self, t: Tensor) -> Tensor:
+        """[B, T, C] in the order that it had in memory, of which pieces are added up in one order."""
+        return t.transpose(0, 1) if TURNED in self.captures[0].metadata.extra else t
 
     @cached_property
     def total(self) -> Tensor:

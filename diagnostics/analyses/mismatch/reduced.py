@@ -15,7 +15,7 @@ from attn_diag.analyses.mismatch.outputs import ProjectionCall
 from attn_diag.analyses.mismatch.reductions import AllReduced, reduction_of
 from attn_diag.reference import format_of, ulp
 from attn_diag.results.mismatch import MismatchLabel
-from attn_diag.results.wording import listed, number, percent
+from attn_diag.results.wording import number, percent
 
 # A part is not the product of its rank's O where it is so far off (of its norm): no format of 8 bits leaves that.
 _NO_PRODUCT = 0.25
@@ -72,12 +72,12 @@ def judged(call: ProjectionCall, before: Sequence[ProjectionCall]) -> JudgedSum:
         "error": float((total.double() - exact).square().sum()),
         "once": float((once - exact).square().sum()),
     }
-    parts = [call.part(place) for place in range(len(call.captures))]
-    how = reduction_of(parts, total)
+    parts = [call.as_it_lay(call.part(place)) for place in range(len(call.captures))]
+    how = reduction_of(parts, call.as_it_lay(total))
     faults = [*_products(call, before)]
     faults += _of_total(call, call.ranks[0], total, how, before)
     for rank, other in call.others:
-        faults += _of_total(call, rank, other, reduction_of(parts, other), before)
+        faults += _of_total(call, rank, other, reduction_of(parts, call.as_it_lay(other)), before)
     unique = {fault.words: fault for fault in faults}
     return JudgedSum(call, how, squares, [*unique.values()])
 
@@ -207,7 +207,7 @@ def _in_words(call: ProjectionCall, counted: Sequence[int]) -> str:
             told.append(f"with rank {rank}'s part twice")
         elif count:
             told.append(f"with rank {rank}'s part {1 + count} times")
-    return listed(told, len(told))
+    return " and ".join(told)
 
 
 def _stale(

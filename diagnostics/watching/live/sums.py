@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.captures.sums import BIAS, BY, DTYPE, MODULE, OUTPUT, PART, RANKS, TOTAL, W_O
+from attn_diag.captures.sums import BIAS, BY, DTYPE, MODULE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.watching.live.call import AttentionCall, Part
 from attn_diag.watching.live.linear_layers import FAST_PATHS, clean, is_compiled, is_run_compiled, own_weight
 
@@ -224,6 +224,8 @@ class OutputSums:
         said = {DTYPE: str(y.dtype)[6:], MODULE: self._names[module]}
         if isinstance(getattr(module, "bias", None), Tensor):
             said[BIAS] = "yes"
+        if running.turned:
+            said[TURNED] = "yes"
         if seen is not None and seen.total is not None:
             count = len(seen.ranks)
             part, total = _by_sequence(seen.part, running, count), _by_sequence(seen.total, running, 1)
