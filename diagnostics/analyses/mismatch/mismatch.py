@@ -136,7 +136,7 @@ def compare_runs(
     sums = compare_sums(sides, runs, matched, at)
     causes = with_sums(causes, sums, [layer.layer for layer in results])
     repairs = [*repairs_of(compared, causes), *sums.repairs]
-    identical = all(one.difference == 0 for one in (*results, *sums.outputs))
+    identical = not any([one.difference for one in results] + [one.difference for one in sums.outputs])
     first = causes[0] if causes else None
     whole = Mismatch(
         tool=describe_tool(at),

@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_diag.analyses.mismatch.layers import figures_of
 from attn_diag.analyses.mismatch.outputs import ProjectionCall, projections_of
 from attn_diag.analyses.mismatch.pairing import SequencePair
-from attn_diag.analyses.mismatch.reduced import JudgedSum, judged
+from attn_diag.analyses.mismatch.reduced import JudgedSum, SumFault, judged
 from attn_diag.analyses.mismatch.split import LayerSums
 from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
 from attn_diag.captures.capture import Capture
@@ -110,47 +110,37 @@ def compare_sums(
 
 def _judge(found: ComparedSums, calls: Sequence[ProjectionCall], run: RunName) -> None:
     """What is said of a layer's sums in one run."""
-    groups: dict[tuple[object, ...], list[JudgedSum]] = {}
-    faults: dict[str, list[tuple[float | None, MismatchCause]]] = {}
-    single = [call for call in calls if not call.is_sum]
-    if single:
-        m = single[0].captures[0].tensors
-        dtype = str(next(t.dtype for name, t in m.items() if name == "sum_output"))[6:]
-        found.sums.append(ProjectionSum(run, calls[0].layer, (0,), len(single), "", dtype, "", None, 0.0, 0.0, True))
+    groups: dict[tuple[tuple[int, ...], str, str, str], list[JudgedSum]] = {}
+    faults: dict[str, list[SumFault]] = {}
+    layer, shared = calls[0].layer if calls else 0, sum(call.is_sum for call in calls)
+    if single := [call for call in calls if not call.is_sum]:
+        dtype = str(single[0].part(0).dtype)[6:]
+        found.sums.append(ProjectionSum(run, layer, (0,), len(single), "", dtype, "", None, 0.0, 0.0, within=True))
     for number, call in enumerate(calls):
         if not call.is_sum:
             continue
-        alike = [other for other in calls[:number] if other.ranks == call.ranks]
-        one = judged(call, alike[-_BEFORE:])
-        dtype = str(call.total.dtype)[6:]
-        groups.setdefault((call.ranks, call.by, dtype, one.how.words.partition(",")[0]), []).append(one)
+        one = judged(call, [other for other in calls[:number] if other.ranks == call.ranks][-_BEFORE:])
+        key = call.ranks, call.by, str(call.total.dtype)[6:], one.how.words.partition(",")[0]
+        groups.setdefault(key, []).append(one)
         for fault in one.faults:
-            cause = MismatchCause(
-                call.layer, "sum", fault.label, run, fault.words, "fitted", fault.explained, "", "output"
-            )
-            faults.setdefault(fault.words, []).append((fault.off, cause))
+            faults.setdefault(fault.words, []).append(fault)
     for (ranks, by, dtype, _), ones in groups.items():
         largest = max(ones, key=lambda one: one.call.total.numel())
         size = sum(one.squares["exact"] for one in ones) or 1.0
         error, once = (math.sqrt(sum(one.squares[name] for one in ones) / size) for name in ("error", "once"))
-        agreement = min(one.how.agreement for one in ones)
+        agreement, within = min(one.how.agreement for one in ones), not any(one.faults for one in ones)
+        way = largest.how.words
         found.sums.append(
-            ProjectionSum(
-                run, calls[0].layer, ranks, len(ones), by, dtype, largest.how.words, agreement, error, once,  # type: ignore[arg-type]
-                not any(one.faults for one in ones),
-            )
-        )  # fmt: skip
-    shared = sum(call.is_sum for call in calls)
+            ProjectionSum(run, layer, ranks, len(ones), by, dtype, way, agreement, error, once, within=within)
+        )
     for words, those in faults.items():
-        offs = [off for off, _ in those if off is not None]
-        often = f" in {len(those)} of {plural(shared, 'call')}" if shared > 1 else ""
-        by = f" ({percent(max(offs))} off{often})" if offs else often
-        cause = those[0][1]
+        offs = [fault.off for fault in those if fault.off is not None]
+        often = f"in {len(those)} of {plural(shared, 'call')}" if shared > 1 else ""
+        told = " ".join(filter(None, (f"{percent(max(offs))} off" if offs else "", often)))
+        said = f"{run}'s output projection: {words}{f' ({told})' if told else ''}"
+        fault = those[0]
         found.causes.append(
-            MismatchCause(
-                cause.layer, "sum", cause.label, run, f"{run}'s output projection: {words}{by}", "fitted",
-                cause.explained, "", "output",
-            )
+            MismatchCause(layer, "sum", fault.label, run, said, "fitted", fault.explained, "", "output")
         )  # fmt: skip
 
 
@@ -173,8 +163,8 @@ def _compare(
     runs: Sequence[TokenRun], pairs: Sequence[SequencePair],
 ) -> None:  # fmt: skip
     """What the layer's output projection returns in both runs."""
-    sums, added = LayerSums(), []
-    lefts = [0.0, 0.0, 0.0]
+    sums, lefts = LayerSums(), [0.0, 0.0, 0.0]
+    added: list[tuple[Tensor, Tensor] | None] = []
     for number, pair in enumerate(pairs):
         rows = [
             _rows(calls, run, sequence, layer, shift, pair.length)
@@ -204,8 +194,8 @@ def _compare(
         lefts[1] += float((parts["products"] + (b.once - a.once)[use]).square().sum())
         lefts[2] += float((b.made - a.made)[use].square().sum())
     found.added[layer] = added
-    reference = float(sums["reference"].sum())
-    if not reference:
+    size = float(sums["reference"].sum())
+    if not size:
         found.notes.append(
             f"Layer {layer}: what the sums of the output projection add to the difference is not told: its weights "
             "were not captured, or its rows are not those of attention (packed sequences)."
@@ -214,16 +204,14 @@ def _compare(
     if any(call.biased for calls in both for call in calls):
         lefts[2] = math.nan  # a bias is in the products
     squares.layers.append(layer)
-    squares.reference += reference
-    squares.arising, squares.in_fp32, squares.made_in_fp32 = (
-        so_far + new for so_far, new in zip(
-            (squares.arising, squares.in_fp32, squares.made_in_fp32), lefts, strict=True
-        )
-    )  # fmt: skip
+    squares.reference += size
+    squares.arising += lefts[0]
+    squares.in_fp32 += lefts[1]
+    squares.made_in_fp32 += lefts[2]
     found.outputs.append(
         OutputDifference(
-            layer, int((sums["size"] > 0).sum()), math.sqrt(float(sums["difference"].sum()) / reference),
-            tuple(OutputPart(name, *figures_of(sums, name, reference)) for name in _PARTS),  # type: ignore[arg-type]
+            layer, int((sums["size"] > 0).sum()), math.sqrt(float(sums["difference"].sum()) / size),
+            tuple(OutputPart(name, *figures_of(sums, name, size)) for name in _PARTS),  # type: ignore[arg-type]
         )
     )  # fmt: skip
 

@@ -130,14 +130,13 @@ def _read(how: str, args: Sequence[Any], *, in_place: bool) -> _SeenSum | None:
     """What is known of a sum before it runs; None: it is no sum of numbers over several ranks."""
     if in_place:
         (into, given), (group, op) = (args[0] * 2, args[1:3]) if how == _ALL_REDUCE else (args[:2], args[2:4])
-        group = distributed.ProcessGroup.unbox(group)  # type: ignore[attr-defined]
+        group = distributed.ProcessGroup.unbox(group)
         # Of one that runs beside what comes next, nobody sees when it is over; left out it is its default, True.
         is_sum = op.op() == distributed.ReduceOp.SUM and len(args) > _ASYNC and not args[_ASYNC]
     else:
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
+        resolve: Any = distributed.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
         into, given, is_sum = args[0], args[0], args[1] == "sum"
-        group = _resolve_process_group(args[-1]) if isinstance(args[-1], str) else args[-1]
+        group = resolve(args[-1]) if isinstance(args[-1], str) else args[-1]
     ranks = tuple(distributed.get_process_group_ranks(group))
     if not is_sum or len(ranks) < 2 or not given.is_floating_point():
         return None
@@ -150,7 +149,8 @@ class _Running:
 
     call: AttentionCall
     module: nn.Module
-    mode: _Reductions
+    mode: Any
+    """``_Reductions``."""
     lead: tuple[int, ...]
     """The axes before the last of its input."""
     turned: bool
