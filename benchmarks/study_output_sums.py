@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--healthy", action="store_true", help="plant no faults")
+    parser.add_argument("--only", nargs="+", default=["DTensor", "module"], help="healthy tensor parallelism of these")
+    parser.add_argument("--compare-on", default=None, help="the device of mismatch, if it is another")
     options = parser.parse_args()
     started, kind = time.monotonic(), options.device
     distributed.init_process_group("gloo")
@@ -199,14 +201,15 @@ def main() -> None:
             if rank == 0:
                 run(model_of(options, seed, dtype), inputs, folder / f"{name} one")
             for n in sizes:
-                for ours in (False, True):
-                    run_name = f"{name} {n} {'module' if ours else 'DTensor'}"
+                for how in options.only:
+                    run_name = f"{name} {n} {how}"
                     if rank < n:
-                        model = sharded(model_of(options, seed, dtype), groups[n], kind, ours=ours)
+                        model = sharded(model_of(options, seed, dtype), groups[n], kind, ours=how == "module")
                         run(model, inputs, folder / run_name)
                     expected.append((run_name, f"{name} one", "none", 0, ""))
             if len(sizes) > 1:
-                expected.append((f"{name} {sizes[-1]} DTensor", f"{name} {sizes[0]} DTensor", "none", 0, ""))
+                how = options.only[0]
+                expected.append((f"{name} {sizes[-1]} {how}", f"{name} {sizes[0]} {how}", "none", 0, ""))
             for place, (fault, (dtypes, words)) in enumerate(FAULTS.items()):
                 if options.healthy or name not in dtypes:
                     continue
@@ -218,10 +221,19 @@ def main() -> None:
                     run(model, inputs, folder / run_name, fault, layer, at)
                 expected.append((run_name, f"{name} one", fault, layer, words.format(at)))
             distributed.barrier()
+        if rank == 0:
+            print(f"seed {seed}: run after {time.monotonic() - started:.0f} s", flush=True)
+        # Those without a fault first.
+        expected.sort(key=lambda one: one[2] != "none")
         own = {}
         for i in range(rank, len(expected), ranks):
-            row = told(folder, expected[i][0], expected[i][1], kind)
+            row = told(folder, expected[i][0], expected[i][1], options.compare_on or kind)
             own[i] = row | {"right": right(row, *expected[i][3:])}
+            if options.seeds == 1:
+                print(
+                    own[i]["right"], *(row[n] for n in ("name", "other", "seconds", "headline")), sep=" | ", flush=True
+                )
+                print(*row["ways"], *row["repairs"], row["outputs"], sep="\n  ", flush=True)
         every: list[Any] = [None] * ranks
         distributed.all_gather_object(every, own)
         for i, row in sorted((i, row) for one in every for i, row in one.items()):
