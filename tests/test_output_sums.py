@@ -16,6 +16,7 @@ from command_line import Programs
 from tiny_models import tokens, transformers_model
 from torch import Tensor, distributed, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import attn_diag
 from attn_diag.analyses.mismatch.outputs import ProjectionCall, projections_of
@@ -197,13 +198,49 @@ def test_parts_that_were_not_captured_are_asked_for() -> None:
     bare = [replace(c, metadata=replace(c.metadata, extra={**c.metadata.extra, "sum_ranks": ""})) for c in bare]
     for one, words in (
         (given[:3], "the captures of 1 rank 3 are missing"),
-        (bare, "the parts were not captured: use attn_diag.capture(..., sums=True)"),
+        (bare, "the parts were not captured: under tensor parallelism use attn_diag.capture(..., sums=True)"),
     ):
         calls, notes = projections_of(one, "rollout", CPU)
         assert not calls
         assert words in notes[0]
     with pytest.raises(InputError, match="found in a model"):
         attn_diag.capture(None, "nowhere", sums=True)
+
+
+class Raising(nn.Linear):
+    """Fails once."""
+
+    failed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("out of luck")
+        return super().forward(x)
+
+
+def test_a_projection_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = Raising(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(-1, (-1, DIM)).transpose(1, 2)
+            found: Tensor = self.dense(functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+            return found
+
+    model, x = Plain(), torch.randn(2, 6, WIDTH)
+    with attn_diag.capture(model, tmp_path, batch=(1,), calls=None, sums=True):
+        with pytest.raises(ValueError, match="out of luck"):
+            model(x)
+        assert _get_current_dispatch_mode() is None
+        y = model(x)
+    names = {name for path in tmp_path.glob("*.safetensors") for name in attn_diag.load(path).tensors}
+    assert {"sum_output", "w_o"} <= names
+    kept = [c for c in map(attn_diag.load, tmp_path.glob("*.safetensors")) if "sum_output" in c.tensors]
+    assert all(torch.equal(c.tensors["sum_output"][...], y[1:].detach()) for c in kept)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_what_a_wrong_sum_makes_of_the_next_layer_is_no_cause_of_its_own() -> None:

@@ -18,8 +18,9 @@ _NAMES = (PART, TOTAL, OUTPUT, W_O)
 RANKS, BY, DTYPE, MODULE = "sum_ranks", "sum_by", "sum_dtype", "sum_module"
 """In the metadata: which ranks' parts were added up, by what, the dtype in which the projection returned it, and the
 projection's name."""
-BIAS, TURNED = "sum_bias", "sum_turned"
-"""Likewise, where they are so: that the projection adds a bias, and that what ranks gave lay in memory as [T, B, C]."""
+BIAS, TURNED, ASKED = "sum_bias", "sum_turned", "sums"
+"""Likewise, where they are so: that the projection adds a bias, that what ranks gave lay in memory as [T, B, C], and
+that sums were asked for."""
 
 
 def without_sums(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

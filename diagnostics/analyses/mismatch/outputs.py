@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.sums import BIAS, BY, DTYPE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
+from attn_diag.captures.sums import ASKED, BIAS, BY, DTYPE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.results.wording import listed, plural
 
 # Enough to tell what a product's rounding makes.
 _MOST_ROWS = 1024
-NOT_CAPTURED = "the parts were not captured: use attn_diag.capture(..., sums=True)"
+NOT_CAPTURED = "the parts were not captured: under tensor parallelism use attn_diag.capture(..., sums=True)"
+_NOT_FOUND = (
+    "no module with a weight took O as it was: something lies between (a gate, an exchange of heads for rows), or it is "
+    "compiled"
+)
 _NOT_SEEN = (
     "its sum over ranks is none of torch.distributed's that runs with the projection or a hook on it: give what each "
     "rank gives, and the sum, to attn_diag.reduction_of"
@@ -206,7 +210,7 @@ def _missing(members: Sequence[Capture], *, shared: bool) -> str | None:
         return ""
     if not ranks:
         if OUTPUT not in first.tensors:
-            return NOT_CAPTURED if shared else ""
+            return (_NOT_FOUND if ASKED in first.metadata.extra else NOT_CAPTURED) if shared else ""
         return _NOT_SEEN if shared else None
     there = {capture.metadata.rank for capture in members}
     if absent := [rank for rank in ranks if rank not in there]:

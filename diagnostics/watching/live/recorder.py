@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.captures.hops import is_of_hop
 from attn_diag.captures.places import place
-from attn_diag.captures.sums import RANKS
+from attn_diag.captures.sums import ASKED, RANKS
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.results.wording import plural
@@ -314,6 +314,7 @@ class Recorder:
             self._where = rank(), world_size()
         number, count = self._where
         extra = {**metadata["extra"], "run": self._run, "world_size": str(count)}
+        extra |= {ASKED: "yes"} if self._sums is not None else {}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
         return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": number, "extra": extra}
 
