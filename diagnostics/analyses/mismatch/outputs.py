@@ -17,8 +17,7 @@ from attn_diag.results.wording import listed, plural
 _MOST_ROWS = 1024
 NOT_CAPTURED = "the parts were not captured: under tensor parallelism use attn_diag.capture(..., sums=True)"
 _NOT_FOUND = (
-    "no module with a weight took O as it was: something lies between (a gate, an exchange of heads for rows), or it is "
-    "compiled"
+    "no module with a weight took O as it was: something lies between (a gate, an exchange of heads), or it is compiled"
 )
 _NOT_SEEN = (
     "its sum over ranks is none of torch.distributed's that runs with the projection or a hook on it: give what each "
