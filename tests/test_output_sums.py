@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import some
 from command_line import Programs
 from tiny_models import tokens, transformers_model
 from torch import Tensor, distributed, nn
@@ -106,6 +107,20 @@ def one_row_without(parts: Sequence[Tensor]) -> Tensor:
     total = once(parts)
     total[:, 3] = without(2)(parts)[:, 3]
     return total
+
+
+def test_a_layer_that_multiplies_by_few_bits_of_its_weight_is_healthy() -> None:
+    """Ternary weights, as a BitLinear's: all ranks' parts are a third off what the weight says."""
+    given = captures()
+    for c in given:
+        weight = c.tensors["w_o"][...]
+        c.tensors["w_o"] = weight + 0.6 * weight.abs().mean() * torch.randn(  # type: ignore[index]
+            weight.shape, generator=torch.Generator().manual_seed(3)
+        ).to(weight)
+    call = the_call(given)
+    off = [float((call.part(i).double() - some(call.product(i))).norm() / call.part(i).double().norm()) for i in (0, 1)]
+    assert min(off) > 0.3
+    assert not judged(call, []).faults
 
 
 older = captures(7)
@@ -259,11 +274,12 @@ class Rows(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
+        self.weight, self.steps = nn.Parameter(weight), 1
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         y = functional.linear(x, self.weight)
-        distributed.all_reduce(y)
+        for _ in range(self.steps):
+            distributed.all_reduce(y)
         return y, None
 
 
@@ -291,6 +307,9 @@ def one_rank(folder: Path) -> None:
     plain = model(x)
     with attn_diag.capture(model, folder, batch=None, calls=None, sums=True):
         assert torch.equal(model(x), plain)
+    model.dense.steps = 2
+    with attn_diag.capture(model, folder / "twice", batch=None, calls=None, sums=True):
+        model(x)
     distributed.destroy_process_group()
 
 
@@ -386,6 +405,10 @@ def test_four_ranks_of_a_module_that_adds_up_itself(tmp_path: Path, programs: Pr
     assert not found.faults
     assert found.how.words.startswith("in BF16 after each addition")
     assert call.by == "all-reduce by gloo"
+    # Neither of two sums, one after the other, is the projection's.
+    twice = [attn_diag.load(path) for path in sorted((tmp_path / "twice").glob("*.safetensors"))]
+    assert len(twice) == 4
+    assert not any("sum_part" in c.tensors for c in twice)
 
 
 if __name__ == "__main__":

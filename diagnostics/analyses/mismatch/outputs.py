@@ -20,8 +20,8 @@ _NOT_FOUND = (
     "no module with a weight took O as it was: something lies between (a gate, an exchange of heads), or it is compiled"
 )
 _NOT_SEEN = (
-    "its sum over ranks is none of torch.distributed's that runs with the projection or a hook on it: give what each "
-    "rank gives, and the sum, to attn_diag.reduction_of"
+    "its sum over ranks is none of torch.distributed's that runs with the projection or a hook on it, or is made in "
+    "several steps: give what each rank gives, and the sum, to attn_diag.reduction_of"
 )
 
 

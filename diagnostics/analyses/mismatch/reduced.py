@@ -21,6 +21,8 @@ from attn_diag.results.wording import number, percent
 _NO_PRODUCT = 0.25
 # Or so many times what its rounding leaves, and what those of the other ranks have.
 _PART_OFF = 4.0
+# Ranks are so much off alike.
+_ALIKE = 2.0
 # Products are sums in fp32, off by some units of 2^-24 of their size where they cancel to nothing.
 _FP32_SUM = 2.0**-21
 # Rows from which a bias can be told as what all of them have in common.
@@ -247,6 +249,9 @@ def _products(call: ProjectionCall, before: Sequence[ProjectionCall]) -> Iterato
         noise = math.sqrt(last + (_FP32_SUM * call.product_size(place)) ** 2)
         offs.append((float(error.norm()) / size, noise / size))
         factors.append(_factor(part.double(), right, noise))
+    every = [off for off, _ in offs]
+    # What is so far off on all ranks alike is a layer that multiplies by something else: few bits of its weight, say.
+    together = len(every) > 1 and max(every) < _ALIKE * min(every)
     for place, (off, noise) in enumerate(offs):
         rank, others = call.ranks[place], [other for i, (other, _) in enumerate(offs) if i != place]
         alone = bool(others) and off > _PART_OFF * max(noise, median(others))
@@ -257,6 +262,8 @@ def _products(call: ProjectionCall, before: Sequence[ProjectionCall]) -> Iterato
             yield SumFault(f"rank {rank} gives its part of {_named(call, same[0])} again", "semantics", off)
         elif factors[place]:
             yield SumFault(f"rank {rank} gives {factors[place]}", "semantics", off, 1.0)
+        elif together:
+            continue
         elif off > _NO_PRODUCT:
             yield SumFault(f"what rank {rank} gives is not its O times its weight", "unnamed", off)
         else:

@@ -75,6 +75,7 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: _SeenSum | None = None
+        self._several = False
         self._failed: Exception | None = None
         self._functional = False
 
@@ -106,7 +107,9 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.found is not None and not self._functional:
             self.found.arrived()  # who calls another operator has waited
         how, in_place = _SUMS.get(name, ("", False))
-        return _read(how, args, in_place=in_place) if how and self.found is None else None
+        seen = _read(how, args, in_place=in_place) if how else None
+        self._several |= seen is not None and self.found is not None
+        return seen if self.found is None else None
 
     def _behind(self, name: str, args: Sequence[Any], seen: _SeenSum | None, result: Any) -> None:
         found = self.found
@@ -118,14 +121,14 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.arrived()
 
     def settle(self) -> _SeenSum | None:
-        """The sum with its result; None: there was none. Raises what failed."""
+        """The sum with its result; None: there was none, or several, one after the other. Raises what failed."""
         if self._failed is not None:
             raise self._failed
         if self.found is not None and self.found.total is None:
             if self._functional:
                 torch.ops._c10d_functional.wait_tensor(self.found.arriving)
             self.found.arrived()
-        return self.found
+        return None if self._several else self.found
 
 
 def _read(how: str, args: Sequence[Any], *, in_place: bool) -> _SeenSum | None:
