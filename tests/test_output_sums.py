@@ -333,12 +333,16 @@ def spread(captures: Sequence[Capture]) -> list[Capture]:
     found = []
     for c in captures:
         t, m = {name: source[...] for name, source in c.tensors.items()}, c.metadata
-        group = c.q_heads // c.kv_heads
+        group = 4 // c.kv_heads
         for rank, w in enumerate(t["w_o"].chunk(4, 1)):
             own, keys = slice(rank, rank + 1), slice(rank // group, rank // group + 1)
+            if t["o"].shape[2] > 1 == t["sum_output"].shape[1]:
+                shape = c.batch, 4, 1, t["o"].shape[3]  # query heads as the rows of their key head
+                t["q"], t["o"] = t["q"].reshape(shape), t["o"].reshape(shape)
             part = functional.linear(t["o"][:, own].transpose(1, 2).flatten(2), w.contiguous())
             tensors = {"q": t["q"][:, own], "k": t["k"][:, keys], "v": t["v"][:, keys], "o": t["o"][:, own]}
-            tensors |= {"x": t["x"], "w_o": w.contiguous(), "sum_part": part, "sum_total": t["sum_output"]}
+            tensors |= {"w_o": w.contiguous(), "sum_part": part, "sum_total": t["sum_output"]}
+            tensors |= {"x": t["x"]} if "x" in t else {}
             extra = {"sum_ranks": "0,1,2,3", "sum_by": "all-reduce by hand", "world_size": "4"}
             said = replace(m, rank=rank, head_offset=rank, extra={**m.extra, **extra})
             found.append(replace(c, tensors=tensors, metadata=said))

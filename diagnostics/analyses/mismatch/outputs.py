@@ -136,6 +136,8 @@ class ProjectionCall:
             return None
         own = o[...].to(self.device)
         every = (own.transpose(1, 2) if capture.metadata.layout == "BHTD" else own).flatten(2)
+        if own.shape[2] > 1 == self.part(number).shape[1]:
+            every = own.reshape(own.shape[0], 1, -1)  # query heads of one token, as the rows of their key head
         if every.shape[2] != weight.shape[1] or every.shape[:2] != self.part(number).shape[:2]:
             return None
         return every[:, self.rows].double(), weight[...].to(self.device).double()

@@ -156,10 +156,10 @@ class _Running:
     module: nn.Module
     mode: Any
     """``_Reductions``."""
-    lead: tuple[int, ...]
-    """The axes before the last of its input."""
+    rows: int
+    """T of its input."""
     turned: bool
-    """Whether these are [T, B]."""
+    """Whether that has the axes [T, B]."""
 
 
 class OutputSums:
@@ -208,11 +208,11 @@ class OutputSums:
             return  # a comparison would end the recording of a CUDA graph
         call, o = self._expected
         x = _local(args[0])
-        turned = None if x is None else _axes(x, o)
-        if x is None or turned is None:
+        axes = None if x is None else _axes(x, o)
+        if axes is None:
             return
         self._expected = None
-        self._running = _Running(call, module, _Reductions(), tuple(x.shape[:-1]), turned)
+        self._running = _Running(call, module, _Reductions(), *axes)
         self._running.mode.__enter__()
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002 - a hook's
@@ -256,16 +256,23 @@ def _local(t: Any) -> Tensor | None:
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
-def _axes(x: Tensor, o: Tensor) -> bool | None:
-    """Whether a module's input, which is O [B, H, T, D], has the axes [T, B]; None: it is something else."""
+def _axes(x: Tensor, o: Tensor) -> tuple[int, bool] | None:
+    """How many rows a sequence has in a module's input that is O [B, H, T, D], and whether its axes are [T, B].
+
+    Of one new token, query heads may have been given to attention as the rows of their key head. None: it is no O.
+    """
     batch, heads, rows, dim = o.shape
-    if x.numel() != o.numel() or x.shape[-1] != heads * dim or x.dtype != o.dtype:
+    if x.numel() != o.numel() or x.dtype != o.dtype:
+        return None
+    if rows > 1 and x.shape[-1] == heads * rows * dim:
+        return (1, False) if torch.equal(x.reshape(batch, -1), o.reshape(batch, -1)) else None
+    if x.shape[-1] != heads * dim:
         return None
     straight = x.dim() != 3 or tuple(x.shape[:2]) == (batch, rows)
     for turned in [False, True] if straight else [True]:
         flat = o.permute(2, 0, 1, 3) if turned else o.transpose(1, 2)
         if torch.equal(x.reshape(-1, heads * dim), flat.reshape(-1, heads * dim)):
-            return turned
+            return rows, turned
     return None
 
 
@@ -277,7 +284,7 @@ def _by_sequence(t: Tensor, running: _Running, ranks: int) -> Tensor | None:
         running: Whose.
         ranks: Of what is to be scattered along T, so many pieces may lie side by side on the first axis.
     """
-    batch, _, rows, _ = running.call.q.shape
+    batch, rows = running.call.q.shape[0], running.rows
     if t.dim() == 2:
         t = t.view(rows, batch, -1) if running.turned and len(t) == batch * rows else t
         t = t.view(batch, -1, t.shape[-1]) if t.dim() == 2 and len(t) % batch == 0 else t
