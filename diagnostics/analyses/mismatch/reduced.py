@@ -21,6 +21,8 @@ from attn_diag.results.wording import number, percent
 _NO_PRODUCT = 0.25
 # Or so many times what its rounding leaves, and what those of the other ranks have.
 _PART_OFF = 4.0
+# So many numbers of another format are no chance.
+_BY_CHANCE = 0.5
 # Ranks are so much off alike.
 _ALIKE = 2.0
 # Products are sums in fp32, off by some units of 2^-24 of their size where they cancel to nothing.
@@ -287,12 +289,15 @@ def _factor(part: Tensor, right: Tensor, noise: float) -> str:
 
 def _narrower(call: ProjectionCall, place: int) -> str | None:
     """The format below that of O, and of what is returned, whose numbers alone a rank gives."""
-    o, part = call.captures[place].tensors.get("o"), call.part(place)
-    if o is None or not call.returns:
+    o, part, right = call.captures[place].tensors.get("o"), call.part(place), call.product(place)
+    if o is None or right is None or not call.returns:
         return None
     returned = getattr(torch, call.returns)
     least = min(format_of(o.dtype).precision, format_of(returned).precision)
     for name, dtype in NARROW.items():
-        if format_of(dtype).precision < least and bool((part.to(dtype).to(part.dtype) == part).all()):
+        if format_of(dtype).precision >= least or not bool((part.to(dtype).to(part.dtype) == part).all()):
+            continue
+        # Where what is right has such numbers itself (zeros, of a projection that begins with them) nothing was cast.
+        if float((right.to(dtype).double() == right).double().mean()) < _BY_CHANCE:
             return name
     return None
