@@ -87,8 +87,8 @@ class Recorder:
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring, self._hops = Part(heads, batch), ring, hops
         self._sums = OutputSums(self._take_sum) if sums else None
-        # What comes behind a call is seen where it runs.
-        self.may_be_late = not sums
+        if sums:  # what comes behind a call is seen where it runs
+            self.may_be_late = False
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[CallPlace, Taken] = {}
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
@@ -230,6 +230,8 @@ class Recorder:
     def sequences(self) -> int | None:
         """All that is kept is of the first so many items of a batch; None: no such number."""
         return self._part.sequences
+
+    may_be_late = True
 
     def wants_step(self, step: int) -> bool:
         """Whether this step is captured."""
