@@ -84,9 +84,9 @@ from .watching.frameworks.one_line import accelerate_monitor as accelerate_monit
 from .watching.frameworks.one_line import lightning_monitor as lightning_monitor
 from .watching.frameworks.one_line import mismatch_callback as mismatch_callback
 from .watching.frameworks.one_line import trainer_monitor as trainer_monitor
+from .watching.live.capturing import capture as capture
 from .watching.live.linear_calls import capture_linear as capture_linear
 from .watching.live.observed import observe as observe
-from .watching.live.recorder import capture as capture
 from .watching.live.recorder import last as last
 from .watching.monitoring.monitor import Monitor as Monitor
 from .watching.monitoring.quantizers import QuantMonitor as QuantMonitor

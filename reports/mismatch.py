@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,15 +11,23 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series, Tone
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
-from attn_diag.results.mismatch import DifferencePart, LogprobSplit, Mismatch, MismatchLayer, MismatchSide, RingMerge
-from attn_diag.results.wording import DASH, SYMBOLS, number, percent, plural, times
+from attn_diag.results.mismatch import (
+    DifferencePart,
+    LogprobSplit,
+    Mismatch,
+    MismatchLayer,
+    MismatchSide,
+    ProjectionSum,
+    RingMerge,
+)
+from attn_diag.results.wording import DASH, SYMBOLS, listed, number, percent, plural, times
 
 _PARTS = {"inputs": "came in with q, k, v", "semantics": "another semantics", "rounding": "rounding and schedule"}
 _TONES: dict[str, Tone] = {"inputs": "second", "semantics": "third", "rounding": "accent"}
 _MOST = 6
 _PLACES = {
-    "stream": "x", "projection": "q, k, v", "semantics": "semantics", "rounding": "O's rounding", "head": "LM head",
-    "rest": "elsewhere",
+    "stream": "x", "projection": "q, k, v", "semantics": "semantics", "rounding": "O's rounding",
+    "sum": "output's sum", "head": "LM head", "rest": "elsewhere",
 }  # fmt: skip
 _LEGEND = (
     "Sizes are norms over that of train's O in float64. Shares are parts of the squared difference: they add up to "
@@ -50,6 +58,16 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
             table.add_row(*row)
         yield layout.indented(table)
         yield layout.paragraph(_RING_LEGEND)
+    if found.sums:
+        yield from layout.title("Output projections")
+        for head, rows in ((_SUM_HEAD, _sum_rows(found)), (_OUTPUT_HEAD, _output_rows(found))):
+            if rows:
+                table = layout.table(*layout.figures(head), collapse=True)
+                for row in rows:
+                    table.add_row(*row)
+                yield layout.indented(table)
+        for sentence in (*_ways(found), _SUM_LEGEND):
+            yield layout.paragraph(sentence)
     yield from layout.title("Log-probabilities")
     if found.logprobs is None:
         yield layout.paragraph(_NO_LOGPROBS)
@@ -78,6 +96,10 @@ def mismatch_document(found: Mismatch) -> str:
     sections = [Section("By layer", paragraphs, (_HEAD, *map(_row, found.layers)), tuple(_charts(found)))]
     if found.merges:
         sections.append(Section("Hops of rings", (_RING_LEGEND,), (_RING_HEAD, *_ring_rows(found))))
+    if found.sums:
+        sections.append(Section("Output projections", (*_ways(found), _SUM_LEGEND), (_SUM_HEAD, *_sum_rows(found))))
+        if found.outputs:
+            sections.append(Section("What they return", (), (_OUTPUT_HEAD, *_output_rows(found))))
     if found.logprobs is None:
         sections.append(Section("Log-probabilities", (_NO_LOGPROBS,)))
     else:
@@ -150,6 +172,61 @@ def _ring_rows(found: Mismatch) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
+_SUM_HEAD = ("layer", "run", "ranks", "calls", "off", "in fp32")
+_OUTPUT_HEAD = ("layer", "differ", "came in", "products", "sum", "sum's size", "sum away", "± s.e.")
+_SUM_LEGEND = (
+    "off: the sum from the exact sum of what the ranks give, over its norm; in fp32: what one cast at the end would "
+    "leave. Of the difference of what both runs' projections return, the shares that came in with O, that rounding "
+    "each rank's product makes, and that adding up makes by its order and format; the last one's size, and its mean "
+    "away from zero, over train's."
+)
+
+
+def _sum_rows(found: Mismatch) -> list[tuple[str, ...]]:
+    figures = (
+        (one, (percent(one.error, ".2g"), percent(one.in_fp32, ".2g")) if len(one.ranks) > 1 else (DASH, DASH))
+        for one in _by_layer(found)
+    )
+    return [(str(one.layer), one.run, _ranks(one.ranks), str(one.calls), *both) for one, both in figures]
+
+
+def _by_layer(found: Mismatch) -> list[ProjectionSum]:
+    return sorted(found.sums, key=lambda one: (one.layer, one.run != "train"))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return "one"
+    run = list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if list(ranks) == run and len(ranks) > 2 else listed([str(r) for r in ranks], 8)
+
+
+def _ways(found: Mismatch) -> Iterator[str]:
+    """How each run adds up, a sentence for the layers that do it alike."""
+    layers: dict[str, list[int]] = {}
+    for one in sorted(found.sums, key=lambda one: (one.run != "train", one.layer)):
+        if len(one.ranks) == 1:
+            said = f"{one.run} adds nothing up: one rank makes the whole projection"
+        else:
+            who = f"{one.run} adds up what ranks {_ranks(one.ranks)} give, in {one.dtype} ({one.by})"
+            as_near = "in an order that was not tried, as near as any in that format leaves it"
+            said = f"{who}: {one.way or (as_near if one.within else 'not as any order and format would')}"
+        layers.setdefault(said, []).append(one.layer)
+    for said, those in layers.items():
+        yield f"{said} (layer{'s' * (len(those) > 1)} {listed([str(n) for n in those], _MOST)})."
+
+
+def _output_rows(found: Mismatch) -> list[tuple[str, ...]]:
+    rows = []
+    for one in found.outputs:
+        parts = {part.name: part for part in one.parts}
+        of, error = parts["sum"], parts["sum"].away_error
+        shares = [percent(parts[n].share, ".1f") if one.difference else DASH for n in ("inputs", "products", "sum")]
+        away, by = f"{of.away:+.2g}", DASH if error is None else f"{error:.2g}"
+        rows.append((str(one.layer), percent(one.difference, ".2g"), *shares, percent(of.size, ".2g"), away, by))
+    return rows
+
+
 _SHARE_HEAD = ("layer", "where", "share", "rms", "mean", "± s.e.")
 
 
@@ -218,7 +295,7 @@ def _charts(found: Mismatch) -> Iterator[Chart]:
                 tuple(100 * s.share for s in places if s.place == place),
                 kind="bars",
             )
-            for place in ("stream", "projection", "semantics", "rounding")
+            for place in ("stream", "projection", "semantics", "rounding", "sum")
             if any(s.place == place for s in places)
         )
         yield Chart(

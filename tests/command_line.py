@@ -125,19 +125,19 @@ class Programs:
             (code,) = self._fork(name, arguments, [{"files": files, "environment": environment}])
             return Done(code, printed.read_text(), errors.read_text())
 
-    def ranks(self, script: str, *arguments: object) -> None:
-        """Run a script in two processes that find each other as torchrun's do, and see that both end well."""
+    def ranks(self, script: str, *arguments: object, count: int = 2) -> None:
+        """Run a script in processes that find each other as torchrun's do, and see that all end well."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
         with TemporaryDirectory() as folder:
-            errors = [Path(folder) / rank for rank in "01"]
+            errors = [Path(folder) / str(rank) for rank in range(count)]
             processes = [
                 {"files": [os.devnull, os.devnull, str(file)], "environment": shared | {"RANK": file.name}}
                 for file in errors
             ]
             codes = self._fork(script, arguments, processes)
-            assert codes == [0, 0], "\n".join(file.read_text() for file in errors)
+            assert codes == [0] * count, "\n".join(file.read_text() for file in errors)
 
     def _fork(self, script: str, arguments: tuple[object, ...], processes: Sequence[Mapping[str, object]]) -> list[int]:
         """Their exit codes."""

@@ -67,7 +67,7 @@ def one_rank(folder: Path) -> None:
             torch._dynamo.reset()
             tiny = transformers_model("llama", "sdpa")
             run = sharded(how, tiny)
-            around = around or attn_diag.capture(tiny.model, folder / how, batch=None)
+            around = around or attn_diag.capture(tiny.model, folder / how, batch=None, sums=how == "tensor")
             bits.append(train(tiny, run, around))
         assert all(map(torch.equal, *bits)), f"another run with {how}"
     distributed.destroy_process_group()
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path
     folder = tmp_path_factory.mktemp("sharded")
     programs.ranks(__file__, folder)
     tiny = transformers_model("llama", "sdpa")
-    train(tiny, tiny.model, attn_diag.capture(tiny.model, folder / "whole", batch=None))
+    train(tiny, tiny.model, attn_diag.capture(tiny.model, folder / "whole", batch=None, sums=True))
     return folder
 
 
@@ -112,6 +112,15 @@ def test_every_rank_numbers_its_heads_for_the_whole_model(folder: Path) -> None:
             for c in map(attn_diag.load, (folder / how).glob("*.safetensors"))
         }
         assert found == {(rank, 2 * rank, 2, f"model.layers.{n}.self_attn") for rank in (0, 1) for n in (0, 1)}
+
+
+def test_output_projections_are_added_up_in_fp32(folder: Path) -> None:
+    found = attn_diag.mismatch(folder / "whole", folder / "tensor")
+    assert not found.causes
+    ways = {(s.run, s.layer, s.ranks, s.by, s.way) for s in found.sums}
+    shared = {("rollout", n, (0, 1), "all-reduce by gloo", "in fp32, cast once") for n in (0, 1)}
+    assert ways == shared | {("train", n, (0,), "", "") for n in (0, 1)}
+    assert all(sum(part.share for part in one.parts) == pytest.approx(1) for one in found.outputs)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from attn_diag.captures.sequence import joined_rows
 from attn_diag.captures.sinks import OF_HEADS, summed
 from attn_diag.captures.sources import CACHE, INPUTS, OBSERVED, PACKING, TensorSource
 from attn_diag.captures.stacked import documents_axis, stacked_documents
+from attn_diag.captures.sums import without_sums
 from attn_diag.errors import InputError
 
 # What may differ between the ranks of one call.
@@ -89,7 +90,8 @@ def _alone(capture: Capture) -> Capture:
 
 def _merge(group: list[Capture]) -> tuple[list[Capture], list[str]]:
     """The captures of one call, merged as far as they agree, and the warnings."""
-    group = [replace(capture, tensors=without_hops(capture.tensors)) for capture in sorted(group, key=_rank)]
+    group = sorted(group, key=_rank)
+    group = [replace(capture, tensors=without_hops(without_sums(capture.tensors))) for capture in group]
     ranks = [_rank(capture) for capture in group]
     if len(set(ranks)) < len(ranks):
         twice = next(rank for rank in ranks if ranks.count(rank) > 1)

@@ -10,11 +10,11 @@ from attn_diag.results.base import Number, Result, Tool
 RunName = Literal["train", "rollout"]
 CauseKind = Literal[
     "scale", "window", "mask", "sink", "softcap", "position", "norm", "weights", "storage", "merge", "lse-base",
-    "coarse", "ring", "hop", "unnamed-o", "unnamed-input",
+    "coarse", "ring", "hop", "sum", "unnamed-o", "unnamed-input",
 ]  # fmt: skip
 MismatchLabel = Literal["semantics", "rounding", "unnamed"]
-Place = Literal["stream", "projection", "attention"]
-SharePlace = Literal["stream", "projection", "semantics", "rounding", "head", "rest"]
+Place = Literal["stream", "projection", "attention", "output"]
+SharePlace = Literal["stream", "projection", "semantics", "rounding", "sum", "head", "rest"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class MismatchCause:
     """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
     weights: another w_q; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged through
     a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring is off by itself;
+    sum: what ranks give is not what their output projection's sum has, or is rounded below its format;
     coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its emulation
     explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x differ by more
     than rounding, and nothing tried says why."""
@@ -84,7 +85,7 @@ class MismatchCause:
     alternative: str
     """What comes nearest of another kind, and what it leaves; empty: nothing else was tried."""
     place: Place = "attention"
-    """Where in the layer it arises: in what enters it, in q, k and v, or in attention."""
+    """Where in the layer it arises: in what enters it, in q, k and v, in attention, or in the output projection."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class LayerShare:
     """stream: what enters the layer (behind the last: the LM head) differs from what train's model makes of rollout's O
     below, by what is outside attention: products, norms, MLPs; projection: q, k, v differ from what it makes of what
     entered in rollout (where that was not captured: of O below); semantics, rounding: O differs from what train's
-    attention makes of rollout's q, k, v, by these parts; head: the log-probabilities differ from what float64 makes of
+    attention makes of rollout's q, k, v, by these parts; sum: the output projection's parts are added up otherwise, of
+    runs captured with sums=True; head: the log-probabilities differ from what float64 makes of
     what entered the LM head, in either run; rest: what is left of the observed difference."""
     mean: Number
     """Its mean over the tokens, rollout - train."""
@@ -230,8 +232,9 @@ class MismatchRepair:
     """What to change."""
     layers: tuple[int, ...]
     """The layers that it is about; none: all."""
-    measure: Literal["O", "log-probability"]
-    """Of which difference the figures are: O's, summed over the layers, or the log-probabilities'."""
+    measure: Literal["O", "output", "log-probability"]
+    """Of which difference the figures are: O's or the output projections', summed over the layers, or the
+    log-probabilities'."""
     removes: Number
     """The part of the mean squared difference that it takes away, predicted; below 0 it would add to it."""
     left: Number
@@ -280,6 +283,68 @@ class RingMerge:
     """Whether no rounding makes that: it is beyond twice that, and twice what the other hops have."""
 
 
+@dataclass(frozen=True)
+class ProjectionSum:
+    """How a run adds up what its ranks make of an output projection (tensor parallelism)."""
+
+    run: RunName
+    """Which run."""
+    layer: int
+    """The model's number of the layer."""
+    ranks: tuple[int, ...]
+    """Whose parts are added up; one: nothing is."""
+    calls: int
+    """Calls of the layer that are added up so."""
+    by: str
+    """What adds up, such as "all-reduce by nccl"; empty for one rank."""
+    dtype: str
+    """Of the parts."""
+    way: str
+    """The format and order whose bits the sum has; empty: none that was tried, or one rank."""
+    agreement: Number | None
+    """The part of its elements that have the bits of the nearest way; null for one rank."""
+    error: Number
+    """Norm of what adding up adds to the parts' exact sum, over the norm of that."""
+    in_fp32: Number
+    """The same of a sum in fp32 with one cast at the end."""
+    within: bool
+    """Whether every element is as near to the exact sum as so many additions in the parts' format leave it."""
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """A part of the difference of what an output projection returns, which is what is added to the stream."""
+
+    name: Literal["inputs", "products", "sum"]
+    """With a for train, b for rollout: inputs is O_b W_b - O_a W_a in float64, what came in with O; products what
+    rounds each rank's product (and adds a bias); sum what adding up over ranks adds to the exact sum of these, by its
+    order and format. They add up to the difference exactly."""
+    size: Number
+    """Its norm over that of train's O_a W_a."""
+    share: Number
+    """Its part in the squared difference; the shares add up to 1."""
+    share_error: Number | None
+    """Standard error of the share, by a jackknife over tokens; null for fewer than two."""
+    away: Number
+    """Its mean away from zero, over the mean magnitude of train's O_a W_a: below 0 rollout's is smaller."""
+    away_error: Number | None
+    """Standard error of that over tokens; null for fewer than two."""
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """What the output projection of one layer returns, in both runs."""
+
+    layer: int
+    """The model's number of the layer."""
+    tokens: int
+    """Tokens that were compared."""
+    difference: Number
+    """The norm of the difference over that of train's O_a W_a."""
+    parts: tuple[OutputPart, ...]
+    """What it consists of."""
+
+
 @dataclass(frozen=True, repr=False)
 class Mismatch(Result):
     """The result of ``attn_diag.mismatch``."""
@@ -314,6 +379,10 @@ class Mismatch(Result):
     """What was left out or assumed, in sentences."""
     merges: tuple[RingMerge, ...] = ()
     """Of ring attention whose captures hold the hops: by layer, rank and output."""
+    sums: tuple[ProjectionSum, ...] = ()
+    """Of runs captured with ``sums=True``: how output projections are added up over ranks, by layer and run."""
+    outputs: tuple[OutputDifference, ...] = ()
+    """Likewise, where both are: what these return, by layer."""
     schema: Literal["attn-diag-mismatch"] = "attn-diag-mismatch"
     schema_version: Literal[1] = 1
 

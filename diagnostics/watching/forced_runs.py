@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.errors import InputError
+from attn_diag.watching.live.linear_layers import is_linear
 
 _NAMES = ("module", "query", "key", "value")
 # Transformers' own kernels that take 16 bits alone, or that no compiler makes for float64.
@@ -40,6 +41,8 @@ class LayerTargets:
     """What is added to O, [B, Hq, T, Dv]; NaN in a row: nothing."""
     o: Tensor | None = None
     """[B, Hq, T, Dv]."""
+    output: Tensor | None = None
+    """What is added to what the output projection returns, [B, T, C]; NaN in a row: nothing."""
 
 
 @dataclass
@@ -94,6 +97,7 @@ class ForcedModel:
     @contextmanager
     def _seeing(self, seen: SeenRun, targets: Mapping[int, LayerTargets], head: Tensor | None) -> Iterator[None]:
         entered: dict[int, Tensor] = {}
+        attended: list[nn.Module] = []  # whose O comes next
 
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = kwargs.get("hidden_states") if not args else args[0]
@@ -108,6 +112,7 @@ class ForcedModel:
 
         def attend(original: Callable[..., Any], module: nn.Module, layer: int, args: Any, kwargs: Any) -> Any:
             self._layers[id(module)] = layer
+            attended[:] = [module]
             if id(module) in entered:
                 seen.x[layer] = entered[id(module)]
             try:
@@ -121,6 +126,13 @@ class ForcedModel:
                     "model.set_attn_implementation('eager') on a model with the same weights, and give that one"
                 ) from error
 
+        def projected(product: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            del args
+            if not attended or product not in set(attended[0].modules()):
+                return None
+            target = targets.get(self._layers[id(attended.pop())], LayerTargets()).output
+            return None if target is None else result + target.nan_to_num(0.0).to(result)
+
         def last(module: nn.Module, args: tuple[Any, ...]) -> Any:
             del module
             seen.head = args[0]
@@ -131,6 +143,8 @@ class ForcedModel:
                 if isinstance(getattr(module, "layer_idx", None), int):
                     hook = module.register_forward_pre_hook(entering, with_kwargs=True)
                     stack.callback(hook.remove)
+                elif is_linear(module):
+                    stack.callback(module.register_forward_hook(projected).remove)
             get_head = getattr(self._model, "get_output_embeddings", lambda: None)
             if (product := get_head()) is not None:
                 stack.callback(product.register_forward_pre_hook(last).remove)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attn_diag.analyses.mismatch.logprobs import Logprobs
 from attn_diag.errors import InputError
 from attn_diag.results.mismatch import Mismatch
-from attn_diag.watching.live.recorder import capture
+from attn_diag.watching.live.capturing import capture
 from attn_diag.watching.propagation import explain_logprobs
 
 

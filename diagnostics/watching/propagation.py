@@ -3,8 +3,9 @@
 A float64 copy of train's model runs again and again on the same tokens, each time with one place more at which it is
 moved by what rollout differs from train there. What a run adds to the log-probabilities is what arises at that place,
 in every order of the Taylor series; what came in from below was there before. Places: of each layer x (what is outside
-attention below it), q, k and v (the projection), O by another semantics, O by rounding; and what enters the LM head.
-The head itself, and each run's error outside attention, are measured against float64 on the run's own values.
+attention below it), q, k and v (the projection), O by another semantics, O by rounding, and what adding up the output
+projection's parts over ranks adds, where that was captured; and what enters the LM head. The head itself, and each
+run's error outside attention, are measured against float64 on the run's own values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from attn_diag.work import Progress
 
-_PLACES: tuple[SharePlace, ...] = ("stream", "projection", "semantics", "rounding")
+_PLACES: tuple[SharePlace, ...] = ("stream", "projection", "semantics", "rounding", "sum")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class LayerValues:
     """What another semantics adds to O, [B, Hq, T, Dv]."""
     rounding: Tensor
     """What rounding and schedule add."""
+    sums: tuple[Tensor, Tensor] | None = None
+    """What adding up the output projection over ranks adds, as it is and in fp32 with one cast, [B, T, C]; None where
+    that was not captured in both."""
 
 
 def explain_logprobs(
@@ -111,7 +115,11 @@ def explain_logprobs(
     parts: dict[LogprobPlace, np.ndarray[Any, Any]] = {}
     targets: dict[int, LayerTargets] = {}
     before = base.logprobs
+    in_fp32: dict[int, np.ndarray[Any, Any]] = {}
     for done, (layer, place) in enumerate(steps):
+        if place == "sum" and (sums := values[layer].sums) is not None:
+            once = {**targets, layer: replace(targets[layer], output=sums[1])}
+            in_fp32[layer] = (exact.run(once).logprobs - before).numpy()
         targets[layer] = _moved(values[layer], base, layer, place, targets.get(layer, LayerTargets()))
         after = exact.run(targets).logprobs
         parts[layer, place] = (after - before).numpy()
@@ -138,7 +146,9 @@ def explain_logprobs(
     )  # fmt: skip
     as_run = ForcedModel(model, input_ids, None, inputs)
     rounding = {layer: v.rounding for layer, v in values.items()}
-    repairs = repairs_of_logprobs(SplitDifference(found, given, parts, outside, compared.layers, as_run, rounding))
+    repairs = repairs_of_logprobs(
+        SplitDifference(found, given, parts, in_fp32, outside, compared.layers, as_run, rounding)
+    )
     return replace(found, headline=headline(found), repairs=tuple(repairs))
 
 
@@ -166,7 +176,27 @@ def _values(compared: ComparedRuns, batch: int, length: int, base: SeenRun) -> d
             f"the model makes no call of attention in layer {missing[0]} that transformers' interface shows; give the "
             "Hugging Face model whose layers were captured"
         )
-    return {layer.layer: _of_layer(layer, places, batch, length, base.x.get(layer.layer)) for layer in compared.layers}
+    found = {layer.layer: _of_layer(layer, places, batch, length, base.x.get(layer.layer)) for layer in compared.layers}
+    return {
+        number: replace(one, sums=_sums(compared.added.get(number, ()), places, base.x.get(number)))
+        for number, one in found.items()
+    }
+
+
+def _sums(
+    added: Sequence[tuple[Tensor, Tensor] | None], places: Sequence[tuple[int, int]], base: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """What sums over ranks add, as the model's input has its rows; None where that is not known, or no bit."""
+    known = [(place, both) for place, both in zip(places, added, strict=False) if both is not None]
+    if base is None or not any(bool((both[0].nan_to_num(0.0) != 0).any()) for _, both in known):
+        return None
+    found = torch.full((2, *base.shape[:2], known[0][1][0].shape[1]), torch.nan, dtype=torch.float64)
+    for (item, offset), both in known:
+        tokens = both[0][:, 0].isfinite().nonzero()[:, 0].cpu()
+        tokens = tokens[(tokens + offset >= 0) & (tokens + offset < base.shape[1])]
+        for whole, one in zip(found, both, strict=True):
+            whole[item, tokens + offset] = one[tokens].cpu()
+    return found[0], found[1]
 
 
 def _of_layer(
@@ -227,7 +257,7 @@ def _steps(values: Mapping[int, LayerValues]) -> Iterator[tuple[int, SharePlace]
     """In the order in which they are moved; places where nothing arises are left out."""
     for layer, found in values.items():
         for place in _PLACES:
-            if place == "stream" and found.train.x is None:
+            if (place == "stream" and found.train.x is None) or (place == "sum" and found.sums is None):
                 continue
             if place != "semantics" or bool((found.semantics.nan_to_num(0.0) != 0).any()):
                 yield layer, place
@@ -251,6 +281,9 @@ def _moved(values: LayerValues, base: SeenRun, layer: int, place: SharePlace, so
         return replace(so_far, **{name: moved(name, call[name]) for name in "qkv"})
     if place == "semantics":
         return replace(so_far, added=values.semantics)
+    if place == "sum":
+        assert values.sums is not None
+        return replace(so_far, output=values.sums[0])
     return replace(so_far, added=None, o=moved("o", call["o"]))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_diag.analyses.mismatch.layers import ComparedLayer
 from attn_diag.analyses.mismatch.logprobs import Logprobs
 from attn_diag.analyses.mismatch.repairs import BF16_UNIT, DOES, FP16, FP16_LEAVES, SAME_KERNEL
+from attn_diag.analyses.mismatch.sums import IN_FP32
 from attn_diag.results.mismatch import Mismatch, MismatchCause, MismatchRepair, OutsideError, SharePlace
 from attn_diag.watching.forced_runs import ForcedModel, LayerTargets
 
@@ -32,6 +33,8 @@ class SplitDifference:
     """The log-probabilities."""
     parts: LogprobParts
     """By place what it adds to their difference, [B, T - 1]."""
+    in_fp32: Mapping[int, npt.NDArray[np.float64]]
+    """By layer what its output projection's sum would add, were it one in fp32 with one cast."""
     outside: Sequence[OutsideError]
     """Errors outside attention."""
     layers: Sequence[ComparedLayer]
@@ -75,6 +78,9 @@ def repairs_of_logprobs(made: SplitDifference) -> Iterator[MismatchRepair]:
         kept = _places(made, causes)
         leaves = {p: FP16_LEAVES for p in made.parts if p not in kept and p[1] != "semantics"}
         results.append(_repair(made, FP16, every, _without(made, leaves)))
+    if sums := {layer for layer, place in made.parts if place == "sum" and layer is not None}:
+        removed: Any = sum(made.parts[layer, "sum"] - made.in_fp32[layer] for layer in sums)
+        results.append(_repair(made, IN_FP32, sums, np.asarray(made.given.difference - removed)))
     yield from sorted(results, key=lambda repair: -repair.removes)
 
 
@@ -123,6 +129,8 @@ def _places(made: SplitDifference, causes: Sequence[MismatchCause]) -> set[Logpr
     for cause in causes:
         if cause.place == "attention":
             places.add((cause.layer, "rounding" if cause.kind in _ROUNDING else "semantics"))
+        elif cause.place == "output":
+            places.add((cause.layer, "sum"))
         else:
             known = (cause.layer, cause.place) in made.parts
             places.add((cause.layer, cause.place if known else "projection"))

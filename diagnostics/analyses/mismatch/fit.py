@@ -23,6 +23,9 @@ _EXPLAINS = 0.01
 _MOST = 0.5
 # Standard errors of the log ratio: some fifty hypotheses a layer and a hundred layers are tried, 0.05 / 5000 two-sided.
 _SIGNIFICANT = 4.4
+# From so many times a well-rounded kernel's error on an fp32 O is more than sums of many terms in fp32 leave, in
+# whatever order; one site in 16 bits, or in TF32, leaves thousands.
+_FP32_LOSSY = 32.0
 # Enough to tell: rows, and heads, of a layer.
 _ROWS, _HEADS = 192, 6
 
@@ -71,7 +74,8 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     against = _ratio(before[usable], (expected if well is None else well)[usable])
     if against is None:
         return LayerFit(0.0, False, None, 0.0, 0.0, None, 0.0, None, "", "")
-    coarse = against.low > LOSSY
+    lossy = _FP32_LOSSY if out.name == "fp32" else LOSSY
+    coarse = against.low > lossy
     size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
     relative = math.sqrt(float(before[usable].sum()) / size) if size else 0.0
     # Where O is as near as a well-rounded kernel's there is nothing to explain: on saturated rows, of which O is a row
@@ -105,7 +109,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     elif not named and _beyond(kept, left) and total <= _MOST * float(kept.sum()):
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
         nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
-    found = coarse_site(chosen, fmt, out) if against.factor > LOSSY and not named else None
+    found = coarse_site(chosen, fmt, out) if against.factor > lossy and not named else None
     return LayerFit(
         factor=against.factor,
         # A rounding that explains it is sure where the interval is wide.

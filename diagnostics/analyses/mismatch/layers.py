@@ -209,14 +209,14 @@ def _apart(sums: LayerSums, name: str) -> float:
 
 
 def _part(sums: LayerSums, name: str, reference: float) -> DifferencePart:
-    along, difference = sums[f"{name}.along"], sums["difference"]
-    away, size = sums[f"{name}.away"], sums["size"]
-    share, share_error = _ratio_of_sums(along, difference)
-    mean, mean_error = _ratio_of_sums(away, size)
-    return DifferencePart(
-        name,  # type: ignore[arg-type]
-        _relative(float(sums[f"{name}.square"].sum()), reference), share, share_error, mean, mean_error,
-    )  # fmt: skip
+    return DifferencePart(name, *figures_of(sums, name, reference))  # type: ignore[arg-type]
+
+
+def figures_of(sums: LayerSums, name: str, reference: float) -> tuple[float, float, float | None, float, float | None]:
+    """Of a part: its size, its share and that one's error, its mean away from zero and that one's error."""
+    share = _ratio_of_sums(sums[f"{name}.along"], sums["difference"])
+    away = _ratio_of_sums(sums[f"{name}.away"], sums["size"])
+    return _relative(float(sums[f"{name}.square"].sum()), reference), *share, *away
 
 
 def _ratio_of_sums(over: Tensor, under: Tensor) -> tuple[float, float | None]:

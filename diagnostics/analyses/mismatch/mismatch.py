@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,6 +17,7 @@ from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
+from attn_diag.analyses.mismatch.sums import compare_sums, with_sums
 from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import find_captures, load
@@ -28,6 +29,7 @@ from attn_diag.results.wording import percent, plural, times
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from torch import Tensor
 
     from attn_diag.work import Progress
 
@@ -48,6 +50,8 @@ class ComparedRuns:
     """The sequences that both have; ``ComparedLayer`` numbers them."""
     layers: tuple[ComparedLayer, ...]
     """The layers that both have."""
+    added: Mapping[int, Sequence[tuple[Tensor, Tensor] | None]]
+    """By layer and pair what the sums of output projections add in rollout less train; see ``ComparedSums``."""
 
 
 def mismatch(
@@ -129,7 +133,10 @@ def compare_runs(
         raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
     merges = [m for side, name in zip(sides, _NAMES, strict=True) for m in ring_merges(side, name, at)]
     causes = with_rings(causes, merges)
-    identical = all(layer.difference == 0 for layer in results)
+    sums = compare_sums(sides, runs, matched, at)
+    causes = with_sums(causes, sums, [layer.layer for layer in results])
+    repairs = [*repairs_of(compared, causes), *sums.repairs]
+    identical = not any([one.difference for one in results] + [one.difference for one in sums.outputs])
     first = causes[0] if causes else None
     whole = Mismatch(
         tool=describe_tool(at),
@@ -144,11 +151,13 @@ def compare_runs(
         layers=tuple(results),
         causes=tuple(causes),
         logprobs=None,
-        repairs=tuple(repairs_of(compared, causes)),
-        notes=tuple(notes),
+        repairs=tuple(sorted(repairs, key=lambda repair: -repair.removes)),
+        notes=(*notes, *sums.notes),
         merges=tuple(merges),
+        sums=tuple(sums.sums),
+        outputs=tuple(sums.outputs),
     )
-    return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared))
+    return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared), sums.added)
 
 
 def read_runs(
@@ -197,6 +206,9 @@ def headline(found: Mismatch) -> str:
     worst = max(found.layers, key=lambda layer: layer.difference)
     if found.outcome == "rounding":
         most = f"O by up to {percent(worst.difference)} (layer {worst.layer})"
+        if found.outputs:
+            output = max(found.outputs, key=lambda one: one.difference)
+            most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
         return f"nothing but rounding and schedule differs in attention: {most} in {where}"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})

@@ -80,8 +80,13 @@ def _in_format(ranks: Sequence[Tensor], got: Tensor, name: str, dtype: torch.dty
     """Cast after each addition, in an order that may be another for each piece of the tensor."""
     orders = dict(_orders(ranks, dtype))
     words = list(orders)
-    shares = torch.stack([(total == got).float().mean(1) for total in orders.values()])  # [orders, segments]
-    agreement = float(shares.amax(0).mean())
+    same = torch.stack([total == got for total in orders.values()])  # [orders, segments, elements]
+    shares = same.float().mean(2)
+    best = shares.amax(0)
+    # One that lies in two pieces has one order up to some element, and another one behind it.
+    two = same[:, best < 1].cumsum(2, dtype=torch.int16)
+    best[best < 1] = (two.amax(0) + (two[..., -1:] - two).amax(0)).amax(1).float() / same.shape[2]
+    agreement = float(best.mean())
     pieces: list[tuple[set[int], int]] = []
     for segment in shares.T:
         fits = set((segment >= max(float(segment.max()), _HAS_ITS_BITS)).nonzero()[:, 0].tolist())

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict
 
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
+from attn_diag.watching.live.capturing import capture as new_capture
 from attn_diag.watching.live.recorder import Recorder
-from attn_diag.watching.live.recorder import capture as new_capture
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule
 from attn_diag.watching.monitoring.monitor import Monitor
 from attn_diag.watching.monitoring.record import MonitorCheck, read_log

@@ -1,4 +1,4 @@
-"""``attn_diag.capture``: files that ``inspect`` reads, from a running model."""
+"""What ``attn_diag.capture`` makes: files that ``inspect`` reads, from a running model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attn_diag.captures.capture import Capture, Captures
 from attn_diag.captures.hops import is_of_hop
 from attn_diag.captures.places import place
+from attn_diag.captures.sums import ASKED, RANKS
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.results.wording import plural
@@ -27,6 +28,7 @@ from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
+from attn_diag.watching.live.sums import OutputSums, clones
 from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, file_name, newest
 
@@ -67,12 +69,15 @@ class Recorder:
         first_step: int,
         if_taken: IfTaken,
         hops: bool,
+        sums: bool,
     ) -> None:
         for name, chosen in (("layers", layers), ("calls", calls), ("steps", None if callable(steps) else steps)):
             require_container(name, chosen)
         require_model(model)
         if ring < 0 or max_bytes < 1:
             raise InputError(f"ring must be 0 or more and max_bytes 1 or more, got {ring} and {max_bytes}")
+        if sums and model is None:
+            raise InputError("sums of output projections are found in a model: give it, or leave sums out")
         if if_taken not in get_args(IfTaken):
             raise InputError(f'if_taken must be "stop" or "another", got {if_taken!r}')
         self._losses = Losses()
@@ -81,6 +86,9 @@ class Recorder:
         self._model, self._first_step, self._step = model, first_step, first_step
         self._steps, self._layers, self._calls = steps, layers, calls
         self._part, self._ring, self._hops = Part(heads, batch), ring, hops
+        self._sums = OutputSums(self._take_sum) if sums else None
+        if sums:  # what comes behind a call is seen where it runs
+            self.may_be_late = False
         self._max_bytes, self._bytes, self._full = max_bytes, 0, False
         self._taken: dict[CallPlace, Taken] = {}
         self._shelf = Shelf(self._asked, ring, max_bytes, self._losses)
@@ -108,6 +116,8 @@ class Recorder:
         self._shelf.folder = claimed.folder
         try:
             self._watch = Watch(self._model, self, self._first_step).start()
+            if self._sums is not None and self._model is not None:
+                self._sums.watch(self._model, self._watch.guarded)
         except BaseException:
             self._finish()
             raise
@@ -125,6 +135,8 @@ class Recorder:
             self._finish()  # again, where Ctrl-C ended the wait
             return
         watch.stop()
+        if self._sums is not None:
+            self._sums.close()
         self._step = watch.step
         with _lock:
             _open.remove(self)
@@ -257,6 +269,8 @@ class Recorder:
             return
         self._bytes += size
         self._taken[call.place] = Taken(tensors, metadata, call.place.step, file_name(call.place, metadata["rank"]))
+        if self._sums is not None:
+            self._sums.expect(call)
         call.let_go()
 
     def backward(self, call: AttentionCall) -> None:
@@ -278,6 +292,21 @@ class Recorder:
 
     # Ourselves.
 
+    def _take_sum(self, call: AttentionCall, tensors: dict[str, Tensor], said: dict[str, str]) -> None:
+        taken, size = self._taken.get(call.place), bytes_of(tensors.values())
+        if taken is None:
+            return
+        if self._bytes + size > self._max_bytes:
+            self._losses.add(f"the limit of {self._max_bytes / 2**20:,.4g} MiB is reached (max_bytes)")
+            return
+        self._bytes += size
+        taken.tensors |= clones(call, self._part, tensors)
+        taken.metadata["extra"] |= said
+        ranks = said.get(RANKS, "").split(",")
+        if call.head_offset == 0 and (number := str(taken.metadata["rank"])) in ranks[1:]:
+            # Ranks whose parts are added up have other heads, though nothing that ran before told which.
+            taken.metadata["head_offset"] += ranks.index(number) * call.q.shape[1]
+
     def _tensors(self, call: AttentionCall) -> dict[str, Tensor]:
         return call.tensors() | (call.hops.tensors() if self._hops and call.hops is not None else {})
 
@@ -287,6 +316,7 @@ class Recorder:
             self._where = rank(), world_size()
         number, count = self._where
         extra = {**metadata["extra"], "run": self._run, "world_size": str(count)}
+        extra |= {ASKED: "yes"} if self._sums is not None else {}
         extra["batch_items"] = ",".join(map(str, self._part.items(call)))
         return {**metadata, "head_offset": call.head_offset + self._part.heads(call)[0], "rank": number, "extra": extra}
 
@@ -304,74 +334,6 @@ class Recorder:
             return
         if not accepted:
             self._losses.add("the disk is slower than the captures: choose fewer steps, layers or batch items")
-
-
-def capture(
-    model: nn.Module | None,
-    path: str | os.PathLike[str],
-    *,
-    steps: Steps | None = None,
-    layers: Container[int] | None = None,
-    heads: Iterable[int] | None = None,
-    batch: Iterable[int] | None = (0,),
-    calls: Container[int] | None = (0,),
-    ring: int = 0,
-    max_bytes: int = _GIB,
-    first_step: int = 0,
-    if_taken: IfTaken = "stop",
-    hops: bool = False,
-) -> Recorder:
-    """Capture the attention calls of a model while it runs, as files that ``inspect`` reads.
-
-        with attn_diag.capture(model, "captures/", steps=range(0, 10_000, 500), layers={2}):
-            train(model)
-
-    Seen are F.scaled_dot_product_attention (also by way of nn.MultiheadAttention and Hugging Face transformers),
-    FlexAttention, transformers' own implementations (eager and registered ones), ``attn_diag.attention`` and the
-    kernels of flash_attn, FlashAttention-4, xformers, SageAttention and Transformer Engine; of each q, k, v, o, the
-    LSE where its kernel gives one, after the backward pass dO, dQ, dK, dV and, where the query projection is found,
-    x, w_q and the gradient at its output. Outputs and gradients stay the same bits. In models that torch.compile
-    compiled, whole or in part, the fused operators are seen (SDPA's, ``attn_diag.attention``'s and those that the
-    packages register), and x, w_q and that gradient where the projection is a matrix product of the graph's; layers
-    are named by the order of their calls then, which the file's notes say as well as what is missing, and nothing is
-    compiled anew unless a function around the model is what was compiled. FlexAttention is seen in graphs that are
-    compiled after this, what a CUDA graph replays where that was recorded after this; math in a graph is not
-    (docs/watching.md). A function or operator of your own is seen with ``attn_diag.observe``. Ring attention is one
-    call: the rank's rows with the merged O and LSE, and all keys that they may see, from its hops; its ``own_dk`` and
-    ``own_dv`` are judged together with the other ranks' files. Where a
-    kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals,
-    where q, k or v is used elsewhere too; the file's notes say so.
-
-    Args:
-        model: whose calls; None: all calls of the process, without layers' names, x and w_q.
-        path: a folder, or its URL (s3://…); one file for every step, layer, call and rank.
-        steps: which (a container of numbers, or a function of one); None: all. A step ends with an optimizer's
-            ``step()``; without any, every forward of the model is one; see ``Recorder.end_step``. Once a loop trains,
-            evaluation without gradients is passed over: it neither counts nor is captured. A step that a loss scaler
-            skips is none: its calls count to the next.
-        layers: their numbers (as in the module's name).
-        heads: query heads; the smallest range of whole key groups that holds them is taken.
-        batch: which items of the batch; None: all.
-        calls: which calls of a layer within a step (0: the first micro-batch); None: all.
-        ring: keep the last so many captured steps in memory, and write them only on a trigger: ``attn_diag.last()``,
-            ``dump()``, an alarm of ``attn_diag.Monitor``, NaN or Inf in what was captured, an exception.
-        max_bytes: stop at so many bytes of captures (of the ring: forget older steps).
-        first_step: the number of the first step.
-        if_taken: where another run captures into the folder, or has (this one before it was killed, perhaps): "stop"
-            with an InputError, or take "another": <path>-2, <path>-3 and so on, the same for all ranks of a run.
-        hops: of ring attention keep what every hop returned too, so that ``mismatch`` tells which merge errs.
-
-    Returns:
-        A context manager (also ``start()`` and ``close()``).
-
-    Raises:
-        InputError: on entering, the folder cannot be written or is taken. Later nothing is raised: what goes wrong is
-            logged (logger "attn_diag"), once, and counted in ``dropped``. A forked child captures nothing.
-    """
-    return Recorder(
-        model, path, steps=steps, layers=layers, heads=heads, batch=batch, calls=calls, ring=ring,
-        max_bytes=max_bytes, first_step=first_step, if_taken=if_taken, hops=hops,
-    )  # fmt: skip
 
 
 def last() -> list[Capture]:

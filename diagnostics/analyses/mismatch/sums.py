@@ -1,0 +1,275 @@
+"""How two runs add up their output projections over ranks, and what that makes of what these return.
+
+    Y_b - Y_a = [O_b W_b - O_a W_a]  +  [(parts_b - O_b W_b) - (parts_a - O_a W_a)]  +  [sum_b - sum_a]
+                 came in with O           products, each rank's rounded                 order and format of the sum
+
+in float64, with parts_x what the ranks of run x give, added up exactly, and sum_x what adding them up adds to that; a
+bias and a last cast are of the products. It adds up exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.mismatch.layers import figures_of
+from attn_diag.analyses.mismatch.outputs import ProjectionCall, projections_of
+from attn_diag.analyses.mismatch.pairing import SequencePair
+from attn_diag.analyses.mismatch.reduced import JudgedSum, SumFault, judged
+from attn_diag.analyses.mismatch.split import LayerSums
+from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
+from attn_diag.captures.capture import Capture
+from attn_diag.results.mismatch import (
+    MismatchCause,
+    MismatchRepair,
+    OutputDifference,
+    OutputPart,
+    ProjectionSum,
+    RunName,
+)
+from attn_diag.results.wording import listed, percent, plural
+
+_NAMES: tuple[RunName, RunName] = ("train", "rollout")
+_PARTS = ("inputs", "products", "sum")
+# So many calls before one are looked at for a part that was given again.
+_BEFORE = 4
+IN_FP32 = "output projections' parts added up in fp32, each once, with one cast, in both"
+MADE_IN_FP32 = "output projections' parts made and added up in fp32, with one cast, in both"
+
+
+@dataclass
+class ComparedSums:
+    """What is found of both runs."""
+
+    sums: list[ProjectionSum] = field(default_factory=list)
+    outputs: list[OutputDifference] = field(default_factory=list)
+    causes: list[MismatchCause] = field(default_factory=list)
+    repairs: list[MismatchRepair] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    added: dict[int, list[tuple[Tensor, Tensor] | None]] = field(default_factory=dict)
+    """By layer and pair of sequences what adding up adds in rollout less that in train, as it is and with one cast in
+    fp32; [T, C] each, NaN where not compared."""
+
+
+@dataclass
+class _Squares:
+    """Over the layers: what arises in output projections, and what repairs leave of it."""
+
+    layers: list[int] = field(default_factory=list)
+    reference: float = 0.0
+    arising: float = 0.0
+    in_fp32: float = 0.0
+    made_in_fp32: float = 0.0
+
+
+def compare_sums(
+    sides: Sequence[Sequence[Capture]], runs: Sequence[TokenRun], pairs: Sequence[SequencePair], device: torch.device
+) -> ComparedSums:
+    """Compare the output projections that the captures hold; nothing is found where they hold none.
+
+    Args:
+        sides: The captures of train and of rollout, as the ranks wrote them.
+        runs: The same, put together.
+        pairs: Their sequences.
+        device: Where float64 is computed.
+    """
+    found, squares = ComparedSums(), _Squares()
+    by_layer: list[dict[int, list[ProjectionCall]]] = []
+    for side, name in zip(sides, _NAMES, strict=True):
+        calls, notes = projections_of(side, name, device)
+        found.notes += notes
+        by_layer.append({})
+        for call in calls:
+            by_layer[-1].setdefault(call.layer, []).append(call)
+    shared = any(len(call.ranks) > 1 for layers in by_layer for calls in layers.values() for call in calls)
+    for layer in sorted({*by_layer[0], *by_layer[1]}) if shared else ():
+        both = [layers.get(layer, []) for layers in by_layer]
+        for calls, name in zip(both, _NAMES, strict=True):
+            _judge(found, calls, name)
+        if all(both):
+            _compare(found, squares, layer, both, runs, pairs)
+        else:
+            missing = _NAMES[0] if not both[0] else _NAMES[1]
+            found.notes.append(
+                f"Layer {layer}: {missing}'s output projection was not captured (sums=True), so that what the sum adds "
+                "to the difference is not told."
+            )
+    if squares.arising > 0:
+        size = squares.reference or 1.0
+        for what, left in ((IN_FP32, squares.in_fp32), (MADE_IN_FP32, squares.made_in_fp32)):
+            removes = 1 - left / squares.arising
+            repair = MismatchRepair(what, tuple(squares.layers), "output", removes, math.sqrt(left / size))
+            found.repairs += [repair] if math.isfinite(left) and left != squares.arising else []
+    return found
+
+
+def _judge(found: ComparedSums, calls: Sequence[ProjectionCall], run: RunName) -> None:
+    """What is said of a layer's sums in one run."""
+    groups: dict[tuple[tuple[int, ...], str, str, str], list[JudgedSum]] = {}
+    faults: dict[str, list[SumFault]] = {}
+    layer, shared = calls[0].layer if calls else 0, sum(call.is_sum for call in calls)
+    if single := [call for call in calls if not call.is_sum]:
+        dtype = str(single[0].part(0).dtype)[6:]
+        found.sums.append(ProjectionSum(run, layer, (0,), len(single), "", dtype, "", None, 0.0, 0.0, within=True))
+    for number, call in enumerate(calls):
+        if not call.is_sum:
+            continue
+        one = judged(call, [other for other in calls[:number] if other.ranks == call.ranks][-_BEFORE:])
+        key = call.ranks, call.by, str(call.total.dtype)[6:], one.how.words.partition(",")[0]
+        groups.setdefault(key, []).append(one)
+        for fault in one.faults:
+            faults.setdefault(fault.words, []).append(fault)
+    for (ranks, by, dtype, _), ones in groups.items():
+        largest = max(ones, key=lambda one: one.call.total.numel())
+        size = sum(one.squares["exact"] for one in ones) or 1.0
+        error, once = (math.sqrt(sum(one.squares[name] for one in ones) / size) for name in ("error", "once"))
+        agreement, within = min(one.how.agreement for one in ones), not any(one.faults for one in ones)
+        way = largest.how.words
+        found.sums.append(
+            ProjectionSum(run, layer, ranks, len(ones), by, dtype, way, agreement, error, once, within=within)
+        )
+    for words, those in faults.items():
+        offs = [fault.off for fault in those if fault.off is not None]
+        often = f"in {len(those)} of {plural(shared, 'call')}" if shared > 1 else ""
+        told = " ".join(filter(None, (f"{percent(max(offs))} off" if offs else "", often)))
+        said = f"{run}'s output projection: {words}{f' ({told})' if told else ''}"
+        fault = those[0]
+        found.causes.append(
+            MismatchCause(layer, "sum", fault.label, run, said, "fitted", fault.explained, "", "output")
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One run's rows of a sequence; float64 [T, C], NaN where there is none."""
+
+    product: Tensor
+    output: Tensor
+    added: Tensor
+    """What adding up adds to the exact sum of the parts."""
+    once: Tensor
+    """What doing that in fp32 with one cast would add."""
+    made: Tensor
+    """What one cast would add to the product itself."""
+
+
+def _compare(
+    found: ComparedSums, squares: _Squares, layer: int, both: Sequence[Sequence[ProjectionCall]],
+    runs: Sequence[TokenRun], pairs: Sequence[SequencePair],
+) -> None:  # fmt: skip
+    """What the layer's output projection returns in both runs."""
+    sums, lefts = LayerSums(), [0.0, 0.0, 0.0]
+    added: list[tuple[Tensor, Tensor] | None] = []
+    for number, pair in enumerate(pairs):
+        rows = [
+            _rows(calls, run, sequence, layer, shift, pair.length)
+            for calls, run, sequence, shift in zip(both, runs, (pair.train, pair.rollout), pair.shifts, strict=True)
+        ]
+        a, b = rows
+        if a is None or b is None or a.output.shape != b.output.shape:
+            added.append(None)
+            continue
+        added.append((b.added - a.added, b.once - a.once))
+        use = (a.product + b.product + a.output + b.output).isfinite().all(1)
+        tokens = use.nonzero()[:, 0]
+        if not len(tokens):
+            continue
+        difference = (b.output - a.output)[use]
+        parts = {"inputs": (b.product - a.product)[use], "sum": (b.added - a.added)[use]}
+        parts["products"] = difference - parts["inputs"] - parts["sum"]
+        reference = a.product[use]
+        for name, values in (("difference", difference.square()), ("size", reference.abs())):
+            sums.add(name, values.sum(1), number, tokens)
+        sums.add("reference", reference.square().sum(1), number, tokens)
+        for name, part in parts.items():
+            sums.add(f"{name}.square", part.square().sum(1), number, tokens)
+            sums.add(f"{name}.along", (part * difference).sum(1), number, tokens)
+            sums.add(f"{name}.away", (part * reference.sign()).sum(1), number, tokens)
+        lefts[0] += float((parts["products"] + parts["sum"]).square().sum())
+        lefts[1] += float((parts["products"] + (b.once - a.once)[use]).square().sum())
+        lefts[2] += float((b.made - a.made)[use].square().sum())
+    found.added[layer] = added
+    size = float(sums["reference"].sum())
+    if not size:
+        found.notes.append(
+            f"Layer {layer}: what the sums of the output projection add to the difference is not told: its weights "
+            "were not captured, or its rows are not those of attention (packed sequences)."
+        )
+        return
+    if any(call.biased for calls in both for call in calls):
+        lefts[2] = math.nan  # a bias is in the products
+    squares.layers.append(layer)
+    squares.reference += size
+    squares.arising += lefts[0]
+    squares.in_fp32 += lefts[1]
+    squares.made_in_fp32 += lefts[2]
+    found.outputs.append(
+        OutputDifference(
+            layer, int((sums["size"] > 0).sum()), math.sqrt(float(sums["difference"].sum()) / size),
+            tuple(OutputPart(name, *figures_of(sums, name, size)) for name in _PARTS),  # type: ignore[arg-type]
+        )
+    )  # fmt: skip
+
+
+def _rows(
+    calls: Sequence[ProjectionCall], run: TokenRun, sequence: TokenSequence, layer: int, shift: int, length: int
+) -> _Rows | None:
+    """The rows of one sequence; None where none is known."""
+    held: list[Tensor] | None = None
+    for part in sequence.parts:
+        capture = run.calls[layer].get(part.call)
+        if capture is None or capture.documents is not None or part.call[2]:
+            continue
+        there = [call for call in calls if call.call == part.call[:2]]
+        batches = [call.output.shape[0] for call in there]
+        # Groups of ranks that hold other sequences come in the order of their ranks, as they were merged.
+        if sum(batches) != capture.batch:
+            continue
+        item, call = part.item, next(iter(there))
+        for call in there:
+            if item < call.output.shape[0]:
+                break
+            item -= call.output.shape[0]
+        rows, tokens = part.rows.to(call.device), part.tokens.to(call.device) + shift
+        inside = (tokens >= 0) & (tokens < length)
+        rows, tokens = rows[inside], tokens[inside]
+        if not len(rows) or int(rows.max()) >= call.output.shape[1]:
+            continue
+        if held is None:
+            held = [call.output.new_full((length, call.output.shape[2]), torch.nan) for _ in range(5)]
+        for whole, values in zip(held, _of_item(call, item), strict=True):
+            whole[tokens] = values[rows]
+    return None if held is None else _Rows(*held)
+
+
+def _of_item(call: ProjectionCall, item: int) -> Iterator[Tensor]:
+    """The product, what is returned, and what is added, once, and to the product; [T, C]."""
+    output, exact = call.output[item], call.exact[item]
+    product = torch.full_like(output, torch.nan)
+    if call.products is not None:
+        product[call.rows] = call.products[item]
+    dtype = call.total.dtype
+    yield product
+    yield output
+    yield call.total[item].double() - exact if call.is_sum else torch.zeros_like(exact)
+    yield exact.to(dtype).double() - exact if call.is_sum else torch.zeros_like(exact)
+    yield product.to(dtype).double() - product
+
+
+def with_sums(causes: Sequence[MismatchCause], found: ComparedSums, layers: Sequence[int]) -> list[MismatchCause]:
+    """All causes by layer; what a wrong sum makes of the next layer's input is no other cause, and is noted."""
+    wrong = {c.layer for c in found.causes}
+    behind = {later for layer, later in pairwise(layers) if layer in wrong}
+    taken = [c for c in causes if c.layer in behind and c.place == "stream" and c.kind in ("unnamed-input", "norm")]
+    if taken:
+        told = listed([str(c.layer) for c in taken], 6)
+        found.notes.append(
+            f"x of layer {told} differs by more than rounding, as the layer before adds up its output projection "
+            "otherwise: whether something else differs there too is not told."
+        )
+    return sorted([*(c for c in causes if c not in taken), *found.causes], key=lambda cause: cause.layer)
