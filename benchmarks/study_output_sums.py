@@ -250,13 +250,13 @@ def main() -> None:
     if rank == 0:
         table = {f: f"{counts[f, True]} of {counts[f, True] + counts[f, False]}" for f in ("none", *FAULTS)}
         shares = most.get("shares add up to", [])
-        shape = {"length": options.length, "heads": options.heads, "head_dim": options.dim, "layers": LAYERS}
+        captured = {"length": options.length, "heads": options.heads, "head_dim": options.dim, "layers": LAYERS}
         how = {"ranks": ranks, "backend": "nccl" if by_nccl else "gloo", "seeds": options.seeds}
         print(table, min(shares), max(shares), f"{time.monotonic() - started:.0f} s", flush=True)
         for row in kept:
             print(row["name"], "|", row["headline"], "|", *row["ways"], flush=True)
         save(
-            {**made_by(kind), **shape, **how, "first_seed": options.first_seed, "right": table,
+            {**made_by(kind), **captured, **how, "first_seed": options.first_seed, "right": table,
              "shares_add_up_to": [min(shares), max(shares)], "wrong": wrong, "first": kept,
              "seconds": round(time.monotonic() - started)},
             options.json,

@@ -324,7 +324,7 @@ def one_rank(folder: Path) -> None:
 class Shares(nn.Module):
     """A linear layer in two halves of its input, added up as BF16 ranks do."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, whole: nn.Linear) -> None:
         super().__init__()
         self.weight = whole.weight
 
@@ -360,7 +360,8 @@ def spread(captures: Sequence[Capture]) -> list[Capture]:
 @pytest.mark.slow
 def test_sums_have_their_share_of_the_difference_of_logprobs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    captured, logs, hidden = [], [], []
+    captured, logs = [], []
+    hidden: list[Any] = []
     for name in ("train", "rollout"):
         tiny = transformers_model("llama", "sdpa")
         model: Any = tiny.model.to(torch.bfloat16)
