@@ -249,7 +249,7 @@ def test_a_projection_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
             self.dense = Raising(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            q = x.unflatten(-1, (-1, DIM)).transpose(1, 2)
+            q = x.view(*x.shape[:-1], -1, DIM).transpose(1, 2)
             found: Tensor = self.dense(functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
             return found
 
@@ -302,7 +302,8 @@ class Attention(nn.Module):
         self.dense = Rows(weights[3].chunk(ranks, 1)[rank].contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (functional.linear(x, w).unflatten(-1, (-1, DIM)).permute(1, 2, 0, 3) for w in self.qkv)
+        made = (functional.linear(x, w) for w in self.qkv)
+        q, k, v = (y.view(*y.shape[:-1], -1, DIM).permute(1, 2, 0, 3) for y in made)
         o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         found: Tensor = self.dense(o.permute(2, 0, 1, 3).flatten(2))[0]
         return found
