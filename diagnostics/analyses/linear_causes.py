@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_boundaries import misfit
+from attn_diag.analyses.linear_noise import block_of, by_chance
 from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
@@ -127,6 +128,8 @@ class Causes:
         ulp_of_one = 2.0 ** -format_of(self._run.capture.tensors["q"].dtype).precision
         if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
             return None
+        if by_chance(observed - reference, reference, block_of(name)):
+            return None
         return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
 
     def _decay_sums(self, name: str, observed: Tensor, place: Place) -> Cause | None:
@@ -235,7 +238,7 @@ class Causes:
         size, common = float(change.square().sum()), float((error * change).sum())
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
-        return common**2 / size / total
+        return 0.0 if by_chance(error, change, block_of(name)) else common**2 / size / total
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         capture = self._run.capture
