@@ -7,7 +7,7 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
-its own with v's features in another order (what chance makes of such a ratio); and what ``inspect`` names where the
+its own with features of q and v in another order (what chance makes of such a ratio); and what ``inspect`` names where the
 first is below 0.9, or more than 1.1.
 """
 
@@ -91,10 +91,16 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
 
 
 def permuted(capture: LinearCapture) -> LinearCapture:
-    """It, with features of v in another order: the same mathematics and roundings, and sums in another order."""
-    order = torch.randperm(capture.tensors["v"].shape[3], generator=torch.Generator().manual_seed(0))
-    turned = {n: capture.tensors[n][..., order] for n in ("v", "do", "initial_state") if n in capture.tensors}
-    return replace(capture, tensors={**capture.inputs, "do": capture.tensors["do"], **turned})
+    """It, with features in another order: the same mathematics and roundings, and sums in another order."""
+    make = torch.Generator().manual_seed(0)
+    of_values, of_keys = (torch.randperm(capture.tensors[n].shape[3], generator=make) for n in "vq")
+    given = {**capture.inputs, "do": capture.tensors["do"]}
+    turned = {n: given[n][..., of_values] for n in ("v", "do", "initial_state") if n in given}
+    keys = [n for n in ("q", "k", "a", "b", "g") if n in given and given[n].ndim == 4]
+    turned |= {n: given[n][..., of_keys] for n in keys}
+    if "initial_state" in given:
+        turned["initial_state"] = turned["initial_state"][:, :, of_keys]
+    return replace(capture, tensors={**given, **turned})
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, Beside, Causes
+from attn_diag.analyses.linear_causes import Beside, Causes
 from attn_diag.analyses.linear_choices import FP32, Choices
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
 from attn_diag.analyses.linear_noise import along, cancelled, mean_away, near, unusable
@@ -317,9 +317,6 @@ class _Job:
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             cause = self._sure(cause)
-            if cause is None and name == "o" and not localised:
-                scaled = self.causes.factor(name, observed.double(), place)
-                cause = scaled if scaled is not None and scaled.explained > FAULT_EXPLAINS else None
             if cause is not None and cause.is_rounding:
                 made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
                 return _named(

@@ -46,8 +46,8 @@ class Causes:
 
     A fault explains an error e where what the faulty kernel returns is what was observed: 1 - |observed - faulty|^2 /
     |e|^2. A site is looked for beside other roundings that are not known: d, what it changes in the emulated kernel,
-    must be in e with a coefficient about 1, <e, d> / <d, d>, as it is only where the bits agree; it explains
-    <e, d>^2 / (|e|^2 |d|^2).
+    must be in e with a coefficient about 1, <e, d> / <d, d>, as it is only where the bits agree, and so must what of d
+    is no multiple of the output; it explains <e, d>^2 / (|e|^2 |d|^2).
     """
 
     def __init__(self, run: LinearRun) -> None:
@@ -92,7 +92,10 @@ class Causes:
             return fault
         # Decays that are rounded coarsely look like a boundary that is off by one.
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
-        return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
+        scaled = self.factor(name, observed, place) if fault is None else None
+        if scaled is not None and scaled.explained <= FAULT_EXPLAINS:
+            scaled = None
+        return max((c for c in (fault, site, scaled) if c is not None), key=lambda c: c.explained, default=None)
 
     def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float, by_bits: bool = True) -> Cause | None:
         """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
@@ -238,7 +241,12 @@ class Causes:
         size, common = float(change.square().sum()), float((error * change).sum())
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
-        return 0.0 if by_chance(error, change, block_of(name)) else common**2 / size / total
+        # Whatever makes an output larger or smaller agrees with decays that are rounded up or down: bits are the rest.
+        own, rest = _beside(error, reference), _beside(change, reference)
+        left = float(rest.square().sum())
+        if not left or not _ONE[0] < float((own * rest).sum()) / left < _ONE[1]:
+            return 0.0
+        return 0.0 if by_chance(own, rest, block_of(name)) else common**2 / size / total
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         capture = self._run.capture
@@ -306,6 +314,12 @@ def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
     names = ("do", "dfinal_state", "cu_seqlens")
     kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
     return replace(capture, tensors=kept | {"g": g})
+
+
+def _beside(x: Tensor, reference: Tensor) -> Tensor:
+    """x without what is a multiple of the reference."""
+    size = float(reference.square().sum())
+    return x - float((x * reference).sum()) / size * reference if size else x
 
 
 def _transposed(observed: Tensor, reference: Tensor) -> Cause | None:
