@@ -231,7 +231,7 @@ FAULTS: dict[str, Fault] = {
                                   ())[0], kernel(x)[1]),
         ("sequences_run_on",), "packed",
     ),
-    "tail left out": Fault(tail_out, ("zero",), "tail"),
+    "tail left out": Fault(tail_out, (), "tail"),
     "last states of others": Fault(states_turned, (), "several"),
     "an empty sequence's last state is zero": Fault(empty_zero, ("zero",), "empty"),
     "decays a step late": Fault(lambda kernel, x: kernel({**x, "g": late(x["g"])}), (), "decays"),

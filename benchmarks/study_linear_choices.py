@@ -7,8 +7,8 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
-its own with features of q and v in another order (what chance makes of such a ratio); and what ``inspect`` names where the
-first is below 0.9, or more than 1.1.
+its own with features of q and v in another order (what chance makes of such a ratio); and what ``inspect`` names where
+the first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations

@@ -235,9 +235,14 @@ class Causes:
         reference = self._run.reference.values[name][place]
         error = observed - reference
         total = float(error.square().sum())
+        sound = self._outputs("", chunk, forward=forward)[name][place]
         if cause in LINEAR_FAULTS:
-            return 1 - float((observed - made[name][place]).square().sum()) / total if total else 0.0
-        change = made[name][place] - self._outputs("", chunk, forward=forward)[name][place]
+            left = float((observed - made[name][place]).square().sum())
+            explained = 1 - left / total if total else 0.0
+            # What a fault leaves is rounding; more is another one's.
+            plain = left > _PLAIN**2 * float((sound - reference).square().sum())
+            return 0.0 if plain and explained < _SURE else explained
+        change = made[name][place] - sound
         size, common = float(change.square().sum()), float((error * change).sum())
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
