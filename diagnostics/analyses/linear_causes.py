@@ -246,12 +246,10 @@ class Causes:
         size, common = float(change.square().sum()), float((error * change).sum())
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
-        # Whatever makes an output larger or smaller agrees with decays that are rounded up or down: bits are the rest.
+        # Whatever makes an output larger agrees with decays that are all rounded up: bits are what is beside a factor.
         own, rest = _beside(error, reference), _beside(change, reference)
-        left = float(rest.square().sum())
-        if not left or not _ONE[0] < float((own * rest).sum()) / left < _ONE[1]:
-            return 0.0
-        return 0.0 if by_chance(own, rest, block_of(name)) else common**2 / size / total
+        there = float((own * rest).sum()) > _ONE[0] / 2 * float(rest.square().sum())
+        return common**2 / size / total if there and not by_chance(own, rest, block_of(name)) else 0.0
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         capture = self._run.capture
