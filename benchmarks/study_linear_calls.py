@@ -67,6 +67,8 @@ CALLS: dict[str, Call] = {
     "128 features": Call(keys=128, values=128),
     "256 features": Call(keys=256, values=256, steps=130),
     "64 and 128 features": Call(values=128),
+    "20 and 12 features": Call(keys=20, values=12),
+    "1 step": Call(steps=1),
     "17 steps": Call(steps=17),
     "65 steps": Call(steps=65),
     "700 steps": Call(steps=700),
@@ -203,7 +205,7 @@ STATE = "state"
 FAULTS: dict[str, Fault] = {
     "none": Fault(lambda kernel, x: kernel(x)),
     "state in BF16 every 16 steps": Fault(
-        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, __, s: bf16(s)), ("state", "state_step"), "dense"
+        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, __, s: bf16(s).float()), ("state", "state_step"), "dense"
     ),
     "decays in BF16": Fault(
         lambda kernel, x: kernel({**x, "g": bf16(x["g"].exp()).log()}), ("decay", "decay_step"), "decays"
