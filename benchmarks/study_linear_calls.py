@@ -205,7 +205,8 @@ STATE = "state"
 FAULTS: dict[str, Fault] = {
     "none": Fault(lambda kernel, x: kernel(x)),
     "state in BF16 every 16 steps": Fault(
-        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, __, s: bf16(s).float()), ("state", "state_step"), "dense"
+        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, __, s: bf16(s).float()),
+        ("state", "state_step", "handed_back"), "dense",
     ),
     "decays in BF16": Fault(
         lambda kernel, x: kernel({**x, "g": bf16(x["g"].exp()).log()}), ("decay", "decay_step"), "decays"

@@ -33,6 +33,8 @@ Beside = Mapping[str, tuple[Tensor, Place]]
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 # Faults that are the same in all chunks, and what a call must have for them.
 _NEEDS: dict[LinearFault, str] = {"sequences_run_on": "cu_seqlens", "no_last_gradient": "dfinal_state"}
+# A factor so small says that nothing of the output is there; what that is, a fault may say.
+_NOTHING = 0.05
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
@@ -343,7 +345,7 @@ def _simple(observed: Tensor, reference: Tensor) -> Cause | None:
     factor = float((observed * reference).sum()) / size
     error = float((observed - reference).square().sum())
     left = float((observed - factor * reference).square().sum())
-    if error == 0 or left > (1 - 0.98) * error:
+    if error == 0 or left > (1 - 0.98) * error or abs(factor) < _NOTHING:
         return None
     if abs(factor + 1) < 0.01:
         return Cause("sign", 1 - left / error, CAUSES["sign"])
