@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.linear_noise import stands_out
 from attn_diag.head.linear import LinearRun, Place, recipe_name
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe
@@ -61,7 +62,7 @@ class Choices:
         finer = q.answer == "good" and q.factor < FINER
         if not finer and not (q.answer in ("undecided", "lossy", "wrong") and AS_GOOD < q.factor < _MOST):
             return q
-        found = self._of(q.quantity, observed.double(), place)
+        found = self._of(q.quantity, observed.double(), place, wrong=q.answer == "wrong")
         if found is None and (by_size or q.answer == "wrong"):
             return q
         if found is None:
@@ -76,7 +77,7 @@ class Choices:
         answer = q.answer if q.answer != "wrong" else "lossy" if q.factor > LOSSY else "undecided"
         return replace(q, answer=answer, words=said, cause=name, explained=explained)
 
-    def _of(self, name: str, observed: Tensor, place: Place) -> tuple[str, str, float] | None:
+    def _of(self, name: str, observed: Tensor, place: Place, *, wrong: bool) -> tuple[str, str, float] | None:
         true = self._run.reference.values[name][place]
         total, own = float((observed - true).square().sum()), self._run.recipe
         width = observed.shape[-1] if observed.ndim == 3 else 1
@@ -101,8 +102,11 @@ class Choices:
             without = replace(best, **{site: getattr(own, site)})
             if not worse(without, best):
                 best, used = without, {s: to for s, to in used.items() if s != site}
-        error = float((self._outputs(best)[name][place] - true).square().sum())
-        explained = 1 - float(missed(best).sum())
+        errors = (observed - true, self._outputs(best)[name][place] - true)
+        off, made = (x.square().reshape(-1, width).sum(1) for x in errors)
+        if wrong and stands_out(off, made, width).any():
+            return None  # these roundings leave less in some rows
+        error, explained = float(made.sum()), 1 - float(missed(best).sum())
         if explained < (_ALL if "operands" in used else _EXPLAINS) or not FINER**2 <= total / error <= AS_GOOD**2:
             return None
         told = all(worse(replace(best, chunk=chunk), best) for chunk in chunks if chunk != best.chunk)

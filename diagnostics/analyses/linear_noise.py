@@ -22,6 +22,8 @@ _NEAR, _CHUNK, _BLOCK = 17, 64, 16
 # Steps of a point of O's error along the sequence.
 _CURVE = 64
 _FEWEST = 8
+# A row stands out beyond so many times what the kernel leaves about it; one number a row needs more.
+_ROW_LIMIT, _NUMBER_LIMIT = 8.0, 16.0
 # How likely two errors agree by chance if that is to prove anything: some fifty sites are tried.
 _AGREE = 1e-3
 
@@ -110,6 +112,18 @@ def by_chance(error: Tensor, other: Tensor, block: int) -> bool:
     if len(sums) < 2:
         return True
     return not float(mean_test(sums.cpu().numpy(), sizes.cpu().numpy(), 0.01).p_value) < _AGREE
+
+
+def stands_out(squares: Tensor, yard: Tensor, width: int) -> Tensor:
+    """Which rows are far beyond what a kernel leaves in those about them.
+
+    Args:
+        squares: [rows], of errors.
+        yard: [rows], those of the kernel that they are held against.
+        width: Numbers in a row.
+    """
+    limit = _ROW_LIMIT if width > 1 else _NUMBER_LIMIT
+    return squares > limit**2 * near(yard)
 
 
 def unusable(symbol: str, observed: Tensor, known: Tensor, sound: Sequence[Tensor]) -> tuple[Answer, str] | None:
