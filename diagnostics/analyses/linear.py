@@ -315,10 +315,13 @@ class _Job:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             cause = self._sure(cause)
             if cause is not None and cause.is_rounding:
-                made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
-                return _named(
-                    replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}."), cause
-                )
+                left = (1 - cause.explained) * float(squares.sum())
+                sound = left <= BEYOND**2 * float(coarse.sum()) or self.causes.as_stepwise(name, left, place)
+                if sound:
+                    made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
+                    found = replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}.")
+                    return _named(found, cause)
+                cause = None  # it is there, and what is left is no rounding's
             if cause is None and not localised and self.causes.as_stepwise(name, float(squares.sum()), place):
                 said = f"{symbol} is {percent(relative)} off, as far as with the state in 16 bits after every step"
                 return replace(found, answer="lossy", words=f"{said}; no single site explains it.")

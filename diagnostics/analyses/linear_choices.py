@@ -53,8 +53,9 @@ class Choices:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
         """
-        # Coarse sums are known by their size alone; what the bits tell goes before.
-        by_size = q.cause == "decay_sums"
+        # Coarse sums are known by their size alone, and a factor may be what operands that are cut off make; what the
+        # bits tell goes before.
+        by_size = q.cause in ("decay_sums", "factor")
         if q.factor is None or q.relative_error is None or self._run.format is None or not (q.cause is None or by_size):
             return q
         if q.relative_error <= FP32 * self._run.unit:
@@ -69,8 +70,10 @@ class Choices:
             unknown = "; its bits do not tell why" if finer else ""
             return replace(q, words=f"{q.words.removesuffix('.')}{unknown}.")
         name, words, explained = found
+        if q.cause == "factor" and q.explained is not None and q.explained > explained:
+            return q
         judged = q.words.removesuffix(".")
-        for otherwise in (", as with ", ", which no rounding makes"):
+        for otherwise in (", as with ", ", which no rounding makes", ": it is "):
             judged = judged.partition(otherwise)[0]
         said = f"{judged}, as {words}: that makes {percent(explained)} of its squared error."
         # What roundings make to the bit is not wrong, however large.
