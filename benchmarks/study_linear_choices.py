@@ -7,8 +7,8 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
-its own with features of q and v in another order (what chance makes of such a ratio); and what ``inspect`` names where
-the first is below 0.9, or more than 1.1.
+its own with features of q and v in another order (what chance makes of such a ratio); how many rows carry the error;
+and what ``inspect`` names where the first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
     """||x - other||^2 by head."""
     places = [run.place(name, head) for head in range(run.capture.tensors["v"].shape[2])]
     return [float((x[p].double() - other[p]).square().sum()) for p in places if p is not None]
+
+
+def rows(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
+    """How many rows (steps, or a state's) carry ||x - other||^2, by head: (sum s)^2 / sum s^2 of their squares s."""
+    found = []
+    for head in range(run.capture.tensors["v"].shape[2]):
+        if (place := run.place(name, head)) is not None:
+            off = (x[place].double() - other[place]).square()
+            each = off.flatten(0, -2).sum(1) if off.ndim == 3 else off.flatten()
+            found.append(float(each.sum().square() / each.square().sum()))
+    return found
 
 
 def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, Any]:
@@ -78,6 +89,7 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
                 site: ratios(squares(run, name, released[name], true[name]), squares(run, name, made[name], true[name]))
                 for site, made in without.items()
             },
+            "rows": rows(run, name, observed[name], true[name]),
             "explained": [1 - m / e for m, e in zip(bits, left, strict=True)],
         }
         if judge:
