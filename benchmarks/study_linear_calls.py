@@ -128,6 +128,9 @@ class Kernel:
         return o, last
 
 
+Around = Callable[[Kernel, Inputs], Pair]
+
+
 def _first(x: Inputs) -> Tensor:
     q, v = x["q"], x["v"]
     return x.get("initial_state", q.new_zeros(1, v.shape[2], q.shape[3], v.shape[3]).expand(64, -1, -1, -1))
@@ -148,14 +151,14 @@ def unwritten(x: Inputs) -> Inputs:
             for n, t in x.items()}  # fmt: skip
 
 
-def in_pieces(kernel: Kernel, x: Inputs, size: int, after: Callable[[Inputs, Tensor, Tensor], Tensor]) -> Pair:
-    """Piece by piece, with what ``after`` makes of the piece, its first state and its last."""
+def in_pieces(kernel: Kernel, x: Inputs, size: int, after: Callable[[Inputs, Tensor], Tensor]) -> Pair:
+    """Piece by piece, with what ``after`` makes of the piece and its last state."""
     outs, state = [], x.get("initial_state")
     for piece in parts_of(x, size):
         given = piece if state is None else {**piece, "initial_state": state}
         o, last = kernel(given)
         outs.append(o)
-        state = after(given, last if state is None else state, last)
+        state = after(given, last)
     assert state is not None
     return torch.cat(outs, 1), state
 
@@ -165,7 +168,7 @@ def alone(kernel: Kernel, x: Inputs) -> Pair:
     return torch.cat([kernel(piece)[0] for piece in parts_of(x, CHUNK)], 1), kernel(x)[1]
 
 
-def other_state(change: Callable[[Tensor], Tensor]) -> Callable[[Kernel, Inputs], Pair]:
+def other_state(change: Callable[[Tensor], Tensor]) -> Around:
     return lambda kernel, x: kernel({**x, "initial_state": change(x["initial_state"])})
 
 
@@ -175,9 +178,26 @@ def tail_out(kernel: Kernel, x: Inputs) -> Pair:
     return o.masked_fill(~whole[None, :, None, None], 0), last
 
 
-def states_turned(kernel: Kernel, x: Inputs) -> Pair:
-    o, last = kernel(x)
-    return o, last.roll(1, 0)
+def returned(o: Callable[[Tensor], Tensor] = lambda o: o, last: Callable[[Tensor], Tensor] = lambda s: s) -> Around:
+    """What it returns, changed."""
+
+    def run(kernel: Kernel, x: Inputs) -> Pair:
+        found = kernel(x)
+        return o(found[0]), last(found[1])
+
+    return run
+
+
+def run_on(kernel: Kernel, x: Inputs) -> Pair:
+    first = {"initial_state": x["initial_state"][:1]} if "initial_state" in x else {}
+    return kernel({**x, **first}, ())[0], kernel(x)[1]
+
+
+def unwritten_chunks(kernel: Kernel, x: Inputs) -> Pair:
+    def after(piece: Inputs, last: Tensor) -> Tensor:
+        return kernel(unwritten(piece))[1] if piece["q"].shape[1] == CHUNK else last
+
+    return in_pieces(kernel, x, CHUNK, after)
 
 
 def empty_zero(kernel: Kernel, x: Inputs) -> Pair:
@@ -194,7 +214,7 @@ def late(g: Tensor) -> Tensor:
 class Fault:
     """What is wrong, what it may be called, and what a call must have for it."""
 
-    run: Callable[[Kernel, Inputs], Pair]
+    run: Around
     names: tuple[str, ...] = ()
     needs: str = ""
     delta: bool = True
@@ -205,18 +225,13 @@ STATE = "state"
 FAULTS: dict[str, Fault] = {
     "none": Fault(lambda kernel, x: kernel(x)),
     "state in BF16 every 16 steps": Fault(
-        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, __, s: bf16(s).float()),
+        lambda kernel, x: in_pieces(kernel, x, 16, lambda _, s: bf16(s).float()),
         ("state", "state_step", "handed_back"), "dense",
     ),
     "decays in BF16": Fault(
         lambda kernel, x: kernel({**x, "g": bf16(x["g"].exp()).log()}), ("decay", "decay_step"), "decays"
     ),
-    "last step of a chunk not written": Fault(
-        lambda kernel, x: in_pieces(
-            kernel, x, CHUNK, lambda p, _, s: kernel(unwritten(p))[1] if p["q"].shape[1] == CHUNK else s
-        ),
-        ("boundary_write", "lost_write"), "chunks",
-    ),
+    "last step of a chunk not written": Fault(unwritten_chunks, ("boundary_write", "lost_write"), "chunks"),
     # The delta rule's new values lack the state then too, for which there is no name.
     "no inter-chunk term": Fault(alone, ("no_inter_chunk",), "chunks", delta=False),
     "initial state ignored": Fault(other_state(lambda s: s * 0), ("no_initial_state",), STATE),
@@ -226,20 +241,14 @@ FAULTS: dict[str, Fault] = {
     "initial state of another": Fault(other_state(lambda s: s.roll(1, 0)), ("initial_state_of_another",), "several"),
     "decay's gradient dropped": Fault(lambda kernel, x: kernel({**x, "g": x["g"].detach()}), ("zero",)),
     "initial state's gradient dropped": Fault(other_state(lambda s: s.detach()), ("zero",), STATE),
-    "last state's gradient ignored": Fault(
-        lambda kernel, x: (lambda o, s: (o, s.detach()))(*kernel(x)), ("no_last_gradient",), STATE
-    ),
-    "sequences run on": Fault(
-        lambda kernel, x: (kernel({**x, **({"initial_state": x["initial_state"][:1]} if "initial_state" in x else {})},
-                                  ())[0], kernel(x)[1]),
-        ("sequences_run_on",), "packed",
-    ),
+    "last state's gradient ignored": Fault(returned(last=lambda s: s.detach()), ("no_last_gradient",), STATE),
+    "sequences run on": Fault(run_on, ("sequences_run_on",), "packed"),
     "tail left out": Fault(tail_out, (), "tail"),
-    "last states of others": Fault(states_turned, (), "several"),
+    "last states of others": Fault(returned(last=lambda s: s.roll(1, 0)), (), "several"),
     "an empty sequence's last state is zero": Fault(empty_zero, ("zero",), "empty"),
     "decays a step late": Fault(lambda kernel, x: kernel({**x, "g": late(x["g"])}), (), "decays"),
-    "o 1 % too large": Fault(lambda kernel, x: (lambda o, s: (o * 1.01, s))(*kernel(x)), ("factor",)),
-    "last state transposed": Fault(lambda kernel, x: (lambda o, s: (o, s.mT))(*kernel(x)), ("transposed",), "square"),
+    "o 1 % too large": Fault(returned(o=lambda o: o * 1.01), ("factor",)),
+    "last state transposed": Fault(returned(last=lambda s: s.mT), ("transposed",), "square"),
 }  # fmt: skip
 
 

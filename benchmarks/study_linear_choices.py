@@ -107,12 +107,14 @@ def permuted(capture: LinearCapture) -> LinearCapture:
     make = torch.Generator().manual_seed(0)
     of_values, of_keys = (torch.randperm(capture.tensors[n].shape[3], generator=make) for n in "vq")
     given = {**capture.inputs, "do": capture.tensors["do"]}
-    turned = {n: given[n][..., of_values] for n in ("v", "do", "initial_state") if n in given}
-    keys = [n for n in ("q", "k", "a", "b", "g") if n in given and given[n].ndim == 4]
-    turned |= {n: given[n][..., of_keys] for n in keys}
+    for name, x in given.items():
+        if name in ("v", "do", "initial_state"):
+            given[name] = x[..., of_values]
+        elif name in ("q", "k", "a", "b", "g") and x.ndim == 4:
+            given[name] = x[..., of_keys]
     if "initial_state" in given:
-        turned["initial_state"] = turned["initial_state"][:, :, of_keys]
-    return replace(capture, tensors={**given, **turned})
+        given["initial_state"] = given["initial_state"][:, :, of_keys]
+    return replace(capture, tensors=given)
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:

@@ -302,7 +302,7 @@ def as_released(operator: str, steps: int, lengths: tuple[int, ...] = ()) -> Lin
     capture = LinearCapture(operator, given)
     run = LinearRun(capture, torch.device("cpu"))
     like = {"o": torch.bfloat16, "final_state": torch.float32}
-    found = run.emulated(replace(run.recipe, **run.released()[0]))
+    found = run.emulated(replace(run.recipe, chunk=64, **run.released()[0]))
     kept = {n: x.to(like[n] if n in like else given[n[1:]].dtype) for n, x in found.items()}
     return replace(capture, tensors={**capture.tensors, **kept})
 
