@@ -7,8 +7,8 @@ Of every capture: the error of each quantity over the yardstick's (a well-rounde
 chunks), over a well-rounded kernel's in the kernel's own chunks (those whose emulation comes nearest to O), and over
 one's that also rounds as the released kernel's source does (``RELEASED``, the nearest of several); how much of the
 squared error that last emulation makes, bit for bit; that emulation's error over its own without each choice, and over
-its own with v's features in another order (what chance makes of such a ratio); and what ``inspect`` names where the
-first is below 0.9, or more than 1.1.
+its own with features of q and v in another order (what chance makes of such a ratio); how many rows carry the error;
+and what ``inspect`` names where the first is below 0.9, or more than 1.1.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ def squares(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
     """||x - other||^2 by head."""
     places = [run.place(name, head) for head in range(run.capture.tensors["v"].shape[2])]
     return [float((x[p].double() - other[p]).square().sum()) for p in places if p is not None]
+
+
+def rows(run: LinearRun, name: str, x: Tensor, other: Tensor) -> list[float]:
+    """How many rows (steps, or a state's) carry ||x - other||^2, by head: (sum s)^2 / sum s^2 of their squares s."""
+    found = []
+    for head in range(run.capture.tensors["v"].shape[2]):
+        if (place := run.place(name, head)) is not None:
+            off = (x[place].double() - other[place]).square()
+            each = off.flatten(0, -2).sum(1) if off.ndim == 3 else off.flatten()
+            found.append(float(each.sum().square() / each.square().sum()))
+    return found
 
 
 def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, Any]:
@@ -78,6 +89,7 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
                 site: ratios(squares(run, name, released[name], true[name]), squares(run, name, made[name], true[name]))
                 for site, made in without.items()
             },
+            "rows": rows(run, name, observed[name], true[name]),
             "explained": [1 - m / e for m, e in zip(bits, left, strict=True)],
         }
         if judge:
@@ -91,10 +103,18 @@ def figures(capture: LinearCapture, device: str, *, judge: bool) -> dict[str, An
 
 
 def permuted(capture: LinearCapture) -> LinearCapture:
-    """It, with features of v in another order: the same mathematics and roundings, and sums in another order."""
-    order = torch.randperm(capture.tensors["v"].shape[3], generator=torch.Generator().manual_seed(0))
-    turned = {n: capture.tensors[n][..., order] for n in ("v", "do", "initial_state") if n in capture.tensors}
-    return replace(capture, tensors={**capture.inputs, "do": capture.tensors["do"], **turned})
+    """It, with features in another order: the same mathematics and roundings, and sums in another order."""
+    make = torch.Generator().manual_seed(0)
+    of_values, of_keys = (torch.randperm(capture.tensors[n].shape[3], generator=make) for n in "vq")
+    given = {**capture.inputs, "do": capture.tensors["do"]}
+    for name, x in given.items():
+        if name in ("v", "do", "initial_state"):
+            given[name] = x[..., of_values]
+        elif name in ("q", "k", "a", "b", "g") and x.ndim == 4:
+            given[name] = x[..., of_keys]
+    if "initial_state" in given:
+        given["initial_state"] = given["initial_state"][:, :, of_keys]
+    return replace(capture, tensors=given)
 
 
 def ratios(errors: list[float], others: list[float]) -> list[float]:

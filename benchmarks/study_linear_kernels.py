@@ -122,7 +122,8 @@ def captured(
         call, how = trained.inputs()
         own = f"{operator}_layer_{seed}"
         said |= {"loss": trained.loss, "options": how}
-        said["as the layer calls it"] = attempted(lambda: judged(trained.as_captured(), own, options), own)
+        if not options.unjudged:
+            said["as the layer calls it"] = attempted(lambda: judged(trained.as_captured(), own, options), own)
     if options.safe_gate and operator == "rwkv7" and inputs == "gaussian":
         how = {"safe_gate": True, "chunk_size": 64}
     made = ran(call, how)

@@ -52,9 +52,7 @@ class LinearHeads:
     """What v is multiplied with, [N, T, 1] (Mamba-2's dt)."""
 
 
-def run_linear(
-    x: LinearHeads, recipe: LinearRecipe, fault: LinearFault | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run_linear(x: LinearHeads, recipe: LinearRecipe, fault: LinearFault | None = None) -> tuple[Tensor, Tensor]:
     """Run the kernel.
 
     Args:
@@ -63,7 +61,7 @@ def run_linear(
         fault: What it gets wrong besides (initial states and dropped gradients are the caller's).
 
     Returns:
-        o [N, T, V], the last state [N, K, V], and the states before every chunk.
+        o [N, T, V] and the last state [N, K, V], of a sequence without steps the first.
     """
     return _Kernel(x, recipe, fault).run()
 
@@ -112,7 +110,7 @@ class _Kernel:
         padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % size))
         return padded.reshape(len(x), -1, size, x.shape[2])
 
-    def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def run(self) -> tuple[Tensor, Tensor]:
         x = self.x
         g = self.chunks(x.g)
         # A decay of one number a step multiplies products; one a channel their operands.
@@ -202,19 +200,14 @@ class _Kernel:
         return b, self.scores(q, b, log, log), lambda state, c: self.new_values(u[:, c] + self.inter(w[:, c], state))
 
     def carried(
-        self,
-        q: Tensor,
-        log: Tensor,
-        sources: list[tuple[Tensor, Tensor, Written]],
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self, q: Tensor, log: Tensor, sources: list[tuple[Tensor, Tensor, Written]], state: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The chunks one after the other."""
-        outs, states, scale, sums = [], [], self.x.scale, self.recipe.decay_sums
+        outs, scale, sums = [self.x.v[:, :0]], self.x.scale, self.recipe.decay_sums
         # Kernels that go step by step read o from the state that they have just written.
         stepwise = self.recipe.chunk == 1 and self.fault is None
         for c in range(q.shape[1]):
             state = state if stepwise else self.stored(state, self.recipe.state)
-            states.append(state)
             last = log[:, c, -2 if self.fault == "boundary_decay" else -1, None]
             through = log[:, c].detach() if self.fault == "no_decay_gradient_of_states" else log[:, c]
             last = last.detach() if self.fault == "no_decay_gradient_of_states" else last
@@ -258,7 +251,7 @@ class _Kernel:
             out = out / self._sums()
         if self.x.skip is not None:
             out = out + self.x.skip
-        return self.stored(out, self.recipe.out), state, states
+        return self.stored(out, self.recipe.out), state
 
     def _sums(self) -> Tensor:
         keys = self.stored(self.x.k.cumsum(1), self.recipe.normalizer)
@@ -285,7 +278,7 @@ def run_linear_call(
         fault: What it gets wrong besides.
 
     Returns:
-        ``o``, ``final_state``, ``states`` [N, chunks, K, V], and with do or dfinal the gradients (``dq``, …), fp32.
+        ``o``, ``final_state``, and with do or dfinal the gradients (``dq``, …), fp32.
     """
     wanted = do is not None or dfinal is not None
     leaves = {name: x.detach().float().requires_grad_(wanted) for name, x in tensors.items()}
@@ -293,8 +286,8 @@ def run_linear_call(
     if fault == "no_decay_gradient":
         given |= {name: given[name].detach() for name in ("g", "dt", "A") if name in given}
     with torch.set_grad_enabled(wanted), torch.autocast(next(iter(leaves.values())).device.type, enabled=False):
-        o, last, states = run_linear(prepare(given), recipe, fault)
-        found = {"o": o.detach(), "final_state": last.detach(), "states": torch.stack(states, 1).detach()}
+        o, last = run_linear(prepare(given), recipe, fault)
+        found = {"o": o.detach(), "final_state": last.detach()}
         if not wanted:
             return found
         loss = o.new_zeros(())

@@ -291,6 +291,46 @@ def test_shared_heads_and_packed_sequences_are_judged() -> None:
     assert [sum(q.quantity == "dq" for q in h.quantities) for h in found.heads] == [1, 0, 1, 0]
 
 
+def as_released(operator: str, steps: int, lengths: tuple[int, ...] = ()) -> LinearCapture:
+    """What the released kernel returns, emulated, with states at both ends; D = 64."""
+    make, count = torch.Generator().manual_seed(0), len(lengths) or 1
+    given = rounded(linear_inputs(operator, (1, steps, 1, 64, 64), 0, kind=LONG))
+    given |= {n: torch.randn(count, 1, 64, 64, generator=make) * 0.3 for n in ("initial_state", "dfinal_state")}
+    given["do"] = torch.randn(given["v"].shape, generator=make).bfloat16()
+    if lengths:
+        given["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    capture = LinearCapture(operator, given)
+    run = LinearRun(capture, torch.device("cpu"))
+    like = {"o": torch.bfloat16, "final_state": torch.float32}
+    found = run.emulated(replace(run.recipe, chunk=64, **run.released()[0]))
+    kept = {n: x.to(like[n] if n in like else given[n[1:]].dtype) for n, x in found.items()}
+    return replace(capture, tensors={**capture.tensors, **kept})
+
+
+def test_what_few_numbers_have_in_common_is_no_proof() -> None:
+    # 17 gradients of a decay: 88 % of their squared error look like a BF16 state's.
+    found = attn_diag.inspect_linear(as_released("gated_delta_rule", 17), device="cpu")
+    assert not found.labels & {"wrong", "lossy", "biased"}, found.sentence
+    assert "dg" in {q.quantity for q in found.heads[0].quantities if q.answer == "undecided"}
+    # As many numbers that are a factor too large, each by the same, are no chance.
+    capture = as_released("gated_delta_rule", 80)
+    large = {**capture.tensors, "dv": (capture.tensors["dv"].float() * 1.02).bfloat16()}
+    found = attn_diag.inspect_linear(replace(capture, tensors=large), device="cpu")
+    assert ("wrong", "factor") in {(q.answer, q.cause) for q in found.heads[0].quantities if q.quantity == "dv"}
+
+
+def test_a_packed_sequence_of_no_steps_has_its_first_state() -> None:
+    capture = as_released("gla", 40, (24, 0, 16, 0))
+    assert torch.equal(capture.tensors["final_state"][1], capture.tensors["initial_state"][1])
+    assert torch.equal(capture.tensors["dinitial_state"][3], capture.tensors["dfinal_state"][3])
+    found = attn_diag.inspect_linear(capture, device="cpu")
+    assert not found.labels & {"wrong", "lossy", "biased"}, found.sentence
+    lost = capture.tensors["final_state"].clone()
+    lost[1] = 0
+    found = attn_diag.inspect_linear(replace(capture, tensors={**capture.tensors, "final_state": lost}), device="cpu")
+    assert {q.answer for q in found.heads[0].quantities if q.quantity == "final_state"} == {"wrong"}
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path, run: Run) -> None:
     captured("gated_delta_rule", 1, "no_inter_chunk").save(tmp_path / "bad.safetensors")
     out, page = tmp_path / "found.json", tmp_path / "page.html"

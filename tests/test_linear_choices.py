@@ -123,3 +123,19 @@ def test_choices_are_sites_of_attribute_and_what_if(operator: str) -> None:
         assert head.arithmetic[quantity] < 1e-3, quantity
     found = attn_diag.what_if_linear(run.capture, recipe=text, device="cpu")
     assert {f"{site}=fp32" for site in coarse} <= {one.name for one in found.candidates}
+
+
+def test_a_step_that_is_off_is_not_put_down_to_roundings_that_are_there_too() -> None:
+    given = rounded(linear_inputs("rwkv7", (1, 512, 1, 32, 32), 3))
+    run = LinearRun(LinearCapture("rwkv7", given), torch.device("cpu"))
+    o = run.emulated(replace(run.recipe, chunk=16, **run.released()[0]), forward=True)["o"]
+    off = torch.zeros_like(o)
+    off[0, 300, 0] = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    # A seventh of the squared error, so that the roundings are still the most of it.
+    error = (o - run.reference.values["o"]).norm()
+    spoilt = o + off / off.norm() * error * (0.14 / 0.86) ** 0.5
+    for made, answer in ((o, "undecided"), (spoilt, "wrong")):
+        found = attn_diag.inspect_linear(LinearCapture("rwkv7", {**given, "o": made.bfloat16()}), device="cpu")
+        (q,) = found.heads[0].quantities
+        assert q.answer == answer, q.words
+        assert ("steps 300" in q.words) == (answer == "wrong")

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, Beside, Causes
+from attn_diag.analyses.linear_causes import Beside, Causes
 from attn_diag.analyses.linear_choices import FP32, Choices
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
-from attn_diag.analyses.linear_noise import along, cancelled, mean_away, near, unusable
+from attn_diag.analyses.linear_noise import along, cancelled, mean_away, stands_out, unusable
 from attn_diag.analyses.linear_words import Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
@@ -45,8 +45,6 @@ from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
 # Steps whose errors are counted together, as they share the state's; and rows of a state.
 _BLOCK, _STATE_BLOCK = 16, 2
-# A row stands out beyond so many times what the coarse kernel leaves about it; one number a row needs more.
-_ROW_LIMIT, _NUMBER_LIMIT = 8.0, 16.0
 # A well-rounded kernel's own error from which a head is called fragile.
 _FRAGILE = 0.02
 # A site that explains so much of an error proves that the error is no accident.
@@ -309,22 +307,21 @@ class _Job:
         coarse: Tensor, observed: Tensor, place: Place,
     ) -> LinearQuantity:  # fmt: skip
         name, relative = found.quantity, found.relative_error
-        limit = _ROW_LIMIT if self._rows(observed).shape[1] > 1 else _NUMBER_LIMIT
-        outlying = squares > limit**2 * near(torch.maximum(coarse, allowed))
+        outlying = stands_out(squares, torch.maximum(coarse, allowed), self._rows(observed).shape[1])
         rest = paired_ratio(squares[~outlying].cpu().numpy(), allowed[~outlying].cpu().numpy())
         beyond = float(squares.sum()) > BEYOND**2 * float(coarse.sum())
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
             cause = self._sure(cause)
-            if cause is None and name == "o" and not localised:
-                scaled = self.causes.factor(name, observed.double(), place)
-                cause = scaled if scaled is not None and scaled.explained > FAULT_EXPLAINS else None
             if cause is not None and cause.is_rounding:
-                made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
-                return _named(
-                    replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}."), cause
-                )
+                left = (1 - cause.explained) * float(squares.sum())
+                sound = left <= BEYOND**2 * float(coarse.sum()) or self.causes.as_stepwise(name, left, place)
+                if sound:
+                    made = f"{cause.words} explains {percent(cause.explained)} of the squared error"
+                    found = replace(found, answer="lossy", words=f"{symbol} is {percent(relative)} off: {made}.")
+                    return _named(found, cause)
+                cause = None  # it is there, and what is left is no rounding's
             if cause is None and not localised and self.causes.as_stepwise(name, float(squares.sum()), place):
                 said = f"{symbol} is {percent(relative)} off, as far as with the state in 16 bits after every step"
                 return replace(found, answer="lossy", words=f"{said}; no single site explains it.")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_boundaries import misfit
+from attn_diag.analyses.linear_noise import block_of, by_chance
 from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
@@ -32,6 +33,8 @@ Beside = Mapping[str, tuple[Tensor, Place]]
 _OF_INITIAL: tuple[LinearFault, ...] = ("no_initial_state", "initial_state_transposed", "initial_state_of_another")
 # Faults that are the same in all chunks, and what a call must have for them.
 _NEEDS: dict[LinearFault, str] = {"sequences_run_on": "cu_seqlens", "no_last_gradient": "dfinal_state"}
+# A factor so small says that nothing of the output is there; what that is, a fault may say.
+_NOTHING = 0.05
 # Kernels with these differ in what becomes of the last chunk, so that the last state does not tell.
 _OF_BOUNDARY: tuple[LinearFault, ...] = ("boundary_write", "boundary_decay")
 _OF_DECAY: tuple[LinearFault, ...] = ("no_decay_gradient_of_states",)
@@ -45,8 +48,8 @@ class Causes:
 
     A fault explains an error e where what the faulty kernel returns is what was observed: 1 - |observed - faulty|^2 /
     |e|^2. A site is looked for beside other roundings that are not known: d, what it changes in the emulated kernel,
-    must be in e with a coefficient about 1, <e, d> / <d, d>, as it is only where the bits agree; it explains
-    <e, d>^2 / (|e|^2 |d|^2).
+    must be in e with a coefficient about 1, <e, d> / <d, d>, as it is only where the bits agree, and so must what of d
+    is no multiple of the output; it explains <e, d>^2 / (|e|^2 |d|^2).
     """
 
     def __init__(self, run: LinearRun) -> None:
@@ -91,7 +94,10 @@ class Causes:
             return fault
         # Decays that are rounded coarsely look like a boundary that is off by one.
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
-        return max((c for c in (fault, site) if c is not None), key=lambda c: c.explained, default=None)
+        scaled = self.factor(name, observed, place) if fault is None else None
+        if scaled is not None and scaled.explained <= FAULT_EXPLAINS:
+            scaled = None
+        return max((c for c in (fault, site, scaled) if c is not None), key=lambda c: c.explained, default=None)
 
     def of_lossy(self, name: str, observed: Tensor, place: Place, allowed: float, by_bits: bool = True) -> Cause | None:
         """What explains too large an error: a rounding site, or a factor that no rounding of the output makes.
@@ -126,6 +132,8 @@ class Causes:
         # Truncation moves a number by less than an ulp, which is 2^-p of it at most, p its explicit bits.
         ulp_of_one = 2.0 ** -format_of(self._run.capture.tensors["q"].dtype).precision
         if explained < _FACTOR_EXPLAINS or abs(factor - own) <= ulp_of_one:
+            return None
+        if by_chance(observed - reference, reference, block_of(name)):
             return None
         return Cause("factor", explained, f"it is {factor:.4g} times what it should be")
 
@@ -229,13 +237,21 @@ class Causes:
         reference = self._run.reference.values[name][place]
         error = observed - reference
         total = float(error.square().sum())
+        sound = self._outputs("", chunk, forward=forward)[name][place]
         if cause in LINEAR_FAULTS:
-            return 1 - float((observed - made[name][place]).square().sum()) / total if total else 0.0
-        change = made[name][place] - self._outputs("", chunk, forward=forward)[name][place]
+            left = float((observed - made[name][place]).square().sum())
+            explained = 1 - left / total if total else 0.0
+            # What a fault leaves is rounding; more is another one's.
+            plain = left > _PLAIN**2 * float((sound - reference).square().sum())
+            return 0.0 if plain and explained < _SURE else explained
+        change = made[name][place] - sound
         size, common = float(change.square().sum()), float((error * change).sum())
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
-        return common**2 / size / total
+        # Whatever makes an output larger agrees with decays that are all rounded up: bits are what is beside a factor.
+        own, rest = _beside(error, reference), _beside(change, reference)
+        there = float((own * rest).sum()) > _ONE[0] / 2 * float(rest.square().sum())
+        return common**2 / size / total if there and not by_chance(own, rest, block_of(name)) else 0.0
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         capture = self._run.capture
@@ -305,6 +321,12 @@ def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
     return replace(capture, tensors=kept | {"g": g})
 
 
+def _beside(x: Tensor, reference: Tensor) -> Tensor:
+    """x without what is a multiple of the reference."""
+    size = float(reference.square().sum())
+    return x - float((x * reference).sum()) / size * reference if size else x
+
+
 def _transposed(observed: Tensor, reference: Tensor) -> Cause | None:
     if reference.shape[-1] != reference.shape[-2] or not observed.isfinite().all():
         return None
@@ -323,7 +345,7 @@ def _simple(observed: Tensor, reference: Tensor) -> Cause | None:
     factor = float((observed * reference).sum()) / size
     error = float((observed - reference).square().sum())
     left = float((observed - factor * reference).square().sum())
-    if error == 0 or left > (1 - 0.98) * error:
+    if error == 0 or left > (1 - 0.98) * error or abs(factor) < _NOTHING:
         return None
     if abs(factor + 1) < 0.01:
         return Cause("sign", 1 - left / error, CAUSES["sign"])

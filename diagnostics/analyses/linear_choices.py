@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.linear_noise import stands_out
 from attn_diag.head.linear import LinearRun, Place, recipe_name
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe
@@ -52,8 +53,9 @@ class Choices:
             observed: The head's, as it was captured.
             place: Where the head is in the quantity's tensor.
         """
-        # Coarse sums are known by their size alone; what the bits tell goes before.
-        by_size = q.cause == "decay_sums"
+        # Coarse sums are known by their size alone, and a factor may be what operands that are cut off make; what the
+        # bits tell goes before.
+        by_size = q.cause in ("decay_sums", "factor")
         if q.factor is None or q.relative_error is None or self._run.format is None or not (q.cause is None or by_size):
             return q
         if q.relative_error <= FP32 * self._run.unit:
@@ -61,22 +63,24 @@ class Choices:
         finer = q.answer == "good" and q.factor < FINER
         if not finer and not (q.answer in ("undecided", "lossy", "wrong") and AS_GOOD < q.factor < _MOST):
             return q
-        found = self._of(q.quantity, observed.double(), place)
+        found = self._of(q.quantity, observed.double(), place, wrong=q.answer == "wrong")
         if found is None and (by_size or q.answer == "wrong"):
             return q
         if found is None:
             unknown = "; its bits do not tell why" if finer else ""
             return replace(q, words=f"{q.words.removesuffix('.')}{unknown}.")
         name, words, explained = found
+        if q.cause == "factor" and q.explained is not None and q.explained > explained:
+            return q
         judged = q.words.removesuffix(".")
-        for otherwise in (", as with ", ", which no rounding makes"):
+        for otherwise in (", as with ", ", which no rounding makes", ": it is "):
             judged = judged.partition(otherwise)[0]
         said = f"{judged}, as {words}: that makes {percent(explained)} of its squared error."
         # What roundings make to the bit is not wrong, however large.
         answer = q.answer if q.answer != "wrong" else "lossy" if q.factor > LOSSY else "undecided"
         return replace(q, answer=answer, words=said, cause=name, explained=explained)
 
-    def _of(self, name: str, observed: Tensor, place: Place) -> tuple[str, str, float] | None:
+    def _of(self, name: str, observed: Tensor, place: Place, *, wrong: bool) -> tuple[str, str, float] | None:
         true = self._run.reference.values[name][place]
         total, own = float((observed - true).square().sum()), self._run.recipe
         width = observed.shape[-1] if observed.ndim == 3 else 1
@@ -101,8 +105,11 @@ class Choices:
             without = replace(best, **{site: getattr(own, site)})
             if not worse(without, best):
                 best, used = without, {s: to for s, to in used.items() if s != site}
-        error = float((self._outputs(best)[name][place] - true).square().sum())
-        explained = 1 - float(missed(best).sum())
+        errors = (observed - true, self._outputs(best)[name][place] - true)
+        off, made = (x.square().reshape(-1, width).sum(1) for x in errors)
+        if wrong and stands_out(off, made, width).any():
+            return None  # these roundings leave less in some rows
+        error, explained = float(made.sum()), 1 - float(missed(best).sum())
         if explained < (_ALL if "operands" in used else _EXPLAINS) or not FINER**2 <= total / error <= AS_GOOD**2:
             return None
         told = all(worse(replace(best, chunk=chunk), best) for chunk in chunks if chunk != best.chunk)

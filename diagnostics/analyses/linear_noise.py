@@ -18,10 +18,14 @@ from attn_diag.results.wording import plural
 from attn_diag.statistics.drift import FLAT_BAND_99
 from attn_diag.statistics.means import mean_test, two_way
 
-_NEAR, _CHUNK = 17, 64
+_NEAR, _CHUNK, _BLOCK = 17, 64, 16
 # Steps of a point of O's error along the sequence.
 _CURVE = 64
 _FEWEST = 8
+# A row stands out beyond so many times what the kernel leaves about it; one number a row needs more.
+_ROW_LIMIT, _NUMBER_LIMIT = 8.0, 16.0
+# How likely two errors agree by chance if that is to prove anything: some fifty sites are tried.
+_AGREE = 1e-3
 
 
 def cancelled(run: LinearRun, name: str, place: Place) -> Tensor | float:
@@ -80,6 +84,46 @@ def mean_away(excess: npt.NDArray[np.float64], block: int) -> tuple[float | None
     test = two_way(one, other, cells, excess.size, 0.01)
     p = float(test.p_value)
     return float(test.mean) / float(np.sqrt(np.square(excess).mean())), p if math.isfinite(p) else None
+
+
+def block_of(name: str) -> int:
+    """Steps whose errors of a quantity hang together: a decay's gradient sums over its chunk."""
+    return _CHUNK if name in ("dg", "ddt") else _BLOCK
+
+
+def by_chance(error: Tensor, other: Tensor, block: int) -> bool:
+    """Whether two errors of a head may agree by chance, as few numbers do, or many that are made of few.
+
+    Their product has a mean of zero then: a t-test, features its clusters (of numbers a step, blocks of steps).
+
+    Args:
+        error: [rows, D], or [N, K, D].
+        other: Likewise.
+        block: Steps that share an error.
+    """
+    products = (error * other).flatten(0, -2) if error.ndim == 3 else (error * other).reshape(-1, 1)
+    if products.shape[1] >= _FEWEST:
+        sums = products.sum(0)
+        sizes = torch.full_like(sums, len(products))
+    else:
+        index = torch.arange(len(products), device=products.device) // block
+        sums = products.new_zeros(int(index[-1]) + 1).index_add_(0, index, products.sum(1))
+        sizes = torch.bincount(index).double() * products.shape[1]
+    if len(sums) < 2:
+        return True
+    return not float(mean_test(sums.cpu().numpy(), sizes.cpu().numpy(), 0.01).p_value) < _AGREE
+
+
+def stands_out(squares: Tensor, yard: Tensor, width: int) -> Tensor:
+    """Which rows are far beyond what a kernel leaves in those about them.
+
+    Args:
+        squares: [rows], of errors.
+        yard: [rows], those of the kernel that they are held against.
+        width: Numbers in a row.
+    """
+    limit = _ROW_LIMIT if width > 1 else _NUMBER_LIMIT
+    return squares > limit**2 * near(yard)
 
 
 def unusable(symbol: str, observed: Tensor, known: Tensor, sound: Sequence[Tensor]) -> tuple[Answer, str] | None:

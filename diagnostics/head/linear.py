@@ -158,8 +158,6 @@ class LinearRun:
         tensors = self.capture.tensors
         for name in parts[0][2]:
             each = [part[name].double() for _, _, part in parts]
-            if name == "states":
-                continue
             if name in ("final_state", "dinitial_state"):
                 found[name] = torch.stack(each)
             elif name[1:] in OF_HEADS:
