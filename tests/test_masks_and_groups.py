@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from builders import some
@@ -36,7 +38,7 @@ def of(found: attn_diag.Diagnosis, head: int) -> dict[str, QuantityVerdict]:
     ],
     ids=["another head", "reversed", "scaled", "sign"],
 )
-def test_the_mask_that_a_head_had_is_named(fault, words) -> None:  # type: ignore[no-untyped-def]
+def test_the_mask_that_a_head_had_is_named(fault: Callable[[Tensor], Tensor], words: str) -> None:
     q, k, v = given(3, 3, 3)
     mask = torch.randn(1, 3, ROWS, ROWS, generator=torch.Generator().manual_seed(7))
     wrong = mask.clone()

@@ -191,7 +191,7 @@ def _counts(evidence: Evidence, parts: Tensor, rows: Tensor) -> Tensor | None:
     noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
     matrix = (parts / noise).flatten(1).T
     goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
-    coefficients = torch.linalg.lstsq(matrix, goal).solution[:, 0]
+    coefficients: Tensor = torch.linalg.lstsq(matrix, goal).solution[:, 0]
     rounded = coefficients.round()
     if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
         return None
