@@ -69,7 +69,7 @@ def test_query_heads_summed_into_another_key_head_are_named(order: tuple[int, ..
         for t in (ds.bfloat16().double().mT @ q.double() * SCALE, probs.mT @ do.double())
     )
     grads = {n: t.unflatten(1, (2, 2)).sum(2).bfloat16() for n, t in (("dk", dk), ("dv", dv))}
-    found = of(attn_diag.inspect(q, k, v, o=o, do=do, device="cpu", **grads), 0)  # type: ignore[arg-type]
+    found = of(attn_diag.inspect(q, k, v, o=o, do=do, device="cpu", **grads), 0)
     for name in ("dk", "dv"):
         assert (found[name].answer == "wrong") == (words is not None)
         assert words is None or words in found[name].words
