@@ -12,6 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
+from attn_diag.results.quality import Pattern
 from attn_diag.results.wording import (
     DASH,
     EVERY_SYMBOL,
@@ -139,16 +140,31 @@ def _what(found: CheckReport, first: Failure) -> str:
     if first.kind in ("fit", "invariance"):
         return first.message.partition(": ")[2] or first.message
     if first.kind == "wrong":
-        case = next((c for c in found.cases if c.name == first.case), None)
-        verdicts = [] if case is None else [v for v in case.quantities if v.quantity == first.quantity and v.patterns]
-        pattern = f", of which {verdicts[0].patterns[0].words}" if verdicts else ", which no rounding makes"
+        patterns = _patterns(found, first)
+        pattern = f", of which {patterns[0].words}" if patterns else ", which no rounding makes"
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
+    if (factor := _shared_factor(found, first)) is not None:
+        return f"of {name} {factor}{_also_wrong(beside)}"
     kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
     said = together([words.format(yardstick(found.declared)) for kind, words in _KINDS.items() if kind in kinds])
     failed = {f.quantity for f in found.failures} - {first.quantity, *beside}
     others = [_NAMES[n] for n in _MADE_FROM if n in failed]
     also = f", and so {together(others)}" if others else ""
     return f"{name} is {said}{also}{_also_wrong(beside)}"
+
+
+def _patterns(found: CheckReport, failure: Failure) -> tuple[Pattern, ...]:
+    """What is known of how a failure's quantity came about."""
+    case = next((c for c in found.cases if c.name == failure.case), None)
+    known = [] if case is None else [v for v in case.quantities if v.quantity == failure.quantity and v.patterns]
+    return known[0].patterns if known else ()
+
+
+def _shared_factor(found: CheckReport, first: Failure) -> str | None:
+    """The factor that is all that ails a quantity; None where something else does, or other quantities fail too."""
+    if {f.quantity for f in found.failures} != {first.quantity}:
+        return None
+    return next((p.words for p in _patterns(found, first) if p.kind == "shared factor"), None)
 
 
 def _wrong_beside(found: CheckReport, first: Failure) -> list[str]:

@@ -88,6 +88,8 @@ def next_command(diagnosis: Diagnosis) -> Line:
     if not entries:
         return Line("Next", "capture what the kernel returns (o, best with do and dq) too, and inspect that.")
     if all("clean" not in label_names(e[2]) for e in entries):
+        if all(not {"o", "delta"} & set(e[1].outputs) for e in entries):
+            return Line("Next", "capture o of these heads too, and inspect again: without it no bias can be tested.")
         return Line("Next", "capture more rows or sequences of these heads, and inspect again.")
     more = (
         " To judge the gradients too, capture do and dq." if all(e[2].propagation.dq is None for e in entries) else ""

@@ -16,7 +16,7 @@ import attn_diag
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.reports.ci import junit_document, step_summary, workflow_commands
 from attn_diag.results.check import CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.quality import QuantityVerdict
+from attn_diag.results.quality import Pattern, QuantityVerdict
 
 HOSTILE = "<script>alert(1)</script>|\x00\x1b[31m\ud800\n::error::x%0A,a:b]]>&\"'`|[l](javascript:x)"
 
@@ -216,3 +216,16 @@ def test_a_kernel_that_is_surely_coarser_is_not_called_as_good(failed: CheckRepo
     found = replace(failed, source="fn", baseline=None, baseline_key=None, failures=(), cases=(case,))
     first = " ".join(found.report(80).partition("bias")[0].split())
     assert f"OK fn: 1 case, {said} a well-rounded kernel" in first, first
+
+
+def test_a_factor_that_is_all_that_is_wrong_stands_in_the_first_line(failed: CheckReport) -> None:
+    words = "all rows are 1.0039 times the true ones, and but for that as good as a well-rounded kernel's"
+    dq = QuantityVerdict(
+        quantity="dq", answer="lossy", words="", factor=1.79, patterns=(Pattern("shared factor", words),)
+    )  # fmt: skip
+    case = replace(failed.cases[1], quantities=(dq,))
+    coarse = Failure("lossy", "normal", "dq", "normal: coarse", factor=1.79)
+    found = replace(failed, source="fn", baseline=None, baseline_key=None, failures=(coarse,), cases=(case,))
+    assert f"FAIL fn (sure): of dQ {words}" in " ".join(found.report(80).split())
+    both = replace(found, failures=(coarse, replace(coarse, quantity="o")))
+    assert "1.0039" not in both.report(80).partition("check of")[0]

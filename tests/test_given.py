@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from builders import rounded_inputs
+from builders import rounded_inputs, some
 from torch import Tensor
 
 import attn_diag
 from attn_diag.captures.tensors import as_tensor
+from attn_diag.reports.opening import next_command
 from attn_diag.results.several import Several
 
 GIVEN: dict[str, Any] = {**rounded_inputs(rows=20)}
@@ -169,6 +170,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "identify(capture, observation='flash', …)",
     ),
     "an ambiguous mask": (lambda: attn_diag.attribute(q[:, :, :5], k, v, causal=True), "causal=True is ambiguous"),
+    "another layout": (
+        lambda: attn_diag.inspect(
+            q.transpose(1, 2).repeat(1, 1, 2, 1), k.transpose(1, 2), v.transpose(1, 2), causal=True
+        ),
+        "of [B, T, H, D] say layout='BTHD'",
+    ),
+    "no batch axis": (lambda: attn_diag.inspect(q[0], k[0], v[0], causal=True), "give q[None]"),
 }
 
 
@@ -178,3 +186,16 @@ def test_what_cannot_be_used_is_refused_by_name(case: str) -> None:
     with pytest.raises(attn_diag.InputError) as refused:
         call()
     assert message in str(refused.value)
+
+
+def test_where_o_is_missing_it_is_asked_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 40, 16, generator=generator).bfloat16() for _ in range(4))
+    x, y, z, dy = (t.double() for t in (q, k, v, do))
+    probs = (x @ y.mT / 4).softmax(-1)
+    ds = probs * (dy @ z.mT - (dy * (probs @ z)).sum(-1, keepdim=True)) / 4
+    found = attn_diag.inspect(q, k, v, do=do, dq=(ds @ y).bfloat16(), dk=(ds.mT @ x).bfloat16(), device="cpu")
+    (verdict,) = {h.verdict for h in found.captures[0].observations[0].heads if h.head is not None}
+    assert some(verdict).labels == ("undecided",)
+    assert some(verdict).suggestions[0].startswith("Capture O too")
+    assert next_command(found).said.startswith("capture o of these heads too")

@@ -69,6 +69,9 @@ _SUGGESTIONS: dict[Label, str] = {
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
+_WITHOUT_O = (
+    "Capture O too: without it no bias can be tested, and the parts of dK's error that query rows share are not known."
+)
 
 
 def judge(
@@ -159,7 +162,9 @@ def judge(
     unique = tuple(label for label in LABELS if label in labels)
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
-    return Verdict(unique, evidence, tuple(reasons), tuple(_SUGGESTIONS[label] for label in unique))
+    unseen = all(getattr(bias, name) is None for name in PRIMARY) and bit_identical is None
+    suggestions = _SUGGESTIONS | ({"undecided": _WITHOUT_O} if unseen else {})
+    return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
 
 
 def _nothing_to_test(bias: Bias) -> str:

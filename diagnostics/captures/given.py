@@ -136,7 +136,9 @@ def _of_call(q: Array, k: Array | None, v: Array | None, call: CallTensors, func
         for name, value in {"q": q, "k": k, "v": v, **arrays}.items()
         if value is not None
     }  # fmt: skip
-    options["causal"] = _alignment(options.get("causal", False), square=_same_lengths(tensors, options.get("layout")))
+    layout = options.get("layout")
+    square = _same_lengths(tensors, layout)
+    options["causal"] = _alignment(options.get("causal", False), square=square, hint=_layout_hint(tensors, layout))
     return Capture.from_tensors(tensors, **options)
 
 
@@ -154,10 +156,22 @@ def _same_lengths(tensors: dict[str, Tensor], layout: str | None) -> bool:
     return q.dim() == k.dim() == 4 and q.shape[axis] == k.shape[axis]
 
 
-def _alignment(causal: bool | str, *, square: bool) -> str:
+def _layout_hint(tensors: dict[str, Tensor], layout: str | None) -> str:
+    """What may be meant where lengths differ: [B, T, H, D], whose heads are read as rows, or one head's own tensors."""
+    q, k = tensors["q"], tensors["k"]
+    if layout is None and q.dim() == k.dim() == 4 and q.shape[1] == k.shape[1]:
+        return f"; q {list(q.shape)} and k {list(k.shape)} were read as [B, H, T, D]: of [B, T, H, D] say layout='BTHD'"
+    if q.dim() == 3 and not any(name in tensors for name in (*CACHE, *PACKING, "position_ids")):
+        return f"; q {list(q.shape)} has three axes: of one sequence give q[None], [B, H, T, D]"
+    return ""
+
+
+def _alignment(causal: bool | str, *, square: bool, hint: str = "") -> str:
     """What a capture states of a causal mask. Raises InputError where True may mean either alignment."""
     if causal is True and not square:
-        raise InputError("causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'")
+        raise InputError(
+            f"causal=True is ambiguous where Tq and Tk differ: say 'top-left' (SDPA) or 'bottom-right'{hint}"
+        )
     return causal if isinstance(causal, str) else ("top-left" if causal else "none")
 
 

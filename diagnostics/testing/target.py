@@ -305,7 +305,7 @@ def reported(where: str, shapes: str) -> Iterator[None]:
     except Exception as error:
         if "use_reentrant=True" in str(error):
             raise _ReentrantError from None
-        first = (str(error).strip().splitlines() or ["no message"])[0]
+        first = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         # Inputs that need gradients are refused by some (FlexAttention on a CPU): these have their forward alone.
         refused = isinstance(error, NotImplementedError) and torch.is_grad_enabled()
         kind = NoGradientError if refused else MisfitError

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns import of_mistake, of_sink
+from attn_diag.analyses.patterns import of_mistake, of_sink, of_softcap
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
@@ -20,7 +20,7 @@ from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_rows
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Quantity
-from attn_diag.results.wording import number
+from attn_diag.results.wording import number, together
 
 # A head is streamed again for another reading only if it has at most so many scores.
 _MOST_SCORES = 2**22
@@ -50,6 +50,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     if evidence.quantity == "dq" and len(rows) < _SEVERAL and _is_delta(evidence.error[rows], _along(slabs[0])):
         return  # whatever changes delta in a row or two fits
     yield from _other_formula(evidence, slabs, rows)
+    yield from of_softcap.of_gradient(evidence, slabs, rows)
     yield from _other_tensor(evidence, rows)
     yield from _parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
@@ -87,7 +88,7 @@ def _other_delta(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterato
 
 
 def _other_formula(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
-    """P not normalised or left out or made with another L, dS transposed, no slope of the softcap."""
+    """P not normalised or left out or made with another L, dS transposed."""
     name, sums = evidence.quantity, [r.row_sum for r in evidence.references]
     spread = [s[rows][:, None] if name == "dq" else s[None, :] for s in sums]
     weights = [s.weights() for s in slabs]
@@ -99,9 +100,6 @@ def _other_formula(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Itera
         ]
         yield Guess("lse", f"use {words}", _total(opened, [s.weights() for s in opened]))
     if name != "dv":
-        if slabs[0].slope is not None:
-            words = "are without the softcap's derivative"
-            yield Guess("formula", words, _total(slabs, [s.weights(sloped=False) for s in slabs]))
         plain = []
         for slab in slabs:
             assert slab.dprobs is not None
@@ -149,16 +147,13 @@ def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
 
 
 def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
-    """Of the query heads that share a key head, some alone, or some left out or counted twice."""
+    """Of the query heads that share a key head, some alone, or some left out or counted twice; or heads of others."""
     if len(slabs) < 2:
         return
     parts = torch.stack([s.total(s.weights()) for s in slabs])
-    noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
-    matrix = (parts / noise).flatten(1).T
-    goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
-    coefficients = torch.linalg.lstsq(matrix, goal).solution[:, 0]
-    rounded = coefficients.round()
-    if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
+    yield from _parts_of_others(evidence, parts, rows)
+    rounded = _counts(evidence, parts, rows)
+    if rounded is None:
         return
     said = []
     for times, words in ((0, "leave out"), (2, "count twice")):
@@ -172,6 +167,35 @@ def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iter
     if said and set(rounded.tolist()) <= {0.0, 1.0, 2.0}:
         prediction = torch.einsum("h,hnd->nd", rounded, parts)
         yield Guess("heads", " and ".join(said), prediction, 1)
+
+
+def _parts_of_others(evidence: Evidence, parts: Tensor, rows: Tensor) -> Iterator[Guess]:
+    """Parts of query heads of which some belong to other key heads."""
+    read = [(name, head()) for name, head in evidence.others if len(rows) * len(evidence.truth) <= _MOST_SCORES]
+    read = [(n, h) for n, h in read if h.k.shape == evidence.heads[0].k.shape and h.do is not None]
+    if not read:
+        return
+    theirs = [slab_of(h, reference_of(h, key_gradients=False), evidence.quantity, rows) for _, h in read]
+    every = torch.cat([parts, torch.stack([s.total(s.weights()) for s in theirs])])
+    counts = _counts(evidence, every, rows)
+    if counts is None or not set(counts.tolist()) <= {0.0, 1.0} or not bool(counts[len(parts) :].any()):
+        return
+    names = [*evidence.names, *(name for name, _ in read)]
+    held = [name for name, c in zip(names, counts.tolist(), strict=True) if c]
+    words = f"hold the part{'s' if len(held) > 1 else ''} of {together(held)}, not of {together(evidence.names)}"
+    yield Guess("heads", words, torch.einsum("h,hnd->nd", counts, every), 1, 2 ** len(names))
+
+
+def _counts(evidence: Evidence, parts: Tensor, rows: Tensor) -> Tensor | None:
+    """How many times the rows hold each of some parts, [heads, n, D]; None where not whole, or each once."""
+    noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
+    matrix = (parts / noise).flatten(1).T
+    goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
+    coefficients: Tensor = torch.linalg.lstsq(matrix, goal).solution[:, 0]
+    rounded = coefficients.round()
+    if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
+        return None
+    return rounded
 
 
 def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:

@@ -34,7 +34,7 @@ from attn_diag.results.wording import SYMBOLS, percent
 
 # Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
 _MOST_QUANTITIES = 24
-_MOST_OTHERS = 8
+_MOST_OTHERS, _MOST_ELSEWHERE = 8, 16
 # Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
 _OTHER_HEAD_FROM = 0.1
 # A sequence of whose squared error there is no more, over a well-rounded kernel's (of LSE's budget), is right.
@@ -205,7 +205,7 @@ class CapturePatterns:
         large = (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM or (verdict.factor or 0.0) > _EXPLICABLE
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
-            others=self._others(batch, head) if large else (),
+            others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
@@ -237,6 +237,11 @@ class CapturePatterns:
 
     def _name(self, head: int) -> str:
         return f"head {head + self._capture.metadata.head_offset}"
+
+    def _elsewhere(self, batch: int, heads: Sequence[int]) -> list[tuple[str, Callable[[], AttentionHead]]]:
+        """The nearest query heads of other key heads."""
+        far = sorted(set(range(self._capture.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
+        return [(self._name(h), lambda h=h: read_head(self._capture, batch, h, self._device).head) for h in far]  # type: ignore[misc]
 
     def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
         """The nearest other heads, one of each other key head first, and the same head of another sequence."""

@@ -74,6 +74,14 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
         yield reading("no mask", replace(masking, mask=None))
         if masking.mask.shape[0] == masking.mask.shape[1]:
             yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
+        yield reading("the mask with its keys in reverse", replace(masking, mask=masking.mask.flip(1)))
+        if masking.mask.is_floating_point():
+            yield reading("the mask multiplied by the scale", replace(masking, mask=masking.mask * head.scale))
+            yield reading("the mask of the wrong sign", replace(masking, mask=_negative(masking.mask)))
+
+
+def _negative(mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask.isinf(), mask, -mask)
 
 
 def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
@@ -102,6 +110,10 @@ def other_heads(evidence: Evidence) -> Iterator[Reading]:
         if own.do is not None and other.do is not None and not torch.equal(other.do, own.do):
             yield Reading("head", f"dO of {name}", replace(own, do=other.do))
             yield Reading("head", f"Q with dO of {name}", replace(own, q=other.q, do=other.do))
+        stated, theirs = own.masking.mask, other.masking.mask
+        if stated is not None and theirs is not None and not torch.equal(stated, theirs):
+            words = f"the mask of {name}"
+            yield Reading("mask", words, replace(own, masking=replace(own.masking, mask=theirs)))
         yield Reading("head", name, replace(other, scale=own.scale, masking=own.masking, softcap=own.softcap))
 
 

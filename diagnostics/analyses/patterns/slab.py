@@ -37,12 +37,17 @@ class Slab:
     """P, [n, m], also where it is not visible."""
     kept_probs: Tensor
     """P o W, which dropout makes of it."""
-    slope: Tensor | None
-    """1 - (S/c)^2 under softcap."""
+    tanh: Tensor | None
+    """tanh(S/c), [n, m], under softcap c."""
     dprobs: Tensor | None
     """dP; None of O."""
     delta: Tensor | None
     """[n, 1] or [1, m]."""
+
+    @property
+    def slope(self) -> Tensor | None:
+        """1 - tanh(S/c)^2 under softcap."""
+        return None if self.tanh is None else 1 - self.tanh.square()
 
     @property
     def vectors(self) -> Tensor:
@@ -84,10 +89,10 @@ def open_slab(head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor
     queries = torch.arange(len(head.q), device=rows.device) if by_key else rows
     keys = rows if by_key else torch.arange(len(head.k), device=rows.device)
     scores = (head.q[queries] @ head.k[keys].T) * head.scale
-    slope = None
+    tanh = None
     if head.softcap is not None:
-        bounded = torch.tanh(scores / head.softcap)
-        slope, scores = 1 - bounded.square(), bounded * head.softcap
+        tanh = torch.tanh(scores / head.softcap)
+        scores = tanh * head.softcap
     added = torch.cat(list(_masks(head, queries, keys if by_key else None)))
     visible = added > -torch.inf
     scores = scores + added.masked_fill(~visible, 0.0)
@@ -103,8 +108,8 @@ def open_slab(head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor
     own_delta = None if delta is None else delta[queries][:, None]
     if by_key:
         visible, probs, kept = visible.T, probs.T, kept.T
-        slope, dprobs, own_delta = (None if t is None else t.T for t in (slope, dprobs, own_delta))
-    return Slab(quantity, head, rows, visible, probs, kept, slope, dprobs, own_delta)
+        tanh, dprobs, own_delta = (None if t is None else t.T for t in (tanh, dprobs, own_delta))
+    return Slab(quantity, head, rows, visible, probs, kept, tanh, dprobs, own_delta)
 
 
 def slab_of(head: AttentionHead, reference: HeadReference, quantity: Quantity, rows: Tensor) -> Slab:

@@ -1,0 +1,75 @@
+"""Of one head among several: whose mask it has, and whose parts its key head's gradients hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from builders import some
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.quality import QuantityVerdict
+
+ROWS, WIDTH = 40, 16
+SCALE = WIDTH**-0.5
+
+
+def given(*heads: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, n, ROWS, WIDTH, generator=generator).bfloat16() for n in heads]
+
+
+def of(found: attn_diag.Diagnosis, head: int) -> dict[str, QuantityVerdict]:
+    one = found.captures[0].observations[0].heads
+    picked = next(h for h in one if h.head == head)
+    some(picked.verdict)
+    return {q.quantity: q for q in picked.quantities}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda m: m.roll(-1, 1), "the mask of head 0"),
+        (lambda m: m.flip(3), "the mask with its keys in reverse"),
+        (lambda m: m * SCALE, "the mask multiplied by the scale"),
+        (lambda m: -m, "the mask of the wrong sign"),
+    ],
+    ids=["another head", "reversed", "scaled", "sign"],
+)
+def test_the_mask_that_a_head_had_is_named(fault: Callable[[Tensor], Tensor], words: str) -> None:
+    q, k, v = given(3, 3, 3)
+    mask = torch.randn(1, 3, ROWS, ROWS, generator=torch.Generator().manual_seed(7))
+    wrong = mask.clone()
+    wrong[:, 2] = fault(mask)[:, 2]
+    probs = (q.double() @ k.double().mT * SCALE + wrong).softmax(-1)
+    found = attn_diag.inspect(q, k, v, o=(probs @ v.double()).bfloat16(), mask=mask, device="cpu")
+    assert [of(found, h)["o"].answer for h in range(3)] == ["good", "good", "wrong"]
+    assert f"are what {words} gives" in of(found, 2)["o"].words
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((0, 2, 1, 3), "hold the parts of head 0 and head 2, not of head 0 and head 1"),
+        ((2, 3, 0, 1), "hold the parts of head 2 and head 3, not of head 0 and head 1"),
+        ((0, 1, 2, 3), None),
+    ],
+    ids=["mixed", "swapped", "right"],
+)
+def test_query_heads_summed_into_another_key_head_are_named(order: tuple[int, ...], words: str | None) -> None:
+    q, k, v, do = given(4, 2, 2, 4)
+    x, y = (t.double().repeat_interleave(2, 1) for t in (k, v))
+    probs = (q.double() @ x.mT * SCALE).softmax(-1).bfloat16().double()
+    o = (probs @ y).bfloat16()
+    ds = probs * (do.double() @ y.mT - (do.double() * o.double()).sum(-1, keepdim=True))
+    dk, dv = (
+        t.bfloat16()[:, list(order)].double()
+        for t in (ds.bfloat16().double().mT @ q.double() * SCALE, probs.mT @ do.double())
+    )
+    grads = {n: t.unflatten(1, (2, 2)).sum(2).bfloat16() for n, t in (("dk", dk), ("dv", dv))}
+    found = of(attn_diag.inspect(q, k, v, o=o, do=do, device="cpu", **grads), 0)
+    for name in ("dk", "dv"):
+        assert (found[name].answer == "wrong") == (words is not None)
+        assert words is None or words in found[name].words
