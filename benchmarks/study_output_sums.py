@@ -140,7 +140,8 @@ def told(folder: Path, name: str, other: str, device: str) -> dict[str, Any]:
     started = time.monotonic()
     found = attn_diag.mismatch(folder / other, folder / name, device=device)
     return {
-        "name": name, "other": other, "headline": found.headline, "notes": list(found.notes),
+        "name": name, "other": other, "headline": found.headline,
+        "notes": [note.replace(f"{folder}/", "") for note in found.notes],
         "causes": [{"layer": c.layer, "kind": c.kind, "words": c.words} for c in found.causes],
         "ways": sorted({f"{s.run}: {len(s.ranks)} ranks, {s.dtype}, {s.by}: {s.way}" for s in found.sums}),
         "sums": [
