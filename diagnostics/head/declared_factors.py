@@ -164,6 +164,8 @@ class _Fitted:
         if not explained:
             return Factors("")
         of, each, fit = min(explained, key=lambda one: float(one[2].left.square().sum()))
+        if of == "k" and self._left_out(each, fit):
+            return Factors("")
         smaller = bool((fit.found[:-1][self._wrong(fit)[:-1]] < 0).all())
         return Factors(self._of_blocks(of, each, fit), throughout=False, smaller=smaller)
 
@@ -198,6 +200,24 @@ class _Fitted:
         apart = split.found[:-1] - fit.found[:-1].repeat_interleave(2)[: len(split.found) - 1]
         own = fit.projection[:-1].repeat_interleave(2, 0)[: len(apart)]
         return not bool(self._beyond(apart, split.projection[:-1] - own).any())
+
+    def _left_out(self, each: Tensor, fit: _Fit) -> bool:
+        """Whether keys whose factor is below 1 are as likely left out, by some rows or all."""
+        head, rows = self._head, self._rows
+        block = reference_rows(head, rows)
+        smaller = (self._wrong(fit)[:-1] & (fit.found[:-1] < 0)).nonzero()[:, 0]
+        seen = block.probs.masked_fill(torch.isin(each[block.keys], smaller), 0.0)
+        rest = seen.sum(1).clamp(min=1e-300)
+        out = head.drop(seen, rows, block.keys) @ head.v[block.keys] / rest[:, None]
+        without = self._joined([out - self._plain[0], rest.log()])
+        nearer = torch.minimum(self._by_row(self._apart), self._by_row(self._apart - without))
+        return bool(nearer.sum() <= fit.left.square().sum())
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """The sum of squares of O's and L's ``values`` in each row, [R]."""
+        squares = values.square()
+        of_out = squares[: self._size].view(len(self._rows), -1).sum(1)
+        return of_out + squares[self._size :] if len(squares) > self._size else of_out
 
     def _groups(self, parts: int) -> list[tuple[Of, Tensor]]:
         """Blocks of keys and of rows, in so many parts, [Tk] and [Tq] numbers from 0, where there are several."""
