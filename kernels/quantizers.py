@@ -198,6 +198,11 @@ class Quantizer:
         found = _ROWS.fullmatch(self.block)
         return int(found[2]) if found and found[2] else 1
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether blocks are of whole rows, whatever their number."""
+        return self.block in ("tensor", "row") or _ROWS.fullmatch(self.block) is not None
+
     def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a block, of all its ``row_groups``, in a matrix of ``shape``. Raises ValueError."""
         rows, columns = shape

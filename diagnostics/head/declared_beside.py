@@ -20,8 +20,11 @@ from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_noise import dithered, drawn_noise
 from attn_diag.head.quality import LOSSY
 from attn_diag.kernels import Recipe, emulate_rows, emulate_rows_of_several
+from attn_diag.kernels.emulation_operands import Operands
+from attn_diag.kernels.quantize import spread
 from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
 from attn_diag.reference import AttentionHead
+from attn_diag.results.wording import runs_of
 
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
 EXACT, PART = 0.5, 0.25
@@ -102,6 +105,28 @@ class BesideRecipe:
         for name, text, by in self.quantizers():
             if by.scale == "fp32" and by.symmetric and not by.tensor_scale:
                 yield name, text, by
+
+    def blocks(self, name: str, by: Quantizer) -> Tensor:
+        """The number of the block of every element, [T, D]."""
+        x = getattr(self.head, name)
+        shape = len(x), x.shape[1]
+        rows, columns = by.block_shape(shape)
+        down, across = -(-shape[0] // rows) * by.row_groups, -(-shape[1] // columns)
+        return spread(torch.arange(down * across, device=x.device).view(down, across), shape, by)
+
+    def place(self, name: str, by: Quantizer, block: int) -> str:
+        """Where a block is: "keys 64-127"."""
+        inside = self.blocks(name, by) == block
+        rows, columns = (inside.any(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
+        places = [runs_of("row" if name == "q" else "key", rows)] if len(rows) < len(inside) else []
+        places += [runs_of("feature", columns)] if len(columns) < inside.shape[1] else []
+        return ", ".join(places)
+
+    def amax(self, name: str, by: Quantizer) -> Tensor:
+        """Of each block before it is quantised, [N]."""
+        x = Operands(self.head).prepared(self.recipe).unquantized(self.recipe, name).abs()
+        each = self.blocks(name, by).flatten()
+        return x.new_zeros(int(each.max()) + 1).scatter_reduce(0, each, x.flatten(), "amax")
 
     @cached_property
     def rows(self) -> Tensor:

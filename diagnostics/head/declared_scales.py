@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe
 from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_stale import StaleSearch
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode, base, parse
+from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.wording import together
 
 # What leaves this part of what another hypothesis leaves is preferred to it; else both are named.
 _BETTER = 0.5
+# So many blocks, each of which may have the scale of the head, are looked through.
+_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,30 @@ class ScaleSearch:
                 yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
             for other in _OTHER_ELEMENTS.get(elements, ()) if by.target is None else ():
                 yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
+            for said, stale in self._reaching(name, by) if by.symmetric and not by.search else ():
+                yield said, {field: f"{text} stale={stale}"}
         if recipe.smooth_k != "none":
             yield "k's mean is not taken off before it is quantised", {"smooth_k": "none"}
         if (probs := parse(recipe.probs)) is not None and probs.mode is Mode.NEAREST_EVEN:
             said = f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest"
             yield said, {"probs": f"{base(recipe.probs)}:{Mode.TOWARD_ZERO}"}
+
+    def _reaching(self, name: str, by: Quantizer) -> Iterator[tuple[str, str]]:
+        """In words, and as a quantiser's ``stale``, scales of blocks of whole rows that other blocks' numbers make."""
+        amax = self.beside.amax(name, by)
+        apart = by.row_groups
+        if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
+            return
+        # A block of zeros has any scale.
+        own = torch.where(amax > 0, amax, torch.inf)
+        after = torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own
+        several = ",".join(f"{block}:{part!r}" for block, part in enumerate(after.tolist()) if part > 1)
+        whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
+        if several and several not in whole:
+            yield f"{name} has scales of {_block(by.block)} and the block after it (later ones)", several
+        for stale, block in whole.items():
+            of = "block after it, which is the head's" if stale == several else "head"
+            yield f"{name} in {self.beside.place(name, by, block)} has the scale of the {of}", stale
 
 
 _MODES = {Mode.TOWARD_ZERO: "toward zero", Mode.DOWN: "down"}

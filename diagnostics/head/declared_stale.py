@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
-from attn_diag.kernels.quantize import spread
-from attn_diag.kernels.quantizers import Quantizer
-from attn_diag.results.wording import number, runs_of, together
+from attn_diag.results.wording import number, together
 
 # Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
 # is clipped shows from afar; of FP8 a scale that is 1 % off is as good as any other, as every number rounds elsewhere.
@@ -74,11 +71,10 @@ class StaleSearch:
     def words(self, parts: Mapping[Where, float]) -> str:
         """In words: "the largest number of k is taken for 0.6 times what it is, …"."""
         by = {name: found for name, _, found in self.beside.from_amax()}
-        said = [
-            f"{name}{'' if block is None else self._place(name, by[name], block)} is taken for {number(part, 2)} times "
-            "what it is"
-            for (name, block), part in sorted(parts.items(), key=lambda item: (item[0][0], item[0][1] or 0))
-        ]
+        said = []
+        for (name, block), part in sorted(parts.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+            where = "" if block is None else f" in {self.beside.place(name, by[name], block)}"
+            said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
         return f"the largest number of {together(said)}, and what lies beyond is clipped (a stale amax)"
 
     def _found(self, suspects: Callable[[Mapping[Where, float]], list[Where]], most: int) -> dict[Where, float]:
@@ -110,7 +106,7 @@ class StaleSearch:
         """What O is off in the beside's rows with one block's scale too small, [R, Dv], of every block."""
         plain = self.beside.off({})[0]
         for name, _, by in self.beside.from_amax():
-            each = self._blocks(name, by)
+            each = self.beside.blocks(name, by)
             count = int(each.max()) + 1
             if not 1 < count <= _BLOCKS:
                 continue
@@ -119,19 +115,3 @@ class StaleSearch:
                 shape = off[0] - plain
                 if shape.any():
                     yield (name, block), shape
-
-    def _blocks(self, name: str, by: Quantizer) -> Tensor:
-        """The number of the block of every element, [T, D]."""
-        x = getattr(self.beside.head, name)
-        shape = len(x), x.shape[1]
-        rows, columns = by.block_shape(shape)
-        down, across = -(-shape[0] // rows) * by.row_groups, -(-shape[1] // columns)
-        return spread(torch.arange(down * across, device=x.device).view(down, across), shape, by)
-
-    def _place(self, name: str, by: Quantizer, block: int) -> str:
-        """ "in keys 64-127"."""
-        inside = self._blocks(name, by) == block
-        rows, columns = (inside.any(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
-        places = [runs_of("row" if name == "q" else "key", rows)] if len(rows) < len(inside) else []
-        places += [runs_of("feature", columns)] if len(columns) < inside.shape[1] else []
-        return f" in {', '.join(places)}"
