@@ -67,12 +67,14 @@ _Q, _K, _V = torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0),
 HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
 
 
-def factors_of(by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0) -> Factors:
+def factors_of(
+    by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0, limit: float = 0.02
+) -> Factors:
     """What is said of an O whose scores and which itself are multiplied by these, beside noise of 2 % of O."""
     made = reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row)).out * out
     off = made - reference_head(HEAD).out
     noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=torch.Generator().manual_seed(1))
-    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), 0.02, {"q": None, "k": None})
+    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), limit, {"q": None, "k": None})
     return search.named(suspect=True)
 
 
@@ -96,6 +98,20 @@ def test_a_factor_of_some_keys_or_rows_is_not_one_throughout() -> None:
     assert re.match(
         r"its scores are multiplied by 1\.\d+ in rows 64-127, as by a scale of q", factors_of(by_row=some).words
     )
+
+
+def test_blocks_that_differ_but_are_each_within_what_may_be_have_no_words() -> None:
+    some = torch.full((128, 1), 1.15, dtype=torch.float64)
+    some[64:128] = 0.85
+    assert re.search("in keys 64-127", factors_of(some).words)
+    assert factors_of(some, limit=0.16) == Factors("", throughout=False)
+
+
+def test_keys_that_some_rows_leave_out_are_no_scale_of_theirs() -> None:
+    diagnosis = inspected(Plan("nvfp4", "dropped key block"), "peaked", 203, declared="nvfp4-attention")
+    (o,) = [one for head in diagnosis.heads for one in head.quantities if one.quantity == "o"]
+    assert o.answer == "wrong"
+    assert "scale" not in o.words
 
 
 def test_sound_and_otherwise_broken_kernels_have_none() -> None:

@@ -166,7 +166,8 @@ class _Fitted:
         of, each, fit = min(explained, key=lambda one: float(one[2].left.square().sum()))
         if of == "k" and self._left_out(each, fit):
             return Factors("")
-        smaller = bool((fit.found[:-1][self._wrong(fit)[:-1]] < 0).all())
+        own = fit.found[:-1][self._wrong(fit)[:-1]]
+        smaller = bool(len(own) and (own < 0).all())
         return Factors(self._of_blocks(of, each, fit), throughout=False, smaller=smaller)
 
     def _of_blocks(self, of: Of, each: Tensor, fit: _Fit) -> str:
@@ -175,15 +176,16 @@ class _Fitted:
         factors = (1 + fit.found).tolist()
         some = [g for g in range(len(factors) - 1) if wrong[g]]
         places = [ranges((each == g).nonzero()[:, 0].tolist()) for g in some]
+        said = [f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}"] if wrong[-1] else []
         if len(some) > _NAMED:
             own = [factors[g] for g in some]
             by = f"factors from {min(own):.3g} to {max(own):.3g}, each block of {where} by its own"
-            said = f"in {len(some)} of {len(factors) - 1} blocks its scores are multiplied by {by}"
-        else:
+            blocks = f"in {len(some)} of {len(factors) - 1} blocks its scores are multiplied by {by}"
+            said.append(f"{blocks}, as by {_CULPRIT[of]}")
+        elif some:
             by = together([f"{factors[g]:.3g} in {where} {p}" for g, p in zip(some, places, strict=True)])
-            said = f"its scores are multiplied by {by}"
-        of_out = f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}; " if wrong[-1] else ""
-        return f"{of_out}{said}, as by {_CULPRIT[of]}" if some else ""
+            said.append(f"its scores are multiplied by {by}, as by {_CULPRIT[of]}")
+        return "; ".join(said)
 
     def _of_its_own(self, of: Of, each: Tensor, fit: _Fit, row_off: float = _ROW_OFF) -> bool:
         """Whether blocks have factors of their own, and these explain what is off."""
