@@ -146,6 +146,9 @@ class _Fitted:
             return Factors("")
         wrong = self._wrong(self.whole)
         fits = self._explains(self.whole)
+        # Scores that are all small are in L alone.
+        of_lse = self._apart[self._size :].square()
+        suspect |= bool(len(of_lse) and of_lse.mean() > _ROW_OFF**2)
         if not (fits or suspect):
             return Factors("")
         blocks = [(of, each, self._fit(of, each)) for of, each in self._groups(1)]
@@ -232,17 +235,20 @@ class _Fitted:
         return found
 
     def _fit(self, of: Of, each: Tensor) -> _Fit:
-        """Factors of blocks of rows or keys, ``each`` of them in one, and O's."""
+        """Factors of blocks of rows or keys, ``each`` of them in one, and O's; L may be off by a constant besides."""
         factors = torch.ones(int(each.max()) + 2, dtype=torch.float64, device=each.device)
+        # Where scores are all small, a factor makes much the same of all rows' L.
+        constant = self._joined([torch.zeros_like(self._plain[0]), torch.ones_like(self._plain[1])])[:, None]
         for _ in range(_STEPS):
             off, shapes = self._model(of, each, factors)
-            projection = torch.linalg.pinv(shapes, rtol=1e-7)
-            step = (projection @ (self._apart - off)).clamp(-_FARTHEST, _FARTHEST)
+            projection = torch.linalg.pinv(torch.cat([shapes, constant], 1), rtol=1e-7)
+            step = (projection @ (self._apart - off))[:-1].clamp(-_FARTHEST, _FARTHEST)
             factors = factors + step
             if float(step.abs().max()) < _STILL:
                 break
         off, _ = self._model(of, each, factors)
-        return _Fit(factors - 1, projection, self._apart - off)
+        left = self._apart - off
+        return _Fit(factors - 1, projection[:-1], left - (constant * (projection[-1:] @ left)).flatten())
 
     def _model(self, of: Of, each: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """What O and L are off with these factors, [M], and the derivatives by them, [M, G + 1]."""
@@ -279,6 +285,10 @@ class _Fitted:
         left, off = (float(x.square().mean()) for x in (fit.left, self._apart))
         if left > 2 * LOSSY**2 and left > min(2 * LOSSY**2 * more, _PART * off):
             return False
+        if len(of_lse := fit.left[self._size :].square()):
+            off = float(self._apart[self._size :].square().mean())
+            if float(of_lse.mean()) > max(2 * LOSSY**2 * more, _PART * off):
+                return False
         worst, whole = (
             float(x[: self._size].view(len(self._rows), -1).square().mean(1).max()) for x in (fit.left, self._apart)
         )
