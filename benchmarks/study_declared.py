@@ -433,14 +433,18 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--only", default="", help="names that hold this")
+    parser.add_argument("--only", default="", help="names that hold this, or one of several: clipped|stale")
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
+
+    def chosen(name: str) -> bool:
+        return any(part in name for part in arguments.only.split("|"))
+
     kept: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
-        kept = [r for r in json.loads(arguments.json.read_text())["rows"] if arguments.only not in r["kernel"]]
+        kept = [r for r in json.loads(arguments.json.read_text())["rows"] if not chosen(r["kernel"])]
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    plans = {name: plan for name, plan in (HEALTHY | FAULTS).items() if arguments.only in name}
+    plans = {name: plan for name, plan in (HEALTHY | FAULTS).items() if chosen(name)}
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         calls = {name: [pool.submit(answer, name, plan, s) for s in seeds] for name, plan in plans.items()}

@@ -122,9 +122,10 @@ class BesideRecipe:
         places += [runs_of("feature", columns)] if len(columns) < inside.shape[1] else []
         return ", ".join(places)
 
-    def amax(self, name: str, by: Quantizer) -> Tensor:
-        """Of each block before it is quantised, [N]."""
-        x = Operands(self.head).prepared(self.recipe).unquantized(self.recipe, name).abs()
+    def amax(self, name: str, by: Quantizer, changed: Changes) -> Tensor:
+        """Of each block before it is quantised, with these fields, [N]."""
+        recipe = replace(self.recipe, **changed)  # type: ignore[arg-type]
+        x = Operands(self.head).prepared(recipe).unquantized(recipe, name).abs()
         each = self.blocks(name, by).flatten()
         return x.new_zeros(int(each.max()) + 1).scatter_reduce(0, each, x.flatten(), "amax")
 

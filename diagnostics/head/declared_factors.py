@@ -160,13 +160,18 @@ class _Fitted:
             said = [f"it is multiplied by {out:.3g} throughout, as by {_CULPRIT['v']}"] * bool(wrong[1]) + said
             return Factors("; ".join(said), scores, out, smaller=bool(wrong[0]) and scores < 1)
         explained = [one for one in blocks if self._of_its_own(*one)]
+        # Where the recipe does not say what shares a scale, smaller blocks may.
+        finer = [(of, each, self._fit(of, each)) for of, each in self._groups(2) if self._blocks[of] is None]
         if not explained:
-            # Where the recipe does not say what shares a scale, smaller blocks may.
-            finer = [(of, each, self._fit(of, each)) for of, each in self._groups(2) if self._blocks[of] is None]
             explained = [one for one in finer if self._of_its_own(*one, row_off=_ROW_OFF_GUESSED)]
         if not explained:
             return Factors("")
-        of, each, fit = min(explained, key=lambda one: float(one[2].left.square().sum()))
+        # Whether they are of q or of k smaller blocks tell better, as those of another size may pass for either.
+        nearest = min([*blocks, *finer], key=lambda one: float(one[2].left.square().sum()))[0]
+        mine = [one for one in explained if one[0] == nearest]
+        if not mine:
+            return Factors("")
+        of, each, fit = mine[0]
         if of == "k" and self._left_out(each, fit):
             return Factors("")
         own = fit.found[:-1][self._wrong(fit)[:-1]]

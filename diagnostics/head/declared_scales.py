@@ -80,7 +80,8 @@ class ScaleSearch:
         """Other blocks, roundings and formats that explain O, one of each field, the most important first."""
         best = self.beside.left({})
         changed, found = dict[str, str](), list[tuple[str, dict[str, str]]]()
-        while True:
+        # What is left then is what casts and sums make.
+        while best > EXACT * PART:
             tried = [one for one in self._variants if not set(one[1]) & set(changed)]
             left = self.beside.left_of_several([changed | change for _, change in tried])
             if not left or min(left) > 0.9 * best:
@@ -110,30 +111,34 @@ class ScaleSearch:
                 yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
             for other in _OTHER_ELEMENTS.get(elements, ()) if by.target is None else ():
                 yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
-            for said, stale in self._reaching(name, by) if by.symmetric and not by.search else ():
-                yield said, {field: f"{text} stale={stale}"}
+            if by.symmetric and not by.search:
+                yield from self._reaching(name, text, by)
         if recipe.smooth_k != "none":
             yield "k's mean is not taken off before it is quantised", {"smooth_k": "none"}
         if (probs := parse(recipe.probs)) is not None and probs.mode is Mode.NEAREST_EVEN:
             said = f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest"
             yield said, {"probs": f"{base(recipe.probs)}:{Mode.TOWARD_ZERO}"}
 
-    def _reaching(self, name: str, by: Quantizer) -> Iterator[tuple[str, str]]:
-        """In words, and as a quantiser's ``stale``, scales of blocks of whole rows that other blocks' numbers make."""
-        amax = self.beside.amax(name, by)
-        apart = by.row_groups
-        if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
-            return
-        # A block of zeros has any scale.
-        own = torch.where(amax > 0, amax, torch.inf)
-        after = torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own
-        several = ",".join(f"{block}:{part!r}" for block, part in enumerate(after.tolist()) if part > 1)
-        whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
-        if several and several not in whole:
-            yield f"{name} has scales of {_block(by.block)} and the block after it (later ones)", several
-        for stale, block in whole.items():
-            of = "block after it, which is the head's" if stale == several else "head"
-            yield f"{name} in {self.beside.place(name, by, block)} has the scale of the {of}", stale
+    def _reaching(self, name: str, text: str, by: Quantizer) -> Iterator[tuple[str, dict[str, str]]]:
+        """Scales of blocks of whole rows that other blocks' numbers make, as a quantiser's ``stale``."""
+        rounded = name == "k" and self.beside.recipe.smooth_k == "rounded-mean"
+        for smooth in ({}, {"smooth_k": "mean"}) if rounded else ({},):
+            amax, apart = self.beside.amax(name, by, smooth), by.row_groups
+            if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
+                return
+            # A block of zeros has any scale.
+            own = torch.where(amax > 0, amax, torch.inf)
+            after = torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own
+            several = ",".join(f"{block}:{part!r}" for block, part in enumerate(after.tolist()) if part > 1)
+            whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
+            words = dict[str, str]()
+            if several and several not in whole:
+                words[several] = f"{name} has scales of {_block(by.block)} and the block after it (later ones)"
+            for stale, block in whole.items():
+                of = "block after it, which is the head's" if stale == several else "head"
+                words[stale] = f"{name} in {self.beside.place(name, by, block)} has the scale of the {of}"
+            for stale, said in words.items():
+                yield said, {f"quantize_{name}": f"{text} stale={stale}"} | smooth
 
 
 _MODES = {Mode.TOWARD_ZERO: "toward zero", Mode.DOWN: "down"}
