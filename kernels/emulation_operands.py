@@ -121,7 +121,7 @@ class PreparedOperands:
         key = name, *(getattr(recipe, field) for field in fields)
         if key not in self._found:
             by = parse_quantizer(getattr(recipe, _FIELDS[name]))
-            x = self._prepared(recipe, name)
+            x = self.unquantized(recipe, name)
             self._found[key] = Factor(x) if by is None else _quantized(x, by, recipe.seed, columns=name in ("v", "do"))
         return self._found[key]
 
@@ -155,11 +155,11 @@ class PreparedOperands:
         fields = ("input", "arithmetic", "smooth_q", "smooth_k", "rotation", "alpha", "schedule")
         key = name, *(getattr(recipe, field) for field in fields)
         if key not in self._made:
-            self._made[key] = self._block_means(recipe) if name == "means" else self._prepared(recipe, name)
+            self._made[key] = self._block_means(recipe) if name == "means" else self.unquantized(recipe, name)
         return self._made[key]
 
-    def _prepared(self, recipe: Recipe, name: str) -> Tensor:
-        """Before it is quantised."""
+    def unquantized(self, recipe: Recipe, name: str) -> Tensor:
+        """``name`` (q, k, v, do) after smoothing, rotation and scale, before it is quantised."""
         x = self._given[name]
         if name == "k" and recipe.smooth_k != "none":
             x = _smoothed(recipe, x)

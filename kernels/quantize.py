@@ -49,12 +49,12 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
 
     Raises:
         TypeError: Another dtype.
-        ValueError: ``amax`` beside a zero point, or a search.
+        ValueError: ``amax`` beside a zero point, a search or stale blocks; a stale block that is not there.
     """
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize expects float64, fp32, BF16 or FP16, got {x.dtype}; convert it first")
-    if amax is not None and (not by.symmetric or by.search):
-        raise ValueError(f"quantizer {by.name}: amax is given only without a zero point and a search")
+    if amax is not None and (not by.symmetric or by.search or by.stale):
+        raise ValueError(f"quantizer {by.name}: amax is given only without a zero point, a search and stale blocks")
     # Data made with the generator's own seed 0 would go with the draws of seed 0.
     seed = zlib.crc32(f"quantize {seed}".encode())
     wide = x.detach().to(torch.float64 if by.arithmetic == "exact" else torch.float32)
@@ -117,6 +117,17 @@ class _Blocks:
         scales = (*filled.shape[:-2], filled.shape[-2] // r, filled.shape[-1] // c)
         return cls(filled.reshape(*scales[:-1], r, scales[-1], c), x.shape, scales, order)
 
+    def taken(self, amax: Tensor, by: Quantizer) -> Tensor:
+        """What is taken for the blocks' ``amax``, [..., R / r, 1, C / c, 1]: another number where it is stale."""
+        if not by.stale:
+            return amax
+        flat = amax.reshape(*amax.shape[:-4], -1).clone()
+        for block, part in by.stale:
+            if block >= flat.shape[-1]:
+                raise ValueError(f"quantizer {by.name}: there are {flat.shape[-1]} blocks, none of number {block}")
+            flat[..., block] *= part
+        return flat.reshape(amax.shape)
+
     def joined(self, values: Tensor) -> Tensor:
         """Values of x's blocks in x's shape."""
         *outer, down, r, across, c = values.shape
@@ -145,7 +156,7 @@ def _best(blocks: _Blocks, by: Quantizer, seed: int) -> _Found:
 
     def attempt(factor: float) -> _Found:
         if by.symmetric:
-            return _of_amax(blocks, by, _reduced(blocks.x.abs(), torch.amax) * factor, seed)
+            return _of_amax(blocks, by, blocks.taken(_reduced(blocks.x.abs(), torch.amax), by) * factor, seed)
         low, high = (_reduced(blocks.x, f).mul(factor) for f in (torch.amin, torch.amax))
         return _of_range(blocks, by, low.clamp(max=0), high.clamp(min=0), seed)
 

@@ -120,6 +120,8 @@ class Quantizer:
     """What x is divided by: its block's scale as it is stored, or before that was rounded (SageAttention 3's P_bar)."""
     search: tuple[float, ...] = ()
     """Factors of amax that are tried in this order; the one with the least squared error of its block is taken."""
+    stale: tuple[tuple[int, float], ...] = ()
+    """Blocks, by number along the rows of scales, whose amax is taken for so many times what it is: a planted fault."""
     arithmetic: Arithmetic = "exact"
     """How is divided and multiplied."""
     ties: Literal["even", "away"] = "even"
@@ -145,6 +147,11 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
         if not all(0 < factor <= 1 for factor in self.search):
             raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
+        if self.stale and not (self.symmetric and all(block >= 0 and part > 0 for block, part in self.stale)):
+            raise ValueError(
+                f"quantizer {self.name}: stale wants numbers of blocks from 0 and parts of amax above 0, without a "
+                f"zero point, got {self.stale}"
+            )
         if self.ties not in ("even", "away") or (self.ties == "away" and not self._nearest_integers):
             raise ValueError(f"quantizer {self.name}: ties are even, or of integers rounded to nearest away")
         self.block_shape((1, 1))
@@ -190,6 +197,11 @@ class Quantizer:
         """Into how many groups of rows, each with a scale, ``block_shape`` is divided."""
         found = _ROWS.fullmatch(self.block)
         return int(found[2]) if found and found[2] else 1
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether blocks are of whole rows, whatever their number."""
+        return self.block in ("tensor", "row") or _ROWS.fullmatch(self.block) is not None
 
     def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a block, of all its ``row_groups``, in a matrix of ``shape``. Raises ValueError."""
@@ -280,6 +292,11 @@ def parse_quantizer(text: str) -> Quantizer | None:
             if value not in ("true", "false"):
                 raise ValueError(f"{field} is true or false, got {value!r}")
             changes[field] = value == "true"
+        elif field == "stale":
+            found = [re.fullmatch(r"(\d+):([\d.e+-]+)", each) for each in value.split(",")]
+            if None in found:
+                raise ValueError(f"stale is a block's number and a part of amax, such as '3:0.5,7:0.6', got {value!r}")
+            changes[field] = tuple((int(each[1]), float(each[2])) for each in found if each)
         else:
             changes[field] = float(value) if field in ("target", "least_scale", "scale_offset") else value
     return quantizer(name, **changes)

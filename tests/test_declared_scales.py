@@ -11,19 +11,22 @@ from study_declared import WIDTH, Plan, inputs, run, to_fp8
 from test_declared import inspected
 from torch import Tensor
 
+from attn_diag.head.declared_beside import BesideRecipe
 from attn_diag.head.declared_factors import Factors, FactorSearch
 from attn_diag.head.declared_noise import dithered, drawn_noise
-from attn_diag.head.declared_scales import ScaleSearch, stale_words
+from attn_diag.head.declared_scales import ScaleSearch
+from attn_diag.head.declared_stale import StaleSearch, Where
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking, reference_head
 
 
-def search(name: str, out: Tensor, family: str, seed: int) -> ScaleSearch:
+def search(name: str, out: Tensor, family: str, seed: int) -> BesideRecipe:
     """O of the first head of a kernel, beside the recipe."""
     q, k, v, _ = (x[0, 0].double() for x in inputs(family, seed))
     head = AttentionHead(q, k, v, None, WIDTH**-0.5, Masking("top-left"))
     draws = [emulate_head(dithered(preset(name), n), head).o.double() for n in range(8)]
-    return ScaleSearch(preset(name), head, out[0, 0].double(), drawn_noise(draws))
+    made = emulate_head(preset(name), head).o.double()
+    return BesideRecipe(preset(name), head, out[0, 0].double(), made, drawn_noise(draws))
 
 
 @pytest.mark.parametrize("family", ["gaussian", "outliers"])
@@ -34,7 +37,7 @@ def test_powers_of_two_are_told_from_other_scales(family: str) -> None:
         (Plan(margin=1.05), None),
         (Plan(fault="wrong descale"), None),
     ):
-        found = search("fa3-fp8", run(plan, *inputs(family, 5))["o"], family, 5).powers_of_two()
+        found = ScaleSearch(search("fa3-fp8", run(plan, *inputs(family, 5))["o"], family, 5)).powers_of_two()
         assert (found.name if found else None) == said, plan
 
 
@@ -56,20 +59,22 @@ def clipped(q: Tensor, k: Tensor, v: Tensor, parts: dict[str, float]) -> Tensor:
 @pytest.mark.parametrize("parts", [{"k": 0.473, "v": 0.45}, {"q": 0.43}, {"v": 0.385}], ids=["k and v", "q", "v"])
 def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
     q, k, v, _ = inputs("outliers", 2)
-    found = search("fa3-fp8", clipped(q, k, v, parts), "outliers", 2).stale()
-    assert found == pytest.approx(parts, rel=0.01)
+    found = StaleSearch(search("fa3-fp8", clipped(q, k, v, parts), "outliers", 2)).named()
+    assert found == pytest.approx({(name, None): part for name, part in parts.items()}, rel=0.01)
 
 
 _Q, _K, _V = torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
 
 
-def factors_of(by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0) -> Factors:
+def factors_of(
+    by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0, limit: float = 0.02
+) -> Factors:
     """What is said of an O whose scores and which itself are multiplied by these, beside noise of 2 % of O."""
     made = reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row)).out * out
     off = made - reference_head(HEAD).out
     noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=torch.Generator().manual_seed(1))
-    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), 0.02, {"q": None, "k": None})
+    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), limit, {"q": None, "k": None})
     return search.named(suspect=True)
 
 
@@ -95,9 +100,24 @@ def test_a_factor_of_some_keys_or_rows_is_not_one_throughout() -> None:
     )
 
 
+def test_blocks_that_differ_but_are_each_within_what_may_be_have_no_words() -> None:
+    some = torch.full((128, 1), 1.15, dtype=torch.float64)
+    some[64:128] = 0.85
+    assert re.search("in keys 64-127", factors_of(some).words)
+    assert factors_of(some, limit=0.16) == Factors("", throughout=False)
+
+
+def test_keys_that_some_rows_leave_out_are_no_scale_of_theirs() -> None:
+    diagnosis = inspected(Plan("nvfp4", "dropped key block"), "peaked", 203, declared="nvfp4-attention")
+    (o,) = [one for head in diagnosis.heads for one in head.quantities if one.quantity == "o"]
+    assert o.answer == "wrong"
+    assert "scale" not in o.words
+
+
 def test_sound_and_otherwise_broken_kernels_have_none() -> None:
     for plan in (Plan(), Plan(margin=1.05), Plan(fault="wrong descale of v"), Plan(fault="dropped key block")):
-        assert search("fa3-fp8", run(plan, *inputs("peaked", 3))["o"], "peaked", 3).stale() == {}, plan
+        beside = search("fa3-fp8", run(plan, *inputs("peaked", 3))["o"], "peaked", 3)
+        assert StaleSearch(beside).named() == StaleSearch(beside).named_blocks() == {}, plan
 
 
 @pytest.mark.parametrize(
@@ -111,14 +131,36 @@ def test_sound_and_otherwise_broken_kernels_have_none() -> None:
     ids=["E5M2", "INT8 shared", "INT8 truncated", "NVFP4 shared"],
 )
 def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: str) -> None:
-    found = search(declared, run(plan, *inputs("gaussian", 0))["o"], "gaussian", 0).culprit()
+    found = ScaleSearch(search(declared, run(plan, *inputs("gaussian", 0))["o"], "gaussian", 0)).culprit()
     assert found is not None
     assert found.words == said
 
 
+@pytest.mark.parametrize(
+    ("declared", "parts"),
+    [("sage1", {("k", 1): 0.5}), ("sage2-ada", {("q", 1): 0.55, ("k", 2): 0.7})],
+    ids=["k", "q and k by threads"],
+)
+def test_the_blocks_whose_amax_alone_is_stale_are_found(declared: str, parts: dict[Where, float]) -> None:
+    recipe = preset(declared)
+    q, k, v, _ = (x[0, 0].double() for x in inputs("gaussian", 7))
+    head = AttentionHead(q, k, v, None, WIDTH**-0.5, Masking("top-left"))
+    sound = search(declared, torch.zeros(1, 1, *q.shape), "gaussian", 7)
+    broken = replace(recipe, **StaleSearch(sound).changed(parts))  # type: ignore[arg-type]
+    found = StaleSearch(replace(sound, out=emulate_head(broken, head).o.double(), worst=True))
+    assert found.named() == {}
+    assert found.named_blocks() == pytest.approx(parts, rel=0.01)
+
+
 def test_what_is_said() -> None:
-    assert stale_words({"k": 0.6, "v": 0.55}).startswith("the largest number of k is taken for 0.6 times")
-    assert re.search("a stale amax", stale_words({"k": 0.6}))
+    found = StaleSearch(search("sage2", torch.zeros(1, 1, 256, WIDTH), "gaussian", 0))
+    said = "the largest number of k is taken for 0.6 times what it is, and what lies beyond is clipped (a stale amax)"
+    assert found.words({("k", None): 0.6}) == said
+    assert found.words({("k", 1): 0.5, ("q", 3): 0.6, ("v", 5): 0.7}) == (
+        "the largest number of k in keys 64-127 is taken for 0.5 times what it is, q in rows 96-127 is taken for "
+        "0.6 times what it is and v in feature 5 is taken for 0.7 times what it is, and what lies beyond is clipped "
+        "(a stale amax)"
+    )
 
 
 def test_inspect_names_it() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag import InputError, Quantized, Quantizer
 from attn_diag.kernels.formats import Mode, Rounding
-from attn_diag.kernels.quantizers import PRESETS, Integers
+from attn_diag.kernels.quantizers import PRESETS, Integers, parse_quantizer
 
 NAMES = list(PRESETS)
 ROWS, COLUMNS = 6, 80  # the last block of 32 is not full
@@ -402,6 +402,29 @@ class TestLimits:
             attn_diag.quantize(torch.zeros(4), "int4-asymmetric", amax=1.0)
         with pytest.raises(InputError, match="gradient is straight-through or clipped"):
             attn_diag.fake_quantize(torch.zeros(4), "int4", gradient="none")  # type: ignore[arg-type]
+
+
+def test_a_stale_amax_of_single_blocks_is_as_if_these_were_clipped_before() -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    most = x[1, 32:].abs().max() / 2
+    clipped = x.clone()
+    clipped[1, 32:] = x[1, 32:].clamp(-most, most)
+    found, stated = (
+        attn_diag.quantize(x, "int8", block="32", stale=((3, 0.5),)),
+        attn_diag.quantize(x, "int8", block="32"),
+    )
+    assert torch.equal(found.values, attn_diag.quantize(clipped, "int8", block="32").values)
+    assert torch.equal(found.scale != stated.scale, torch.tensor([[False, False], [False, True], [False, False]]))
+    read = parse_quantizer("int8 block=32 stale=3:0.5,0:2")
+    assert read is not None
+    assert read.stale == ((3, 0.5), (0, 2.0))
+    for value in ("3", "3:x", "-1:0.5"):
+        with pytest.raises(ValueError, match="stale is a block's number and a part of amax"):
+            parse_quantizer(f"int8 stale={value}")
+    with pytest.raises(InputError, match="there are 6 blocks, none of number 6"):
+        attn_diag.quantize(x, "int8", block="32", stale=((6, 0.5),))
+    with pytest.raises(InputError, match="stale wants numbers of blocks from 0 and parts of amax above 0"):
+        attn_diag.quantizer("int8-asymmetric", stale=((0, 0.5),))
 
 
 def test_straight_through_and_clipped_gradients() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
+from attn_diag.head.declared_beside import BesideRecipe
 from attn_diag.head.declared_factors import CLIPPED, FACTOR, FACTOR_OF_SUMS, FactorSearch, beyond_chance
 from attn_diag.head.declared_noise import directions_of, dithered, drawn_noise, smoothed_variance
 from attn_diag.head.declared_scales import ScaleSearch
@@ -123,7 +124,8 @@ class DeclaredKernel:
 
     def scales_of(self, out: Tensor) -> ScaleSearch:
         """What tells which scales made O [Tq, Dv]."""
-        return ScaleSearch(self.recipe, self._head, out, drawn_noise([self.draw(n)["o"] for n in range(DRAWS)]))
+        noise = drawn_noise([self.draw(n)["o"] for n in range(DRAWS)])
+        return ScaleSearch(BesideRecipe(self.recipe, self._head, out, self.outputs()["o"], noise))
 
     def factors_of(self, out: Tensor, lse: Tensor | None, rows: Tensor) -> FactorSearch:
         """What tells by what O [Tq, Dv] and L [Tq] are multiplied, looked at in these rows."""

@@ -146,6 +146,9 @@ class _Fitted:
             return Factors("")
         wrong = self._wrong(self.whole)
         fits = self._explains(self.whole)
+        # Scores that are all small are in L alone.
+        of_lse = self._apart[self._size :].square()
+        suspect |= bool(len(of_lse) and of_lse.mean() > _ROW_OFF**2)
         if not (fits or suspect):
             return Factors("")
         blocks = [(of, each, self._fit(of, each)) for of, each in self._groups(1)]
@@ -157,14 +160,22 @@ class _Fitted:
             said = [f"it is multiplied by {out:.3g} throughout, as by {_CULPRIT['v']}"] * bool(wrong[1]) + said
             return Factors("; ".join(said), scores, out, smaller=bool(wrong[0]) and scores < 1)
         explained = [one for one in blocks if self._of_its_own(*one)]
+        # Where the recipe does not say what shares a scale, smaller blocks may.
+        finer = [(of, each, self._fit(of, each)) for of, each in self._groups(2) if self._blocks[of] is None]
         if not explained:
-            # Where the recipe does not say what shares a scale, smaller blocks may.
-            finer = [(of, each, self._fit(of, each)) for of, each in self._groups(2) if self._blocks[of] is None]
             explained = [one for one in finer if self._of_its_own(*one, row_off=_ROW_OFF_GUESSED)]
         if not explained:
             return Factors("")
-        of, each, fit = min(explained, key=lambda one: float(one[2].left.square().sum()))
-        smaller = bool((fit.found[:-1][self._wrong(fit)[:-1]] < 0).all())
+        # Whether they are of q or of k smaller blocks tell better, as those of another size may pass for either.
+        nearest = min([*blocks, *finer], key=lambda one: float(one[2].left.square().sum()))[0]
+        mine = [one for one in explained if one[0] == nearest]
+        if not mine:
+            return Factors("")
+        of, each, fit = mine[0]
+        if of == "k" and self._left_out(each, fit):
+            return Factors("")
+        own = fit.found[:-1][self._wrong(fit)[:-1]]
+        smaller = bool(len(own) and (own < 0).all())
         return Factors(self._of_blocks(of, each, fit), throughout=False, smaller=smaller)
 
     def _of_blocks(self, of: Of, each: Tensor, fit: _Fit) -> str:
@@ -173,15 +184,16 @@ class _Fitted:
         factors = (1 + fit.found).tolist()
         some = [g for g in range(len(factors) - 1) if wrong[g]]
         places = [ranges((each == g).nonzero()[:, 0].tolist()) for g in some]
+        said = [f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}"] if wrong[-1] else []
         if len(some) > _NAMED:
             own = [factors[g] for g in some]
             by = f"factors from {min(own):.3g} to {max(own):.3g}, each block of {where} by its own"
-            said = f"in {len(some)} of {len(factors) - 1} blocks its scores are multiplied by {by}"
-        else:
+            blocks = f"in {len(some)} of {len(factors) - 1} blocks its scores are multiplied by {by}"
+            said.append(f"{blocks}, as by {_CULPRIT[of]}")
+        elif some:
             by = together([f"{factors[g]:.3g} in {where} {p}" for g, p in zip(some, places, strict=True)])
-            said = f"its scores are multiplied by {by}"
-        of_out = f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}; " if wrong[-1] else ""
-        return f"{of_out}{said}, as by {_CULPRIT[of]}" if some else ""
+            said.append(f"its scores are multiplied by {by}, as by {_CULPRIT[of]}")
+        return "; ".join(said)
 
     def _of_its_own(self, of: Of, each: Tensor, fit: _Fit, row_off: float = _ROW_OFF) -> bool:
         """Whether blocks have factors of their own, and these explain what is off."""
@@ -199,6 +211,24 @@ class _Fitted:
         own = fit.projection[:-1].repeat_interleave(2, 0)[: len(apart)]
         return not bool(self._beyond(apart, split.projection[:-1] - own).any())
 
+    def _left_out(self, each: Tensor, fit: _Fit) -> bool:
+        """Whether keys whose factor is below 1 are as likely left out, by some rows or all."""
+        head, rows = self._head, self._rows
+        block = reference_rows(head, rows)
+        smaller = (self._wrong(fit)[:-1] & (fit.found[:-1] < 0)).nonzero()[:, 0]
+        seen = block.probs.masked_fill(torch.isin(each[block.keys], smaller), 0.0)
+        rest = seen.sum(1).clamp(min=1e-300)
+        out = head.drop(seen, rows, block.keys) @ head.v[block.keys] / rest[:, None]
+        without = self._joined([out - self._plain[0], rest.log()])
+        nearer = torch.minimum(self._by_row(self._apart), self._by_row(self._apart - without))
+        return bool(nearer.sum() <= fit.left.square().sum())
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """The sum of squares of O's and L's ``values`` in each row, [R]."""
+        squares = values.square()
+        of_out = squares[: self._size].view(len(self._rows), -1).sum(1)
+        return of_out + squares[self._size :] if len(squares) > self._size else of_out
+
     def _groups(self, parts: int) -> list[tuple[Of, Tensor]]:
         """Blocks of keys and of rows, in so many parts, [Tk] and [Tq] numbers from 0, where there are several."""
         found: list[tuple[Of, Tensor]] = []
@@ -210,17 +240,20 @@ class _Fitted:
         return found
 
     def _fit(self, of: Of, each: Tensor) -> _Fit:
-        """Factors of blocks of rows or keys, ``each`` of them in one, and O's."""
+        """Factors of blocks of rows or keys, ``each`` of them in one, and O's; L may be off by a constant besides."""
         factors = torch.ones(int(each.max()) + 2, dtype=torch.float64, device=each.device)
+        # Where scores are all small, a factor makes much the same of all rows' L.
+        constant = self._joined([torch.zeros_like(self._plain[0]), torch.ones_like(self._plain[1])])[:, None]
         for _ in range(_STEPS):
             off, shapes = self._model(of, each, factors)
-            projection = torch.linalg.pinv(shapes, rtol=1e-7)
-            step = (projection @ (self._apart - off)).clamp(-_FARTHEST, _FARTHEST)
+            projection = torch.linalg.pinv(torch.cat([shapes, constant], 1), rtol=1e-7)
+            step = (projection @ (self._apart - off))[:-1].clamp(-_FARTHEST, _FARTHEST)
             factors = factors + step
             if float(step.abs().max()) < _STILL:
                 break
         off, _ = self._model(of, each, factors)
-        return _Fit(factors - 1, projection, self._apart - off)
+        left = self._apart - off
+        return _Fit(factors - 1, projection[:-1], left - (constant * (projection[-1:] @ left)).flatten())
 
     def _model(self, of: Of, each: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """What O and L are off with these factors, [M], and the derivatives by them, [M, G + 1]."""
@@ -257,6 +290,10 @@ class _Fitted:
         left, off = (float(x.square().mean()) for x in (fit.left, self._apart))
         if left > 2 * LOSSY**2 and left > min(2 * LOSSY**2 * more, _PART * off):
             return False
+        if len(of_lse := fit.left[self._size :].square()):
+            off = float(self._apart[self._size :].square().mean())
+            if float(of_lse.mean()) > max(2 * LOSSY**2 * more, _PART * off):
+                return False
         worst, whole = (
             float(x[: self._size].view(len(self._rows), -1).square().mean(1).max()) for x in (fit.left, self._apart)
         )

@@ -1,45 +1,26 @@
-"""What a declared kernel does otherwise than its recipe: powers of two, a stale amax, wider blocks, other roundings.
-
-Kernels that quantise q, k and v at the same scales differ in the casts of P_bar and in sums alone. Of O that leaves a
-part of what the format's roundings make (``benchmarks/study_declared.py``: up to 0.13 of its mean square in FP8, 0.3
-in INT8 on most inputs); with scales of their own they differ by about 2, as two independent noises do. So a hypothesis
-that leaves at most ``_EXACT``, or what these casts and sums make (drawn: all but q, k and v rounding stochastically),
-and a small part of what the recipe itself leaves, is what the kernel does.
-"""
+"""What a declared kernel does otherwise than its recipe: powers of two, a stale amax, wider blocks, other roundings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
+from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe
 from attn_diag.head.declared_factors import Factors
-from attn_diag.head.declared_noise import dithered, drawn_noise
-from attn_diag.head.quality import LOSSY
-from attn_diag.kernels import Recipe, emulate_rows
+from attn_diag.head.declared_stale import StaleSearch
+from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import Mode, base, parse
-from attn_diag.kernels.quantizers import parse_quantizer
-from attn_diag.reference import AttentionHead
-from attn_diag.results.wording import number, together
+from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.results.wording import together
 
-# In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
-_EXACT, _PART = 0.5, 0.25
-# So many rows tell scales apart.
-_ROWS = 64
-_OPERANDS = ("q", "k", "v")
-# Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
-# is clipped shows from afar; of FP8 a scale that is 1 % off is as good as any other, as every number rounds elsewhere.
-_STALE, _SCANS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), ((0.01, 10), (0.002, 5))
-# A part that is nearer to 1 clips next to nothing.
-_WHOLE = 0.97
 # What leaves this part of what another hypothesis leaves is preferred to it; else both are named.
 _BETTER = 0.5
-# Draws of the casts of P_bar and the sums.
-_DRAWS = 8
+# So many blocks, each of which may have the scale of the head, are looked through.
+_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -54,58 +35,29 @@ class Culprit:
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """O of one head beside the recipe's with other scales.
+    """O of one head beside the recipe's with other scales."""
 
-    Args:
-        recipe: What it is declared to be.
-        head: Its inputs.
-        out: What was observed, [Tq, Dv].
-        noise: ``drawn_noise`` of the recipe's O, [N, Tq, Dv].
-    """
-
-    recipe: Recipe
-    head: AttentionHead
-    out: Tensor
-    noise: Tensor
+    beside: BesideRecipe
 
     def powers_of_two(self) -> Recipe | None:
         """The recipe with scales rounded up to powers of two, where O has those; else None."""
-        changed = {name: f"{text} scale=e8m0:up" for name, text in self._scaled()}
-        if not changed or (stated := self._left({})) <= _EXACT:
+        changed = {f"quantize_{name}": f"{text} scale=e8m0:up" for name, text, _ in self.beside.from_amax()}
+        if not changed or self.beside.left({}) <= EXACT or not self.beside.explains(self.beside.left(changed)):
             return None
-        left = self._left(changed)
-        name = f"{self.recipe.name} with scales of powers of two"
-        return replace(self.recipe, name=name, **changed) if self._explains(left, stated) else None  # type: ignore[arg-type]
-
-    def stale(self) -> dict[str, float]:
-        """By how much less than amax the scales of q, k and v reach, where O has been clipped so; else nothing."""
-        stated = best = self._left({})
-        found = dict[str, float]()
-        names = [field[-1] for field, _ in self._scaled()]
-        while len(found) < len(names):
-            tried = {
-                (name, part): self._with(found | {name: part})
-                for name in names if name not in found for part in _STALE
-            }  # fmt: skip
-            (name, part), left = min(tried.items(), key=lambda item: item[1])
-            if left > 0.9 * best:
-                break
-            found[name] = part
-            for step, count in _SCANS:
-                best = self._scan(found, name, step, count)
-        if len(found) > 1:
-            for name in found:
-                best = self._scan(found, name, *_SCANS[-1])
-        clipped = {name: part for name, part in found.items() if part < _WHOLE}
-        return clipped if clipped and self._explains(best, stated) else {}
+        name = f"{self.beside.recipe.name} with scales of powers of two"
+        return replace(self.beside.recipe, name=name, **changed)  # type: ignore[arg-type]
 
     def culprit(self) -> Culprit | None:
         """What the kernel does otherwise; None where nothing that is tried explains O."""
-        stale, others = self.stale(), self._others()
-        found = [Culprit(stale_words(stale), self._with(stale))] if stale else []
+        search, others = StaleSearch(self.beside), self._others()
+        stale = search.named()
+        if not stale and not others:
+            search = StaleSearch(replace(self.beside, worst=True))
+            stale = search.named_blocks()
+        found = [Culprit(search.words(stale), self.beside.left(search.changed(stale)))] if stale else []
         if others:
             changed = {name: value for _, change in others for name, value in change.items()}
-            found.append(Culprit(together([words for words, _ in others]), self._left(changed)))
+            found.append(Culprit(together([words for words, _ in others]), self.beside.left(changed)))
         if not found:
             return None
         found.sort(key=lambda culprit: culprit.left)
@@ -114,38 +66,40 @@ class ScaleSearch:
 
     def as_declared(self) -> bool:
         """Whether O has the recipe's scales and roundings of q, k and v."""
-        return self._left({}) <= _EXACT * _PART
+        return self.beside.left({}) <= EXACT * PART
 
     def with_factors(self, factors: Factors) -> float:
         """What the recipe leaves whose scores and O are multiplied by these."""
-        return self._left({}, factors)
+        return self.beside.left({}, factors)
 
     def explained_by(self, factors: Factors) -> bool:
         """Whether they leave no more than the recipe's codes do where all is right."""
-        return self._explains(self.with_factors(factors), self._left({}))
+        return self.beside.explains(self.with_factors(factors))
 
     def _others(self) -> list[tuple[str, dict[str, str]]]:
         """Other blocks, roundings and formats that explain O, one of each field, the most important first."""
-        stated = best = self._left({})
+        best = self.beside.left({})
         changed, found = dict[str, str](), list[tuple[str, dict[str, str]]]()
-        while True:
-            tried = [one for one in self._variants() if not set(one[1]) & set(changed)]
-            left = [self._left(changed | change) for _, change in tried]
+        # What is left then is what casts and sums make.
+        while best > EXACT * PART:
+            tried = [one for one in self._variants if not set(one[1]) & set(changed)]
+            left = self.beside.left_of_several([changed | change for _, change in tried])
             if not left or min(left) > 0.9 * best:
                 break
             best = min(left)
             found.append(tried[left.index(best)])
             changed |= found[-1][1]
-        return found if found and self._explains(best, stated) else []
+        return found if found and self.beside.explains(best) else []
 
-    def _variants(self) -> Iterator[tuple[str, dict[str, str]]]:
+    @cached_property
+    def _variants(self) -> list[tuple[str, dict[str, str]]]:
+        return list(self._ways())
+
+    def _ways(self) -> Iterator[tuple[str, dict[str, str]]]:
         """In words, and the fields that make it, every other way to quantise that is tried."""
-        for name in _OPERANDS:
+        recipe = self.beside.recipe
+        for name, text, by in self.beside.quantizers():
             field = f"quantize_{name}"
-            text = getattr(self.recipe, field)
-            by = parse_quantizer(text)
-            if by is None:
-                continue
             for block in _wider(by.block):
                 yield (
                     f"{name} has a scale for {_block(block)}, not for {_block(by.block)}",
@@ -157,75 +111,34 @@ class ScaleSearch:
                 yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
             for other in _OTHER_ELEMENTS.get(elements, ()) if by.target is None else ():
                 yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
-        if self.recipe.smooth_k != "none":
+            if by.symmetric and not by.search:
+                yield from self._reaching(name, text, by)
+        if recipe.smooth_k != "none":
             yield "k's mean is not taken off before it is quantised", {"smooth_k": "none"}
-        if (probs := parse(self.recipe.probs)) is not None and probs.mode is Mode.NEAREST_EVEN:
+        if (probs := parse(recipe.probs)) is not None and probs.mode is Mode.NEAREST_EVEN:
             said = f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest"
-            yield said, {"probs": f"{base(self.recipe.probs)}:{Mode.TOWARD_ZERO}"}
+            yield said, {"probs": f"{base(recipe.probs)}:{Mode.TOWARD_ZERO}"}
 
-    def _scan(self, parts: dict[str, float], name: str, step: float, count: int) -> float:
-        """Move the part of one operand to the best one about it; returns what is left."""
-        near = [part for i in range(-count, count + 1) if 0 < (part := parts[name] + i * step) < 1]
-        left = {part: self._with(parts | {name: part}) for part in near}
-        parts[name] = min(near, key=left.__getitem__)
-        return left[parts[name]]
-
-    def _with(self, parts: Mapping[str, float]) -> float:
-        """What is left with scales of so many times amax."""
-        changed = {}
-        for field, text in self._scaled():
-            by, part = parse_quantizer(text), parts.get(field[-1])
-            if by is not None and part is not None:
-                changed[field] = f"{text} target={(by.largest if by.target is None else by.target) / part!r}"
-        return self._left(changed)
-
-    def _left(self, changed: Mapping[str, str], factors: Factors | None = None) -> float:
-        """The mean square of what O is off the recipe with these fields, in units of the noise's."""
-        key = tuple(sorted(changed.items())), factors
-        if key not in self._known:
-            by = Factors("") if factors is None else factors
-            # A kernel may add in fp32 what the recipe adds in less.
-            sums = {self.recipe.pv_sums, "fp32"}
-            others = [replace(self.recipe, accumulation="fp32-nearest", pv_sums=s, **changed) for s in sums]  # type: ignore[arg-type]
-            off = [self.out[self._rows] - by.out * self._made(other, by.scores) for other in others]
-            self._known[key] = min(float(x.square().mean()) for x in off) / self._unit if self._unit else 0.0
-        return self._known[key]
-
-    def _made(self, recipe: Recipe, scores: float = 1.0) -> Tensor:
-        head = replace(self.head, do=None, scale=self.head.scale * scores)
-        return emulate_rows(recipe, head, self._rows).double()
-
-    @cached_property
-    def _known(self) -> dict[tuple[tuple[tuple[str, str], ...], Factors | None], float]:
-        return {}
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        rows = self.out.isfinite().all(1).nonzero()[:, 0]
-        return rows[torch.linspace(0, len(rows) - 1, min(_ROWS, len(rows)), device=rows.device).long()]
-
-    @cached_property
-    def _unit(self) -> float:
-        return float(self.noise[:, self._rows].double().square().mean()) if len(self._rows) else 0.0
-
-    @cached_property
-    def _limit(self) -> float:
-        """What is left where all is right."""
-        kept = [f"quantize_{name}" for name in _OPERANDS]
-        draws = [self._made(dithered(self.recipe, n, kept)) for n in range(_DRAWS)]
-        # The difference of two kernels has twice the variance of one.
-        return max(_EXACT, 2 * LOSSY**2 * float(drawn_noise(draws).double().square().mean()) / self._unit)
-
-    def _scaled(self) -> Iterator[tuple[str, str]]:
-        """The fields of q, k and v that have scales in fp32 from an amax, and what they hold."""
-        for field in (f"quantize_{name}" for name in _OPERANDS):
-            text = getattr(self.recipe, field)
-            by = parse_quantizer(text)
-            if by is not None and by.scale == "fp32" and by.symmetric and not by.tensor_scale:
-                yield field, text
-
-    def _explains(self, left: float, stated: float) -> bool:
-        return left <= _PART * stated and left <= self._limit
+    def _reaching(self, name: str, text: str, by: Quantizer) -> Iterator[tuple[str, dict[str, str]]]:
+        """Scales of blocks of whole rows that other blocks' numbers make, as a quantiser's ``stale``."""
+        rounded = name == "k" and self.beside.recipe.smooth_k == "rounded-mean"
+        for smooth in ({}, {"smooth_k": "mean"}) if rounded else ({},):
+            amax, apart = self.beside.amax(name, by, smooth), by.row_groups
+            if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
+                return
+            # A block of zeros has any scale.
+            own = torch.where(amax > 0, amax, torch.inf)
+            after = torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own
+            several = ",".join(f"{block}:{part!r}" for block, part in enumerate(after.tolist()) if part > 1)
+            whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
+            words = dict[str, str]()
+            if several and several not in whole:
+                words[several] = f"{name} has scales of {_block(by.block)} and the block after it (later ones)"
+            for stale, block in whole.items():
+                of = "block after it, which is the head's" if stale == several else "head"
+                words[stale] = f"{name} in {self.beside.place(name, by, block)} has the scale of the {of}"
+            for stale, said in words.items():
+                yield said, {f"quantize_{name}": f"{text} stale={stale}"} | smooth
 
 
 _MODES = {Mode.TOWARD_ZERO: "toward zero", Mode.DOWN: "down"}
@@ -249,9 +162,3 @@ def _block(block: str) -> str:
     if block in words:
         return words[block]
     return re.sub(r"^(\d+)(rows.*|x1)?$", lambda m: f"{m[1]} {'rows' if m[2] else 'of a row'}", block)
-
-
-def stale_words(parts: Mapping[str, float]) -> str:
-    """In words: "the largest number of k is taken for 0.6 times what it is, …"."""
-    said = together([f"{name} is taken for {number(part, 2)} times what it is" for name, part in parts.items()])
-    return f"the largest number of {said}, and what lies beyond is clipped (a stale amax)"

@@ -82,7 +82,7 @@ class CapturePatterns:
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         # An LSE tells its sink to a millionth, however little the sink takes.
         coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
-        named = verdict.declared is not None and any(p.kind == "factor" for p in verdict.patterns)
+        named = verdict.declared is not None and any(p.kind in ("factor", "scale") for p in verdict.patterns)
         if (
             named
             or not (bad or coarse)

@@ -1,0 +1,168 @@
+"""What is left of a declared kernel's O beside its recipe with some fields changed.
+
+Kernels that quantise q, k and v at the same scales differ in the casts of P_bar and in sums alone. Of O that leaves a
+part of what the format's roundings make (``benchmarks/study_declared.py``: up to 0.13 of its mean square in FP8, 0.3
+in INT8 on most inputs); with scales of their own they differ by about 2, as two independent noises do. So a hypothesis
+that leaves at most ``EXACT``, or what these casts and sums make (drawn: all but q, k and v rounding stochastically),
+and a small part of what the recipe itself leaves, is what the kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.declared_factors import Factors
+from attn_diag.head.declared_noise import dithered, drawn_noise
+from attn_diag.head.quality import LOSSY
+from attn_diag.kernels import Recipe, emulate_rows, emulate_rows_of_several
+from attn_diag.kernels.emulation_operands import Operands
+from attn_diag.kernels.quantize import spread
+from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
+from attn_diag.reference import AttentionHead
+from attn_diag.results.wording import runs_of
+
+# In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
+EXACT, PART = 0.5, 0.25
+OPERANDS = ("q", "k", "v")
+# So many rows tell scales apart.
+_ROWS = 64
+# Draws of the casts of P_bar and the sums.
+_DRAWS = 8
+
+Changes = Mapping[str, str]
+"""Fields of a recipe, and what they are instead."""
+
+
+@dataclass(frozen=True)
+class BesideRecipe:
+    """O of one head beside the recipe's, in some of its rows.
+
+    Args:
+        recipe: What it is declared to be.
+        head: Its inputs.
+        out: What was observed, [Tq, Dv].
+        made: The recipe's O, [Tq, Dv].
+        noise: ``drawn_noise`` of that, [N, Tq, Dv].
+        worst: Half of the rows are those that are furthest off, not all of them evenly spread.
+    """
+
+    recipe: Recipe
+    head: AttentionHead
+    out: Tensor
+    made: Tensor
+    noise: Tensor
+    worst: bool = False
+
+    def left(self, changed: Changes, factors: Factors | None = None) -> float:
+        """The mean square of what O is off the recipe with these fields, in units of the noise's."""
+        key = tuple(sorted(changed.items())), factors
+        if key not in self._known:
+            off = self.off(changed, factors)
+            self._known[key] = min(float(x.square().mean()) for x in off) / self._unit if self._unit else 0.0
+        return self._known[key]
+
+    def left_of_several(self, every: Sequence[Changes]) -> list[float]:
+        """``left`` of each, side by side."""
+        missing = [changed for changed in every if (tuple(sorted(changed.items())), None) not in self._known]
+        for changed, off in zip(missing, self.off_of_several(missing), strict=True):
+            key = tuple(sorted(changed.items())), None
+            self._known[key] = min(float(x.square().mean()) for x in off) / self._unit if self._unit else 0.0
+        return [self.left(changed) for changed in every]
+
+    def off(self, changed: Changes, factors: Factors | None = None) -> list[Tensor]:
+        """What O is off in ``rows``, [R, Dv]: with the recipe's sums, and with fp32's where these are others."""
+        by = Factors("") if factors is None else factors
+        head = replace(self.head, do=None, scale=self.head.scale * by.scores)
+        made = [emulate_rows(recipe, head, self.rows).double() for recipe in self._recipes(changed)]
+        return [self.out[self.rows] - by.out * x for x in made]
+
+    def off_of_several(self, every: Sequence[Changes]) -> list[list[Tensor]]:
+        """``off`` of each, side by side."""
+        recipes = [self._recipes(changed) for changed in every]
+        head = replace(self.head, do=None)
+        made = iter(emulate_rows_of_several([one for some in recipes for one in some], head, self.rows))
+        return [[self.out[self.rows] - next(made).double() for _ in some] for some in recipes]
+
+    def explains(self, left: float) -> bool:
+        """Whether so little is left that O is a kernel's with these fields."""
+        return left <= PART * self.left({}) and left <= self._limit
+
+    def quantizers(self) -> Iterator[tuple[str, str, Quantizer]]:
+        """Of q, k and v: its letter, what its field holds, and that read, where it is quantised."""
+        for name in OPERANDS:
+            text = getattr(self.recipe, f"quantize_{name}")
+            by = parse_quantizer(text)
+            if by is not None:
+                yield name, text, by
+
+    def from_amax(self) -> Iterator[tuple[str, str, Quantizer]]:
+        """Those that have scales in fp32 from an amax."""
+        for name, text, by in self.quantizers():
+            if by.scale == "fp32" and by.symmetric and not by.tensor_scale:
+                yield name, text, by
+
+    def blocks(self, name: str, by: Quantizer) -> Tensor:
+        """The number of the block of every element, [T, D]."""
+        x = getattr(self.head, name)
+        shape = len(x), x.shape[1]
+        rows, columns = by.block_shape(shape)
+        down, across = -(-shape[0] // rows) * by.row_groups, -(-shape[1] // columns)
+        return spread(torch.arange(down * across, device=x.device).view(down, across), shape, by)
+
+    def place(self, name: str, by: Quantizer, block: int) -> str:
+        """Where a block is: "keys 64-127"."""
+        inside = self.blocks(name, by) == block
+        rows, columns = (inside.any(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
+        places = [runs_of("row" if name == "q" else "key", rows)] if len(rows) < len(inside) else []
+        places += [runs_of("feature", columns)] if len(columns) < inside.shape[1] else []
+        return ", ".join(places)
+
+    def amax(self, name: str, by: Quantizer, changed: Changes) -> Tensor:
+        """Of each block before it is quantised, with these fields, [N]."""
+        recipe = replace(self.recipe, **changed)  # type: ignore[arg-type]
+        x = Operands(self.head).prepared(recipe).unquantized(recipe, name).abs()
+        each = self.blocks(name, by).flatten()
+        return x.new_zeros(int(each.max()) + 1).scatter_reduce(0, each, x.flatten(), "amax")
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The rows that are looked at."""
+        rows = self.out.isfinite().all(1).nonzero()[:, 0]
+        count = min(_ROWS, len(rows))
+        spread = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
+        if not self.worst or count == len(rows):
+            return spread
+        off = (self.out - self.made)[rows].square().mean(1)
+        first = rows[off.argsort(descending=True)[: count // 2]]
+        chosen = torch.zeros(len(self.out), dtype=torch.bool, device=rows.device)
+        chosen[torch.cat([first, spread[::2]])] = True
+        return chosen.nonzero()[:, 0]
+
+    def _recipes(self, changed: Changes) -> list[Recipe]:
+        # A kernel may keep in fp32 what the recipe adds in less, or k without its mean.
+        exact = {"pv_sums": "fp32"} | ({"smooth_k": "mean"} if self.recipe.smooth_k == "rounded-mean" else {})
+        stated = {name: str(getattr(self.recipe, name)) for name in exact}
+        ways = [stated] if stated == exact else [stated, exact]
+        return [replace(self.recipe, accumulation="fp32-nearest", **way | dict(changed)) for way in ways]  # type: ignore[arg-type]
+
+    @cached_property
+    def _known(self) -> dict[tuple[tuple[tuple[str, str], ...], Factors | None], float]:
+        return {}
+
+    @cached_property
+    def _unit(self) -> float:
+        return float(self.noise[:, self.rows].double().square().mean()) if len(self.rows) else 0.0
+
+    @cached_property
+    def _limit(self) -> float:
+        """What is left where all is right."""
+        kept = [f"quantize_{name}" for name in OPERANDS]
+        head = replace(self.head, do=None)
+        draws = [emulate_rows(dithered(self.recipe, n, kept), head, self.rows).double() for n in range(_DRAWS)]
+        # The difference of two kernels has twice the variance of one.
+        return max(EXACT, 2 * LOSSY**2 * float(drawn_noise(draws).double().square().mean()) / self._unit)

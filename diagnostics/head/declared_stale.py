@@ -1,0 +1,117 @@
+"""A stale amax in a declared kernel: scales of q, k or v that do not reach its largest numbers, which are clipped.
+
+All scales of one of them, or those of some blocks alone: a block whose scale is stale is looked for along what O is off
+with each block's scale too small, one after the other, and its part of amax is then searched as that of all is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.results.wording import number, together
+
+# Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
+# is clipped shows from afar; of FP8 a scale that is 1 % off is as good as any other, as every number rounds elsewhere.
+_PARTS, _SCANS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), ((0.01, 10), (0.002, 5))
+# A part that is nearer to 1 clips next to nothing.
+_WHOLE = 0.97
+# What explains more of what is left by less than this is not there.
+_LESS = 0.9
+# So many blocks of one tensor are looked through, with this part of amax, and so many named. The two that O's error
+# lies along most are tried.
+_BLOCKS, _ABOUT, _NAMED, _TRIED = 128, 0.5, 8, 2
+
+Where = tuple[str, int | None]
+"""q, k or v, and the number of a block of it; None: all of them."""
+
+
+@dataclass(frozen=True)
+class StaleSearch:
+    """By how much less than amax scales reach."""
+
+    beside: BesideRecipe
+
+    def named(self) -> dict[Where, float]:
+        """The parts of amax that the scales of q, k and v reach, or of their blocks, where O has been clipped so."""
+        wholes: list[Where] = [(name, None) for name, _, _ in self.beside.from_amax()]
+        return self._found(lambda found: [one for one in wholes if one not in found], len(wholes))
+
+    def named_blocks(self) -> dict[Where, float]:
+        """The same of single blocks."""
+        shapes = dict(self._shapes())
+        if not shapes:
+            return {}
+
+        def suspects(found: Mapping[Where, float]) -> list[Where]:
+            off = min(self.beside.off(self.changed(found)), key=lambda x: float(x.square().sum()))
+            along = {
+                where: float((off * shape).sum().square() / shape.square().sum().clamp(min=1e-300))
+                for where, shape in shapes.items() if where not in found
+            }  # fmt: skip
+            return sorted(along, key=along.__getitem__)[-_TRIED:]
+
+        return self._found(suspects, _NAMED)
+
+    def changed(self, parts: Mapping[Where, float]) -> dict[str, str]:
+        """The recipe's fields with scales of so many times amax."""
+        changed = dict[str, str]()
+        for name, text, by in self.beside.from_amax():
+            largest = by.largest if by.target is None else by.target
+            whole = f" target={largest / parts[name, None]!r}" if (name, None) in parts else ""
+            some = [f"{block}:{part!r}" for (of, block), part in parts.items() if of == name and block is not None]
+            blocks = f" stale={','.join(some)}" if some else ""
+            if whole or blocks:
+                changed[f"quantize_{name}"] = text + whole + blocks
+        return changed
+
+    def words(self, parts: Mapping[Where, float]) -> str:
+        """In words: "the largest number of k is taken for 0.6 times what it is, …"."""
+        by = {name: found for name, _, found in self.beside.from_amax()}
+        said = []
+        for (name, block), part in sorted(parts.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+            where = "" if block is None else f" in {self.beside.place(name, by[name], block)}"
+            said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
+        return f"the largest number of {together(said)}, and what lies beyond is clipped (a stale amax)"
+
+    def _found(self, suspects: Callable[[Mapping[Where, float]], list[Where]], most: int) -> dict[Where, float]:
+        best = self.beside.left({})
+        found = dict[Where, float]()
+        while len(found) < most:
+            tried = [(where, part) for where in suspects(found) for part in _PARTS]
+            left = self.beside.left_of_several([self.changed(found | {where: part}) for where, part in tried])
+            if not left or min(left) > _LESS * best:
+                break
+            where, part = tried[left.index(min(left))]
+            found[where] = part
+            for step, count in _SCANS:
+                best = self._scan(found, where, step, count)
+        if len(found) > 1:
+            for where in found:
+                best = self._scan(found, where, *_SCANS[-1])
+        clipped = {where: part for where, part in found.items() if part < _WHOLE}
+        return clipped if clipped and self.beside.explains(best) else {}
+
+    def _scan(self, parts: dict[Where, float], where: Where, step: float, count: int) -> float:
+        """Move one part to the best one about it; returns what is left."""
+        near = [part for i in range(-count, count + 1) if 0 < (part := parts[where] + i * step) < 1]
+        left = self.beside.left_of_several([self.changed(parts | {where: part}) for part in near])
+        parts[where] = near[left.index(min(left))]
+        return min(left)
+
+    def _shapes(self) -> Iterator[tuple[Where, Tensor]]:
+        """What O is off in the beside's rows with one block's scale too small, [R, Dv], of every block."""
+        plain = self.beside.off({})[0]
+        for name, _, by in self.beside.from_amax():
+            each = self.beside.blocks(name, by)
+            count = int(each.max()) + 1
+            if not 1 < count <= _BLOCKS:
+                continue
+            every = [self.changed({(name, block): _ABOUT}) for block in range(count)]
+            for block, off in enumerate(self.beside.off_of_several(every)):
+                shape = off[0] - plain
+                if shape.any():
+                    yield (name, block), shape
