@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from attn_diag.captures.sums import BIAS, BY, DTYPE, MODULE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.watching.live.call import AttentionCall, Part
@@ -195,13 +195,23 @@ class OutputSums:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._expected = self._running = None
+        self._abandon()
+        self._expected = None
 
     def expect(self, call: AttentionCall) -> None:
         """A call that is kept has run: what takes its O next is its output projection."""
+        self._abandon()
         self._expected = call, call.o.detach()
 
+    def _abandon(self) -> None:
+        """Leave a projection that Ctrl-C ended, of which no hook is told."""
+        running, self._running = self._running, None
+        if running is not None and _get_current_dispatch_mode() is running.mode:
+            running.mode.__exit__(None, None, None)
+
     def _begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._running is not None and module is self._running.module:
+            self._abandon()
         if self._expected is None or self._running is not None or not args:
             return
         if self._expected[1].is_cuda and _capturing():
