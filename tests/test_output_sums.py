@@ -432,6 +432,9 @@ class Attention(nn.Module):
 
 
 def one_rank(folder: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, parallel
+
     distributed.init_process_group("gloo")
     model = Attention(distributed.get_rank(), distributed.get_world_size())
     x = torch.randn(24, 2, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -441,7 +444,29 @@ def one_rank(folder: Path) -> None:
     model.dense.steps = 2
     with attn_diag.capture(model, folder / "twice", batch=None, calls=None, sums=True):
         model(x)
+    scattered = Scattered().bfloat16()
+    plan = {"dense": parallel.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1))}
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    parallel.parallelize_module(scattered, mesh, plan)
+    with attn_diag.capture(scattered, folder / "uneven", batch=None, calls=None, sums=True):
+        scattered(x[:5].transpose(0, 1))
     distributed.destroy_process_group()
+
+
+class Scattered(nn.Module):
+    """A rank's heads, and an output projection whose sum leaves every rank some of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.chunk(distributed.get_world_size(), -1)[distributed.get_rank()]
+        q = own.unflatten(-1, (-1, DIM)).transpose(1, 2)
+        o = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        found: Tensor = self.dense(o.transpose(1, 2).flatten(2))
+        return found
 
 
 class Shares(nn.Module):
@@ -545,6 +570,13 @@ def test_four_ranks_of_a_module_that_adds_up_itself(tmp_path: Path, programs: Pr
     twice = [attn_diag.load(path) for path in sorted((tmp_path / "twice").glob("*.safetensors"))]
     assert len(twice) == 4
     assert not any("sum_part" in c.tensors for c in twice)
+    # Of five rows two ranks get two, one gets one, and one gets none.
+    uneven = [attn_diag.load(path) for path in sorted((tmp_path / "uneven").glob("*.safetensors"))]
+    assert [c.tensors["sum_total"].shape[1] for c in uneven] == [2, 2, 1, 0]
+    (call,), notes = projections_of(uneven, "rollout", CPU)
+    assert not notes
+    assert call.total.shape == call.part(0).shape == (2, 5, WIDTH)
+    assert not judged(call, []).faults
 
 
 if __name__ == "__main__":
