@@ -189,7 +189,8 @@ def _compare(
             added.append(None)
             continue
         added.append((b.added - a.added, b.once - a.once))
-        other = other or compare_weights(*_of_one_format(a.weight, b.weight))
+        if other is None and a.weight is not None and b.weight is not None:
+            other = compare_weights(*_of_one_format(a.weight, b.weight))
         use = (a.product + b.of_train + b.product + a.output + b.output).isfinite().all(1)
         tokens = use.nonzero()[:, 0]
         if not len(tokens):
@@ -281,7 +282,7 @@ def _rows(
         weight = call.weight
         for whole, values in zip(held, _of_item(call, item, trained), strict=True):
             whole[tokens] = values[rows]
-    return None if held is None else _Rows(*held, weight)
+    return None if held is None else _Rows(*held, weight=weight)
 
 
 def _of_item(call: ProjectionCall, item: int, trained: Tensor | None) -> Iterator[Tensor]:
@@ -315,10 +316,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(*_of_one_format(a, b))
 
 
-def _of_one_format(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _of_one_format(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Weights that one run keeps in fp32 are rounded as the other's."""
-    if a is None or b is None or a.dtype == b.dtype:
-        return a, b
     narrow = min(a.dtype, b.dtype, key=lambda dtype: format_of(dtype).precision)
     return a.to(narrow), b.to(narrow)
 
