@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -282,7 +282,7 @@ def _rows(
         weight = call.weight
         for whole, values in zip(held, _of_item(call, item, trained), strict=True):
             whole[tokens] = values[rows]
-    return None if held is None else _Rows(*held, weight=weight)
+    return None if held is None else replace(_Rows(*held), weight=weight)
 
 
 def _of_item(call: ProjectionCall, item: int, trained: Tensor | None) -> Iterator[Tensor]:
