@@ -241,7 +241,7 @@ def main() -> None:
             fault = expected[i][2]
             counts[fault, row["right"]] += 1
             for one in row["outputs"]:
-                total = sum(one[part][1] for part in ("inputs", "products", "sum"))
+                total = sum(one[part][1] for part in ("inputs", "weights", "products", "sum") if part in one)
                 most.setdefault("shares add up to", []).append(total)
             if rank == 0 and not row["right"]:
                 wrong.append({"seed": seed, "fault": fault, **row})

@@ -60,7 +60,7 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
         yield layout.paragraph(_RING_LEGEND)
     if found.sums:
         yield from layout.title("Output projections")
-        for head, rows in ((_SUM_HEAD, _sum_rows(found)), (_OUTPUT_HEAD, _output_rows(found))):
+        for head, rows in ((_SUM_HEAD, _sum_rows(found)), (_output_head(found), _output_rows(found))):
             if rows:
                 table = layout.table(*layout.figures(head), collapse=True)
                 for row in rows:
@@ -99,7 +99,7 @@ def mismatch_document(found: Mismatch) -> str:
     if found.sums:
         sections.append(Section("Output projections", (*_ways(found), _SUM_LEGEND), (_SUM_HEAD, *_sum_rows(found))))
         if found.outputs:
-            sections.append(Section("What they return", (), (_OUTPUT_HEAD, *_output_rows(found))))
+            sections.append(Section("What they return", (), (_output_head(found), *_output_rows(found))))
     if found.logprobs is None:
         sections.append(Section("Log-probabilities", (_NO_LOGPROBS,)))
     else:
@@ -173,12 +173,12 @@ def _ring_rows(found: Mismatch) -> Iterator[tuple[str, ...]]:
 
 
 _SUM_HEAD = ("layer", "run", "ranks", "calls", "off", "in fp32")
-_OUTPUT_HEAD = ("layer", "differ", "came in", "products", "sum", "sum's size", "sum away", "± s.e.")
+_OUTPUT_SHARES = {"inputs": "came in", "weights": "weights", "products": "products", "sum": "sum"}
 _SUM_LEGEND = (
     "off: the sum from the exact sum of what the ranks give, over its norm; in fp32: what one cast at the end would "
-    "leave. Of the difference of what both runs' projections return, the shares that came in with O, that rounding "
-    "each rank's product makes, and that adding up makes by its order and format; the last one's size, and its mean "
-    "away from zero, over train's."
+    "leave. Of the difference of what both runs' projections return, the shares that came in with O, that other "
+    "weights make (where these differ), that rounding each rank's product makes, and that adding up makes by its order "
+    "and format; the last one's size, and its mean away from zero, over train's."
 )
 
 
@@ -216,12 +216,21 @@ def _ways(found: Mismatch) -> Iterator[str]:
         yield f"{said} (layer{'s' * (len(those) > 1)} {listed([str(n) for n in those], _MOST)})."
 
 
+def _output_head(found: Mismatch) -> tuple[str, ...]:
+    return "layer", "differ", *_output_parts(found).values(), "sum's size", "sum away", "± s.e."
+
+
+def _output_parts(found: Mismatch) -> dict[str, str]:
+    named = {part.name for one in found.outputs for part in one.parts}
+    return {name: head for name, head in _OUTPUT_SHARES.items() if name in named}
+
+
 def _output_rows(found: Mismatch) -> list[tuple[str, ...]]:
-    rows = []
+    rows, names = [], _output_parts(found)
     for one in found.outputs:
         parts = {part.name: part for part in one.parts}
         of, error = parts["sum"], parts["sum"].away_error
-        shares = [percent(parts[n].share, ".1f") if one.difference else DASH for n in ("inputs", "products", "sum")]
+        shares = [percent(parts[n].share, ".1f") if one.difference and n in parts else DASH for n in names]
         away, by = f"{of.away:+.2g}", DASH if error is None else f"{error:.2g}"
         rows.append((str(one.layer), percent(one.difference, ".2g"), *shares, percent(of.size, ".2g"), away, by))
     return rows

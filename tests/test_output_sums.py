@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import attn_diag
 from attn_diag.analyses.mismatch.outputs import ProjectionCall, projections_of
 from attn_diag.analyses.mismatch.reduced import judged
-from attn_diag.analyses.mismatch.sums import IN_FP32, ComparedSums, with_sums
+from attn_diag.analyses.mismatch.sums import IN_FP32, SAME_WEIGHTS, ComparedSums, with_sums
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.reports.mismatch import mismatch_document
@@ -184,6 +184,105 @@ def test_what_no_rounding_makes_is_named(fault: str) -> None:
     assert [(f.words, f.label) for f in found.faults] == [(words, label)]
 
 
+def with_weights(weights: Sequence[Tensor], given: Sequence[Capture]) -> list[Capture]:
+    """The same call with other columns of the output projection."""
+    parts = [
+        functional.linear(c.tensors["o"][...].transpose(1, 2).flatten(2), w)
+        for c, w in zip(given, weights, strict=True)
+    ]
+    names = {"sum_total": once(parts)} if len(parts) > 1 else {}
+    part = "sum_part" if names else "sum_output"
+    return [
+        replace(c, tensors={**c.tensors, **names, "w_o": w, part: p})
+        for c, w, p in zip(given, weights, parts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("swapped", [True, False], ids=["columns of other ranks", "older"])
+def test_other_weights_of_the_output_projection_are_a_cause(swapped: bool, ranks: int) -> None:
+    """They had been rounding, as what came in with an O that is the same in every bit."""
+    given = captures(ranks=ranks)
+    whole = torch.cat([c.tensors["w_o"][...] for c in given], 1)
+    wrong = whole.roll(DIM, 1) if swapped else (whole * 1.02).bfloat16()
+    found = attn_diag.mismatch(captures(ranks=1), with_weights([w.contiguous() for w in wrong.chunk(ranks, 1)], given))
+    (cause,) = found.causes
+    assert (cause.layer, cause.kind, cause.place, found.place) == (0, "weights", "output", "output")
+    assert cause.words.startswith("other weights of the output projection (")
+    (output,) = found.outputs
+    parts = {part.name: part for part in output.parts}
+    assert parts["inputs"].size == 0
+    assert parts["weights"].share > 0.9
+    assert sum(part.share for part in output.parts) == pytest.approx(1)
+    repair = next(r for r in found.repairs if r.what == SAME_WEIGHTS)
+    assert repair.removes > 0.9
+    assert not any(r.measure == "O" for r in found.repairs)
+    assert "weights" in found.report(120)
+    assert Mismatch.from_json(found.to_json()) == found
+
+
+def test_weights_that_an_adapter_makes_up_for_are_no_cause() -> None:
+    """One run has merged what the other adds besides; or keeps in FP32 what the other has in BF16."""
+    given = captures()
+    low_rank = torch.linspace(-1, 1, WIDTH)[:, None] * torch.linspace(1, 2, DIM)
+    changed = [(c.tensors["w_o"][...] + 0.3 * low_rank).bfloat16() for c in given]
+    merged = [replace(c, tensors={**c.tensors, "w_o": w}) for c, w in zip(given, changed, strict=True)]
+    found = attn_diag.mismatch(captures(ranks=1), merged)
+    assert not found.causes
+    assert any("something makes up for them" in note for note in found.notes)
+    (one,) = captures(ranks=1)
+    wide = replace(one, tensors={**one.tensors, "w_o": one.tensors["w_o"][...].float() * (1 + 2.0**-10)})
+    assert not attn_diag.mismatch([wide], given).causes
+
+
+def test_a_multiplier_of_the_layer_is_healthy_where_both_runs_have_it() -> None:
+    def quarter(_: int, p: Tensor) -> Tensor:
+        return p * 0.25
+
+    assert not attn_diag.mismatch(captures(ranks=1, give=quarter), captures(give=quarter)).causes
+    found = attn_diag.mismatch(captures(ranks=1), captures(give=quarter))
+    assert ["every rank gives 0.25 times its O times its weight" in cause.words for cause in found.causes] == [True]
+
+
+def test_a_bias_on_one_rank_alone_is_healthy() -> None:
+    """Its part is larger, and so is what rounding leaves of it."""
+    added = 30 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def give(rank: int, p: Tensor) -> Tensor:
+        return p + added if rank == 0 else p
+
+    given = captures(give=give)
+    first = given[0].metadata
+    given[0] = replace(given[0], metadata=replace(first, extra={**first.extra, "sum_bias": "yes"}))
+    assert not judged(the_call(given), []).faults
+
+
+def test_numbers_that_are_not_finite_are_a_cause() -> None:
+    """They had been "bit for bit the same"."""
+    given = captures(give=lambda rank, p: p * torch.nan if rank == 1 else p)
+    found = attn_diag.mismatch(captures(ranks=1), given)
+    assert [c.words for c in found.causes] == [
+        "rollout's output projection: NaN or infinity comes from rank 1, whose O and weight are finite"
+    ]
+
+
+def test_float64_and_a_sum_in_another_dtype_are_judged() -> None:
+    def exactly(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([p.to(torch.promote_types(p.dtype, torch.float32)) for p in parts]).sum(0)
+
+    for dtype in (torch.float64, torch.bfloat16):
+        assert not judged(the_call(captures(add_up=exactly, dtype=dtype)), []).faults
+    assert judged(the_call(captures(add_up=lambda p: exactly(p[1:]), dtype=torch.float64)), []).faults
+
+
+def test_parts_of_other_shapes_are_told() -> None:
+    given = captures()
+    given[1] = replace(given[1], tensors={**given[1].tensors, "sum_part": given[1].tensors["sum_part"][...][:, 1:]})
+    calls, (note,) = projections_of(given, "rollout", CPU)
+    assert not calls
+    assert "[1, 39, 32]" in note
+
+
 def test_ranks_that_get_other_sums_are_told() -> None:
     given = captures(add_up=in_turn)
     other = without(0)([c.tensors["sum_part"][...] for c in given])
@@ -233,26 +332,49 @@ def test_parts_that_were_not_captured_are_asked_for() -> None:
 class Raising(nn.Linear):
     """Fails once."""
 
-    failed = False
+    error: BaseException | None = ValueError("out of luck")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.failed:
-            self.failed = True
-            raise ValueError("out of luck")
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
         return super().forward(x)
 
 
+class Plain(nn.Module):
+    """Attention with an output projection that fails once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = Raising(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.view(*x.shape[:-1], -1, DIM).transpose(1, 2)
+        found: Tensor = self.dense(functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+        return found
+
+
+def test_a_projection_that_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ctrl-C, of which hooks are not told."""
+    model, x = Plain(), torch.randn(2, 6, WIDTH)
+    model.dense.error = KeyboardInterrupt()
+    with (
+        attn_diag.capture(model, tmp_path / "one", batch=None, calls=None, sums=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(x)
+    assert _get_current_dispatch_mode() is None
+    model.dense.error = KeyboardInterrupt()
+    with attn_diag.capture(model, tmp_path / "two", batch=None, calls=None, sums=True):
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        y = model(2 * x)
+    first, second = (attn_diag.load(path) for path in sorted((tmp_path / "two").glob("*.safetensors")))
+    assert "sum_output" not in first.tensors
+    assert torch.equal(second.tensors["sum_output"][...], y.detach())
+
+
 def test_a_projection_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = Raising(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q = x.view(*x.shape[:-1], -1, DIM).transpose(1, 2)
-            found: Tensor = self.dense(functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
-            return found
-
     model, x = Plain(), torch.randn(2, 6, WIDTH)
     with attn_diag.capture(model, tmp_path, batch=(1,), calls=None, sums=True):
         with pytest.raises(ValueError, match="out of luck"):
@@ -310,6 +432,9 @@ class Attention(nn.Module):
 
 
 def one_rank(folder: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, parallel
+
     distributed.init_process_group("gloo")
     model = Attention(distributed.get_rank(), distributed.get_world_size())
     x = torch.randn(24, 2, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -319,7 +444,29 @@ def one_rank(folder: Path) -> None:
     model.dense.steps = 2
     with attn_diag.capture(model, folder / "twice", batch=None, calls=None, sums=True):
         model(x)
+    scattered = Scattered().bfloat16()
+    plan = {"dense": parallel.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1))}
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    parallel.parallelize_module(scattered, mesh, plan)
+    with attn_diag.capture(scattered, folder / "uneven", batch=None, calls=None, sums=True):
+        scattered(x[:5].transpose(0, 1))
     distributed.destroy_process_group()
+
+
+class Scattered(nn.Module):
+    """A rank's heads, and an output projection whose sum leaves every rank some of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.chunk(distributed.get_world_size(), -1)[distributed.get_rank()]
+        q = own.unflatten(-1, (-1, DIM)).transpose(1, 2)
+        o = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        found: Tensor = self.dense(o.transpose(1, 2).flatten(2))
+        return found
 
 
 class Shares(nn.Module):
@@ -423,6 +570,13 @@ def test_four_ranks_of_a_module_that_adds_up_itself(tmp_path: Path, programs: Pr
     twice = [attn_diag.load(path) for path in sorted((tmp_path / "twice").glob("*.safetensors"))]
     assert len(twice) == 4
     assert not any("sum_part" in c.tensors for c in twice)
+    # Of five rows two ranks get two, one gets one, and one gets none.
+    uneven = [attn_diag.load(path) for path in sorted((tmp_path / "uneven").glob("*.safetensors"))]
+    assert [c.tensors["sum_total"].shape[1] for c in uneven] == [2, 2, 1, 0]
+    (call,), notes = projections_of(uneven, "rollout", CPU)
+    assert not notes
+    assert call.total.shape == call.part(0).shape == (2, 5, WIDTH)
+    assert not judged(call, []).faults
 
 
 if __name__ == "__main__":

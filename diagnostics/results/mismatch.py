@@ -66,9 +66,9 @@ class MismatchCause:
     """The model's number of the layer."""
     kind: CauseKind
     """position: q or k at another position of RoPE; norm: x, q or k times a factor a token, as of another epsilon;
-    weights: another w_q; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged through
-    a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring is off by itself;
-    sum: what ranks give is not what their output projection's sum has, or is rounded below its format;
+    weights: another w_q or w_o; storage: q, k or v hold numbers of a format below 16 bits alone; merge: splits merged
+    through a narrow LSE; ring: hops of a ring put together otherwise than in fp32; hop: one hop of a ring is off by
+    itself; sum: what ranks give is not what their output projection's sum has, or is rounded below its format;
     coarse: an error of O beyond a well-rounded kernel's, by a coarser rounding, which is named where its emulation
     explains it; unnamed-o: the same, where several explanations are as good; unnamed-input: q, k, v or x differ by more
     than rounding, and nothing tried says why."""
@@ -315,10 +315,10 @@ class ProjectionSum:
 class OutputPart:
     """A part of the difference of what an output projection returns, which is what is added to the stream."""
 
-    name: Literal["inputs", "products", "sum"]
-    """With a for train, b for rollout: inputs is O_b W_b - O_a W_a in float64, what came in with O; products what
-    rounds each rank's product (and adds a bias); sum what adding up over ranks adds to the exact sum of these, by its
-    order and format. They add up to the difference exactly."""
+    name: Literal["inputs", "weights", "products", "sum"]
+    """With a for train, b for rollout, in float64: inputs is (O_b - O_a) W_a, what came in with O; weights, of layers
+    where these differ, O_b (W_b - W_a); products what rounds each rank's product (and adds a bias); sum what adding up
+    over ranks adds to the exact sum of these, by its order and format. They add up to the difference exactly."""
     size: Number
     """Its norm over that of train's O_a W_a."""
     share: Number

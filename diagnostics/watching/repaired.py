@@ -130,7 +130,7 @@ def _places(made: SplitDifference, causes: Sequence[MismatchCause]) -> set[Logpr
         if cause.place == "attention":
             places.add((cause.layer, "rounding" if cause.kind in _ROUNDING else "semantics"))
         elif cause.place == "output":
-            places.add((cause.layer, "sum"))
+            places |= {(cause.layer, "sum")} if cause.kind == "sum" else set()
         else:
             known = (cause.layer, cause.place) in made.parts
             places.add((cause.layer, cause.place if known else "projection"))

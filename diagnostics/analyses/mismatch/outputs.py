@@ -117,7 +117,7 @@ class ProjectionCall:
     @cached_property
     def exact(self) -> Tensor:
         """The parts added up exactly, [B, T, C] float64."""
-        found = self.part(0).double()
+        found = self.part(0).to(torch.float64, copy=True)
         for number in range(1, len(self.captures)):
             found += self.part(number).double()
         return found
@@ -127,6 +127,29 @@ class ProjectionCall:
         """The rows of which products are made in float64, spread over T; int64."""
         count = self.captures[0].tensors[PART if self.is_sum else OUTPUT].shape[1]
         return torch.linspace(0, count - 1, min(count, _MOST_ROWS), device=self.device).long()
+
+    @cached_property
+    def weight(self) -> Tensor | None:
+        """The columns of all ranks side by side, [C, D * all heads]; None where these are not all there."""
+        ordered = sorted(self.captures, key=lambda c: c.metadata.head_offset)
+        if any(W_O not in c.tensors for c in ordered):
+            return None
+        return torch.cat([c.tensors[W_O][...].to(self.device) for c in ordered], 1)
+
+    def with_weight(self, weight: Tensor) -> Tensor | None:
+        """O times another run's ``weight``, [B, ``rows``, C] float64; None where these do not fit."""
+        found: Tensor | None = None
+        start = 0
+        for number in sorted(range(len(self.captures)), key=lambda i: self.captures[i].metadata.head_offset):
+            factors = self._factors(number)
+            if factors is None:
+                return None
+            own = weight[:, start : start + factors[1].shape[1]].double()
+            start += own.shape[1]
+            if own.shape != factors[1].shape:
+                return None
+            found = factors[0] @ own.T if found is None else found + factors[0] @ own.T
+        return found if start == weight.shape[1] else None
 
     def _factors(self, number: int) -> tuple[Tensor, Tensor] | None:
         """O [B, ``rows``, N] and the weight [C, N] of a rank, float64; None where these are not all there."""
@@ -220,4 +243,9 @@ def _missing(members: Sequence[Capture], *, shared: bool) -> str | None:
         return "several captures say that they are of the same rank"
     if any(PART not in c.tensors or TOTAL not in c.tensors for c in members):
         return NOT_CAPTURED
+    given, got = ([tuple(c.tensors[name].shape) for c in members] for name in (PART, TOTAL))
+    scattered = sum(shape[1] for shape in got) == given[0][1]
+    if len(set(given)) > 1 or not (scattered or set(got) == {given[0]}):
+        shapes = [listed([str(list(shape)) for shape in those], 8) for those in (given, got)]
+        return f"what the ranks give, {shapes[0]}, does not fit what they get, {shapes[1]}"
     return None

@@ -15,7 +15,7 @@ from attn_diag.analyses.mismatch.outputs import ProjectionCall
 from attn_diag.analyses.mismatch.reductions import AllReduced, reduction_of
 from attn_diag.reference import format_of, ulp
 from attn_diag.results.mismatch import MismatchLabel
-from attn_diag.results.wording import number, percent
+from attn_diag.results.wording import listed, number, percent
 
 # A part is not the product of its rank's O where it is so far off (of its norm): no format of 8 bits leaves that.
 _NO_PRODUCT = 0.25
@@ -25,6 +25,8 @@ _PART_OFF = 4.0
 _BY_CHANCE = 0.5
 # Ranks are so much off alike.
 _ALIKE = 2.0
+# Up to rounding to 8 bits parts are a multiple of their products, and multiples are the same.
+_MULTIPLE = 0.02
 # Products are sums in fp32, off by some units of 2^-24 of their size where they cancel to nothing.
 _FP32_SUM = 2.0**-21
 # Rows from which a bias can be told as what all of them have in common.
@@ -62,12 +64,13 @@ class JudgedSum:
     faults: list[SumFault] = field(default_factory=list)
 
 
-def judged(call: ProjectionCall, before: Sequence[ProjectionCall]) -> JudgedSum:
+def judged(call: ProjectionCall, before: Sequence[ProjectionCall], usual: float | None = None) -> JudgedSum:
     """Judge a sum.
 
     Args:
         call: Whose.
         before: Other calls of the same layer and ranks, whose parts a stale one may be.
+        usual: How many times O times its weight the other run's layer gives; None: not known.
     """
     exact, total = call.exact, call.total
     once = exact.to(total.dtype).double()
@@ -77,13 +80,34 @@ def judged(call: ProjectionCall, before: Sequence[ProjectionCall]) -> JudgedSum:
         "once": float((once - exact).square().sum()),
     }
     parts = [call.as_it_lay(call.part(place)) for place in range(len(call.captures))]
-    how = reduction_of(parts, call.as_it_lay(total))
-    faults = [*_products(call, before)]
+    how = _reduction(parts, call.as_it_lay(total))
+    faults = [*_products(call, before, usual)]
     faults += _of_total(call, call.ranks[0], total, how, before)
     for rank, other in call.others:
-        faults += _of_total(call, rank, other, reduction_of(parts, call.as_it_lay(other)), before)
+        faults += _of_total(call, rank, other, _reduction(parts, call.as_it_lay(other)), before)
     unique = {fault.words: fault for fault in faults}
     return JudgedSum(call, how, squares, [*unique.values()])
+
+
+def _reduction(parts: Sequence[Tensor], total: Tensor) -> AllReduced:
+    """Its order and format, where these are of the kinds that are told."""
+    told = total.dtype in (torch.float32, *NARROW.values()) and {part.dtype for part in parts} == {total.dtype}
+    return reduction_of(parts, total) if told and total.numel() else AllReduced("", 0.0, in_fp32=False)
+
+
+def multiple_of(call: ProjectionCall) -> float | None:
+    """How many times O times its weight all ranks give alike, as a layer's own multiplier makes it; None: not so."""
+    found: list[float] = []
+    for place in range(len(call.captures)):
+        right, part = call.product(place), call.part(place)
+        if right is None or not bool(right.any()):
+            return None
+        part = part[:, call.rows].double()
+        factor = _times(part, right)
+        if not float((part - factor * right).norm()) <= _MULTIPLE * abs(factor) * float(right.norm()):
+            return None
+        found.append(factor)
+    return found[0] if max(found) - min(found) <= _MULTIPLE * abs(found[0]) else None
 
 
 def _size(call: ProjectionCall) -> Tensor:
@@ -108,7 +132,8 @@ def _of_total(
     call: ProjectionCall, rank: int, total: Tensor, how: AllReduced, before: Sequence[ProjectionCall]
 ) -> Iterator[SumFault]:
     """What is wrong with the sum that a rank got."""
-    size, ranks = _size(call), len(call.ranks)
+    # In float64 what is held to be exact is rounded as often.
+    size, ranks = _size(call), len(call.ranks) * (2 if total.dtype == torch.float64 else 1)
     error = total.double() - call.exact
     largest = torch.finfo(total.dtype).max / 2
     # Where a sum may overflow, nothing is said.
@@ -234,10 +259,20 @@ def _named(call: ProjectionCall, other: ProjectionCall) -> str:
     return f"step {step}" if step != own_step else f"call {number} of the same step"
 
 
-def _products(call: ProjectionCall, before: Sequence[ProjectionCall]) -> Iterator[SumFault]:
+def _products(call: ProjectionCall, before: Sequence[ProjectionCall], usual: float | None) -> Iterator[SumFault]:
     """Parts that are not their rank's O times its weight, or that hold fewer bits than what they are made of."""
     offs: list[tuple[float, float]] = []
     factors: list[str] = []
+    if broken := [rank for place, rank in enumerate(call.ranks) if _is_broken(call, place)]:
+        who = listed([f"rank {rank}" for rank in broken], 8)
+        yield SumFault(f"NaN or infinity comes from {who}, whose O and weight are finite", "unnamed")
+        return
+    own = None if call.biased else multiple_of(call)
+    if own is not None and abs(own - 1) > _MULTIPLE:
+        # A multiplier of the layer's own is healthy, unless the other run's has another one.
+        if usual is not None and abs(own - usual) > _MULTIPLE * abs(usual):
+            yield SumFault(f"every rank gives {number(own)} times its O times its weight", "semantics", abs(own - 1))
+        return
     for place in range(len(call.captures)):
         right, part = call.product(place), call.part(place)
         if right is None or (call.biased and part[..., 0].numel() < _ROWS):
@@ -247,7 +282,9 @@ def _products(call: ProjectionCall, before: Sequence[ProjectionCall]) -> Iterato
         if call.biased:
             error -= error.mean((0, 1), keepdim=True)
         size = float(right.norm()) or 1.0
-        last = float(ulp(right, format_of(part.dtype)).square().sum()) / 12
+        # A bias may make what is rounded larger.
+        rounded = part.double() if call.biased else right
+        last = float(ulp(rounded, format_of(part.dtype)).square().sum()) / 12
         noise = math.sqrt(last + (_FP32_SUM * call.product_size(place)) ** 2)
         offs.append((float(error.norm()) / size, noise / size))
         factors.append(_factor(part.double(), right, noise))
@@ -278,9 +315,19 @@ def _products(call: ProjectionCall, before: Sequence[ProjectionCall]) -> Iterato
         yield SumFault(words, "rounding")
 
 
+def _is_broken(call: ProjectionCall, place: int) -> bool:
+    """Whether a rank gives NaN or infinity where its O times its weight is finite."""
+    right, part = call.product(place), call.part(place)[:, call.rows]
+    return right is not None and bool((right.isfinite() & ~part.isfinite()).any())
+
+
+def _times(part: Tensor, right: Tensor) -> float:
+    return float((part * right).sum() / right.square().sum().clamp(min=1e-300))
+
+
 def _factor(part: Tensor, right: Tensor, noise: float) -> str:
     """That a part is so many times what it should be, in words; empty: it is something else."""
-    factor = float((part * right).sum() / right.square().sum().clamp(min=1e-300))
+    factor = _times(part, right)
     if not bool(part.any()):
         return "zeros"
     whole = float((part - factor * right).norm()) <= _PART_OFF * max(1.0, abs(factor)) * noise

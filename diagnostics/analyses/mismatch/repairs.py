@@ -36,6 +36,7 @@ PART_OF = {"merge": "rounding", "weights": "inputs", "norm": "inputs", "storage"
 
 def repairs_of(layers: Sequence[ComparedLayer], causes: Sequence[MismatchCause]) -> list[MismatchRepair]:
     """The list, for the differences that arise in the layers: without what came in from below."""
+    causes = [c for c in causes if c.place != "output"]
     arising = {c.layer for c in causes if c.kind in ("weights", "norm", "storage", "unnamed-input")}
     total = sum(_own(layer, arising, {}) for layer in layers)
     if not total > 0:

@@ -35,10 +35,15 @@ class OtherWeights:
     @property
     def words(self) -> str:
         """In a sentence."""
+        return self.words_of("query")
+
+    def words_of(self, projection: str) -> str:
+        """In a sentence, as those of another projection."""
         a, b = (name or "no quantiser that is known here" for name in self.quantizers)
         if self.quantizers == (None, None):
-            return "other weights of the query projection"
-        return f"weights quantised another way: train {a}, rollout {b}"
+            return f"other weights of the {projection} projection"
+        of = "" if projection == "query" else f" of the {projection} projection"
+        return f"weights{of} quantised another way: train {a}, rollout {b}"
 
 
 def compare_weights(a: Tensor | None, b: Tensor | None) -> OtherWeights | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from attn_diag.captures.sums import BIAS, BY, DTYPE, MODULE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.watching.live.call import AttentionCall, Part
@@ -195,13 +195,24 @@ class OutputSums:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._expected = self._running = None
+        self._abandon()
+        self._expected = None
 
     def expect(self, call: AttentionCall) -> None:
         """A call that is kept has run: what takes its O next is its output projection."""
+        self._abandon()
         self._expected = call, call.o.detach()
 
+    def _abandon(self) -> None:
+        """Leave a projection that Ctrl-C ended, of which no hook is told."""
+        running, self._running = self._running, None
+        current: Any = _get_current_dispatch_mode()
+        if running is not None and current is running.mode:
+            current.__exit__(None, None, None)
+
     def _begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._running is not None and module is self._running.module:
+            self._abandon()
         if self._expected is None or self._running is not None or not args:
             return
         if self._expected[1].is_cuda and _capturing():
@@ -238,6 +249,9 @@ class OutputSums:
             part, total = _by_sequence(seen.part, running, count), _by_sequence(seen.total, running, 1)
             if part is None or total is None:
                 return
+            if seen.how == _SCATTER and total.shape[1] * count > part.shape[1]:
+                before = seen.ranks.index(distributed.get_rank()) * total.shape[1]
+                total = total[:, : max(0, part.shape[1] - before)]  # without the zeros that fill it up
             tensors |= {PART: part, TOTAL: total}
             said |= {RANKS: ",".join(map(str, seen.ranks)), BY: f"{seen.how} by {seen.backend}"}
             if output is not None and output.dtype == total.dtype and torch.equal(output, total):
@@ -292,8 +306,9 @@ def _by_sequence(t: Tensor, running: _Running, ranks: int) -> Tensor | None:
         return None
     if running.turned:
         return t.transpose(0, 1)
-    if t.shape[0] == ranks * batch and t.shape[1] * ranks == rows and ranks > 1:
-        return t.view(ranks, batch, t.shape[1], -1).transpose(0, 1).reshape(batch, rows, -1)
+    if t.shape[0] == ranks * batch and t.shape[1] == -(-rows // ranks) and ranks > 1:
+        # Where they do not divide the rows, zeros follow the last one.
+        return t.view(ranks, batch, t.shape[1], -1).transpose(0, 1).reshape(batch, ranks * t.shape[1], -1)[:, :rows]
     return t if t.shape[0] == batch else None
 
 
