@@ -238,8 +238,13 @@ def beside_declared(
     beyond = 0.0
     if from_lse is not None and not set(declared[0].recipe.quantized) & set(BACKWARD):
         # A kernel may return another L than its backward takes.
-        least = min(float((observed - true)[rows].square().sum()) for true in (from_lse, reference))
-        beyond = math.sqrt(least / float(plain)) if float(plain) else 0.0
+        size = float(reference[rows].square().sum())
+        # Rows whose L is too small have a P above 1, which rounds by as much more.
+        parts = [
+            float((observed - true)[rows].square().sum()) / max(float(true[rows].square().sum()), size)
+            for true in (from_lse, reference)
+        ]
+        beyond = math.sqrt(min(parts) * size / float(plain)) if float(plain) and size else 0.0
     return replace(
         chosen,
         declared=declared[0].recipe.name,
