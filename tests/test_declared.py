@@ -78,6 +78,17 @@ def test_no_fault_is_acquitted_by_declaring(fault: str, said: str) -> None:
     assert any(re.search(said, reason) for head in diagnosis.heads if head.verdict for reason in head.verdict.reasons)
 
 
+def test_clipped_values_are_not_put_down_to_a_descale_factor_alone() -> None:
+    """O is 0.98 times as large then: no factor, and no stale amax, whose numbers would all be rounded elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(1, n, 256, 64, generator=generator)[:, :1].bfloat16() for n in (2, 1, 1, 2))
+    made = run(Plan(fault="v clipped where E4M3FNUZ ends"), q, k, v, do)
+    found = attn_diag.inspect(q, k, v, do=do, **made, causal=True, device="cpu", declared="fa3-fp8")
+    (o,) = [one for head in found.heads for one in head.quantities if one.quantity == "o"]
+    assert "it is multiplied by 0.98 throughout" in o.words
+    assert "or numbers of v that are clipped" in o.words
+
+
 def test_a_gradient_of_fp8_where_16_bits_were_declared() -> None:
     """Hidden behind an L that FP8 made coarse: dV's whole error is hardly larger than the recipe's."""
     diagnosis = inspected(Plan(fault="dV of FP8"), "peaked", 3, declared="fa3-fp8")
