@@ -214,9 +214,24 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
 
 def emulate_rows_of_several(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> list[Tensor]:
     """``emulate_rows`` of several recipes side by side: scores, softmax and products that they share are made once."""
+    found = [head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe)) for recipe in recipes]
+    for i, mine, made in _forwards(recipes, head, rows):
+        found[i][mine] = made.out
+    return [_stored(out, recipe.out) for out, recipe in zip(found, recipes, strict=True)]
+
+
+def emulate_lse(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
+    """L of the query rows ``rows`` ([R] indices) alone, [R], in the recipe's arithmetic; else as ``emulate_rows``."""
+    found = head.q.new_empty(len(rows), dtype=working_dtype(recipe))
+    for _, mine, made in _forwards([recipe], head, rows):
+        found[mine] = made.lse
+    return found
+
+
+def _forwards(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> Iterator[tuple[int, Tensor, ForwardRows]]:
+    """(Number of the recipe, places in ``rows``, forward of these) until every recipe has all rows."""
     for recipe in recipes:
         check_supported(recipe, head)
-    found = [head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe)) for recipe in recipes]
     # Those with one softmax follow each other, so that no more need be held than the scores and what they share.
     order = sorted(range(len(recipes)), key=lambda i: (recipes[i].schedule.query_block, str(softmax_key(recipes[i]))))
     with torch.no_grad(), _plain_arithmetic(head):
@@ -230,9 +245,8 @@ def emulate_rows_of_several(recipes: Sequence[Recipe], head: HeadLike, rows: Ten
                     block = Block(operands, rows[mine], keys)
                     for group in alike:
                         for i in group:
-                            found[i][mine] = forward_rows(recipes[i], block).out
+                            yield i, mine, forward_rows(recipes[i], block)
                         block.keep_scores()
-    return [_stored(out, recipe.out) for out, recipe in zip(found, recipes, strict=True)]
 
 
 def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tensor, float]]:

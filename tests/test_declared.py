@@ -48,6 +48,18 @@ def test_a_sound_fp8_kernel_is_as_good_as_its_format_allows(sound: Diagnosis) ->
     assert 0.0015 < (found["o"].relative_error_16_bit or 0.0) < 0.0025 < 0.03 < (found["o"].relative_error or 0.0)
 
 
+def test_a_large_feature_makes_a_sound_kernels_lse_and_what_follows_from_it_coarse() -> None:
+    """L is 6 % off in MXFP8 and P above 1 in the backward, which rounds it by as much more."""
+    tensors = inputs("gaussian", 0)
+    tensors[1][..., 3] *= 40
+    named = {**dict(zip(NAMES, tensors, strict=True)), **run(Plan("mxfp8"), *tensors)}
+    found = attn_diag.inspect(
+        **{name: x[:, :1] for name, x in named.items()}, causal=True, device="cpu", declared="mxfp8-attention"
+    )
+    assert found.captures[0].assumptions.ok
+    assert not {"wrong", "lossy", "biased"} & found.labels
+
+
 def test_undeclared_it_is_lossy_as_before() -> None:
     assert "lossy" in inspected(Plan()).labels
 
@@ -64,6 +76,17 @@ def test_no_fault_is_acquitted_by_declaring(fault: str, said: str) -> None:
     diagnosis = inspected(Plan(fault=fault), declared="fa3-fp8")
     assert "wrong" in diagnosis.labels
     assert any(re.search(said, reason) for head in diagnosis.heads if head.verdict for reason in head.verdict.reasons)
+
+
+def test_clipped_values_are_not_put_down_to_a_descale_factor_alone() -> None:
+    """O is 0.98 times as large then: no factor, and no stale amax, whose numbers would all be rounded elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(1, n, 256, 64, generator=generator)[:, :1].bfloat16() for n in (2, 1, 1, 2))
+    made = run(Plan(fault="v clipped where E4M3FNUZ ends"), q, k, v, do)
+    found = attn_diag.inspect(q, k, v, do=do, **made, causal=True, device="cpu", declared="fa3-fp8")
+    (o,) = [one for head in found.heads for one in head.quantities if one.quantity == "o"]
+    assert "it is multiplied by 0.98 throughout" in o.words
+    assert "or numbers of v that are clipped" in o.words
 
 
 def test_a_gradient_of_fp8_where_16_bits_were_declared() -> None:

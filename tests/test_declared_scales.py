@@ -11,6 +11,7 @@ from study_declared import WIDTH, Plan, inputs, run, to_fp8
 from test_declared import inspected
 from torch import Tensor
 
+import attn_diag
 from attn_diag.head.declared_beside import BesideRecipe
 from attn_diag.head.declared_factors import Factors, FactorSearch
 from attn_diag.head.declared_noise import dithered, drawn_noise
@@ -134,6 +135,19 @@ def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: s
     found = ScaleSearch(search(declared, run(plan, *inputs("gaussian", 0))["o"], "gaussian", 0)).culprit()
     assert found is not None
     assert found.words == said
+
+
+def test_a_scale_that_few_rows_feel_is_named_by_these() -> None:
+    """Of rows 64-127; all others attend to larger keys."""
+    tensors = inputs("outliers", 300, 8.0)
+    made = run(Plan("int8", "one group shared too widely"), *tensors)
+    named = {**dict(zip(("q", "k", "v", "do"), tensors, strict=True)), **made}
+    found = attn_diag.inspect(
+        **{name: x[:, :1] for name, x in named.items()}, causal=True, device="cpu", declared="sage2"
+    )
+    (o,) = [one for head in found.heads for one in head.quantities if one.quantity == "o"]
+    assert o.answer == "lossy"
+    assert "k in keys 64-127 has the scale of the head" in o.words
 
 
 @pytest.mark.parametrize(

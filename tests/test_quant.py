@@ -206,6 +206,24 @@ def test_what_no_quantizer_made_is_said(values: str) -> None:
     assert attn_diag.quant(w, observed=observed).outcome == "undecided"
 
 
+@pytest.mark.parametrize(("dim", "where"), [(0, "row 3"), (1, "columns 32-63")], ids=["row", "columns"])
+def test_where_some_scales_are_wrong_the_place_is_said(dim: int, where: str) -> None:
+    w = weight(7)
+    observed = attn_diag.quantize(w, "int4", block="32").values
+    observed.narrow(dim, 3 if dim == 0 else 32, 1 if dim == 0 else 32).mul_(0.75)
+    found = attn_diag.quant(w, attn_diag.quantizer("int4", block="32"), observed=observed)
+    assert found.outcome == "fail"
+    assert f"what differs is all in {where}" in found.headline
+    assert where in (found.next or "")
+
+
+def test_no_other_quantizer_is_called_near_that_has_few_of_the_values() -> None:
+    w = weight(7)
+    found = attn_diag.quant(w, "int4", observed=attn_diag.quantize(w, "int4").values.roll(1, 0))
+    assert "the nearest" not in found.headline
+    assert "what differs" not in found.headline
+
+
 class TestDithering:
     by = attn_diag.quantizer("int4", elements="int4:stochastic")
 

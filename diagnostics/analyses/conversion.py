@@ -21,7 +21,7 @@ from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import lse_error, out_fit
+from attn_diag.head.assumptions import lse_fit, out_fit
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
@@ -229,8 +229,8 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
     if "lse" not in capture.tensors:
         return capture, []
     readings = [replace(capture, metadata=replace(capture.metadata, lse_base=base)) for base in bases]
-    errors = [lse_error(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
-    known = [(error, index) for index, error in enumerate(errors) if error is not None]
+    fits = [lse_fit(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
+    known = [(fit.error, index) for index, fit in enumerate(fits) if fit is not None]
     best = readings[min(known)[1] if known else 0]
     if len(bases) == 1:
         return best, []

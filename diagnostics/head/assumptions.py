@@ -25,7 +25,7 @@ from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
-from attn_diag.kernels import emulate_rows
+from attn_diag.kernels import emulate_lse, emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
@@ -52,7 +52,8 @@ _SAME_SCALE = 0.01
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
     """Compare each observation's O and LSE with a recomputation under the metadata, in norm.
 
-    LSE may be 5 % off, O 5 % more than correct rounding of the recomputed O to its own format makes it be.
+    LSE may be 5 % off, O 5 % more than correct rounding of the recomputed O to its own format makes it be, and both 5 %
+    more than a declared recipe's.
     Rows with NaN or Inf in their inputs or output are not compared. Where none is left, or nothing was captured
     to compare with, ``ok`` is None.
     """
@@ -221,21 +222,22 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
 
 def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
     stated = capture.metadata.lse_base
-    error = lse_error(capture, observation, device)
-    if error is None:
+    fit = lse_fit(capture, observation, device)
+    if fit is None:
         return None
-    if error <= TOLERANCE:
+    error = fit.error
+    if fit.ok:
         return Misfit(observation, "lse", error, ok=True)
     base: LseBase = "2" if stated == "e" else "e"
     flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
-    other = lse_error(flipped, observation, device)
-    if other is not None and other <= TOLERANCE:
-        return Misfit(observation, "lse", error, False, f"lse_base={base}", other)
+    other = lse_fit(flipped, observation, device)
+    if other is not None and other.ok:
+        return Misfit(observation, "lse", error, False, f"lse_base={base}", other.error)
     for origin in get_args(AlibiOrigin) if "alibi_slopes" in capture.tensors else ():
         moved = replace(capture, metadata=replace(capture.metadata, alibi_origin=origin))
-        other = lse_error(moved, observation, device)
-        if other is not None and other <= TOLERANCE:
-            return Misfit(observation, "lse", error, False, f"alibi_origin={origin}", other)
+        other = lse_fit(moved, observation, device)
+        if other is not None and other.ok:
+            return Misfit(observation, "lse", error, False, f"alibi_origin={origin}", other.error)
     return Misfit(observation, "lse", error, ok=False)
 
 
@@ -293,9 +295,9 @@ def _sample(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
 
-    Third O as the declared recipe makes it; None for LSE, and where none is declared.
+    Third the output as the declared recipe makes it; None where none is declared.
     """
-    recipe = declared_recipe(capture) if output == "o" else None
+    recipe, emulate = declared_recipe(capture), emulate_rows if output == "o" else emulate_lse
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
     for batch, head in product({0, capture.batch - 1}, heads):
         length = capture.lengths(batch)[0]
@@ -308,13 +310,13 @@ def _sample(
         observed, truth = stored[rows], block.out if output == "o" else block.lse
         finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
         usable = ~inputs.unusable[rows] & finite
-        made = None if recipe is None else emulate_rows(recipe, replace(inputs.head, do=None), rows.to(device)).double()
+        made = None if recipe is None else emulate(recipe, replace(inputs.head, do=None), rows.to(device)).double()
         yield observed[usable], truth[usable], None if made is None else made[usable]
 
 
 @dataclass(frozen=True)
 class OutputFit:
-    """O's error, and that of the reference once it is rounded to O's format, both over the norm of the reference.
+    """The error of O (LSE), and of the reference once it is rounded to its format, both over the norm of the reference.
 
     Where a recipe is declared, the second is that recipe's.
 
@@ -349,12 +351,16 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
     return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
 
 
-def lse_error(capture: Capture, observation: str, device: torch.device) -> float | None:
-    """Norm of LSE's error over the norm of LSE, the latter at least 1: LSE may well be near 0. None as for O."""
-    wrong = right = 0.0
+def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
+    """How well LSE fits, over its norm, the latter at least 1: LSE may well be near 0. None as for O.
+
+    What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
+    """
+    wrong = right = rounding = 0.0
     compared = 0
-    for observed, truth, _ in _sample(capture, observation, "lse", device):
+    for observed, truth, made in _sample(capture, observation, "lse", device):
         wrong += float((observed - truth).square().sum())
         right += float(truth.square().sum())
+        rounding += 0.0 if made is None else float((made - truth).square().sum())
         compared += len(truth)
-    return math.sqrt(wrong / max(right, 1.0)) if compared else None
+    return OutputFit(math.sqrt(wrong / max(right, 1.0)), math.sqrt(rounding / max(right, 1.0))) if compared else None

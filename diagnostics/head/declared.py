@@ -24,7 +24,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
 from attn_diag.head.declared_beside import BesideRecipe
-from attn_diag.head.declared_factors import CLIPPED, FACTOR, FACTOR_OF_SUMS, FactorSearch, beyond_chance
+from attn_diag.head.declared_factors import CLIPPED, CLIPPED_VALUES, FACTOR, FACTOR_OF_SUMS, FactorSearch, beyond_chance
 from attn_diag.head.declared_noise import directions_of, dithered, drawn_noise, smoothed_variance
 from attn_diag.head.declared_scales import ScaleSearch
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample, sample
@@ -238,8 +238,13 @@ def beside_declared(
     beyond = 0.0
     if from_lse is not None and not set(declared[0].recipe.quantized) & set(BACKWARD):
         # A kernel may return another L than its backward takes.
-        least = min(float((observed - true)[rows].square().sum()) for true in (from_lse, reference))
-        beyond = math.sqrt(least / float(plain)) if float(plain) else 0.0
+        size = float(reference[rows].square().sum())
+        # Rows whose L is too small have a P above 1, which rounds by as much more.
+        parts = [
+            float((observed - true)[rows].square().sum()) / max(float(true[rows].square().sum()), size)
+            for true in (from_lse, reference)
+        ]
+        beyond = math.sqrt(min(parts) * size / float(plain)) if float(plain) and size else 0.0
     return replace(
         chosen,
         declared=declared[0].recipe.name,
@@ -275,7 +280,8 @@ def with_scale_faults(
     other = search.culprit()
     known = factors.words and factors.throughout and search.explained_by(factors)
     if other is None or (known and search.with_factors(factors) < other.left):
-        return replace(found, factors=factors.words + (CLIPPED if factors.smaller and not known else ""))
+        less = CLIPPED if factors.smaller else CLIPPED_VALUES if factors.out < 1 else ""
+        return replace(found, factors=factors.words + ("" if known else less))
     if lossy or not factors.words:
         return replace(found, scales=other.words)
     return replace(found, factors=other.words)

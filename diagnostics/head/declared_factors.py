@@ -44,8 +44,9 @@ _PART = 0.25
 _NAMED = 4
 
 Of = Literal["q", "k"]
-# Factors below 1 may be these too, where O's bits do not tell.
+# Factors of scores, and of O, below 1 may be these too, where O's bits do not tell.
 CLIPPED = ", or numbers of q or k that are clipped or rounded toward zero"
+CLIPPED_VALUES = ", or numbers of v that are clipped or rounded toward zero"
 _CULPRIT = {
     "all": "a descale factor of q or k, or the softmax scale, that is wrong",
     "q": "a scale of q that is wrong there",

@@ -49,20 +49,22 @@ class ScaleSearch:
 
     def culprit(self) -> Culprit | None:
         """What the kernel does otherwise; None where nothing that is tried explains O."""
-        search, others = StaleSearch(self.beside), self._others()
+        beside, search, others = self.beside, StaleSearch(self.beside), self._others()
         stale = search.named()
         if not stale and not others:
-            search = StaleSearch(replace(self.beside, worst=True))
+            # Of a scale that few rows feel the other rows show nothing.
+            beside = replace(self.beside, worst=True)
+            search, others = StaleSearch(beside), ScaleSearch(beside)._others()
             stale = search.named_blocks()
-        found = [Culprit(search.words(stale), self.beside.left(search.changed(stale)))] if stale else []
+        found = [(search.words(stale), search.changed(stale))] if stale else []
         if others:
             changed = {name: value for _, change in others for name, value in change.items()}
-            found.append(Culprit(together([words for words, _ in others]), self.beside.left(changed)))
+            found.append((together([words for words, _ in others]), changed))
         if not found:
             return None
-        found.sort(key=lambda culprit: culprit.left)
-        alike = [culprit for culprit in found if culprit.left * _BETTER <= found[0].left]
-        return Culprit(", or ".join(culprit.words for culprit in alike), found[0].left)
+        found.sort(key=lambda one: beside.left(one[1]))
+        alike = [words for words, changed in found if beside.left(changed) * _BETTER <= beside.left(found[0][1])]
+        return Culprit(", or ".join(alike), self.beside.left(found[0][1]))
 
     def as_declared(self) -> bool:
         """Whether O has the recipe's scales and roundings of q, k and v."""

@@ -103,14 +103,18 @@ def _computed_in(w: Tensor, by: Quantizer) -> str:
     return found if integers and by.symmetric and not by.tensor_scale else ""
 
 
-def equal_part(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> float:
-    """The part of the elements that have the candidate's value; drawn ones may have either neighbour's."""
+def equal_values(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
+    """Which elements have the candidate's value, bool; drawn ones may have either neighbour's."""
     base, _, mode = candidate.by.elements.partition(":")
     modes = (Mode.UP, Mode.DOWN) if mode == Mode.STOCHASTIC else (mode or Mode.NEAREST_EVEN,)
     equal = torch.zeros_like(observed, dtype=torch.bool)
     for one in modes:
         made = replace(candidate, by=replace(candidate.by, elements=f"{base}:{one}")).values(w).values
         equal |= _alike(candidate, made, observed)
+    return equal
+
+
+def _share(equal: Tensor) -> float:
     return float(equal.double().mean())
 
 
@@ -165,9 +169,9 @@ def identify(
             listen(number, len(candidates))
             if candidate.words not in tried:
                 rows = slice(None) if _looks_beyond_rows(candidate.by) else slice(_ROWS)
-                share = equal_part(candidate, w[rows], observed[rows])
+                share = _share(equal_values(candidate, w[rows], observed[rows]))
                 if share >= SAME and rows.stop is not None and len(w) > _ROWS:
-                    share = equal_part(candidate, w, observed)
+                    share = _share(equal_values(candidate, w, observed))
                 if _is_drawn(candidate) and candidate not in starts:
                     # Whatever else lies on this grid fits it too.
                     share = min(share, SAME) if _looks_drawn(candidate, w[rows], observed[rows]) else 0.0

@@ -14,8 +14,9 @@ from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
+from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, identify, strays
+from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, equal_values, identify, strays
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
@@ -23,6 +24,9 @@ from attn_diag.testing.quantizing.gradient import Values, straight_through
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
+# Another quantiser is said to be near from this part of the values on; and what differs is told by its place where that
+# is at most this part of the rows or columns.
+_NEAR, _PLACE = 0.5, 0.25
 
 
 def quant(
@@ -90,6 +94,9 @@ def quant(
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
     outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
+    if made is None and declared is not None and values is not None:
+        apart = ~equal_values(PossibleQuantizer(declared, DECLARED), w, values)
+        headline, following = _with_place(apart, headline, following)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     gradient = None
@@ -220,7 +227,7 @@ def _verdict(
         return (
             "fail",
             f"not {declared.name}, which gives {own.equal:.1%} of the values, nor one that is near it"
-            + ("" if best is own else f": {near}"),
+            + ("" if best is own or best.equal < _NEAR else f": {near}"),
             "declare the quantizer as it was meant, field by field: attn_diag.quantizer(…)",
         )
     drawn = made.by.parsed_elements.mode is Mode.STOCHASTIC
@@ -240,6 +247,16 @@ def _verdict(
     share = next(m.equal for m in matches if m.words == made.words)
     arithmetic = made.words.partition(DECLARED)[2]
     return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
+
+
+def _with_place(apart: Tensor, headline: str, following: str | None) -> tuple[str, str | None]:
+    """Headline and what to do next, with the few rows or columns where all values are that are not as declared."""
+    for noun, dim in (("row", 1), ("column", 0)):
+        lines = apart.any(dim)
+        if 0 < float(lines.double().mean()) <= _PLACE:
+            where = runs_of(noun, lines.nonzero().flatten().tolist())
+            return f"{headline}; what differs is all in {where}", f"look at {where}: the scales or zero points there"
+    return headline, following
 
 
 def _without_strays(
