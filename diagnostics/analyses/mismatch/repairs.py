@@ -26,7 +26,7 @@ DOES = {
     "norm": "the same epsilon and weight of the norm",
     "merge": "LSE kept in fp32 where splits are merged",
     "lse-base": "one base of the LSE",
-    "weights": "the same quantisation of the weights",
+    "weights": "the same weights, quantised alike",
     "storage": "the same format of q, k and v",
 }
 """By a cause's kind, what removes it."""
