@@ -53,9 +53,8 @@ def test_a_large_feature_makes_a_sound_kernels_lse_and_what_follows_from_it_coar
     tensors = inputs("gaussian", 0)
     tensors[1][..., 3] *= 40
     named = {**dict(zip(NAMES, tensors, strict=True)), **run(Plan("mxfp8"), *tensors)}
-    found = attn_diag.inspect(
-        **{name: x[:, :1] for name, x in named.items()}, causal=True, device="cpu", declared="mxfp8-attention"
-    )
+    first: dict[str, Any] = {name: x[:, :1] for name, x in named.items()}
+    found = attn_diag.inspect(**first, causal=True, device="cpu", declared="mxfp8-attention")
     assert found.captures[0].assumptions.ok
     assert not {"wrong", "lossy", "biased"} & found.labels
 
@@ -82,7 +81,7 @@ def test_clipped_values_are_not_put_down_to_a_descale_factor_alone() -> None:
     """O is 0.98 times as large then: no factor, and no stale amax, whose numbers would all be rounded elsewhere."""
     generator = torch.Generator().manual_seed(1)
     q, k, v, do = (torch.randn(1, n, 256, 64, generator=generator)[:, :1].bfloat16() for n in (2, 1, 1, 2))
-    made = run(Plan(fault="v clipped where E4M3FNUZ ends"), q, k, v, do)
+    made: dict[str, Any] = run(Plan(fault="v clipped where E4M3FNUZ ends"), q, k, v, do)
     found = attn_diag.inspect(q, k, v, do=do, **made, causal=True, device="cpu", declared="fa3-fp8")
     (o,) = [one for head in found.heads for one in head.quantities if one.quantity == "o"]
     assert "it is multiplied by 0.98 throughout" in o.words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -142,9 +143,8 @@ def test_a_scale_that_few_rows_feel_is_named_by_these() -> None:
     tensors = inputs("outliers", 300, 8.0)
     made = run(Plan("int8", "one group shared too widely"), *tensors)
     named = {**dict(zip(("q", "k", "v", "do"), tensors, strict=True)), **made}
-    found = attn_diag.inspect(
-        **{name: x[:, :1] for name, x in named.items()}, causal=True, device="cpu", declared="sage2"
-    )
+    first: dict[str, Any] = {name: x[:, :1] for name, x in named.items()}
+    found = attn_diag.inspect(**first, causal=True, device="cpu", declared="sage2")
     (o,) = [one for head in found.heads for one in head.quantities if one.quantity == "o"]
     assert o.answer == "lossy"
     assert "k in keys 64-127 has the scale of the head" in o.words

@@ -445,7 +445,7 @@ def one_rank(folder: Path) -> None:
     with attn_diag.capture(model, folder / "twice", batch=None, calls=None, sums=True):
         model(x)
     scattered = Scattered().bfloat16()
-    plan = {"dense": parallel.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1))}
+    plan: dict[str, Any] = {"dense": parallel.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1))}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     parallel.parallelize_module(scattered, mesh, plan)
     with attn_diag.capture(scattered, folder / "uneven", batch=None, calls=None, sums=True):
@@ -463,7 +463,7 @@ class Scattered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         own = x.chunk(distributed.get_world_size(), -1)[distributed.get_rank()]
-        q = own.unflatten(-1, (-1, DIM)).transpose(1, 2)
+        q = own.view(*own.shape[:-1], -1, DIM).transpose(1, 2)
         o = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         found: Tensor = self.dense(o.transpose(1, 2).flatten(2))
         return found
