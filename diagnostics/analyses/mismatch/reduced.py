@@ -110,14 +110,6 @@ def multiple_of(call: ProjectionCall) -> float | None:
     return found[0] if max(found) - min(found) <= _MULTIPLE * abs(found[0]) else None
 
 
-def _size(call: ProjectionCall) -> Tensor:
-    """Sums of the parts' magnitudes."""
-    found = call.part(0).double().abs()
-    for place in range(1, len(call.captures)):
-        found += call.part(place).double().abs()
-    return found
-
-
 def _allowed(size: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     """What so many additions leave at most, in any order, each rounded to ``dtype``, with a cast at the end."""
     fmt = format_of(dtype)
@@ -133,7 +125,7 @@ def _of_total(
 ) -> Iterator[SumFault]:
     """What is wrong with the sum that a rank got."""
     # In float64 what is held to be exact is rounded as often.
-    size, ranks = _size(call), len(call.ranks) * (2 if total.dtype == torch.float64 else 1)
+    size, ranks = _magnitude(call), len(call.ranks) * (2 if total.dtype == torch.float64 else 1)
     error = total.double() - call.exact
     largest = torch.finfo(total.dtype).max / 2
     # Where a sum may overflow, nothing is said.
@@ -145,12 +137,11 @@ def _of_total(
     narrow = next((name for name in NARROW if how.words.startswith(f"in {name}")), None)
     if narrow is not None and not bool((judged & ~(error.abs() <= _allowed(size, NARROW[narrow], ranks))).any()):
         name = str(total.dtype)[6:]
-        off = float(error.norm() / call.exact.norm().clamp(min=1e-300))
-        yield SumFault(f"{who} of {name} parts is rounded {how.words}", "rounding", off, 1.0)
+        yield SumFault(f"{who} of {name} parts is rounded {how.words}", "rounding", _relative(error, call), 1.0)
         return
     if (cast := _cast_first(call, total)) is not None:
-        off = float(error.norm() / call.exact.norm().clamp(min=1e-300))
-        yield SumFault(f"{who} of {str(total.dtype)[6:]} parts is one of parts cast to {cast}", "rounding", off, 1.0)
+        words = f"{who} of {str(total.dtype)[6:]} parts is one of parts cast to {cast}"
+        yield SumFault(words, "rounding", _relative(error, call), 1.0)
         return
     share = float(bad.any(-1).double().mean())
     where = "" if share > _WHOLE else f" (in {percent(share)} of its rows)"
@@ -158,7 +149,7 @@ def _of_total(
     if not bool(total[judged].isfinite().all()):
         yield SumFault(f"{who} is NaN or infinite, its parts are not", "unnamed")
         return
-    off = float(error.norm() / call.exact.norm().clamp(min=1e-300))
+    off = _relative(error, call)
     fitted = _weights(call, error, bad)
     counted = [round(w) for w in fitted]
     if any(counted):
@@ -212,6 +203,7 @@ def _weights(call: ProjectionCall, error: Tensor, bad: Tensor) -> list[float]:
 
 
 def _combined(call: ProjectionCall, counted: Sequence[int]) -> Tensor:
+    """The sum of every part so many times."""
     found = torch.zeros_like(call.exact)
     for place, count in enumerate(counted):
         if count:
@@ -219,12 +211,17 @@ def _combined(call: ProjectionCall, counted: Sequence[int]) -> Tensor:
     return found
 
 
-def _magnitude(call: ProjectionCall, counted: Sequence[int]) -> Tensor:
+def _magnitude(call: ProjectionCall, counted: Sequence[int] | None = None) -> Tensor:
+    """The sum of their magnitudes; None: of every part once."""
     found = torch.zeros_like(call.exact)
-    for place, count in enumerate(counted):
+    for place, count in enumerate(counted or [1] * len(call.captures)):
         if count:
             found += abs(count) * call.part(place).double().abs()
     return found
+
+
+def _relative(error: Tensor, call: ProjectionCall) -> float:
+    return float(error.norm() / call.exact.norm().clamp(min=1e-300))
 
 
 def _in_words(call: ProjectionCall, counted: Sequence[int]) -> str:
@@ -249,7 +246,8 @@ def _stale(
             continue
         older = other.part(place).double()
         left = (error - (older - own))[bad]
-        if bool((left.abs() <= _allowed(_size(call) + older.abs(), call.total.dtype, len(call.ranks) + 1)[bad]).all()):
+        allowed = _allowed(_magnitude(call) + older.abs(), call.total.dtype, len(call.ranks) + 1)
+        if bool((left.abs() <= allowed[bad]).all()):
             return _named(call, other)
     return None
 
