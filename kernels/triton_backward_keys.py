@@ -130,7 +130,7 @@ def dkdv_kernel(
         queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
         gradients = source(do_desc, do_ptr, b, h, q_first, stride_gb, stride_gh, stride_gt, stride_gd, G)
         statistics = statistics_ptr + ((b * k_heads * group + h).to(tl.int64) * blocks + q_blocks) * (2 * G.block_m)
-        alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+        alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)
         rows = (queries, gradients, statistics, b, h, q_length, shift, alibi)
         sums = (dk, dv, dk_part, dv_part, dk_rest, rest_part)
         if G.right:

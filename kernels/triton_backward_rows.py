@@ -140,7 +140,7 @@ def dq_kernel(
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
         any_slot = tl.max(slots, 0) >= 0
     dump = (dp_ptr + k_first, ds_ptr + k_first, slots, any_slot, stride_dump)
-    alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+    alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)
     task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi)
 
     part = 0.0

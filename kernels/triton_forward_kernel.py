@@ -175,14 +175,14 @@ def forward_kernel(
             q_rest = load_group(q_ptr, starts, here, stride_qd, G.block_d, G.rest_d, G)
         alibi = 0.0
         if G.alibi != "none":
-            alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)[:, None]
+            alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)[:, None]
     else:
         queries = source(q_desc, q_ptr, b, h, q_first, stride_qb, stride_qh, stride_qt, stride_qd, G)
         q = load_tile(queries, b, h, block * G.block_m, q_length, G.block_m, G)
         q_rest = q
         if G.rest_d:
             q_rest = load_rest(queries, 0, b, h, block * G.block_m, q_length, G.block_m, False, G)
-        alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+        alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)
 
     row = (b * heads + h).to(tl.int64) * q_total + q_rows
     any_slot = False

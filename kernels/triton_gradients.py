@@ -48,7 +48,7 @@ def statistics_kernel(
     start = block * G.block_m
     offs = start + tl.arange(0, G.block_m)
     lse, delta = row_statistics(lse_ptr, delta_ptr, first + offs, offs < q_length)
-    alibi = head_slope(slopes_ptr, item, bh % heads, stride_slopes, G)
+    alibi = head_slope(slopes_ptr, item, documents, bh % heads, stride_slopes, G)
     tl.store(out_ptr + 2 * at, backward_lse(lse, offs, start, alibi, scale, R, G))
     tl.store(out_ptr + 2 * at + 1, delta)
 

@@ -103,7 +103,7 @@ def multiplicity_kernel(
                 q_rest = tl.load(at, mask=here[:, None] & (G.block_d + dims < G.head_dim)[None, :], other=0.0)
             table = table_ptr + item.to(tl.int64) * stride_table
             keys = key_source(k_ptr, k_ptr, b, hk, k_first, table, stride_kb, stride_kh, stride_kt, stride_kd, G)
-            alibi = head_slope(slopes_ptr, item, h, stride_slopes, G)
+            alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)
             task = ((q, q_rest), positions, keys, b, hk, view, scale, softcap, alibi, (1.0, 1.0, 1.0))
             factor = 1.0
             if R.alpha == "in-exponent" and not G.softcap:

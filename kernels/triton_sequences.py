@@ -71,11 +71,14 @@ def first_block(begin, document, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def head_slope(slopes_ptr, item, h, stride, G: tl.constexpr):
-    """ALiBi's slope of one head of a sequence; 0 where there is none."""
+def head_slope(slopes_ptr, item, documents, h, stride, G: tl.constexpr):
+    """ALiBi's slope of one head of a sequence; 0 where there is none, and for rows behind the last document."""
     slope = 0.0
     if G.alibi != "none":
-        slope = tl.load(slopes_ptr + item * stride + h)
+        if G.documents:
+            slope = tl.load(slopes_ptr + item * stride + h, mask=item < documents, other=0.0)
+        else:
+            slope = tl.load(slopes_ptr + item * stride + h)
     return slope
 
 
