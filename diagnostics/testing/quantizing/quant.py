@@ -110,7 +110,8 @@ def quant(
     gradient = None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
-        own = function if function is not None else None if made is None else _values_of(made)
+        own = None if made is None else _values_of(made)
+        own = own if function is None else _in_its_format(function, w.dtype)
         gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales)
     other = None
     if engine is not None:
@@ -190,6 +191,11 @@ def _called(function: Values, w: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         raise InputError(f"the fake quantiser must return a tensor, got {type(found).__name__}")
     return found
+
+
+def _in_its_format(function: Values, dtype: torch.dtype) -> Values:
+    """The fake quantiser called in fp32 unless w is float64: torchao's take no float64, and 16 bits hold no dither."""
+    return lambda weight: function(weight.to(dtype if dtype == torch.float64 else torch.float32))
 
 
 def _values_of(made: PossibleQuantizer) -> Values | None:
