@@ -9,7 +9,7 @@ from itertools import count
 from torch import Tensor
 
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Quantizer
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer
 from attn_diag.results.quant import QuantizerMatch
 from attn_diag.testing.quantizing.changes import ARITHMETICS, changes
 from attn_diag.testing.quantizing.possible import (
@@ -95,11 +95,7 @@ def identify(
     return matches, winner if share >= SAME else None
 
 
-
-
-def _of_own_scales(
-    bases: Sequence[PossibleQuantizer], w: Tensor, observed: Tensor
-) -> Iterator[PossibleQuantizer]:
+def _of_own_scales(bases: Sequence[PossibleQuantizer], w: Tensor, observed: Tensor) -> Iterator[PossibleQuantizer]:
     """The first grid, the coarsest blocks before, on which each block's values lie at some scale of its own."""
     known = set[tuple[str, str, bool]]()
     for base in (one for one in bases if not one.by.tensor_scale):
@@ -132,10 +128,17 @@ def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[Possible
     """In any arithmetic: that is no other quantiser."""
     own = computed_in(w, by) if amax is None else ""
     others = [(a, words) for a, words in ARITHMETICS.items() if a != by.arithmetic]
+    in_own: list[tuple[Arithmetic, str]] = [("exact", f"{DECLARED}, in {own} arithmetic")]
+    if not by.symmetric:
+        in_own.append(("fp32-reciprocal", f"{DECLARED}, in {own} arithmetic but for the codes"))
     return [
         PossibleQuantizer(by, DECLARED, amax=amax),
         *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {words}", amax=amax) for a, words in others),
-        *([PossibleQuantizer(by, f"{DECLARED}, in {own} arithmetic", own_format=True)] if own == by.scale else []),
+        *(
+            PossibleQuantizer(replace(by, arithmetic=a), words, own_format=True)
+            for a, words in in_own
+            if own == by.scale
+        ),
     ]
 
 

@@ -112,7 +112,9 @@ def quant(
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = None if made is None else _values_of(made)
         own = own if function is None else _in_its_format(function, w.dtype)
-        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales)
+        gradient = straight_through(
+            exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales
+        )
     other = None
     if engine is not None:
         other = beside_engine(w, exact + errors.error, shown, engine, rows, given)
@@ -138,7 +140,9 @@ def quant(
         level=level,
         parts=tuple(errors.parts()),
         output=None if rows is None else errors.output(rows),
-        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None)) if shown is not None else (),
+        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None))
+        if shown is not None
+        else (),
         next=following,
         gradient=gradient,
         engine=other,

@@ -23,7 +23,9 @@ _SLACK = 2.0**-18
 def readable(by: Quantizer) -> bool:
     """Whether scales can be read off what ``by`` makes: one level, no zero point, no draws, any fp32 number."""
     drawn = by.parsed_elements.mode is Mode.STOCHASTIC
-    return by.symmetric and not by.tensor_scale and not drawn and by.row_groups == 1 and scale_rounding(by.scale) is None
+    return (
+        by.symmetric and not by.tensor_scale and not drawn and by.row_groups == 1 and scale_rounding(by.scale) is None
+    )
 
 
 def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
