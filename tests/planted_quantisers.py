@@ -1,4 +1,4 @@
-"""Faults of fake quantisers, written by hand in plain torch as programs have them: not through ``attn_diag.quantize``."""
+"""Faults of fake quantisers, written by hand in plain torch as programs have them, without ``attn_diag.quantize``."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ BY_HAND: dict[str, Fault] = {
     "scales of the row before": ("int8", moved(INT8, before(0), "both"), "the scales of the row before:"),
     "scales of the group before": ("int4", moved(INT4, before(1), "both"), "the scales of the block before:"),
     "divided by the scales of the group before": (
-        "int4", moved(INT4, before(1), "divided"), "divided by the scales of the block before, multiplied by their own:"),
+        "int4", moved(INT4, before(1), "divided"),
+        "divided by the scales of the block before, multiplied by their own:"),
     "multiplied by transposed scales": (
         "int4", moved(INT4, transposed, "multiplied"), "multiplied by transposed scales:"),
     "transposed scales": ("int4", moved(INT4, transposed, "both"), "transposed scales:"),

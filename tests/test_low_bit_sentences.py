@@ -1,4 +1,4 @@
-"""Sentences about attention below 16 bits: no metadata are to be corrected, and no side is blamed, for what they do not do."""
+"""Sentences about attention below 16 bits: metadata and forwards are not blamed for what they do not do."""
 
 from __future__ import annotations
 

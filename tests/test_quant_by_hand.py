@@ -1,4 +1,4 @@
-"""``quant`` on quantisers that are written by hand: their faults are named, learned scales and pruned groups are not accused."""
+"""``quant`` on quantisers that are written by hand: faults are named, learned scales and pruned groups not accused."""
 
 from __future__ import annotations
 

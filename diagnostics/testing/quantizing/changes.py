@@ -32,7 +32,7 @@ def changes(
         start: A quantiser.
         w: The weight.
         observed: What became of it.
-        alone: Whether mistakes of codes and scales are among them: beside another difference only those of clipping are.
+        alone: With mistakes of codes and scales; beside another difference only those of clipping are tried.
     """
     by = start.by
 

@@ -19,7 +19,7 @@ from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
 
 Where = Literal["both", "divided", "multiplied"]
-# A figure of every block, [R / r, C / c], and what is taken for it; more than one where the first block has none before.
+# A figure of every block, [R / r, C / c], and what is taken for it: either, where the first block has none before.
 Move = Callable[[Tensor], list[Tensor]]
 
 

@@ -185,6 +185,7 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
 
 
 def is_drawn(candidate: PossibleQuantizer) -> bool:
+    """Whether its elements are rounded stochastically."""
     return candidate.by.elements.endswith(Mode.STOCHASTIC)
 
 

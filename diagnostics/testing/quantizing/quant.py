@@ -64,7 +64,7 @@ def quant(
         dy: The gradient of the layer's output, [N, out] (or [..., out]), for the straight-through gradient's own error.
         engine: What another program that is to run the same weights makes of ``w`` (an inference engine beside a
             trainer): its values, or its quantiser.
-        amax: What the declared quantiser's scales are made of in place of w's own amax, a number or one for each block: a
+        amax: What the declared quantiser's scales are made of in place of w's own amax, a number or one a block: a
             history's (delayed scaling), or of learned scales (LSQ) those times the elements' largest number.
         level: Significance level of the tests.
         source: Where the tensors come from, for the report.
@@ -245,9 +245,9 @@ def _verdict(
         if declared.parsed_elements.mode is Mode.STOCHASTIC and own.equal >= _MOSTLY:
             return (
                 "fail",
-                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the rest "
-                "are other ones",
-                "look at how the draws are added: no draw takes w past the number next to it, or off a number of the grid",
+                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the "
+                "rest are other ones",
+                "look at how draws are added: none takes w past the number next to it, or off a number of the grid",
             )
         return (
             "fail",
