@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -202,6 +203,7 @@ def learned(by: ByHand) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], 
     scales times the largest number, [R, G]."""
 
     def scale_of(groups: Tensor) -> Tensor:
-        return 2 * groups.abs().mean(-1, keepdim=True).clamp(min=by.least) / by.ends[1] ** 0.5
+        size = groups.abs().mean(-1, keepdim=True).clamp(min=by.least)
+        return 2 * size / math.sqrt(by.ends[1])
 
     return with_scale(by, scale_of), lambda w: scale_of(by.grouped(w)).squeeze(-1) * by.ends[1]

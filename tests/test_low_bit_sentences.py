@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from study_declared import HEALTHY, Plan, inputs, run
@@ -14,7 +16,7 @@ def test_a_k_that_became_zeros_in_the_kernel_is_no_other_scale(declared: str | N
     """O is then the mean of v; a scale of 0.0005 "fitted" it, and the advice was to correct the metadata."""
     q, k, v, do = inputs("gaussian", 40)
     made = run(Plan(), q, torch.zeros_like(k), v, do)
-    named = {n: t[:, :1] for n, t in {"q": q, "k": k, "v": v, "do": do, **made}.items()}
+    named: dict[str, Any] = {n: t[:, :1] for n, t in {"q": q, "k": k, "v": v, "do": do, **made}.items()}
     found = attn_diag.inspect(**named, causal=True, declared=declared)
     report = found.report(200)
     assert report.startswith("WRONG"), report[:400]
@@ -25,7 +27,7 @@ def test_a_k_that_became_zeros_in_the_kernel_is_no_other_scale(declared: str | N
 def test_a_wrong_scale_is_still_found_in_low_bits() -> None:
     q, k, v, do = inputs("gaussian", 41)
     made = run(Plan(), q, k, v, do)
-    named = {n: t[:, :1] for n, t in {"q": q, "k": k, "v": v, "o": made["o"]}.items()}
+    named: dict[str, Any] = {n: t[:, :1] for n, t in {"q": q, "k": k, "v": v, "o": made["o"]}.items()}
     report = attn_diag.inspect(**named, causal=True, declared="fa3-fp8", scale=0.25).report(200)
     assert "scale=0.125 (1/sqrt(D)) fits" in report
 
@@ -33,7 +35,9 @@ def test_a_wrong_scale_is_still_found_in_low_bits() -> None:
 def test_an_undecided_gradient_of_a_sound_kernel_blames_nobody() -> None:
     tensors = inputs("outliers", 300)
     made = run(HEALTHY["FP8, one scale for all heads"], *tensors)
-    named = {n: t[:, :1] for n, t in {**dict(zip(("q", "k", "v", "do"), tensors, strict=True)), **made}.items()}
+    named: dict[str, Any] = {
+        n: t[:, :1] for n, t in {**dict(zip(("q", "k", "v", "do"), tensors, strict=True)), **made}.items()
+    }
     found = attn_diag.inspect(**named, causal=True, declared="fa3-fp8")
     report = " ".join(found.report(100).split())
     assert "rows follow from the O and LSE that the kernel returned: its backward adds no error to theirs" in report

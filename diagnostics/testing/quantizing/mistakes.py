@@ -71,7 +71,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Mistake:
+class QuantizerMistake:
     """What is done wrong."""
 
     words: str
@@ -86,7 +86,7 @@ class Mistake:
         return [v.to(found.values.dtype) for v in self.make(Grid(w.double(), by, found))]
 
 
-def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     """Those that a quantiser can be made with, the likelier first."""
     elements = by.parsed_elements
     if elements.mode is Mode.STOCHASTIC or by.row_groups > 1 or by.search:
@@ -97,12 +97,12 @@ def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
         yield from of_clipping(by)
         yield from _codes(elements, shape)
     yield from _moved_scales(by, shape)
-    yield Mistake("codes that no scale is multiplied with", lambda grid: [grid.found.codes.double()])
-    yield Mistake("codes divided by their scales", lambda grid: [grid.found.codes / grid.each(grid.scale)])
+    yield QuantizerMistake("codes that no scale is multiplied with", lambda grid: [grid.found.codes.double()])
+    yield QuantizerMistake("codes divided by their scales", lambda grid: [grid.found.codes / grid.each(grid.scale)])
     yield from _quantised_twice(by)
 
 
-def _zero_points() -> Iterator[Mistake]:
+def _zero_points() -> Iterator[QuantizerMistake]:
     def shifted(by: int, *, again: bool) -> Callable[[Grid], list[Tensor]]:
         def make(grid: Grid) -> list[Tensor]:
             zero = grid.each(grid.zero)
@@ -112,8 +112,8 @@ def _zero_points() -> Iterator[Mistake]:
         return make
 
     for n in (1, -1):
-        yield Mistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
-        yield Mistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
+        yield QuantizerMistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
+        yield QuantizerMistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
 
     def left_out(grid: Grid) -> list[Tensor]:
         return [grid.found.codes * grid.each(grid.scale)]
@@ -145,13 +145,13 @@ def _zero_points() -> Iterator[Mistake]:
         each, by_each = grid.each(scale), grid.each(zero)
         return [(grid.codes(each, by_each) - by_each) * each]
 
-    yield Mistake("no zero point subtracted", left_out)
-    yield Mistake("a zero point made of the maximum instead of the minimum", of_maximum)
-    yield Mistake("a zero point that is not rounded", unrounded)
-    yield Mistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
+    yield QuantizerMistake("no zero point subtracted", left_out)
+    yield QuantizerMistake("a zero point made of the maximum instead of the minimum", of_maximum)
+    yield QuantizerMistake("a zero point that is not rounded", unrounded)
+    yield QuantizerMistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
 
 
-def of_clipping(by: Quantizer) -> Iterator[Mistake]:
+def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
     """Of integers that pass the last one, as under an amax that is too small."""
     elements = by.parsed_elements
     if not isinstance(elements, Integers) or elements.mode is Mode.STOCHASTIC:
@@ -161,11 +161,11 @@ def of_clipping(by: Quantizer) -> Iterator[Mistake]:
     def wrapped(grid: Grid) -> list[Tensor]:
         return [grid.of((grid.steps() + half).remainder(2 * half) - half)]
 
-    yield Mistake("codes that wrap around instead of being clipped", wrapped)
-    yield Mistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
+    yield QuantizerMistake("codes that wrap around instead of being clipped", wrapped)
+    yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
 
 
-def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[Mistake]:
+def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     many = 2**elements.bits
 
     def unsigned(grid: Grid) -> list[Tensor]:
@@ -174,14 +174,14 @@ def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[Mistake]:
     def swapped(grid: Grid) -> list[Tensor]:
         return [grid.of(grid.found.codes.double().reshape(shape[0], -1, 2).flip(-1).reshape(grid.shape))]
 
-    yield Mistake("codes read as unsigned", unsigned)
+    yield QuantizerMistake("codes read as unsigned", unsigned)
     for n in (many // 2, -many // 2):
-        yield Mistake(f"codes off by {n:+d}", lambda grid, n=n: [grid.of(grid.found.codes.double() + n)])  # type: ignore[misc]
+        yield QuantizerMistake(f"codes off by {n:+d}", lambda grid, n=n: [grid.of(grid.found.codes.double() + n)])  # type: ignore[misc]
     if elements.bits == 4 and shape[1] % 2 == 0:
-        yield Mistake("the two codes of a byte swapped", swapped)
+        yield QuantizerMistake("the two codes of a byte swapped", swapped)
 
 
-def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     r, c = by.block_shape(shape)
     down, across = -(-shape[0] // r), -(-shape[1] // c)
 
@@ -211,7 +211,7 @@ def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
         yield from _across(down > 1)
 
 
-def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[Mistake]:
+def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[QuantizerMistake]:
     """A move of the scales (and of the zero points) where is divided, where is multiplied, and in both places."""
 
     def made(where: Where, scales: bool, zeros: bool) -> Callable[[Grid], list[Tensor]]:
@@ -241,10 +241,10 @@ def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[
             sentence = how.format(said)
             if zeros and not scales:
                 sentence = {"both": said, "multiplied": f"{said} subtracted", "divided": f"{said} added"}[where]
-            yield Mistake(sentence, made(where, scales, zeros), beyond)
+            yield QuantizerMistake(sentence, made(where, scales, zeros), beyond)
 
 
-def _across(of_rows: bool) -> Iterator[Mistake]:
+def _across(of_rows: bool) -> Iterator[QuantizerMistake]:
     """A square weight whose scales are laid along the other axis, as broadcasting does it without complaint."""
 
     def made(where: Where) -> Callable[[Grid], list[Tensor]]:
@@ -258,11 +258,11 @@ def _across(of_rows: bool) -> Iterator[Mistake]:
         return make
 
     said = "the rows' scales laid along the columns" if of_rows else "the columns' scales laid along the rows"
-    yield Mistake(f"multiplied by {said}", made("multiplied"), beyond_rows=True)
-    yield Mistake(said, made("both"), beyond_rows=True)
+    yield QuantizerMistake(f"multiplied by {said}", made("multiplied"), beyond_rows=True)
+    yield QuantizerMistake(said, made("both"), beyond_rows=True)
 
 
-def _quantised_twice(by: Quantizer) -> Iterator[Mistake]:
+def _quantised_twice(by: Quantizer) -> Iterator[QuantizerMistake]:
     def twice(first: Quantizer) -> Callable[[Grid], list[Tensor]]:
         def make(grid: Grid) -> list[Tensor]:
             # The first one's numbers often lie half way between the second one's: the arithmetic decides.
@@ -278,7 +278,7 @@ def _quantised_twice(by: Quantizer) -> Iterator[Mistake]:
     firsts += [(name, PRESETS[name]) for name in ("int8", "fp8", "fp8-row", "mxfp8")]
     for words, first in firsts:
         beyond = first.block == "tensor" or "x" in first.block
-        yield Mistake(f"w quantised before, by {words}", twice(first), beyond)
+        yield QuantizerMistake(f"w quantised before, by {words}", twice(first), beyond)
 
 
 def _ends(by: Quantizer) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import Quantized, quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
-from attn_diag.testing.quantizing.mistakes import Mistake, extremes
+from attn_diag.testing.quantizing.mistakes import QuantizerMistake, extremes
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
@@ -46,7 +46,7 @@ class PossibleQuantizer:
     """w is rounded to this 16-bit format first; empty: it is not."""
     amax: Tensor | None = field(default=None, compare=False)
     """What the scales are made of in place of the data's amax, for each block."""
-    mistake: Mistake | None = field(default=None, compare=False)
+    mistake: QuantizerMistake | None = field(default=None, compare=False)
     """What is done wrong with its codes or scales."""
     own_format: bool = False
     """Computed in w's own 16-bit format, which the scales have too, and times their reciprocals, as torchao does it."""
