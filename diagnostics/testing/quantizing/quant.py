@@ -79,6 +79,8 @@ def quant(
     require_level(level)
     searched, drawn, compared = (part_of(progress, number, 3) or silent for number in range(3))
     declared = quantizer(by) if by is not None else None
+    if not isinstance(w, Tensor):
+        raise InputError(f"w must be a tensor [out, in], got {type(w).__name__}; give a layer's weight")
     w = w.detach()
     function = None if observed is None or isinstance(observed, Tensor) else observed
     observed = _called(function, w) if function is not None else observed

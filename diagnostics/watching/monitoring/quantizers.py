@@ -145,7 +145,10 @@ class QuantMonitor:
         self._handles.append(register_optimizer_step_post_hook(self._advance))
 
     def wrap(self, function: FakeQuantizer, name: str) -> FakeQuantizer:
-        """A plain function that is a fake quantiser, watched under ``name``; gradients and bits stay the same."""
+        """A plain function that is a fake quantiser, watched under ``name``; gradients and bits stay the same.
+
+        A name is one weight's: of several calls in a step the first is looked at. Wrap once for each layer.
+        """
         self._states.setdefault(name, _State())
 
         def watched(w: Tensor) -> Tensor:
