@@ -32,7 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, low: torch.dtype | None = None) -
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     probs = (scores - scores.amax(-1, keepdim=True)).masked_fill(later, -torch.inf).exp()
     row_sum = probs.sum(-1, keepdim=True)
-    return (probs @ v.float() / (row_sum if low is None else row_sum.to(low).float())).to(q.dtype)
+    o: Tensor = (probs @ v.float() / (row_sum if low is None else row_sum.to(low).float())).to(q.dtype)
+    return o
 
 
 def longer_dq(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
