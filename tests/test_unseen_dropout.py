@@ -14,7 +14,7 @@ from attn_diag import Capture
 from attn_diag.captures.dropout import KEPT
 from attn_diag.head.read import read_head
 from attn_diag.head.unseen_dropout import in_size, in_weights
-from attn_diag.reference import AttentionHead, format_of
+from attn_diag.reference import AttentionHead, format_of, reference_head
 
 CPU = torch.device("cpu")
 
@@ -69,6 +69,21 @@ def test_what_no_dropout_makes_is_none(kind: str) -> None:
         if kind != "before the row sum":  # which is dropout, though a wrong one
             capture, _ = made(p, causal=False, seed=seed, kind=kind)
             assert in_size(*heads(capture)[0], torch.arange(160)) is None, seed
+
+
+def test_a_fault_in_some_rows_and_a_v_of_zeros_are_no_dropout() -> None:
+    """Of peaked rows dropout makes errors of all sizes: a fault of every 16th row seemed to agree with that."""
+    capture, _ = made(0.0, causal=False, seed=3)
+    head, o = heads(capture)[0]
+    sharp = replace(head, q=head.q * 16)
+    truth = reference_head(sharp).out
+    truth[::16] = 0
+    assert in_size(sharp, truth, torch.arange(160)) is None
+    causal, _ = made(0.1, causal=True, seed=3)
+    head, o = heads(causal)[0]
+    hollow = head.v.clone()
+    hollow[:8] = 0
+    assert in_weights([(replace(head, v=hollow), o)], format_of(torch.bfloat16)) is None
 
 
 def test_where_all_rows_see_many_keys_its_size_says_that_it_may_be_dropout() -> None:

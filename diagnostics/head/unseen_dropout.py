@@ -30,6 +30,8 @@ _CHANCE = 4.0
 # The variance of |e_t|^2 over rows may be so many times what dropout's few large terms make it: other noise in P has
 # none such.
 _LOW, _HIGH = 0.3, 3.0
+# Where one term makes most of |e_t|^2 its relative variance is 1 / p and more.
+_TELLING = 2.0
 # Rows of independent errors: |sum of n unit vectors|^2 is n in the mean.
 _TOGETHER = 2.0
 
@@ -135,7 +137,9 @@ def _weights(head: AttentionHead, o: Tensor, fmt: FloatFormat) -> list[_Row]:
         seen = probs > 0
         parts = probs[seen, None] * values[seen]
         gram = parts @ parts.T
-        if not bool(observed.isfinite().all()) or torch.linalg.cond(gram) > 1 / torch.finfo(gram.dtype).eps ** 0.5:
+        # Neither of NaN: v may hold zeros, or a row of keys that P hardly reaches.
+        solvable = bool(torch.linalg.cond(gram) < 1 / torch.finfo(gram.dtype).eps ** 0.5)
+        if not (solvable and bool(observed.isfinite().all())):
             continue
         inverse = torch.linalg.inv(gram)
         noise = 2 * float((ulp(observed, fmt).square() / 12).mean().sqrt())
@@ -174,6 +178,10 @@ def in_size(head: AttentionHead, o: Tensor, rows: Tensor) -> float | None:
     if not _LEAST <= p <= _LARGEST:
         return None
     variances = _variances(probs, head.v[block.keys], p)
+    # A row whose mass is on one key is off by p / (1 - p) of it at least; where few keys have it, sizes tell nothing.
+    everywhere = (ratios > p * ratios.mean() / 10).double().mean() >= _MOST
+    if not everywhere or float(variances.median()) > _TELLING:
+        return None
     mean = float((ratios / variances).sum() / variances.reciprocal().sum())
     spread = float(((ratios / mean - 1).square() / variances).mean())
     shift = float(along.sum() / size.sum())
