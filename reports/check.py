@@ -11,7 +11,7 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
-from attn_diag.results.check import BROKEN, CheckedBias, CheckedCase, CheckReport, Failure, Size
+from attn_diag.results.check import BROKEN, FACTOR, OF_QUANTITY, CheckedBias, CheckedCase, CheckReport, Failure, Size
 from attn_diag.results.quality import Pattern
 from attn_diag.results.wording import (
     DASH,
@@ -49,7 +49,6 @@ _NAMES = {**EVERY_SYMBOL, "lse": "L (lse)"}
 # Of linear attention the columns that are told; --json has all.
 _OF_LINEAR = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta")
 _SHORT = {"final_state": "state", "dg": "dg", "dbeta": "dbeta"}
-_QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
 
 
 def check_renderables(found: CheckReport) -> Iterator[RenderableType]:
@@ -145,6 +144,8 @@ def _what(found: CheckReport, first: Failure) -> str:
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
     if (factor := _shared_factor(found, first)) is not None:
         return f"of {name} {factor}{_also_wrong(beside)}"
+    if (longer := _longer(found, first)) is not None:
+        return f"{name} is {longer} times the true one in the mean{_also_wrong(beside)}"
     kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
     said = together([words.format(yardstick(found.declared)) for kind, words in _KINDS.items() if kind in kinds])
     failed = {f.quantity for f in found.failures} - {first.quantity, *beside}
@@ -165,6 +166,15 @@ def _shared_factor(found: CheckReport, first: Failure) -> str | None:
     if {f.quantity for f in found.failures} != {first.quantity}:
         return None
     return next((p.words for p in _patterns(found, first) if p.kind == "shared factor"), None)
+
+
+def _longer(found: CheckReport, first: Failure) -> str | None:
+    """The factor of a gradient that is biased and nothing else."""
+    if {f.kind for f in found.failures if f.quantity == first.quantity} != {"bias"}:
+        return None
+    case = next((c for c in found.cases if c.name == first.case), None)
+    bias = None if case is None else case.biases.get(first.quantity + FACTOR)
+    return None if bias is None else f"{1 + bias.mean:.6g}"
 
 
 def _wrong_beside(found: CheckReport, first: Failure) -> list[str]:
@@ -212,10 +222,14 @@ def _evidence(found: CheckReport, first: Failure) -> list[str]:
 def _bias_of(found: CheckReport, failure: Failure) -> str | None:
     """A bias in plain words."""
     case = next((c for c in found.cases if c.name == failure.case), None)
-    biases = [] if case is None else [(n, b) for n, b in case.biases.items() if _QUANTITY.get(n) == failure.quantity]
+    biases = [] if case is None else [(n, b) for n, b in case.biases.items() if OF_QUANTITY.get(n) == failure.quantity]
     if not biases:
         return None
     name, bias = max(biases, key=lambda pair: abs(pair[1].mean))
+    if name.endswith(FACTOR):
+        se = "" if bias.standard_error is None else f" ± {bias.standard_error:.1g}"
+        longer = f"{_NAMES[failure.quantity]} is {1 + bias.mean:.6g}{se} times the true one in the mean"
+        return f"{longer} of case {failure.case}, {chance(bias.p_adjusted)}."
     if name == "delta_excess":
         size = f"{abs(bias.mean):.2g} of what one correct rounding of O makes of it"
     else:

@@ -12,7 +12,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import Quantity
+from attn_diag.results.quality import MASK_UNSEEN, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -285,6 +285,8 @@ def matters(finding: SharedFinding) -> str:
         return "much if the kernel is not what was meant; not at all if the metadata alone are wrong."
     if finding.label == "nonfinite":
         return "NaN spreads to every weight within a step that is not skipped: the run stops learning."
+    if MASK_UNSEEN in (finding.pattern or ""):
+        return "not known: where dropout was on, nothing is judged without its mask."
     worse = _worse_gradient(finding)
     if worse is not None and not _wrong_o(finding):
         beside = "" if finding.dq_error is None else f", dQ {percent(finding.dq_error)}"
@@ -361,6 +363,8 @@ def sure(finding: SharedFinding) -> str:
     """How certain it is, in plain words, and whether the kernel or its inputs are at fault."""
     if finding.label == "nonfinite":
         return "certain: the exact result is finite there. The kernel is at fault."
+    if finding.label == "wrong" and MASK_UNSEEN in (finding.pattern or ""):
+        return "certain that no rounding does that; but dropout would, and is no fault of the kernel."
     if finding.label == "wrong":
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":

@@ -124,7 +124,7 @@ def test_many_failures_would_not_fit_without_the_limit() -> None:
 
 
 def test_the_fixture_takes_the_options_of_check() -> None:
-    own = {"target", "baseline", "save", "update", "progress"}
+    own = {"target", "baseline", "save", "update", "progress", "folder"}
     assert set(CheckOptions.__annotations__) == set(inspect.signature(check).parameters) - own
 
 

@@ -912,3 +912,11 @@ def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     code, out, _ = run("convert", tmp_path / "dump.pt", tmp_path / "m.safetensors", *options)
     assert (code, load(tmp_path / "m.safetensors").metadata.layer) == (0, 3)
     assert "layout=BHTD and causal=none assumed: no O to check with" in out
+
+
+def test_an_o_that_cannot_be_compared_is_not_called_missing(tmp_path: Path, run: Run) -> None:
+    q, k, v = inputs(heads=2)
+    torch.save({"q": q * math.nan, "k": k, "v": v, "o": q}, tmp_path / "dump.pt")
+    code, out, _ = run("convert", tmp_path / "dump.pt", tmp_path / "captures")
+    assert code == 0
+    assert "assumed: in no row can O be compared (NaN, Inf or no key)" in out

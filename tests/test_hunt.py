@@ -25,9 +25,9 @@ from attn_diag.captures.loading import load
 from attn_diag.results.hunt import Fault, Variant
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.hunting.axes import FIELDS, at, covering, law, level_of, levels
-from attn_diag.testing.hunting.hunt import drawn_capture
+from attn_diag.testing.hunting.hunt import _sentence, drawn_capture
 from attn_diag.testing.hunting.inputs import CHANGES, Material
-from attn_diag.testing.hunting.judging import CaseJudge
+from attn_diag.testing.hunting.judging import CaseJudge, CaseVerdict
 from attn_diag.testing.hunting.layouts import LAYOUTS, fitted, parse, placed, restricted
 from attn_diag.testing.hunting.run import Runner
 from attn_diag.testing.hunting.script import LYING, kernel_source
@@ -194,6 +194,23 @@ def test_a_kernel_that_is_always_wrong() -> None:
     always.run(search.runner.material.as_captured)
     (rule,) = always.rules
     assert (rule.outputs, rule.conditions()) == ({"dv": "wrong"}, ())
+
+
+def test_what_the_first_case_has_wrong_is_bound_by_the_levels_that_are_right() -> None:
+    """Not "in every case tried" beside a table of cases that passed."""
+    first = Material.of(drawn_capture()).as_captured
+    wrong, right = CaseVerdict(faults={"o": "wrong"}), CaseVerdict(passed=True)
+    rule = Rule({"o": "wrong"}, {}, {}, first)
+    search = Search(cast("Any", None), ("length", "batch"), cuda=False, fixed=False, seed=0, rules=[rule])
+    search.tried = {
+        "length": [((n, n), wrong if n >= 64 else right) for n in (1, 32, 63, 64, 65, 128)] + [((256, 256), None)],
+        "batch": [((1,), wrong), ((2,), wrong)],
+    }
+    known = [verdict for tried in search.tried.values() for _, verdict in tried if verdict is not None]
+    assert "O is wrong in 5 of 8 cases tried" in _sentence(rule, first, known, alone=True)
+    assert "O is wrong in every case tried" in _sentence(rule, first, [wrong, wrong], alone=True)
+    search._bound()
+    assert [(c.axis, c.law) for c in rule.conditions()] == [("length", "Tq ≥ 64")]
 
 
 def test_a_search_that_runs_out_of_time_tells_how_much_it_left() -> None:

@@ -219,9 +219,11 @@ def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> t
         return chosen, [
             f"O does not agree with attention on q, k and v (off by {least:.2g} or more"
             + (f"; {' and '.join(words)} is assumed" if words else "")
-            + "): q or k from before RoPE or a norm, another scale, or keys that are not in the dump?"
+            + "): q or k from before RoPE or a norm, another scale, keys that are not in the dump, or heads and "
+            "features in one axis (--head-dim)?"
         ]
-    return chosen, [f"{' and '.join(words)} assumed: no O to check with"] if words else []
+    why = "in no row can O be compared (NaN, Inf or no key)" if "o" in chosen.tensors else "no O to check with"
+    return chosen, [f"{' and '.join(words)} assumed: {why}"] if words else []
 
 
 def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:

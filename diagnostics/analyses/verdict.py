@@ -24,7 +24,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.quality import Answer, QuantityVerdict, right_beside
+from attn_diag.results.quality import UNSEEN_DROPOUT, Answer, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
@@ -69,6 +69,10 @@ _SUGGESTIONS: dict[Label, str] = {
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
+_UNSEEN_DROPOUT = (
+    "If attention dropout was on, this is no fault: add its mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and "
+    "dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
+)
 _WITHOUT_O = (
     "Capture O too: without it no bias can be tested, and the parts of dK's error that query rows share are not known."
 )
@@ -208,7 +212,10 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     every = [q for found in answers.values() for q in found]
     if right := [SYMBOLS[name] for name in right_beside(every)]:
         reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
-    return Verdict(tuple(labels), "seen", tuple(reasons), tuple(_SUGGESTIONS[label] for label in labels))
+    suggestions = [_SUGGESTIONS[label] for label in labels]
+    if any(pattern.kind == UNSEEN_DROPOUT for q in every for pattern in q.patterns):
+        suggestions.insert(0, _UNSEEN_DROPOUT)
+    return Verdict(tuple(labels), "seen", tuple(reasons), tuple(suggestions))
 
 
 def _fragile(

@@ -81,7 +81,8 @@ def check(
         from attn_diag.testing.linear.cases import SHAPE
         from attn_diag.testing.linear.check import check_linear
 
-        refuse_softmax({"--causal": causal != "none", "--scale": scale, "--declared": declared, "--hunt": hunting.hunt})
+        softmax = {"--causal": causal != "none", "--scale": scale, "--declared": declared, "--out": hunting.out}
+        refuse_softmax(softmax | {"--hunt": hunting.hunt})
         with progress_bar("cases") as progress:
             found = check_linear(
                 linear_captures([target]) or target, operator, baseline=baseline, save=save, update=update,
@@ -107,7 +108,7 @@ def check(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
             observation=observation, exact=exact, dtype=kind,
             causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
-            declared=declared, progress=progress,
+            declared=declared, folder=hunting.out, progress=progress,
         )  # fmt: skip
     return _told(found, delivery, junit, github=github)
 

@@ -26,8 +26,14 @@ class Hunting:
         typer.Option("--hunt", help="Change the inputs until a kernel gets one wrong; save the smallest such cases."),
     ] = False
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where --hunt saves cases and the scripts that run them.")
-    ] = Path("attn-diag-hunt")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where --hunt saves cases and the scripts that run them (default attn-diag-hunt), and check without "
+            "it the cases that fail, as captures (default nowhere).",
+        ),
+    ] = None
     budget: Annotated[
         float | None,
         typer.Option(
@@ -63,7 +69,7 @@ class Hunting:
 
         with progress_bar("cases") as progress:
             found = hunt_captures(
-                kernels, captures(), folder=self.out, only=listed(self.axes),
+                kernels, captures(), folder=self.out or Path("attn-diag-hunt"), only=listed(self.axes),
                 budget_s=DEFAULT_BUDGET_S if self.budget is None else self.budget,
                 limit_s=DEFAULT_LIMIT_S if self.limit is None else self.limit, device=device, progress=progress,
                 unreadable=unreadable,

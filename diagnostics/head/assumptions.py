@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.metadata import AlibiOrigin, Causal, Layout, LseBase, Metadata
 from attn_diag.errors import InputError
 from attn_diag.head.declared import declared_recipe
@@ -25,6 +26,7 @@ from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
 from attn_diag.kernels import emulate_lse, emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
@@ -107,6 +109,8 @@ def _message(check: Misfit) -> str:
     found = f"{_NAMES[check.output]} of '{check.observation}' {wrong};"
     if check.documents is not None:
         return f"{found} {check.documents} within {percent(check.better_error)}: cu_seqlens are wrong, or not obeyed."
+    if check.better is not None and check.dropout is not None:
+        return f"{found} {check.dropout}"
     for words, what in ((check.sinks, "sinks are"), (check.slopes, "slopes are"), (check.dropout, "dropout is")):
         if words is not None:
             return f"{found} {words} within {percent(check.better_error)}: the kernel's {what} not the capture's."
@@ -145,7 +149,23 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
             said: dict[str, Any] = {field: words}
             return Misfit(observation, "o", stated.error, False, None, error, **said)
     best = better_reading(capture, observation, device, stated)
+    if best is None and (unseen := _unseen_dropout(capture, observation, device)) is not None:
+        left = math.sqrt(unseen.error / unseen.reference)
+        return Misfit(observation, "o", stated.error, False, unseen.words, left, dropout=unseen.sentence)
     return _misfit(observation, stated, best)
+
+
+def _unseen_dropout(capture: Capture, observation: str, device: torch.device) -> UnseenDropout | None:
+    """Dropout whose mask the capture lacks, in the weights of rows that see few keys."""
+    if KEPT in capture.tensors or declared_recipe(capture) is not None:
+        return None
+    key = capture.key(observation, "o")
+    heads = []
+    for batch, head in _sampled_heads(capture):
+        inputs, o = read_head(capture, batch, head, device), read_float64(capture, key, batch, head, device)
+        assert o is not None
+        heads.append((replace(inputs.head, do=None), o.masked_fill(inputs.unusable[:, None], math.nan)))
+    return in_weights(heads, format_of(capture.tensors[key].dtype))
 
 
 def _explained(stated: OutputFit, other: OutputFit) -> float:
@@ -296,6 +316,12 @@ def usual_windows(k_length: int) -> list[int]:
     return sorted({left for power in powers for left in (power - 1, power) if left})
 
 
+def _sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
+    """Some heads of the first and the last sequence."""
+    heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
+    yield from product({0, capture.batch - 1}, heads)
+
+
 def _sample(
     capture: Capture, observation: str, output: str, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
@@ -304,8 +330,7 @@ def _sample(
     Third the output as the declared recipe makes it; None where none is declared.
     """
     recipe, emulate = declared_recipe(capture), emulate_rows if output == "o" else emulate_lse
-    heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
-    for batch, head in product({0, capture.batch - 1}, heads):
+    for batch, head in _sampled_heads(capture):
         length = capture.lengths(batch)[0]
         rows = torch.linspace(0, length - 1, min(length, _ROWS)).long()
         inputs = read_head(capture, batch, head, device)

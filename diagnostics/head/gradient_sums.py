@@ -23,6 +23,7 @@ class GradientSums:
 
     reference: float = 0.0
     error: float = 0.0
+    along: float = 0.0
     observed: bool = True
     predicted_by_delta: float | None = None
     left_by_delta: float = 0.0
@@ -45,7 +46,7 @@ class GradientSums:
         parts = p.parts if p.observed is not None else {}
         if p.observed is not None:
             error = p.observed - p.reference
-            found["error"] = inner(error, error)
+            found |= {"error": inner(error, error), "along": inner(error, p.reference)}
             found |= {f"part {name}": inner(part, error) for name, part in parts.items() if part is not None}
             if delta is not None:
                 found["left_by_delta"] = inner(rest := error - delta, rest)
@@ -56,6 +57,7 @@ class GradientSums:
             cls(
                 reference=sums["reference"],
                 error=sums.get("error", 0.0),
+                along=sums.get("along", 0.0),
                 observed=p.observed is not None,
                 predicted_by_delta=sums.get("predicted_by_delta"),
                 left_by_delta=sums.get("left_by_delta", 0.0),
@@ -73,6 +75,7 @@ class GradientSums:
         return cls(
             reference=sum(p.reference for p in parts),
             error=sum(p.error for p in parts),
+            along=sum(p.along for p in parts),
             observed=all(p.observed for p in parts),
             predicted_by_delta=_sum([p.predicted_by_delta for p in parts]),
             left_by_delta=sum(p.left_by_delta for p in parts),

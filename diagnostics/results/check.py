@@ -21,11 +21,19 @@ ARRANGED = "arrangements"
 BROKEN: tuple[Kind, ...] = ("fit", "nonfinite", "determinism", "wrong", "invariance")
 
 
+GRADIENTS, FACTOR = ("dq", "dk", "dv"), "_factor"
+OF_QUANTITY = {
+    "o_excess": "o", "o_away_excess": "o", "delta_excess": "delta", **{name + FACTOR: name for name in GRADIENTS},
+}  # fmt: skip
+"""By the name of a bias's test: the quantity."""
+
+
 @dataclass(frozen=True)
 class CheckedBias:
     """A mean signed error beyond correct rounding; sequences are independent.
 
-    In ulp of O (mean over its elements); of delta in the rms error that correct rounding of O makes of it.
+    In ulp of O (mean over its elements); of delta in the rms error that correct rounding of O makes of it; of a
+    gradient relative: by how much it is longer along the true one, <error, true> / ||true||^2.
     """
 
     mean: Number
@@ -89,7 +97,7 @@ class CheckedCase:
     same_bits: bool | None = None
     """Whether the bits are the baseline's; null where they cannot be compared."""
     biases: dict[str, CheckedBias] = field(default_factory=dict)
-    """By test: o_excess, o_away_excess, delta_excess; what is unknown is absent."""
+    """By test: o_excess, o_away_excess, delta_excess, dq_factor, dk_factor, dv_factor; what is unknown is absent."""
     sizes: dict[str, Size] = field(default_factory=dict)
     """By quantity: o, lse, delta, dq, dk, dv; what is unknown is absent. Of linear attention all are relative."""
     quantities: tuple[QuantityVerdict, ...] = ()

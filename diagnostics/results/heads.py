@@ -190,7 +190,7 @@ class Misfit:
     slopes: str | None = None
     """Other ALiBi slopes that O fits, likewise."""
     dropout: str | None = None
-    """Other dropout that O fits, likewise."""
+    """Other dropout that O fits, likewise; with ``better``, dropout whose mask the capture lacks."""
 
 
 @dataclass(frozen=True)

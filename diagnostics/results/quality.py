@@ -12,6 +12,12 @@ Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmas
 Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
 
 
+UNSEEN_DROPOUT = "unseen dropout"
+"""The kind of a pattern that dropout without its mask would make, which is no fault."""
+MASK_UNSEEN = "whose mask was not captured"
+"""What such a pattern's words end with."""
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Where, or how, a quantity is wrong."""

@@ -58,6 +58,8 @@ def _keyword(option: str) -> str:
         return f", shape=({value.replace(',', ', ')})"
     if name == "alibi_slopes":
         return f", alibi_slopes=[{value.replace(',', ', ')}]"
-    if name in ("probes", "only", "allow"):
+    if name in ("probes", "only", "allow", "cases"):
         return f", {name}={value.split(',')!r}"
-    return f", {name}={value!r}" if name == "causal" else f", {name}={value}"
+    if name == "out":
+        return f", folder={value!r}"
+    return f", {name}={value!r}" if name in ("causal", "declared") else f", {name}={value}"

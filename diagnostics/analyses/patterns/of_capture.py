@@ -28,9 +28,10 @@ from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.other_slopes import other_slopes
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.unseen_dropout import in_size
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.quality import MASK_UNSEEN, UNSEEN_DROPOUT, Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
 # Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
@@ -105,6 +106,8 @@ class CapturePatterns:
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
+        if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in _MERE_PLACES):
+            patterns = _unseen_dropout(evidence) or patterns
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
@@ -261,6 +264,18 @@ class CapturePatterns:
         found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
         found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
         return found
+
+
+def _unseen_dropout(evidence: Evidence) -> list[Pattern]:
+    """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove."""
+    head = replace(evidence.heads[0], do=None)
+    if head.dropout is not None:
+        return []
+    p = in_size(head, evidence.observed, evidence.usable.nonzero()[:, 0])
+    if p is None:
+        return []
+    words = f"all rows are off at random as attention dropout with p near {p:.1g} makes them, {MASK_UNSEEN}"
+    return [Pattern(UNSEEN_DROPOUT, words)]
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:

@@ -223,7 +223,7 @@ class _Job:
         again = runner.judge.of(case, pool.run(case, smallest.layout, alone=True))
         alone = same(again, output, verdict.faults.get(output, fault))
         told = again if alone else verdict
-        words = _sentence(rule, smallest, alone=alone)
+        words = _sentence(rule, smallest, runner.known.values(), alone=alone)
         found = HuntFinding(
             fault=fault, outputs=rule.outputs, conditions=rule.conditions(), smallest=smallest,
             relative_errors=dict(told.errors), details=" ".join(told.words.values()), alone=alone, words=words,
@@ -281,14 +281,20 @@ _SAID: dict[Fault, Callable[[str, bool], str]] = {
 }
 
 
-def _sentence(rule: Rule, smallest: Variant, *, alone: bool) -> str:
+def _sentence(rule: Rule, smallest: Variant, known: Iterable[CaseVerdict], *, alone: bool) -> str:
     """Such as "dQ is wrong at head sizes 72, 88 (D mod 16 = 8); smallest case: 1 head, T=3, D=72"."""
     by_fault = {fault: [SYMBOLS.get(n, n) for n, f in rule.outputs.items() if f == fault] for fault in FAULTS}
     said = [_SAID[fault](together(names), len(names) > 1) for fault, names in by_fault.items() if names]
     conditions = [c.words for c in rule.conditions()]
-    where = f" at {together(conditions)}" if conditions else " in every case tried"
+    where = f" at {together(conditions)}" if conditions else f" in {_how_many(rule, known)} tried"
     only = "" if alone else " (only after other calls in the same process, or by chance)"
     return f"{' and '.join(said)}{where}; smallest case: {smallest.words}{only}"
+
+
+def _how_many(rule: Rule, known: Iterable[CaseVerdict]) -> str:
+    """Of the cases that ran, how many fail so."""
+    failing = [bool(rule.outputs.keys() & v.faults.keys()) for v in known if v.passed or v.faults]
+    return "every case" if all(failing) else f"{sum(failing)} of {plural(len(failing), 'case')}"
 
 
 def _words(findings: Sequence[HuntFinding], cases: int, search: Search) -> str:

@@ -117,6 +117,17 @@ class Search:
                 found.insert(0, own)
         self._try(list(covering(self.first, accepted, few, self.seed)))
         self._narrow()
+        self._bound()
+
+    def _bound(self) -> None:
+        """What fails in the first case already is right at some levels of an axis: then the others are its rule."""
+        for rule in (r for r in self.rules if not r.failing):
+            for axis, tried in self.tried.items():
+                ran = [(x, v) for x, v in tried if v is not None and (v.passed or (v.faults and not _stopped(v)))]
+                failing = [x for x, v in ran if rule.outputs.keys() & v.faults.keys()]
+                if failing and len(failing) < len(ran):
+                    rule.failing[axis] = failing
+                    rule.passing[axis] = [x for x, _ in ran if x not in failing]
 
     def _narrow(self) -> None:
         """What the first case has, a rule may need: outputs that are right without it get a rule that says so."""

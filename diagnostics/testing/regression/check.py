@@ -18,16 +18,15 @@ from attn_diag.head.declared import require_declarable
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import PRESETS, Recipe, preset
 from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
-from attn_diag.results.check import ARRANGED, BROKEN, CheckedCase, CheckReport, Failure, Kind
+from attn_diag.results.check import ARRANGED, BROKEN, GRADIENTS, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.again import USUAL_SHAPE, Again
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.other_function import OtherFunction, fit_of, other_scale
-from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
-from attn_diag.testing.regression import judge
+from attn_diag.testing.regression import closer, judge
 from attn_diag.testing.regression.arranged import Arranging
 from attn_diag.testing.regression.baseline import (
     device_words,
@@ -44,8 +43,6 @@ from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
-# The suite's name of a case, where the probe that looks closer has another.
-_PROBES = {"pairs": "duplicates"}
 # The case whose O tells a scale that is nearly right.
 _ORDINARY = "normal"
 
@@ -82,6 +79,7 @@ def check(
     seed: int = 0,
     device: str = "auto",
     declared: str | None = None,
+    folder: Path | str | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
@@ -117,6 +115,7 @@ def check(
         device: auto, cpu or cuda.
         declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, to whose errors
             its own are held; None: what captures as ``target`` say.
+        folder: Where cases that fail go, each a capture for ``attn_diag.inspect`` or ``attribute``; None: nowhere.
         name: What reports and the baseline call the kernel.
         progress: Called with (done, total) after every case.
 
@@ -154,6 +153,7 @@ def check(
     run = _Check(
         subject, asked, where, level, exact or (entry is not None and entry.exact), path, key, entry, arranging,
         save="update" if update else "save" if save else None, declared=declared,
+        folder=None if folder is None else Path(folder),
     )  # fmt: skip
     return run.run(progress)
 
@@ -173,6 +173,7 @@ class _Check:
     arranging: Arranging | None
     save: Literal["save", "update"] | None
     declared: str | None = None
+    folder: Path | None = None
     notes: list[str] = field(default_factory=list)
 
     def run(self, progress: Progress | None) -> CheckReport:
@@ -312,8 +313,13 @@ class _Check:
                 searched += 1
                 found = self._suspects(r, known)
                 known = next((name for name, _ in found.values()), known)
+            file = None
+            if self.folder is not None and r.outputs is not None and not self.subject.stored:
+                file = closer.save_case(
+                    self.folder, r.case.name, r.inputs, r.outputs, self.subject.source, self.declared
+                )
             r.failures = [
-                replace(f, suspect=found.get(f.quantity, ("", None))[1], look_closer=self._look_closer(r.inputs))
+                replace(f, suspect=found.get(f.quantity, ("", None))[1], look_closer=self._look_closer(r, f, file))
                 for f in r.failures
             ]
 
@@ -334,15 +340,17 @@ class _Check:
             found["o"] = factor.words, f"{factor.words}: {factor.evidence.removesuffix('.')}"
         return found
 
-    def _look_closer(self, inputs: CaseInputs) -> str | None:
-        if self.declared is not None:
-            if not self.subject.stored or inputs.capture is None:
+    def _look_closer(self, r: _Ran, failure: Failure, file: Path | None) -> str | None:
+        capture = r.inputs.capture
+        if file is not None:
+            return closer.of_saved(file, r.failures)
+        if self.declared is not None and (self.subject.stored or failure.quantity not in GRADIENTS):
+            if not self.subject.stored or capture is None:
                 return None
-            return f"attn-diag inspect {inputs.capture.source} --declared {self.declared}"
-        if inputs.capture is not None:
-            return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {inputs.capture.source}"
-        named = _PROBES.get(inputs.name, inputs.name)
-        return self._asked_again().command("probe", [f"--probes {named}"] if named in PROBES else [])
+            return f"attn-diag inspect {capture.source} --declared {self.declared}"
+        if capture is not None:
+            return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {capture.source}"
+        return closer.of_kernel(failure, r.inputs.name, self._asked_again(), self.declared)
 
     def _store(
         self, ran: list[_Ran], failures: list[Failure]

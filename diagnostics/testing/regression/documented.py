@@ -16,7 +16,7 @@ on real heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import sqrt
 
@@ -69,6 +69,27 @@ def explained(
             # ||seen|| is the reference's to within its error.
             if name not in found and left <= _LEFT * (verdict.relative_error or 0.0) * float(seen.norm()):
                 found[name] = words
+    return found
+
+
+def factors(
+    names: Collection[str], inputs: CaseInputs, other: Mapping[str, Tensor], where: torch.device
+) -> dict[str, list[float]]:
+    """How much longer published kernels' gradients are than a well-rounded kernel's, along those; mean over sequences.
+
+    Args:
+        names: Which gradients.
+        inputs: The case.
+        other: The well-rounded kernel's outputs.
+        where: Where kernels run.
+    """
+    found: dict[str, list[float]] = {name: [] for name in names}
+    if names:
+        for _, made in _published(inputs, where, None, gradients=True):
+            for name in names:
+                if name in made:
+                    base, here = (x[name].double().flatten(1).cpu() for x in (other, made))
+                    found[name].append(float((((here - base) * base).sum(1) / base.square().sum(1)).nanmean()))
     return found
 
 

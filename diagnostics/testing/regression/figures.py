@@ -19,16 +19,16 @@ from attn_diag.kernels import LOW_BIT, Recipe
 from attn_diag.reference import FloatFormat, format_of, ulp
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.baseline import SequenceMean
+from attn_diag.results.check import FACTOR, GRADIENTS, OF_QUANTITY
 from attn_diag.results.diagnosis import Assumptions
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
 from attn_diag.statistics.means import MIN_SEQUENCES, SignedErrors
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.regression.documented import explained
+from attn_diag.testing.regression.documented import explained, factors
 
-BIASES = ("o_excess", "o_away_excess", "delta_excess")
+BIASES = tuple(OF_QUANTITY)
 _YARDSTICK = "yardstick"
-_GRADIENTS = ("dq", "dk", "dv")
 # No test of an inspection is looked at: those of a check are its own.
 _LEVEL = 0.01
 
@@ -54,7 +54,8 @@ class Measured:
     biases: dict[str, SequenceMean]
     """By name, out of ``BIASES``."""
     accepted: dict[str, float]
-    """The published recipe's means on the same inputs."""
+    """The published recipe's means on the same inputs; a gradient's factor of a documented kernel where that is nearer.
+    """
     sizes: dict[str, ErrorSize]
     """By quantity."""
     worst: tuple[int, int, int, float] | None
@@ -111,16 +112,54 @@ def measure_case(
     own, other = (_by_sequence(job, name, units) for name in (DEFAULT_OBSERVATION, _YARDSTICK))
     accepted = {name: mean.mean for name, mean in _means(other).items()}
     sizes = _sizes(own, other, units, yardstick, observed["o"].dtype == case.q.dtype)
+    # A gradient in which a well-rounded kernel has no digit right has no factor either.
+    biases = {n: m for n, m in _means(own).items() if not n.endswith(FACTOR) or n.removesuffix(FACTOR) in sizes}
     quantities = job.entries[DEFAULT_OBSERVATION][-1].diagnosis.quantities
     return Measured(
-        biases=_means(own),
-        accepted=accepted,
+        biases=biases,
+        accepted=accepted | _documented(biases, accepted, sizes, case, yardstick, pick_device(device)),
         sizes=sizes,
         worst=_worst(case, observed["o"], device),
         declared=declared,
         quantities=quantities,
         documented=explained(quantities, case, observed, pick_device(device)),
     )
+
+
+def walk(name: str, size: ErrorSize | None, rows: int) -> float:
+    """What one correct rounding adds up to over the rows, over their number: in the unit of a bias.
+
+    The rms of one rounding is 1 noise floor of delta, 1 / sqrt(12) ulp of O, and of a gradient relative.
+    """
+    if name.endswith(FACTOR):
+        one = math.inf if size is None else 2 * size.growth_band
+    else:
+        one = 1.0 if name == "delta_excess" else 1 / math.sqrt(12)
+    return one / math.sqrt(rows)
+
+
+def between(expected: float, width: float) -> tuple[float, float]:
+    """The means that are accepted without a baseline: from 0 to the expected one, and so much about that."""
+    return min(0.0, expected) - width, max(0.0, expected) + width
+
+
+def _documented(
+    biases: dict[str, SequenceMean], accepted: dict[str, float], sizes: dict[str, ErrorSize], case: CaseInputs,
+    yardstick: dict[str, Tensor], where: torch.device,
+) -> dict[str, float]:  # fmt: skip
+    """Of gradients whose factors are not accepted: those of documented kernels, where they are nearer."""
+    asked = {}
+    for name, mean in biases.items():
+        quantity = name.removesuffix(FACTOR)
+        if quantity in GRADIENTS:
+            low, high = between(accepted[name], walk(name, sizes[quantity], case.q.shape[2]))
+            if not low <= mean.mean <= high:
+                asked[quantity] = mean.mean
+    found = {}
+    for name, others in factors(asked, case, yardstick, where).items():
+        base = accepted[name + FACTOR]
+        found[name + FACTOR] = min((base, *(base + x for x in others)), key=lambda x: abs(x - asked[name]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,6 +218,9 @@ def _sequence(parts: list[HeadMeasurement], gradients: dict[str, list[GradientSu
         for n in BIASES
         if n in errors and (scale := scales[n])
     }
+    for name, sums in gradients.items():
+        if reference := sum(s.reference for s in sums):
+            means[name + FACTOR] = sum(s.along for s in sums) / reference
     return _Sequence(means, sizes, rms["delta"] / units.floor if "delta" in rms and units.floor else None)
 
 
@@ -215,7 +257,7 @@ def _sizes(
 ) -> dict[str, ErrorSize]:
     # One rounding: the rms of an error uniform within the largest relative one.
     cast = 2.0 ** -(units.fmt.precision + 1) / math.sqrt(3)
-    roundings = {"o": units.one_rounding_ulp, "delta": 1.0, **dict.fromkeys(_GRADIENTS, cast)}
+    roundings = {"o": units.one_rounding_ulp, "delta": 1.0, **dict.fromkeys(GRADIENTS, cast)}
     if "lse" in outputs:
         lse = outputs["lse"]
         roundings["lse"] = float(ulp(lse[lse.isfinite()].double(), format_of(torch.float32)).mean())
@@ -227,7 +269,7 @@ def _sizes(
         if len(known) < len(own):
             continue
         error, yardstick = (math.sqrt(math.fsum(pair[i] ** 2 for pair in known) / len(known)) for i in (0, 1))
-        if name in _GRADIENTS and not yardstick < 1:
+        if name in GRADIENTS and not yardstick < 1:
             continue
         half = rounding / 2
         ratios = [math.log(math.hypot(e, half) / math.hypot(y, half)) for e, y in known]

@@ -10,17 +10,17 @@ from typing import Any
 
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
-from attn_diag.results.check import CheckedBias, CheckedCase, Failure, Kind, Size
+from attn_diag.results.check import FACTOR, GRADIENTS, OF_QUANTITY, CheckedBias, CheckedCase, Failure, Kind, Size
 from attn_diag.results.wording import EVERY_SYMBOL, chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
 from attn_diag.testing.regression.cases import SECOND
 from attn_diag.testing.regression.documented import judged
-from attn_diag.testing.regression.figures import Measured
+from attn_diag.testing.regression.figures import Measured, between, walk
 
 # How many times the baseline's an error may be: one more rounding, with errors half as large, adds so much in squares.
 GROWTH = math.sqrt(5 / 4)
-_QUANTITY = {"o_excess": "o", "o_away_excess": "o", "delta_excess": "delta"}
+_OF_O = ("o", "delta")
 _WORDS = EVERY_SYMBOL | {"lse": "L (lse)"}
 _UNIT = {"o": " ulp rms", "lse": "", "delta": " noise floors"}
 _DIRECTION = {"o_excess": "upward", "o_away_excess": "away from zero", "delta_excess": "upward"}
@@ -78,12 +78,11 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
     """
     found = {}
     for name, mean in measured.biases.items():
-        # In noise floors of delta, or in ulp of O, of which one rounding has an rms of 1 / sqrt(12).
-        expected, width = measured.accepted[name], 1 / math.sqrt(rows if name == "delta_excess" else 12 * rows)
-        size = measured.sizes.get(_QUANTITY[name])
+        size = measured.sizes.get(OF_QUANTITY[name])
+        width = walk(name, size, rows)
         if measured.declared is not None and size is not None:
             width = max(width, size.yardstick / math.sqrt(rows))
-        accepted = min(0.0, expected) - width, max(0.0, expected) + width
+        accepted = between(measured.accepted[name], width)
         before = None if known is None else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
         found[name] = CheckedBias(
@@ -154,7 +153,11 @@ def failures_of(case: CheckedCase, level: float) -> list[Failure]:
     """
     significant = {n: b for n, b in case.biases.items() if b.p_adjusted is not None and not b.p_adjusted > level}
     biased = []
-    for quantity, names in groupby(significant, key=lambda name: _QUANTITY[name]):
+    impossible = {v.quantity for v in case.quantities if v.answer in ("nonfinite", "wrong")}
+    for quantity, names in groupby(significant, key=lambda name: OF_QUANTITY[name]):
+        # Of a gradient that is wrong its factor says no more.
+        if quantity in GRADIENTS and quantity in impossible:
+            continue
         name = max(names, key=lambda n: abs(significant[n].mean - (significant[n].baseline_mean or 0.0)))
         biased.append(Failure("bias", case.name, quantity, _bias_words(case, name, significant[name])))
     grown = [
@@ -175,16 +178,23 @@ def _bad_quantities(case: CheckedCase) -> list[Failure]:
         if size is None or size.limit is None:
             kinds["lossy"] = "lossy"
         if verdict.answer in kinds and verdict.quantity not in case.documented and judged(verdict):
-            where = "" if verdict.quantity == "dsinks" else f"; {worst_words(case)}"
-            words = f"{case.name}: {verdict.words.removesuffix('.')}{where}"
+            words = f"{case.name}: {verdict.words.removesuffix('.')}{_where(case, verdict.quantity)}"
             kind = kinds[verdict.answer]
             found.append(Failure(kind, case.name, verdict.quantity, words, factor=verdict.factor))
     return found
 
 
 def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
-    quantity, unit = _QUANTITY[name], "noise floors" if name == "delta_excess" else "ulp"
+    quantity, unit = OF_QUANTITY[name], "noise floors" if name == "delta_excess" else "ulp"
     se = "" if bias.standard_error is None else f" ± {bias.standard_error:.1g}"
+    if name.endswith(FACTOR):
+        before = "accepted without a baseline: {:.6g} to {:.6g}".format(*(1 + x for x in bias.accepted))
+        if bias.baseline_mean is not None:
+            before = f"{1 + bias.baseline_mean:.6g} in the baseline"
+        return (
+            f"{case.name}: {_WORDS[quantity]} is {1 + bias.mean:.6g}{se} times the true one in the mean ({before}; "
+            f"adjusted p {bias.p_adjusted or 0.0:.1g}), which roundings to nearest do not make"
+        )
     against = "accepted without a baseline: {:+.2g} to {:+.2g}".format(*bias.accepted)
     if bias.baseline_mean is not None:
         against = f"{bias.baseline_mean:+.2g} in the baseline"
@@ -209,11 +219,15 @@ def _size_words(case: CheckedCase, name: str, size: Size) -> str:
     assert size.baseline is not None
     assert size.limit is not None
     floors = "; 1 noise floor: what one correct rounding of O makes of delta" if name == "delta" else ""
-    where = "" if case.linear else f"; {worst_words(case)}"
     return (
         f"{case.name}: the error of {_WORDS[name]} has grown to {shown(size.error)} (in the baseline "
-        f"{shown(size.baseline)}, limit {shown(size.limit)}{floors}){where}"
+        f"{shown(size.baseline)}, limit {shown(size.limit)}{floors}){_where(case, name)}"
     )
+
+
+def _where(case: CheckedCase, quantity: str) -> str:
+    """Of a gradient it would be no answer where O is off."""
+    return f"; {worst_words(case)}" if quantity in _OF_O and not case.linear else ""
 
 
 def worst_words(case: CheckedCase) -> str:

@@ -29,6 +29,7 @@ from attn_diag.watching.live.claim import IfTaken, claim
 from attn_diag.watching.live.losses import Losses, reason_of
 from attn_diag.watching.live.run import rank, run_id, world_size
 from attn_diag.watching.live.sums import OutputSums, clones
+from attn_diag.watching.live.untraced import passed_by, untraced
 from attn_diag.watching.live.watch import Watch
 from attn_diag.watching.live.writer import Shelf, Taken, Writer, bytes_of, file_name, newest
 
@@ -178,9 +179,14 @@ class Recorder:
         self.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        # Inside of a function that is compiled dynamo would trace all of this.
+        started: Self = untraced(self.start)
+        return started
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        untraced(self._leave, kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         if kind is not None and not issubclass(kind, GeneratorExit):
             self._submit_open()
             self.dump(f"{kind.__name__} was raised")
@@ -358,3 +364,7 @@ def trigger(reason: str) -> None:
 
 
 _LATE = ("do", "dq", "dk", "dv", "own_dk", "own_dv", "dq_pre", "dsinks", "dmask")
+
+
+for _ours in (Recorder.__init__, Recorder.__enter__, Recorder.__exit__):
+    passed_by(_ours.__code__)

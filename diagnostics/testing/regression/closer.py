@@ -1,0 +1,45 @@
+"""A closer look at a failing case: its outputs as a capture, and the command that says most about it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from attn_diag.results.check import GRADIENTS, Failure
+from attn_diag.testing.again import Again
+from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.probing.catalogue import PROBES
+
+# The suite's name of a case, where the probe that looks closer has another.
+_PROBES = {"pairs": "duplicates"}
+_IMPOSSIBLE = ("nonfinite", "wrong")
+
+
+def save_case(
+    folder: Path, name: str, inputs: CaseInputs, outputs: dict[str, Tensor], kernel: str, declared: str | None
+) -> Path:
+    """Write a case and what was returned for it as a capture; where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    capture = inputs.captured(outputs, kernel=kernel, declared=declared, notes=f"case {name} of attn-diag check")
+    return capture.save(folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.safetensors")
+
+
+def of_saved(file: Path, failures: Sequence[Failure]) -> str:
+    """The command about a case that was saved: where it is wrong, or which rounding makes it coarse."""
+    impossible = any(f.kind in _IMPOSSIBLE for f in failures)
+    return f"attn-diag {'inspect' if impossible else 'attribute'} {shlex.quote(str(file))}"
+
+
+def of_kernel(failure: Failure, case: str, again: Again, declared: str | None) -> str | None:
+    """The command, or the call, that runs the kernel again: probe, which judges no gradient, or what does."""
+    if failure.quantity not in GRADIENTS:
+        named = _PROBES.get(case, case)
+        return again.command("probe", [f"--probes {named}"] if named in PROBES else [])
+    also = [] if declared is None else [f"--declared {declared}"]
+    if failure.kind in _IMPOSSIBLE and again.target is not None:
+        return again.command("check", [*also, "--hunt"])
+    return again.command("check", [*also, f"--cases {case}", "--out failing"])
