@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.wording import number, together
 
 # Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
@@ -34,10 +35,17 @@ class StaleSearch:
     """By how much less than amax scales reach."""
 
     beside: BesideRecipe
+    wraps: bool = False
+    """Integers that pass the largest wrap around instead of becoming it."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is what may be clipped, or wrap."""
+        return bool(self._tensors())
 
     def named(self) -> dict[Where, float]:
         """The parts of amax that the scales of q, k and v reach, or of their blocks, where O has been clipped so."""
-        wholes: list[Where] = [(name, None) for name, _, _ in self.beside.from_amax()]
+        wholes: list[Where] = [(name, None) for name, _, _ in self._tensors()]
         return self._found(lambda found: [one for one in wholes if one not in found], len(wholes))
 
     def named_blocks(self) -> dict[Where, float]:
@@ -62,6 +70,7 @@ class StaleSearch:
         for name, text, by in self.beside.from_amax():
             largest = by.largest if by.target is None else by.target
             whole = f" target={largest / parts[name, None]!r}" if (name, None) in parts else ""
+            whole += " wraps=true" if whole and self.wraps else ""
             some = [f"{block}:{part!r}" for (of, block), part in parts.items() if of == name and block is not None]
             blocks = f" stale={','.join(some)}" if some else ""
             if whole or blocks:
@@ -75,13 +84,18 @@ class StaleSearch:
         for (name, block), part in sorted(parts.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
             where = "" if block is None else f" in {self.beside.place(name, by[name], block)}"
             said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
-        return f"the largest number of {together(said)}, and what lies beyond is clipped (a stale amax)"
+        beyond = "wraps around" if self.wraps else "is clipped (a stale amax)"
+        return f"the largest number of {together(said)}, and what lies beyond {beyond}"
+
+    def _tensors(self) -> list[tuple[str, str, Quantizer]]:
+        every = list(self.beside.from_amax())
+        return [one for one in every if isinstance(one[2].parsed_elements, Integers)] if self.wraps else every
 
     def _found(self, suspects: Callable[[Mapping[Where, float]], list[Where]], most: int) -> dict[Where, float]:
         best = self.beside.left({})
         found = dict[Where, float]()
         while len(found) < most:
-            tried = [(where, part) for where in suspects(found) for part in _PARTS]
+            tried = [(where, part) for where in suspects(found) for part in self._parts]
             left = self.beside.left_of_several([self.changed(found | {where: part}) for where, part in tried])
             if not left or min(left) > _LESS * best:
                 break
@@ -92,8 +106,13 @@ class StaleSearch:
         if len(found) > 1:
             for where in found:
                 best = self._scan(found, where, *_SCANS[-1])
-        clipped = {where: part for where, part in found.items() if part < _WHOLE}
+        clipped = {where: part for where, part in found.items() if part < (1.0 if self.wraps else _WHOLE)}
         return clipped if clipped and self.beside.explains(best) else {}
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        # An amax that is divided by 128, not 127, has a code of 128.
+        return (127 / 128, *_PARTS) if self.wraps else _PARTS
 
     def _scan(self, parts: dict[Where, float], where: Where, step: float, count: int) -> float:
         """Move one part to the best one about it; returns what is left."""
