@@ -217,10 +217,29 @@ def test_the_blocks_whose_amax_alone_is_stale_are_found(declared: str, parts: di
     assert found.named_blocks() == pytest.approx(parts, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("family", "parts", "said"),
+    [
+        ("one huge key", [0.8, 0.8, 0.8, 0.5], {("k", None): 0.8, ("k", 3): 0.5}),
+        ("outliers", [0.9, 0.5, 0.7, 0.8], {("k", 0): 0.9, ("k", 1): 0.5, ("k", 2): 0.7, ("k", 3): 0.8}),
+    ],
+)
+def test_blocks_with_parts_of_their_own(family: str, parts: list[float], said: dict[Where, float]) -> None:
+    sound = search("sage2", torch.zeros(1, 1, 256, WIDTH), family, 41)
+    broken = StaleSearch(sound).changed({("k", block): part for block, part in enumerate(parts)})
+    found = StaleSearch(replace(sound, out=emulate_head(replace(sound.recipe, **broken), sound.head).o.double()))  # type: ignore[arg-type]
+    if not (named := found.named()):
+        named = replace(found, beside=replace(found.beside, worst=True)).named_blocks()
+    assert named == pytest.approx(said, rel=0.01)
+
+
 def test_what_is_said() -> None:
     found = StaleSearch(search("sage2", torch.zeros(1, 1, 256, WIDTH), "gaussian", 0))
     said = "the largest number of k is taken for 0.6 times what it is, and what lies beyond is clipped (a stale amax)"
     assert found.words({("k", None): 0.6}) == said
+    assert found.words({("k", None): 0.8, ("k", 0): 0.5}).startswith(
+        "the largest number of k in keys 0-63 is taken for 0.5 times what it is and k elsewhere is taken for 0.8 times"
+    )
     assert found.words({("k", 1): 0.5, ("q", 3): 0.6, ("v", 5): 0.7}) == (
         "the largest number of k in keys 64-127 is taken for 0.5 times what it is, q in rows 96-127 is taken for "
         "0.6 times what it is and v in feature 5 is taken for 0.7 times what it is, and what lies beyond is clipped "
