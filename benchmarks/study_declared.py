@@ -441,6 +441,8 @@ ALIKE = {
     "one head's descale": ("wrong descale",),
     "wrong descale of some keys": ("scale of another group",),
     "P truncated": ("P truncated", "wrong descale of v"),
+    "scale of another group": ("scale of another group", "scale of the block before"),
+    "scale of the block before": ("scale of another group", "scale of the block before"),
     "one group shared too widely": ("one group shared too widely", "a later block's scale"),
     "future keys in a scale": ("future keys in a scale", "a later block's scale"),
     "stale amax": ("stale amax", "too small"),
