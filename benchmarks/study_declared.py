@@ -525,9 +525,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         # Few seeds have all families between the kernels.
+        places = {name: place for place, name in enumerate(HEALTHY | FAULTS)}
         calls = {
-            name: [pool.submit(answer, name, plan, families[(place + s) % len(families)], s) for s in seeds]
-            for place, (name, plan) in enumerate(plans.items())
+            name: [pool.submit(answer, name, plan, families[(places[name] + s) % len(families)], s) for s in seeds]
+            for name, plan in plans.items()
         }
         for name, plan in plans.items():
             counts, labels = Counter[str](), Counter[str]()
