@@ -174,7 +174,7 @@ class TestShapes:
     def test_chunks_change_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, start = bf16(50, 40, seed=3), bf16(40, 9, seed=4), bf16(50, 9, seed=5)
         whole = tensor_core_matmul(a, b, start)
-        monkeypatch.setattr(accumulation, "_CHUNK", 16 * 9 * 7)
+        monkeypatch.setattr(accumulation, "_CHUNK", {"cpu": 16 * 9 * 7})
         assert torch.equal(tensor_core_matmul(a, b, start), whole)
         assert torch.equal(tensor_core_matmul(a[::7], b[:, ::2], start[::7, ::2]), whole[::7, ::2])
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
-from attn_diag.results.quality import QuantityVerdict
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.find import find_patterns
+from attn_diag.results.quality import Pattern, QuantityVerdict
 
 LENGTH, DIM = 256, 32
 
@@ -125,3 +127,22 @@ def test_torchs_own_is_lossy_for_no_other_reason() -> None:
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), tensors[3])
     _, quantities = judged([x.detach() for x in tensors], {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv})
     assert all(x.site == "gradient_accumulator" for x in quantities if x.answer == "lossy"), quantities
+
+
+def test_mistakes_are_looked_for_beside_them_only_where_they_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bit-exact name a search of a second per gradient would find nothing; a mistake beside them is found."""
+    looked_at = list[str]()
+
+    def search(evidence: Evidence) -> list[Pattern]:
+        looked_at.append(evidence.quantity)
+        return find_patterns(evidence)
+
+    monkeypatch.setattr("attn_diag.analyses.patterns.of_capture.find_patterns", search)
+    tensors = [x[:, :1] for x in inputs(11)]
+    outputs = by_hand(tensors, 64)
+    _, quantities = judged(tensors, outputs)
+    assert {x.site for x in quantities} == {"gradient_accumulator"}
+    assert not looked_at
+    outputs["dk"] = (outputs["dk"] * 1.05).bfloat16()
+    _, quantities = judged(tensors, outputs)
+    assert {x.quantity for x in quantities if x.answer == "wrong"} == {"dk"} == set(looked_at)

@@ -95,6 +95,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         copied=np.concatenate(copied) if rows < len(arrays["rows"]) else None,
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
+        made_by_site=sum(s.made_by_site for s in samples),
         declared=first.declared,
         factors=next((s.factors for s in samples if s.factors), ""),
         scales=next((s.scales for s in samples if s.scales), ""),

@@ -26,15 +26,15 @@ WORDS = "gradients are added up in the inputs' format, block by block (dK and dV
 _BLOCKS = (32, 64, 128, 256)
 
 
-def adds_in_blocks(
+def made_in_blocks(
     name: str,
     observed: Tensor,
     fed: Tensor,
     collectors: Sequence[BackwardCollector],
     total: Callable[[Sequence[dict[str, Tensor]]], Tensor],
     fmt: FloatFormat,
-) -> bool:
-    """Whether a gradient has the bits of sums in the inputs' format.
+) -> float:
+    """What of a gradient's squared error sums in the inputs' format make; 0 where it has not their bits.
 
     Args:
         name: dq, dk or dv.
@@ -45,7 +45,7 @@ def adds_in_blocks(
         fmt: The inputs' format.
     """
     if max(len(one.head.q) * len(one.head.k) for one in collectors) > MOST_SCORES:
-        return False
+        return 0.0
     factors = [_factors(name, one, fmt) for one in collectors]
     length = max(len(x) for _, x in factors)
 
@@ -55,7 +55,8 @@ def adds_in_blocks(
 
     # One block for all rows is a sum in fp32 that each query head rounds once.
     plain = min(float((observed - fed).square().sum()), left(length))
-    return any(left(block) < EXPLAINED * plain for block in _BLOCKS if block < length)
+    rests = (left(block) for block in _BLOCKS if block < length)
+    return next((plain - rest for rest in rests if rest < EXPLAINED * plain), 0.0)
 
 
 def _factors(name: str, collector: BackwardCollector, fmt: FloatFormat) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_diag.captures.latent import of_latent
 from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
-from attn_diag.head.block_sums import adds_in_blocks
+from attn_diag.head.block_sums import made_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED
 from attn_diag.head.coarser import operands_noise
@@ -142,8 +142,8 @@ def _named(
     ratio = found.ratio()
     if found.site is not None or ratio is None or ratio.high <= LOSSY:
         return found
-    in_blocks = adds_in_blocks(name, observed, fed, collectors, total, fmt)
-    return replace(found, site=SUMS_IN_BLOCKS) if in_blocks else found
+    made = made_in_blocks(name, observed, fed, collectors, total, fmt)
+    return replace(found, site=SUMS_IN_BLOCKS, made_by_site=made) if made else found
 
 
 def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:

@@ -111,6 +111,8 @@ class QuantitySample:
     site: str | None = None
     """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
     or none does."""
+    made_by_site: float = 0.0
+    """What of the squared error the rounding at that site makes by itself, where its bits tell; else 0."""
     copied: npt.NDArray[np.int64] | None = None
     """[n], of several sequences, some of them copies of each other: the same number for rows that are copies."""
     compared: bool = True

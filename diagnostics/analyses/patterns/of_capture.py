@@ -43,6 +43,8 @@ _OTHER_HEAD_FROM = 0.1
 _RIGHT, _LSE_RIGHT = AS_GOOD**2, 2.0**-6
 # So much of a merely coarse quantity's squared error a pattern must explain.
 _NEARLY_ALL = 0.9
+# Of what a rounding makes so much of, no pattern explains nearly all.
+_MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
 _OUTPUTS = ("o", "dq", "dk", "dv")
@@ -101,7 +103,7 @@ class CapturePatterns:
             pattern = self._latent(observation, batch, head)
             return with_patterns(verdict, [] if pattern is None else [pattern])
         evidence = self._evidence(observation, batch, head, verdict, outlying, features)
-        patterns = find_patterns(evidence)
+        patterns = [] if coarse and all(map(_made_by_rounding, found)) else find_patterns(evidence)
         if coarse and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
@@ -318,6 +320,13 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
 def _outlying(found: QuantitySample | RowEffect) -> list[int]:
     rows: list[int] = found.rows[found.outlying if isinstance(found, QuantitySample) else found.of_budget > 1].tolist()
     return rows
+
+
+def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
+    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out."""
+    if isinstance(found, RowEffect) or found.outlying.any() or found.bad_features.any():
+        return False
+    return found.made_by_site > _MOST * float(found.error.sum())
 
 
 def _size(found: QuantitySample | RowEffect) -> float:
