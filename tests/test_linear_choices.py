@@ -9,7 +9,7 @@ import torch
 
 import attn_diag
 from attn_diag import LinearCapture
-from attn_diag.analyses.linear_choices import FINER
+from attn_diag.analyses.linear_choices import FINER, Choices
 from attn_diag.head.linear import LinearRun
 from attn_diag.kernels.linear_inverse import inverse
 from attn_diag.kernels.linear_products import rounded_to
@@ -167,3 +167,21 @@ def test_score_gradients_of_heads_that_share_keys_are_added_before_they_are_roun
         true = run.reference.values[name]
         assert float((run.emulated(exact)[name] - true).norm() / true.norm()) < 2e-5, name
     assert "shared_scores=bf16" in str(judged(run, replace(run.recipe, chunk=32, **known))["dq"].cause)
+
+
+@pytest.mark.parametrize(("explained", "named"), [(0.6, True), (0.999, False)])
+def test_what_the_bits_tell_goes_before_a_factor_that_explains_less(explained: float, named: bool) -> None:
+    run = call("gla", 96)
+    made = run.emulated(replace(run.recipe, chunk=64, **run.released()[0]))["dv"]
+    place, true = run.place("dv", 0), run.reference.values["dv"]
+    assert place is not None
+    off = made[place] + 0.02 * (made - true)[place]  # all but the emulation's bits: 99.96 % of the squared error
+    words = "dV is 3 % off, which no rounding makes: it is 0.99 times what it should be, which explains 60 %."
+    q = LinearQuantity("dv", "wrong", words, 0.03, 0.03, 1.2, (1.1, 1.3), "factor", explained, None, None)
+    found = Choices(run).named(q, off, place)
+    assert (found == q) == (not named), found.words
+    if named:
+        assert found.answer == "undecided"
+        assert CHOICES["score_weights"] in found.words
+        assert "0.99 times" not in found.words
+        assert "which no rounding makes" not in found.words
