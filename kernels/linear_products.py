@@ -227,7 +227,7 @@ class _SharedScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, k = ctx.saved_tensors
         recipe, sharing = ctx.recipe, ctx.sharing
-        summed_up = rounded_to(gradients[0].unflatten(0, (-1, sharing)).sum(1), recipe.shared_scores)
+        summed_up = rounded_to(gradients[0].reshape(-1, sharing, *gradients[0].shape[1:]).sum(1), recipe.shared_scores)
         of_q, of_k = torch.zeros_like(q), torch.zeros_like(k)
         of_q[::sharing] = rounded_to(summed_up @ k[::sharing], recipe.accumulator)
         of_k[::sharing] = rounded_to(summed_up.mT @ q[::sharing], recipe.accumulator)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-import torch
 from torch import Tensor
 
 from attn_diag.analyses.linear_causes import SITE_EXPLAINS, Causes, with_rounded_decays
