@@ -107,9 +107,7 @@ class Bits:
         assert fmt is not None
         sets: list[dict[str, LinearFormat]] = [{}, {"operands": "fp32"}, {"operands": "fp32", "inter": fmt}]
         sets += [{s: f for s, f in known.items() if s not in GRADIENT_SITES} for known in run.released()]
-        return list(
-            dict.fromkeys(replace(run.recipe, chunk=c, **known) for known in sets for c in run.chunks)  # type: ignore[arg-type]
-        )
+        return list(dict.fromkeys(replace(run.recipe, chunk=c, **known) for known in sets for c in run.chunks))
 
     def _reaches(self, site: str, name: str, place: Place, total: float) -> bool:
         """Whether the site changes so much at all, in the shortest chunks."""
