@@ -50,6 +50,8 @@ class LinearHeads:
     """Whether another kernel made q and k of length 1, and takes their gradients."""
     steps: Tensor | None = None
     """What v is multiplied with, [N, T, 1] (Mamba-2's dt)."""
+    sharing: int = 1
+    """So many heads, one behind the other, have the same q and k."""
 
 
 def run_linear(x: LinearHeads, recipe: LinearRecipe, fault: LinearFault | None = None) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,11 @@ class _Kernel:
         decays = self.apart(left_log, right_log, diagonal)
         if not self.by_channel:
             taken = self.recipe.score_gradients or self.recipe.operands
-            return products.decayed_scores(self.product(left, right.mT), decays[..., 0], taken)
+            if self.x.sharing > 1 and self.recipe.shared_scores is not None:
+                made = products.shared_scores(left, right, self.x.sharing, self.recipe)
+            else:
+                made = self.product(left, right.mT)
+            return products.decayed_scores(made, decays[..., 0], taken)
         pairs = left[:, :, :, None] * right[:, :, None]
         made = (pairs * decays).sum(4)
         if self.recipe.elementwise == "fp32":

@@ -210,6 +210,30 @@ class _DecayedScores(torch.autograd.Function):
         return given, of_decays.masked_fill(decays == 0, 0.0), None
 
 
+class _SharedScores(torch.autograd.Function):
+    """q k^T of heads that share q and k, whose gradients are added up over these heads before they are rounded.
+
+    So mamba_ssm has it (``_chunk_scan_bwd_dcb``, ``_bmm_chunk_bwd``). The first of the heads has all of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, sharing: int, recipe: LinearRecipe) -> Tensor:
+        q, k = (rounded_to(x, recipe.operands) for x in (q, k))
+        ctx.save_for_backward(q, k)
+        ctx.sharing, ctx.recipe = sharing, recipe
+        return rounded_to(q @ k.mT, recipe.accumulator)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q, k = ctx.saved_tensors
+        recipe, sharing = ctx.recipe, ctx.sharing
+        summed_up = rounded_to(gradients[0].reshape(-1, sharing, *gradients[0].shape[1:]).sum(1), recipe.shared_scores)
+        of_q, of_k = torch.zeros_like(q), torch.zeros_like(k)
+        of_q[::sharing] = rounded_to(summed_up @ k[::sharing], recipe.accumulator)
+        of_k[::sharing] = rounded_to(summed_up.mT @ q[::sharing], recipe.accumulator)
+        return of_q, of_k, None, None
+
+
 class _KeyScores(torch.autograd.Function):
     """beta (k k^T) decays of a delta rule; gradients are rounded once, decayed, before beta multiplies them."""
 
@@ -341,6 +365,7 @@ product: Callable[[Tensor, Tensor, LinearFormat, LinearFormat, LinearFormat, Lin
 key_scores: Callable[[Tensor, Tensor, Tensor, LinearRecipe], Tensor] = _KeyScores.apply
 closing: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _Closing.apply
 centered_scores: Callable[[Tensor, Tensor, Tensor, Tensor, LinearFormat], Tensor] = _CenteredScores.apply
+shared_scores: Callable[[Tensor, Tensor, int, LinearRecipe], Tensor] = _SharedScores.apply
 decayed_scores: Callable[[Tensor, Tensor, LinearFormat], Tensor] = _DecayedScores.apply
 block_scores: Callable[[Tensor, Tensor, Tensor, LinearFormat], Tensor] = _BlockScores.apply
 decayed_state: Callable[[Tensor, Tensor, LinearFormat, LinearFormat], Tensor] = _DecayedState.apply

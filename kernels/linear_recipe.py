@@ -78,6 +78,9 @@ class LinearRecipe:
     chunks, decays counted from the middle step); None: no products."""
     score_weights: LinearFormat | None = None
     """Of the scores that the gradient of v takes; None: as operands."""
+    shared_scores: LinearFormat | None = None
+    """Of gradients of decayed scores that heads with the same q and k add up first, one number a step, as operands of
+    the gradients of q and k; None: each head's is an operand."""
     stepped: LinearFormat | None = None
     """Of values times their steps (Mamba-2's dt); fp32: scores and keys are multiplied instead, and rounded then."""
     new_values: LinearFormat | None = None
@@ -110,6 +113,7 @@ LINEAR_SITES: dict[str, str] = {
 """The sites that well-rounded kernels keep in fp32, in words."""
 GRADIENT_SITES = (
     "score_gradients", "decay_sums", "decay_terms", "closing", "decayed", "state_gradient", "score_weights", "parts",
+    "shared_scores",
 )  # fmt: skip
 """The sites that a backward alone has."""
 Choice = dict[str, LinearFormat | None]
@@ -128,7 +132,7 @@ RELEASED: dict[str, tuple[Choice, ...]] = {
     "gla": ({"score_weights": "fp32", "score_operands": "tf32"},),
     "simple_gla": ({"decayed": "fp32", "state_gradient": None},),
     "retention": ({"decayed": "fp32", "state_gradient": None},),
-    "mamba2": ({"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32"},),
+    "mamba2": ({"stepped": "fp32", "decayed": "fp32", "score_gradients": "fp32", "shared_scores": None},),
     "rwkv7": (
         {
             "elementwise": None, "solved": None, "log_steps": "tf32", "applied": "tf32", "new_values": "tf32",
@@ -146,6 +150,7 @@ CHOICES: dict[str, str] = {
     "state_gradient": "decays multiply q instead of dO in the state's gradient",
     "score_operands": "scores within a chunk are products of decayed q and k",
     "score_weights": "dV takes scores that were not rounded",
+    "shared_scores": "gradients of scores are added up over heads that share q and k before they are rounded",
     "stepped": "dt multiplies scores and keys instead of values",
     "new_values": "new values are written to the state before they are rounded",
     "score_gradients": "the decay's gradient takes scores' gradients that were not rounded",

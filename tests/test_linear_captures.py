@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run
-from linear_kernels import DEFECTS, observed
+from linear_kernels import DEFECTS, observed, recurrent
 from torch import Tensor
 
 import attn_diag
@@ -366,3 +366,17 @@ def test_a_fragile_head_is_told_from_a_bad_kernel() -> None:
     verdict = attn_diag.inspect_linear(LinearCapture("delta_rule", {**tensors, "o": out}))
     assert not verdict.labels & {"wrong", "lossy", "biased"}, verdict.sentence
     assert verdict.report()
+
+
+def test_a_site_that_is_there_does_not_cover_what_is_beyond_every_rounding() -> None:
+    # In BF16 a decay of 0.998 is 0.996 or 1: far off after some hundred steps, and all of that is the site's.
+    given = rounded(linear_inputs("simple_gla", (1, 128, 1, 16, 16), 1))
+    given["g"] = torch.full_like(given["g"], -0.0022)
+    o, _ = recurrent(given, scale=0.25, defect="decay_bf16")
+    true = LinearRun(LinearCapture("simple_gla", given), torch.device("cpu")).reference.values["o"]
+    noise = torch.randn(o.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    other = o + noise / noise.norm() * (o - true).norm()
+    for made, answer, cause in ((o, "lossy", "decay_step"), (other, "wrong", None)):
+        found = attn_diag.inspect_linear(LinearCapture("simple_gla", {**given, "o": made.bfloat16()}), device="cpu")
+        (q,) = found.heads[0].quantities
+        assert (q.answer, q.cause) == (answer, cause), q.words

@@ -9,7 +9,7 @@ import torch
 
 import attn_diag
 from attn_diag import LinearCapture
-from attn_diag.analyses.linear_choices import FINER
+from attn_diag.analyses.linear_choices import FINER, Choices
 from attn_diag.head.linear import LinearRun
 from attn_diag.kernels.linear_inverse import inverse
 from attn_diag.kernels.linear_products import rounded_to
@@ -28,13 +28,13 @@ def call(operator: str, steps: int = 256, size: int = 16) -> LinearRun:
 
 
 def judged(run: LinearRun, recipe: LinearRecipe) -> dict[str, LinearQuantity]:
-    """What ``inspect_linear`` says of what a recipe returns, by quantity."""
+    """What ``inspect_linear`` says of what a recipe returns for the first head, by quantity."""
     inputs = run.capture.tensors
     made = run.emulated(recipe)
     outputs = {n: made[n].to(inputs[n[1:]].dtype if n[1:] in inputs else torch.float32) for n in made}
     outputs["o"] = made["o"].to(inputs["v"].dtype)
     found = attn_diag.inspect_linear(replace(run.capture, tensors={**inputs, **outputs}), device="cpu")
-    (head,) = found.heads
+    head = found.heads[0]
     return {q.quantity: q for q in head.quantities}
 
 
@@ -139,3 +139,49 @@ def test_a_step_that_is_off_is_not_put_down_to_roundings_that_are_there_too() ->
         (q,) = found.heads[0].quantities
         assert q.answer == answer, q.words
         assert ("steps 300" in q.words) == (answer == "wrong")
+
+
+def test_score_gradients_of_heads_that_share_keys_are_added_before_they_are_rounded() -> None:
+    """mamba_ssm's own order: sum_h (do_h x_h^T) dt D in fp32, rounded once, times B."""
+    given = rounded(linear_inputs("mamba2", (1, 32, 4, 16, 16), 5, key_heads=2))
+    given["do"] = torch.randn(1, 32, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    run = LinearRun(LinearCapture("mamba2", given), torch.device("cpu"))
+    known = run.released()[0]
+    assert known["shared_scores"] == "bf16"
+    q, k, v, do, dt = (given[n][0].transpose(0, 1).float() for n in ("q", "k", "v", "do", "dt"))
+    log = (dt * given["A"][:, None]).cumsum(1)
+    apart = (log[:, :, None] - log[:, None]).exp().tril()
+    each = (do @ v.mT) * dt[:, None] * apart
+    once = each.reshape(2, 2, 32, 32).sum(1).bfloat16().float()
+    wanted = {"dq": once @ k, "dk": once.mT @ q}
+    made = run.emulated(replace(run.recipe, chunk=32, **known))
+    apart_each = run.emulated(replace(run.recipe, chunk=32, **{n: x for n, x in known.items() if n != "shared_scores"}))
+    for name, value in wanted.items():
+        bits = value.transpose(0, 1)[None].bfloat16()
+        same, other = ((x[name] == bits.double()).double().mean() for x in (made, apart_each))
+        assert same > 0.99
+        assert other < 0.9
+    # With nothing rounded it is the same mathematics; where it is, it is named.
+    exact = LinearRecipe(operands="fp32", out="fp32", gradients="fp32", shared_scores="fp32", chunk=32)
+    for name in wanted:
+        true = run.reference.values[name]
+        assert float((run.emulated(exact)[name] - true).norm() / true.norm()) < 2e-5, name
+    assert "shared_scores=bf16" in str(judged(run, replace(run.recipe, chunk=32, **known))["dq"].cause)
+
+
+@pytest.mark.parametrize(("explained", "named"), [(0.6, True), (0.999, False)])
+def test_what_the_bits_tell_goes_before_a_factor_that_explains_less(explained: float, named: bool) -> None:
+    run = call("gla", 96)
+    made = run.emulated(replace(run.recipe, chunk=64, **run.released()[0]))["dv"]
+    place, true = run.place("dv", 0), run.reference.values["dv"]
+    assert place is not None
+    off = made[place] + 0.02 * (made - true)[place]  # all but the emulation's bits: 99.96 % of the squared error
+    words = "dV is 3 % off, which no rounding makes: it is 0.99 times what it should be, which explains 60 %."
+    q = LinearQuantity("dv", "wrong", words, 0.03, 0.03, 1.2, (1.1, 1.3), "factor", explained, None, None)
+    found = Choices(run).named(q, off, place)
+    assert (found == q) == (not named), found.words
+    if named:
+        assert found.answer == "undecided"
+        assert CHOICES["score_weights"] in found.words
+        assert "0.99 times" not in found.words
+        assert "which no rounding makes" not in found.words

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.linear_bits import Bits
 from attn_diag.analyses.linear_causes import Beside, Causes
 from attn_diag.analyses.linear_choices import FP32, Choices
 from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
@@ -158,6 +159,7 @@ class _Job:
         self.run = LinearRun(self.capture, self.device)
         self.causes = Causes(self.run)
         self.choices = Choices(self.run) if self.explained else None
+        self.bits = Bits(self.run, self.causes) if self.explained else None
         tensors = self.capture.tensors
         self.count = tensors["v"].shape[2]
         offset = self.capture.metadata.head_offset
@@ -196,8 +198,9 @@ class _Job:
                 places = [(n, p) for n in others if (p := self.run.place(n, head)) is not None]
                 self.beside = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in places}
                 found = self._quantity(name, outputs[name], place)
-                if self.choices is not None:
-                    found = self.choices.named(found, outputs[name].to(self.device)[place], place)
+                if self.choices is not None and self.bits is not None:
+                    head_of = outputs[name].to(self.device)[place]
+                    found = self.choices.named(self.bits.named(found, head_of, place), head_of, place)
                 quantities.append(found)
         broken_forward = [q for q in quantities if q.quantity in ("o", "final_state") and q.answer == "wrong"]
         labels, reasons = list[Label](), list[str]()

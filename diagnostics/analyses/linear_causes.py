@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.analyses.linear_boundaries import misfit
 from attn_diag.analyses.linear_noise import block_of, by_chance
 from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
-from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
+from attn_diag.captures.linear import LINEAR_OUTPUTS
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND
 from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LINEAR_FAULTS, LINEAR_SITES, LinearFault
@@ -111,7 +111,7 @@ class Causes:
         """
         if not by_bits:
             return self._decay_sums(name, observed.double(), place)
-        if (stored := self._stored(observed, self._run.reference.values[name][place], allowed)) is not None:
+        if (stored := self.stored(observed, self._run.reference.values[name][place], allowed)) is not None:
             return stored
         observed = observed.double()
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
@@ -156,8 +156,14 @@ class Causes:
         explained = 1 - left / float((observed - true).square().sum())
         return Cause("decay_sums", explained, words) if explained > SITE_EXPLAINS else None
 
-    def _stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
-        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell."""
+    def stored(self, observed: Tensor, true: Tensor, allowed: float) -> Cause | None:
+        """Whether it was rounded to the inputs' format where it was handed back in a wider one: its bits tell.
+
+        Args:
+            observed: The head's, as it was captured.
+            true: The reference.
+            allowed: The squared error that a sound kernel may have besides.
+        """
         dtype = self._run.capture.tensors["q"].dtype
         told = observed[observed != 0]
         if (
@@ -307,18 +313,19 @@ class Causes:
         if cause == "state_step":
             return run.emulated(replace(recipe, state=fmt), forward=forward)
         if cause in STEPWISE:
-            g = run.capture.tensors["g"].double()
-            dtype = run.capture.tensors["q"].dtype
-            g = g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype).double()
-            return LinearRun(_with(run.capture, g.float()), run.device).emulated(recipe, forward=forward)
+            return with_rounded_decays(run, cause).emulated(recipe, forward=forward)
         changed: dict[str, Any] = {cause: fmt}
         return run.emulated(replace(recipe, **changed), forward=forward)
 
 
-def _with(capture: LinearCapture, g: Tensor) -> LinearCapture:
+def with_rounded_decays(run: LinearRun, cause: str) -> LinearRun:
+    """The call with its decays (``decay_step``) or their logarithms in the inputs' format, step by step."""
+    capture = run.capture
+    g, dtype = capture.tensors["g"].double(), capture.tensors["q"].dtype
+    g = (g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype)).float()
     names = ("do", "dfinal_state", "cu_seqlens")
     kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
-    return replace(capture, tensors=kept | {"g": g})
+    return LinearRun(replace(capture, tensors=kept | {"g": g}), run.device)
 
 
 def _beside(x: Tensor, reference: Tensor) -> Tensor:

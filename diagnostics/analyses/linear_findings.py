@@ -49,7 +49,9 @@ def adjusted(found: Sequence[LinearDiagnosedCapture], level: float) -> tuple[lis
         own = tuple(map(of_quantity, head.quantities))
         biased = [
             q for q in own
-            if q.p_adjusted is not None and q.p_adjusted < level and abs(q.mean_away or 0.0) > _MATTERS
+            if q.p_adjusted is not None and q.p_adjusted < level
+            # Beside a well-rounded kernel's error where the kernel has less.
+            and abs(q.mean_away or 0.0) * min(1.0, q.factor or 1.0) > _MATTERS
             and q.answer in ("good", "undecided", "lossy")
         ]  # fmt: skip
         if not biased:

@@ -101,6 +101,8 @@ class LinearRun:
             return site == "score_weights" or "dt" in tensors
         if site in ("decayed", "state_gradient"):
             return not by_channel
+        if site == "shared_scores":
+            return not by_channel and tensors["q"].shape[2] < tensors["v"].shape[2]
         if site == "score_operands":
             return by_channel
         if "decay" in site:
@@ -208,7 +210,10 @@ class LinearRun:
             initial = v.new_zeros(heads, q.shape[2], v.shape[2])
         scale = capture.call.used_scale
         beta, a, b = of("beta"), of("a"), of("b")
-        return LinearHeads(q, k, values, g, beta, a, b, initial, scale, capture.normalize, skip, capture.l2norm, steps)
+        sharing = heads // given["q"].shape[1]
+        return LinearHeads(
+            q, k, values, g, beta, a, b, initial, scale, capture.normalize, skip, capture.l2norm, steps, sharing
+        )
 
 
 def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:

@@ -119,7 +119,7 @@ def with_sites(recipe: LinearRecipe, formats: Mapping[str, LinearFormat], roundi
     plain |= {s: None for s in ("applied", "score_operands", "decay_terms", "closing") if chosen.get(s) == "fp32"}
     if chosen["operands"] == "fp32":
         # These round operands too.
-        plain |= {"state_gradient": None, "score_weights": None, "new_values": None}
+        plain |= {"state_gradient": None, "score_weights": None, "new_values": None, "shared_scores": None}
     return replace(recipe, **(chosen | plain))  # type: ignore[arg-type]
 
 
