@@ -243,3 +243,13 @@ def test_inspect_names_it() -> None:
     assert o.answer == "lossy"
     assert "the largest number of k is taken for 0.6 times what it is" in o.words
     assert o.patterns[0].kind == "scale"
+
+
+def test_what_follows_from_a_proven_cause_needs_no_interval() -> None:
+    """One row carries what a stale amax makes of LSE and the gradients."""
+    found = inspected(Plan("int8-fp16", "one group of q clipped"), "outlying features", 720, declared="sage1")
+    assert found.labels == {"lossy"}
+    for q in found.heads[0].quantities:
+        if q.quantity in ("lse", "dq", "dk", "dv"):
+            assert (q.answer, q.patterns[0].kind, q.factor_ci95) == ("lossy", "scale", None)
+            assert "to decide" not in q.words

@@ -23,7 +23,7 @@ from attn_diag.analyses.inspection.groups import (
 from attn_diag.analyses.inspection.joint import measured
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors, pooled_biases
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
-from attn_diag.analyses.patterns.of_capture import CapturePatterns
+from attn_diag.analyses.patterns.of_capture import CapturePatterns, with_proven_scale
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
@@ -364,7 +364,7 @@ class CaptureJob:
                 verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)
                 verdict = verdict if explain is None else explain(verdict, samples, batches)
                 found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
-        return found
+        return with_proven_scale(found)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""
