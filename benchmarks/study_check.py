@@ -67,7 +67,7 @@ def alarms(run: Run, baseline: Run | None) -> list[str]:
     cases = []
     for name, measured in run.items():
         before = None if baseline is None else known(baseline[name])
-        biases = judge.biases_of(measured, suite.LENGTH, before, same_key=True)
+        biases = judge.biases_of(measured, suite.LENGTH, before, same_key=True, same_inputs=False)
         sizes = judge.sizes_of(measured, before, same_inputs=False)
         cases.append(checked(name, measured, biases, sizes))
     judged, _ = judge.adjusted(cases)
@@ -121,7 +121,7 @@ def found_in(kernel: str, causal: Causal, names: list[str], seed: int = 0) -> di
         if measured.misfit is not None:
             found[name] = ["fit"]
             continue
-        biases = judge.biases_of(measured, case.q.shape[2], None, same_key=False)
+        biases = judge.biases_of(measured, case.q.shape[2], None, same_key=False, same_inputs=True)
         sizes = judge.sizes_of(measured, None, same_inputs=False)
         (adjusted,), _ = judge.adjusted([checked(name, measured, biases, sizes)])
         failures = judge.failures_of(adjusted, LEVEL / len(names))  # Holm over the cases, to the safe side

@@ -161,7 +161,7 @@ def alarms(runs: list[Measured], known: list[Measured] | None) -> int:
     count = 0
     for i, run in enumerate(runs):
         before = None if known is None else entry(known[i])
-        biases = judge.biases_of(run, 64, before, same_key=True)
+        biases = judge.biases_of(run, 64, before, same_key=True, same_inputs=False)
         case = CheckedCase("normal", (), "", biases=biases, sizes=judge.sizes_of(run, before, same_inputs=False))
         (case,), _ = judge.adjusted([case])
         count += bool(judge.failures_of(case, LEVEL))

@@ -12,7 +12,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.captures.loading import load as load_capture
 from attn_diag.kernels import preset
-from attn_diag.results.baseline import SequenceMean
+from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedCase, Failure, Kind
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.testing.again import Again
@@ -70,12 +70,22 @@ def case_with(mean: float, error: float = 1e-5) -> tuple[Measured, CheckedCase]:
 )
 def test_a_factor_is_held_to_the_walk_of_one_rounding_beside_a_well_rounded_kernels(mean: float, fails: bool) -> None:
     measured, case = case_with(mean)
-    biases = judge.biases_of(measured, 192, None, same_key=False)
+    biases = judge.biases_of(measured, 192, None, same_key=False, same_inputs=True)
     assert biases["dq_factor"].accepted == pytest.approx((-1e-4 - 2.2e-3 / 192**0.5, 2.2e-3 / 192**0.5))
     [case], _ = judge.adjusted([replace(case, biases=biases)])
     assert bool(judge.failures_of(case, 0.01)) == fails
     wrong = replace(case, quantities=(QuantityVerdict("dq", "wrong", "dQ is 9 % off.", relative_error=0.09),))
     assert [f.kind for f in judge.failures_of(wrong, 0.01)] == ["wrong"]
+
+
+@pytest.mark.parametrize("same_inputs", [False, True])
+def test_a_factor_is_held_against_a_baselines_of_the_same_inputs_alone(same_inputs: bool) -> None:
+    """Sequences of one normaliser round alike: two seeds' factors differ by more than either's spread."""
+    measured, _ = case_with(5e-5)
+    known = BaselineCase("", "", ("dq",), None, {"dq_factor": SequenceMean(-5e-5, 1e-5, 15.0)})
+    test = judge.biases_of(measured, 192, known, same_key=True, same_inputs=same_inputs)["dq_factor"]
+    assert test.p_value is not None
+    assert (test.p_value < 0.01) == same_inputs
 
 
 def test_what_is_a_documented_kernels_own_factor_is_no_bias() -> None:

@@ -271,8 +271,8 @@ class _Check:
         same_key = self.entry is not None and self.entry.key == self.key
         case, failures, notes = judge.compared(case, known, bits, exact=self.exact, same_key=same_key)
         self.notes += notes
-        biases = judge.biases_of(measured, inputs.q.shape[2], known, same_key=same_key)
         same_inputs = known is not None and case.inputs_fingerprint == known.inputs_fingerprint
+        biases = judge.biases_of(measured, inputs.q.shape[2], known, same_key=same_key, same_inputs=same_inputs)
         if known is not None and same_inputs and bits == known.fingerprint:
             biases = {n: replace(b, p_value=None) for n, b in biases.items()}
         sizes = judge.sizes_of(measured, known, same_inputs=same_inputs)

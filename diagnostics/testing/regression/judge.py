@@ -66,8 +66,13 @@ def compared(
     return replace(case, same_bits=same), failures, notes
 
 
-def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool) -> dict[str, CheckedBias]:
+def biases_of(
+    measured: Measured, rows: int, known: BaselineCase | None, *, same_key: bool, same_inputs: bool
+) -> dict[str, CheckedBias]:
     """The tests of a case, not yet adjusted.
+
+    A gradient's factor is held against the baseline's on its own inputs alone: where all sequences of a case have one
+    normaliser, they round alike, and their spread says nothing of another seed's.
 
     Args:
         measured: The case's figures.
@@ -75,6 +80,7 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
         known: The baseline's case, of the same bits or not.
         same_key: The baseline is of this device and these versions, where any change is news; else one has to exceed
             what adds up, over the rows, to correct rounding's own random walk (or the declared recipe's).
+        same_inputs: The baseline's inputs were these.
     """
     found = {}
     for name, mean in measured.biases.items():
@@ -83,7 +89,8 @@ def biases_of(measured: Measured, rows: int, known: BaselineCase | None, *, same
         if measured.declared is not None and size is not None:
             width = max(width, size.yardstick / math.sqrt(rows))
         accepted = between(measured.accepted[name], width)
-        before = None if known is None else known.biases.get(name)
+        apart = not same_inputs and name.endswith(FACTOR)
+        before = None if known is None or apart else known.biases.get(name)
         p = beyond(mean, accepted) if before is None else welch(mean, before, 0.0 if same_key else width)
         found[name] = CheckedBias(
             mean=mean.mean, standard_error=mean.standard_error, degrees_of_freedom=mean.degrees_of_freedom,
