@@ -75,17 +75,18 @@ class Bits:
     def _proven(self, name: str, observed: Tensor, true: Tensor, place: Place) -> tuple[Cause, bool] | None:
         """The site, and whether it is that of a kernel that is finer than a well-rounded one (fp32 operands)."""
         total = float((observed - true).square().sum())
-        sites = [site for site in self._sites() if self._reaches(site, name, place, total)]
-        if not sites:
-            return None
 
         def missed(kernel: _Kernel) -> float:
             return float((observed - self._outputs(kernel)[name][place]).square().sum())
 
-        sound = sorted(self._sound(), key=lambda recipe: missed((recipe, "")))
-        least = missed((sound[0], ""))
-        if least < (1 - LOSSY**-2) * SITE_EXPLAINS * total:
+        sound = self._sound()
+        if any(missed((recipe, "")) < (1 - LOSSY**-2) * SITE_EXPLAINS * total for recipe in sound):
             return None  # its bits are a kernel's without such a site
+        sites = [site for site in self._sites() if self._reaches(site, name, place, total)]
+        if not sites:
+            return None
+        sound.sort(key=lambda recipe: missed((recipe, "")))
+        least = missed((sound[0], ""))
         like = [r for r in sound if replace(r, chunk=sound[0].chunk) == sound[0]]
         tried = [(r, site) for r in dict.fromkeys([*sound[:_NEAREST], *like]) for site in sites]
         best = min(tried, key=missed, default=None)
@@ -102,12 +103,15 @@ class Bits:
         return Cause(site, min(1.0, (least - missed(best)) / total), words), recipe.operands == "fp32"
 
     def _sound(self) -> list[LinearRecipe]:
-        """Forwards without a coarse site: a well-rounded kernel's, the released ones', and finer ones'."""
+        """Forwards without a coarse site, the likelier first: released ones, a well-rounded kernel's, finer ones."""
         run, fmt = self._run, self._run.format
         assert fmt is not None
-        sets: list[dict[str, LinearFormat]] = [{}, {"operands": "fp32"}, {"operands": "fp32", "inter": fmt}]
-        sets += [{s: f for s, f in known.items() if s not in GRADIENT_SITES} for known in run.released()]
-        return list(dict.fromkeys(replace(run.recipe, chunk=c, **known) for known in sets for c in run.chunks))
+        sets: list[dict[str, LinearFormat]] = [
+            {s: f for s, f in known.items() if s not in GRADIENT_SITES} for known in run.released()
+        ]
+        sets += [{}, {"operands": "fp32"}, {"operands": "fp32", "inter": fmt}]
+        chunks = sorted(run.chunks, key=lambda c: c != run.recipe.chunk)
+        return list(dict.fromkeys(replace(run.recipe, chunk=c, **known) for known in sets for c in chunks))
 
     def _reaches(self, site: str, name: str, place: Place, total: float) -> bool:
         """Whether the site changes so much at all, in the shortest chunks."""
