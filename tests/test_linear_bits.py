@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
+from study_linear_states import forward_of
 
 import attn_diag
-from attn_diag import LinearCapture
 from attn_diag.head.linear import LinearRun
-from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-
-
-def forward_of(operator: str, seed: int, steps: Any = 96, **sites: Any) -> LinearCapture:
-    """O and the last state of an emulated kernel, without gradients."""
-    given = rounded(linear_inputs(operator, (1, steps, 1, 16, 16), seed, kind=LONG))
-    given["initial_state"] = torch.randn(1, 1, 16, 16, generator=torch.Generator().manual_seed(seed)) * 0.3
-    run = LinearRun(LinearCapture(operator, given), torch.device("cpu"))
-    made = run.emulated(replace(run.recipe, **sites), forward=True)
-    return replace(
-        run.capture, tensors={**given, "o": made["o"].bfloat16(), "final_state": made["final_state"].float()}
-    )
 
 
 def test_a_coarse_state_is_proven_by_its_bits_where_its_error_is_no_larger_than_a_sound_kernels() -> None:
