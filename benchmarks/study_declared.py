@@ -7,12 +7,14 @@ Where a wrong scale or rounding is not named, its trace in O and L is measured t
 kernel even by who knows the fault ("traceless") is rightly not named.
 
     python benchmarks/study_declared.py --seeds 20 --processes 16 --json benchmarks/results/declared_cpu.json
+    python benchmarks/study_declared.py --adverse --json …        # late, huge or outlying inputs, in rows of their own
     python benchmarks/study_declared.py --only "MXFP8: " --json …      # these alone; the other rows of the file stay
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +33,8 @@ import attn_diag
 HEADS, LENGTH, WIDTH = 2, 256, 64
 E4M3 = torch.float8_e4m3fn
 FAMILIES = ("gaussian", "outliers", "k with a mean", "peaked", "near-uniform")
+# Where a few rows, keys or features are much larger than the rest.
+ADVERSE = ("late keys", "one huge key", "outlying features", "outliers in v")
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,21 @@ def inputs(family: str, seed: int, late: float = 1.0) -> list[Tensor]:
         q *= 3
     if family == "near-uniform":
         q *= 0.1
-    k[:, :, LENGTH // 2 :] *= late
+    if family == "one huge key":
+        k[:, :, 100] *= 30
+    if family == "outlying features":
+        q[..., 7] *= 20
+        k[..., 3] *= 20
+    if family == "outliers in v":
+        v[..., 5] *= 30
+        v[:, :, 100] *= 10
+    k[:, :, LENGTH // 2 :] *= 8.0 if family == "late keys" else late
     return [x.bfloat16() for x in (q, k, v, do)]
 
 
 def late_of(plan: Plan) -> float:
     """``inputs``' ``late`` of a plan: a scale that other blocks make does nothing where all blocks are alike."""
-    return 8.0 if plan.fault in ("one group shared too widely", "future keys in a scale") else 1.0
+    return 8.0 if plan.fault in _LATE else 1.0
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -98,22 +110,33 @@ def int8(
 ) -> Tensor:
     """x in INT8 with a scale for ``block`` rows; multiplied back with the scale ``roll`` blocks further.
 
-    Scales may be those of a block and the one after it (reach "next"), or of the second block that of all ("all").
+    Scales may be those of a block and the one after it (reach "next"), of all so far ("so far"), of the block before
+    alone ("before"), or of the second block that of all ("all").
     """
     rows = x.shape[2]
     parts = torch.nn.functional.pad(x, (0, 0, 0, -rows % block)).reshape(*x.shape[:2], -1, block, x.shape[3])
     largest = parts.abs().amax((3, 4), keepdim=True).clamp(min=1e-30)
     if reach == "next":
         largest[:, :, :-1] = torch.maximum(largest[:, :, :-1], largest[:, :, 1:])
+    if reach == "so far":
+        largest = largest.cummax(2).values
+    if reach == "before":
+        largest = torch.cat([largest[:, :, :1], largest[:, :, :-1]], 2)
     if reach == "all":
         largest[:, :, 1] = largest.amax(2)
     scale = largest * amax / 127
-    codes = to_code(parts / scale).clamp(-127, 127)
+    codes = to_code(parts / scale)
+    codes = (codes + 128) % 256 - 128 if reach == "wraps" else codes.clamp(-127, 127)
     return (codes * scale.roll(roll, 2)).flatten(2, 3)[:, :, :rows]
 
 
-def blocks_of(x: Tensor, dim: int, size: int, grid: Callable[[Tensor], Tensor], top: float) -> Tensor:
-    """x with a power-of-two scale (or E4M3's) for ``size`` elements along ``dim``."""
+def blocks_of(
+    x: Tensor, dim: int, size: int, grid: Callable[[Tensor], Tensor], top: float, read: str = "", times: float = 1.0
+) -> Tensor:
+    """x with a power-of-two scale (or E4M3's) for ``size`` elements along ``dim``, that scale ``times`` too large.
+
+    Multiplied back with the scales transposed (``read`` "transposed") or with those of the block before ("before").
+    """
     moved = x.movedim(dim, -1)
     parts = moved.reshape(*moved.shape[:-1], -1, size)
     largest = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30)
@@ -122,7 +145,13 @@ def blocks_of(x: Tensor, dim: int, size: int, grid: Callable[[Tensor], Tensor], 
         scale = (largest / 6 / level).to(E4M3).float().clamp(min=2.0**-9) * level
     else:
         scale = torch.exp2((largest / top).log2().floor())
-    return (grid(parts / scale) * scale).reshape_as(moved).movedim(-1, dim)
+    scale = scale * times
+    codes, lying = grid(parts / scale), scale[..., 0] if dim == 3 else scale[..., 0].mT
+    if read == "transposed":
+        lying = lying.mT.reshape(lying.shape)
+    if read == "before":
+        lying = lying.flatten(2).roll(1, 2).view_as(lying)
+    return (codes * (lying if dim == 3 else lying.mT)[..., None]).reshape_as(moved).movedim(-1, dim)
 
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -138,6 +167,14 @@ def fp4(x: Tensor) -> Tensor:
 
 def e4m3(x: Tensor) -> Tensor:
     return x.clamp(-448, 448).to(E4M3).float()
+
+
+_REACH = {
+    "one group shared too widely": "all", "future keys in a scale": "next", "running amax": "so far",
+    "amax of the group before": "before", "codes that wrap": "wraps",
+}  # fmt: skip
+
+_LATE = ("one group shared too widely", "future keys in a scale", "amax of the group before")
 
 
 def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Tensor]:
@@ -175,11 +212,13 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Te
         k8 = int8(
             wide[1] if fault == "not smoothed" else centred,
             256 if fault == "shared too widely" else 64,
-            stale * some,
+            stale * some * (0.7 if fault == "codes that wrap" else 1.0),
             roll=1 if fault == "scale of another group" else 0,
             to_code=to_code,
-            reach={"one group shared too widely": "all", "future keys in a scale": "next"}.get(fault, ""),
+            reach=_REACH.get(fault, ""),
         )
+        if fault == "one group's scale doubled":
+            k8[:, :, 64:128] *= 2
         if fault == "scale of other rows":
             q8 = int8(wide[0], rows, plan.margin, roll=1)
         k8 = k8 * (wrong if fault == "one head's descale" else 1.0)
@@ -189,10 +228,16 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Te
             scale[..., 5] *= 0.5 if fault == "one feature of v clipped" else 1.0
             v8 = to_fp8(wide[2], scale.roll(1, 3) if fault == "scale of another feature" else scale)
             v8 = (v8 / scale.roll(1, 3) * scale) if fault == "scale of another feature" else v8
+            if fault == "k's scales for v":
+                v8 = to_fp8(wide[2], wide[1].abs().amax(2, keepdim=True) / 448)
+            if fault == "scale of the first feature":
+                v8 = v8 / scale * scale[..., :1]
     else:
         grid, size, top = (fp4, 16, 6.0) if plan.form == "nvfp4" else (e4m3, 32, 256.0)
         centre = wide[1].mean(2, keepdim=True) if plan.form == "nvfp4" else 0.0
-        q8 = blocks_of(wide[0], 3, size, grid, top) * (1.4 if fault == "wrong descale" else 1.0)
+        halved = 0.5 if fault == "all of q's scales halved" else 1.0
+        q8 = blocks_of(wide[0], 3, size, grid, top, times=halved) * (1.4 if fault == "wrong descale" else 1.0)
+        read = {"transposed scales": "transposed", "scale of the block before": "before"}.get(fault, "")
         wider = min(4 * size, q.shape[3]) if fault == "shared too widely" else size
         coarser = (
             grid
@@ -201,7 +246,7 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Te
             if top == 6
             else partial(cut, bits=3, least=-6)
         )
-        k8 = blocks_of(wide[1] - centre, 3, wider, coarser, top)
+        k8 = blocks_of(wide[1] - centre, 3, wider, coarser, top, read)
         k8 = k8 * (1 + 6 * (wrong - 1) if fault == "one head's descale" else 1.0)
         v8 = blocks_of(wide[2], 2, size, grid, top)
         if fault == "scale of another group":
@@ -275,14 +320,18 @@ _ANY = (
 )
 _INT8 = ("stale amax", "scale of another group", "shared too widely", "not smoothed", "one group clipped",
          "scale of other rows", "one group of q clipped", "one feature of v clipped", "one group shared too widely",
-         "future keys in a scale", "rounded down")  # fmt: skip
-_BLOCKS = ("scale of another group", "shared too widely")
+         "future keys in a scale", "rounded down", "one group's scale doubled", "running amax",
+         "amax of the group before", "codes that wrap", "scale of another feature", "scale of the first feature",
+         "k's scales for v")  # fmt: skip
+# Of v's scales by feature, which SageAttention 1 has none of.
+_FEATURES = ("one feature of v clipped", "scale of another feature", "scale of the first feature", "k's scales for v")
+_BLOCKS = ("scale of another group", "shared too widely", "transposed scales", "scale of the block before")
 _FP8 = ("wrong descale of v", "stale amax", "P truncated", "E5M2", "wrong descale of some keys")
 FAULTS = {
     **{f"FP8: {f}": Plan(fault=f) for f in (*_ANY, *_FP8)},
     **{f"INT8: {f}": Plan("int8", f) for f in (*_ANY, *_INT8)},
-    **{f"INT8-FP16: {f}": Plan("int8-fp16", f) for f in (*_ANY, *_INT8) if f != "one feature of v clipped"},
-    **{f"MXFP8: {f}": Plan("mxfp8", f) for f in (*_ANY, *_BLOCKS)},
+    **{f"INT8-FP16: {f}": Plan("int8-fp16", f) for f in (*_ANY, *_INT8) if f not in _FEATURES},
+    **{f"MXFP8: {f}": Plan("mxfp8", f) for f in (*_ANY, *_BLOCKS, "all of q's scales halved")},
     **{f"NVFP4: {f}": Plan("nvfp4", f) for f in (*_ANY, *_BLOCKS)},
 }
 
@@ -313,6 +362,11 @@ def effect(made: dict[str, Tensor], sound: dict[str, Tensor], truth: dict[str, T
 SOUND = ((1.0, 64), (1.02, 128), (1.04, 32), (1.06, 256))
 
 
+def named_in(words: str) -> set[str]:
+    """The culprits that are named there."""
+    return {name for name, texts in CULPRITS.items() if any(text in words for text in texts)}
+
+
 def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
     """One call, inspected as what it is declared to be."""
     tensors = inputs(family, seed, late_of(plan))
@@ -330,7 +384,7 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         for head in found.heads for q in head.quantities if q.factor is not None
     }  # fmt: skip
     words = " ".join([found.captures[0].assumptions.message, *(q.words for h in found.heads for q in h.quantities)])
-    culprits = {name for name, texts in CULPRITS.items() if any(text in words for text in texts)}
+    culprits = named_in(words)
     if CLIPPED in words:
         culprits = culprits - {"wrong descale", "scale of another group", "scale of other rows"} | {"too small"}
     # The whole of a group's sentence holds that of all groups.
@@ -343,16 +397,27 @@ def judge(plan: Plan, family: str, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "quantities": factors,
         "said": said,
+        "together": [sorted(culprits & named_in(part)) for part in re.split(r"[.;] ", words) if ", or " in part],
         "culprits": sorted(culprits),
     }
 
 
 # What a report says where it names a scale or a rounding as the culprit; other faults are told by where they are.
 CULPRITS = {
-    "wrong descale": ("throughout, as by a descale factor of q or k", "; yet scale"),
+    "wrong descale": ("throughout, as by a descale factor of q or k", "; yet scale", "; scale="),
     "wrong descale of v": ("as by a descale factor of v",),
-    "scale of another group": ("a scale of k that is wrong there",),
-    "scale of other rows": ("a scale of q that is wrong there",),
+    "scale of another group": ("a scale of k that is wrong there", "k is multiplied back with the scale of the block"),
+    "scale of other rows": ("a scale of q that is wrong there", "q is multiplied back with the scale of the block"),
+    "one group's scale doubled": ("k in keys 64-127 is multiplied back with twice its scale",),
+    "running amax": ("(a running amax)",),
+    "amax of the group before": ("k has the scale of the block before",),
+    "codes that wrap": ("wraps around",),
+    "scale of another feature": ("v is divided by the scale of the feature before",),
+    "scale of the first feature": ("v is multiplied back with the scale of the first feature throughout",),
+    "k's scales for v": ("v has k's scales",),
+    "transposed scales": ("k is multiplied back with its scales",),
+    "scale of the block before": ("k is multiplied back with the scale of the block before",),
+    "all of q's scales halved": ("all scales of q are half",),
     "stale amax": ("a stale amax",),
     "shared too widely": ("has a scale for",),
     "one group clipped": ("k in keys 64-127 is taken for 0.5 times",),
@@ -412,17 +477,21 @@ def trace(plan: Plan, tensors: list[Tensor], made: dict[str, Tensor]) -> float:
     return max(found)
 
 
-def answer(name: str, plan: Plan, seed: int) -> dict[str, Any]:
+def answer(name: str, plan: Plan, family: str, seed: int) -> dict[str, Any]:
     """What is said of one call, and whether it is as it should be."""
-    family, sound = FAMILIES[seed % len(FAMILIES)], name in HEALTHY
+    sound = name in HEALTHY
     found = judge(plan, family, seed)
     acts = sound or found["factor"] >= BROKEN or found["row"] >= BROKEN_ROW
     acts |= plan.fault == "dV of FP8"  # 15 times what the declared backward leaves, however coarse its L is
     hit = bool((ACCUSED if sound else NAMED) & set(found["labels"]))
     right = set(ALIKE.get(plan.fault, (plan.fault,)))
     named = acts and bool(right & set(found["culprits"]))
-    misnamed = bool(set(found["culprits"]) - right)
-    counts = {"calls": 1, "acting": acts, "accused": acts and hit, "named": named, "misnamed": misnamed}
+    # Ways that make the same numbers are named together.
+    others = set(found["culprits"]) - right
+    hedged = bool(others) and any(others <= set(some) and right & set(some) for some in found["together"])
+    misnamed = bool(others) and not hedged
+    counts = {"calls": 1, "acting": acts, "accused": acts and hit, "named": named, "hedged": hedged,
+              "misnamed": misnamed}  # fmt: skip
     if acts and not named and right & set(CULPRITS):
         tensors = inputs(family, seed, late_of(plan))
         found["trace"] = trace(plan, tensors, run(plan, *tensors))
@@ -437,20 +506,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="names that hold this, or one of several: clipped|stale")
+    parser.add_argument("--adverse", action="store_true", help="inputs of ADVERSE, in rows of their own")
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
 
     def chosen(name: str) -> bool:
         return any(part in name for part in arguments.only.split("|"))
 
+    families, suffix = (ADVERSE, ", adverse inputs") if arguments.adverse else (FAMILIES, "")
     kept: list[dict[str, Any]] = []
     if arguments.json and arguments.json.exists():
-        kept = [r for r in json.loads(arguments.json.read_text())["rows"] if not chosen(r["kernel"])]
+        rows_of_file = json.loads(arguments.json.read_text())["rows"]
+        kept = [r for r in rows_of_file if not (chosen(r["kernel"]) and r["kernel"].endswith("inputs") == bool(suffix))]
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     plans = {name: plan for name, plan in (HEALTHY | FAULTS).items() if chosen(name)}
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        calls = {name: [pool.submit(answer, name, plan, s) for s in seeds] for name, plan in plans.items()}
+        # Few seeds have all families between the kernels.
+        calls = {
+            name: [pool.submit(answer, name, plan, families[(place + s) % len(families)], s) for s in seeds]
+            for place, (name, plan) in enumerate(plans.items())
+        }
         for name, plan in plans.items():
             counts, labels = Counter[str](), Counter[str]()
             worst: list[object] = []
@@ -460,11 +536,11 @@ def main() -> None:
                 labels.update(found["labels"])
                 worst += [] if found["wrong"] is None else [found["wrong"]]
             kind = "sound" if name in HEALTHY else "fault"
-            rows.append({"kernel": name, "kind": kind, "plan": asdict(plan), "first seed": arguments.first, **counts,
-                         "labels": dict(labels), "not as it should be": worst[:4]})  # fmt: skip
+            rows.append({"kernel": name + suffix, "kind": kind, "plan": asdict(plan), "first seed": arguments.first,
+                         **counts, "labels": dict(labels), "not as it should be": worst[:4]})  # fmt: skip
             print(f"{kind} {name}: {dict(counts)} {dict(labels)}", flush=True)
-            result = {"length": LENGTH, "width": WIDTH, "families": FAMILIES, "rows": [*kept, *rows]}
-            save(made_by() | result, arguments.json)
+            inputs_of = {"length": LENGTH, "width": WIDTH, "families": FAMILIES, "adverse": ADVERSE}
+            save(made_by() | inputs_of | {"rows": [*kept, *rows]}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Quantized:
     codes: Tensor
     """The elements, of x's shape, fp32: integers as numbers, zero point included."""
     scale: Tensor
-    """s as it is stored, [..., R / r, C / c] rounded up, fp32."""
+    """s as codes are multiplied back with, [..., R / r, C / c] rounded up, fp32."""
     zero_point: Tensor | None
     """z, integers in fp32 of the scale's shape; None for symmetric ones."""
     tensor_scale: Tensor | None
@@ -117,17 +117,6 @@ class _Blocks:
         scales = (*filled.shape[:-2], filled.shape[-2] // r, filled.shape[-1] // c)
         return cls(filled.reshape(*scales[:-1], r, scales[-1], c), x.shape, scales, order)
 
-    def taken(self, amax: Tensor, by: Quantizer) -> Tensor:
-        """What is taken for the blocks' ``amax``, [..., R / r, 1, C / c, 1]: another number where it is stale."""
-        if not by.stale:
-            return amax
-        flat = amax.reshape(*amax.shape[:-4], -1).clone()
-        for block, part in by.stale:
-            if block >= flat.shape[-1]:
-                raise ValueError(f"quantizer {by.name}: there are {flat.shape[-1]} blocks, none of number {block}")
-            flat[..., block] *= part
-        return flat.reshape(amax.shape)
-
     def joined(self, values: Tensor) -> Tensor:
         """Values of x's blocks in x's shape."""
         *outer, down, r, across, c = values.shape
@@ -156,7 +145,7 @@ def _best(blocks: _Blocks, by: Quantizer, seed: int) -> _Found:
 
     def attempt(factor: float) -> _Found:
         if by.symmetric:
-            return _of_amax(blocks, by, blocks.taken(_reduced(blocks.x.abs(), torch.amax), by) * factor, seed)
+            return _of_amax(blocks, by, _taken(_reduced(blocks.x.abs(), torch.amax), by.stale, by) * factor, seed)
         low, high = (_reduced(blocks.x, f).mul(factor) for f in (torch.amin, torch.amax))
         return _of_range(blocks, by, low.clamp(max=0), high.clamp(min=0), seed)
 
@@ -180,6 +169,19 @@ def _chosen(better: Tensor, one: _Found, other: _Found) -> _Found:
     return _Found(**{n: part(getattr(one, n), getattr(other, n)) for n in names}, tensor_scale=one.tensor_scale)
 
 
+def _taken(figures: Tensor, parts: tuple[tuple[int, float], ...], by: Quantizer) -> Tensor:
+    """The blocks' ``figures``, [..., R / r, 1, C / c, 1], some of them times so much: ``parts`` by their number."""
+    if not parts:
+        return figures
+    flat = figures.reshape(*figures.shape[:-4], -1).clone()
+    block = max(number for number, _ in parts)
+    if block >= flat.shape[-1]:
+        raise ValueError(f"quantizer {by.name}: there are {flat.shape[-1]} blocks, none of number {block}")
+    times = torch.tensor([part for _, part in parts], dtype=flat.dtype, device=flat.device)
+    flat[..., [number for number, _ in parts]] *= times
+    return flat.reshape(figures.shape)
+
+
 def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
     """An extreme of every block, [..., R / r, 1, C / c, 1]; 0 of nothing."""
     return extreme(x, dim=(-3, -1), keepdim=True) if x.numel() else x.new_zeros((*x.shape[:-3], 1, x.shape[-2], 1))
@@ -191,6 +193,7 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
         wanted = _by_number(amax, target, by)
         scale = _rounded_scale(wanted, by, seed)
         codes, clipped = _coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
+        scale = _taken(scale, by.descale, by)
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
     assert isinstance(rounding, Rounding)
@@ -202,6 +205,7 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target, by) / level
     scale = _rounded_scale(apart, by, seed)
     codes, clipped = _coded(_divided(blocks.x, scale, by, level), by, seed)
+    scale = _taken(scale, by.descale, by)
     return _Found(codes * (scale * level), codes, scale, None, level, clipped)
 
 
@@ -242,7 +246,10 @@ def _coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = Non
         else:
             steps = round_steps(quotient, elements.mode, seed)
         steps = steps if zero is None else steps + zero
-        codes = steps.clamp(elements.lowest, elements.highest)
+        if by.wraps:
+            codes = (steps + 2 ** (elements.bits - 1)) % 2**elements.bits - 2 ** (elements.bits - 1)
+        else:
+            codes = steps.clamp(elements.lowest, elements.highest)
         return codes, steps != codes
     rounded = round_to(quotient, elements, seed)
     largest = elements.format.largest

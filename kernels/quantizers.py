@@ -122,6 +122,10 @@ class Quantizer:
     """Factors of amax that are tried in this order; the one with the least squared error of its block is taken."""
     stale: tuple[tuple[int, float], ...] = ()
     """Blocks, by number along the rows of scales, whose amax is taken for so many times what it is: a planted fault."""
+    descale: tuple[tuple[int, float], ...] = ()
+    """Blocks, likewise, whose codes are multiplied back with so many times their scale: a planted fault."""
+    wraps: bool = False
+    """Integers that pass the largest wrap around (two's complement) instead of becoming it: a planted fault."""
     arithmetic: Arithmetic = "exact"
     """How is divided and multiplied."""
     ties: Literal["even", "away"] = "even"
@@ -147,11 +151,14 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
         if not all(0 < factor <= 1 for factor in self.search):
             raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
-        if self.stale and not (self.symmetric and all(block >= 0 and part > 0 for block, part in self.stale)):
-            raise ValueError(
-                f"quantizer {self.name}: stale wants numbers of blocks from 0 and parts of amax above 0, without a "
-                f"zero point, got {self.stale}"
-            )
+        for field, of, parts in (("stale", "parts of amax", self.stale), ("descale", "factors", self.descale)):
+            if parts and not (self.symmetric and all(block >= 0 and part > 0 for block, part in parts)):
+                raise ValueError(
+                    f"quantizer {self.name}: {field} wants numbers of blocks from 0 and {of} above 0, without a zero "
+                    f"point, got {parts}"
+                )
+        if self.wraps and not (self.symmetric and isinstance(elements, Integers)):
+            raise ValueError(f"quantizer {self.name}: what wraps are integers without a zero point")
         if self.ties not in ("even", "away") or (self.ties == "away" and not self._nearest_integers):
             raise ValueError(f"quantizer {self.name}: ties are even, or of integers rounded to nearest away")
         self.block_shape((1, 1))
@@ -288,14 +295,15 @@ def parse_quantizer(text: str) -> Quantizer | None:
         field, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"a quantizer is a name and field=value, such as 'int8 block=32', got {text!r}")
-        if field in ("symmetric", "narrow", "tensor_scale"):
+        if field in ("symmetric", "narrow", "tensor_scale", "wraps"):
             if value not in ("true", "false"):
                 raise ValueError(f"{field} is true or false, got {value!r}")
             changes[field] = value == "true"
-        elif field == "stale":
+        elif field in ("stale", "descale"):
             found = [re.fullmatch(r"(\d+):([\d.e+-]+)", each) for each in value.split(",")]
             if None in found:
-                raise ValueError(f"stale is a block's number and a part of amax, such as '3:0.5,7:0.6', got {value!r}")
+                of = "a part of amax" if field == "stale" else "a factor"
+                raise ValueError(f"{field} is a block's number and {of}, such as '3:0.5,7:0.6', got {value!r}")
             changes[field] = tuple((int(each[1]), float(each[2])) for each in found if each)
         else:
             changes[field] = float(value) if field in ("target", "least_scale", "scale_offset") else value

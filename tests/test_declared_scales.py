@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from study_declared import WIDTH, Plan, inputs, run, to_fp8
+from study_declared import ADVERSE, DECLARED, WIDTH, Plan, inputs, late_of, run, to_fp8
 from test_declared import inspected
 from torch import Tensor
 
@@ -24,7 +24,12 @@ from attn_diag.reference import AttentionHead, Masking, reference_head
 
 def search(name: str, out: Tensor, family: str, seed: int) -> BesideRecipe:
     """O of the first head of a kernel, beside the recipe."""
-    q, k, v, _ = (x[0, 0].double() for x in inputs(family, seed))
+    return beside_of(name, out, inputs(family, seed))
+
+
+def beside_of(name: str, out: Tensor, tensors: list[Tensor]) -> BesideRecipe:
+    """The same of these q, k, v, dO."""
+    q, k, v, _ = (x[0, 0].double() for x in tensors)
     head = AttentionHead(q, k, v, None, WIDTH**-0.5, Masking("top-left"))
     draws = [emulate_head(dithered(preset(name), n), head).o.double() for n in range(8)]
     made = emulate_head(preset(name), head).o.double()
@@ -138,6 +143,52 @@ def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: s
     assert found.words == said
 
 
+@pytest.mark.parametrize(
+    ("plan", "family", "said"),
+    [
+        (Plan("int8", "one group shared too widely"), "late keys", "k in keys 64-127 has the scale of the head"),
+        (
+            Plan("int8", "future keys in a scale"),
+            "one huge key",
+            "k has a scale for 128 rows, not for 64 rows, "
+            "or k has scales of 64 rows and the block after it (later ones)",
+        ),
+        (Plan("int8", "running amax"), "one huge key", "k has scales of the largest number so far (a running amax)"),
+        (Plan("int8", "amax of the group before"), "gaussian", "k has the scale of the block before"),
+        (Plan("int8-fp16", "one group's scale doubled"), "gaussian",
+         "k in keys 64-127 is multiplied back with twice its scale"),
+        (Plan("int8", "codes that wrap"), "gaussian",
+         "the largest number of k is taken for 0.7 times what it is, and what lies beyond wraps around"),
+        (Plan("int8", "scale of another feature"), "gaussian",
+         "v is divided by the scale of the feature before and multiplied back with its own"),
+        (Plan("int8", "scale of the first feature"), "gaussian",
+         "v is multiplied back with the scale of the first feature throughout"),
+        (Plan("int8", "k's scales for v"), "outliers in v",
+         "v has k's scales, or v has the scale of the first feature throughout"),
+        (Plan("mxfp8", "all of q's scales halved"), "gaussian",
+         "all scales of q are half of what they should be, and what lies beyond is clipped"),
+        (Plan("nvfp4", "transposed scales"), "gaussian", "k is multiplied back with its scales transposed"),
+    ],
+    ids=lambda x: x.fault if isinstance(x, Plan) else "",
+)  # fmt: skip
+def test_scales_of_others_are_named(plan: Plan, family: str, said: str) -> None:
+    tensors = inputs(family, 3, late_of(plan))
+    beside = beside_of(DECLARED[plan.form], run(plan, *tensors)["o"], tensors)
+    found = ScaleSearch(beside).culprit()
+    assert found is not None
+    assert found.words == said
+
+
+@pytest.mark.parametrize("family", ADVERSE)
+def test_a_few_rows_that_are_noisier_than_the_rest_do_not_hide_what_these_show(family: str) -> None:
+    tensors = inputs(family, 11)
+    beside = beside_of("sage1", run(Plan("int8-fp16"), *tensors)["o"], tensors)
+    assert ScaleSearch(beside).as_declared()
+    noisy = replace(beside, out=beside.out + 0.5 * beside.noise[0])
+    assert not ScaleSearch(noisy).as_declared()
+    assert ScaleSearch(noisy).culprit() is None
+
+
 def test_a_scale_that_few_rows_feel_is_named_by_these() -> None:
     """Of rows 64-127; all others attend to larger keys."""
     tensors = inputs("outliers", 300, 8.0)
@@ -166,10 +217,29 @@ def test_the_blocks_whose_amax_alone_is_stale_are_found(declared: str, parts: di
     assert found.named_blocks() == pytest.approx(parts, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("family", "parts", "said"),
+    [
+        ("one huge key", [0.8, 0.8, 0.8, 0.5], {("k", None): 0.8, ("k", 3): 0.5}),
+        ("outliers", [0.9, 0.5, 0.7, 0.8], {("k", 0): 0.9, ("k", 1): 0.5, ("k", 2): 0.7, ("k", 3): 0.8}),
+    ],
+)
+def test_blocks_with_parts_of_their_own(family: str, parts: list[float], said: dict[Where, float]) -> None:
+    sound = search("sage2", torch.zeros(1, 1, 256, WIDTH), family, 41)
+    broken = StaleSearch(sound).changed({("k", block): part for block, part in enumerate(parts)})
+    found = StaleSearch(replace(sound, out=emulate_head(replace(sound.recipe, **broken), sound.head).o.double()))  # type: ignore[arg-type]
+    if not (named := found.named()):
+        named = replace(found, beside=replace(found.beside, worst=True)).named_blocks()
+    assert named == pytest.approx(said, rel=0.01)
+
+
 def test_what_is_said() -> None:
     found = StaleSearch(search("sage2", torch.zeros(1, 1, 256, WIDTH), "gaussian", 0))
     said = "the largest number of k is taken for 0.6 times what it is, and what lies beyond is clipped (a stale amax)"
     assert found.words({("k", None): 0.6}) == said
+    assert found.words({("k", None): 0.8, ("k", 0): 0.5}).startswith(
+        "the largest number of k in keys 0-63 is taken for 0.5 times what it is and k elsewhere is taken for 0.8 times"
+    )
     assert found.words({("k", 1): 0.5, ("q", 3): 0.6, ("v", 5): 0.7}) == (
         "the largest number of k in keys 64-127 is taken for 0.5 times what it is, q in rows 96-127 is taken for "
         "0.6 times what it is and v in feature 5 is taken for 0.7 times what it is, and what lies beyond is clipped "

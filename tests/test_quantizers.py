@@ -448,3 +448,26 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
         there = attn_diag.quantize(x.cuda(), name, arithmetic=arithmetic)
         for part in ("values", "codes", "scale", "clipped"):
             assert torch.equal(getattr(here, part), getattr(there, part).cpu()), part
+
+
+def test_codes_are_multiplied_back_with_another_scale_or_wrap() -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    own = attn_diag.quantize(x, "int8", block="32")
+    found = attn_diag.quantize(x, "int8", block="32", descale=((3, 2.0), (0, 0.5)))
+    assert torch.equal(found.codes, own.codes)
+    assert torch.equal(
+        found.values[:2], own.values[:2] * torch.tensor([[0.5] * 32 + [1.0] * 32, [1.0] * 32 + [2.0] * 32])
+    )
+    assert torch.equal(found.values[2:], own.values[2:])
+    assert torch.equal(found.scale / own.scale, torch.tensor([[0.5, 1.0], [1.0, 2.0], [1.0, 1.0]]))
+    wrapped = attn_diag.quantize(x, "int8", block="32", target=200.0, wraps=True)
+    beyond = (x / wrapped.scale.repeat_interleave(32, 1)).round()
+    assert torch.equal(wrapped.codes, beyond.to(torch.int32).to(torch.int8).float())
+    assert (wrapped.codes != beyond).any()
+    for text, said in (
+        ("int8 descale=x", "descale is a block's number and a factor"),
+        ("int8 descale=0:-1.0", "descale wants numbers of blocks from 0 and factors above 0"),
+        ("fp8 wraps=true", "what wraps are integers without a zero point"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_quantizer(text)

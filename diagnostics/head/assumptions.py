@@ -148,7 +148,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
 
 def _explained(stated: OutputFit, other: OutputFit) -> float:
     """How large the error under another reading may be that explains the stated one's."""
-    return _EXPLAINS * stated.error + other.rounding
+    return min(_EXPLAINS * stated.error + other.rounding, stated.error)
 
 
 def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:

@@ -5,6 +5,9 @@ part of what the format's roundings make (``benchmarks/study_declared.py``: up t
 in INT8 on most inputs); with scales of their own they differ by about 2, as two independent noises do. So a hypothesis
 that leaves at most ``EXACT``, or what these casts and sums make (drawn: all but q, k and v rounding stochastically),
 and a small part of what the recipe itself leaves, is what the kernel does.
+
+Each element counts in units of its own noise (``smoothed_variance``, and the last cast's), so that a few rows or
+features that are much noisier than the rest, as of outliers, do not hide what the others show.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.declared_factors import Factors
-from attn_diag.head.declared_noise import dithered, drawn_noise
+from attn_diag.head.declared_noise import dithered, drawn_noise, smoothed_variance
 from attn_diag.head.quality import LOSSY
 from attn_diag.kernels import Recipe, emulate_rows, emulate_rows_of_several
 from attn_diag.kernels.emulation_operands import Operands
-from attn_diag.kernels.quantize import spread
+from attn_diag.kernels.formats import STORED, base
+from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
-from attn_diag.reference import AttentionHead
+from attn_diag.reference import AttentionHead, format_of, ulp
 from attn_diag.results.wording import runs_of
 
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
@@ -62,16 +66,14 @@ class BesideRecipe:
         """The mean square of what O is off the recipe with these fields, in units of the noise's."""
         key = tuple(sorted(changed.items())), factors
         if key not in self._known:
-            off = self.off(changed, factors)
-            self._known[key] = min(float(x.square().mean()) for x in off) / self._unit if self._unit else 0.0
+            self._known[key] = self._least(self.off(changed, factors))
         return self._known[key]
 
     def left_of_several(self, every: Sequence[Changes]) -> list[float]:
         """``left`` of each, side by side."""
         missing = [changed for changed in every if (tuple(sorted(changed.items())), None) not in self._known]
         for changed, off in zip(missing, self.off_of_several(missing), strict=True):
-            key = tuple(sorted(changed.items())), None
-            self._known[key] = min(float(x.square().mean()) for x in off) / self._unit if self._unit else 0.0
+            self._known[tuple(sorted(changed.items())), None] = self._least(off)
         return [self.left(changed) for changed in every]
 
     def off(self, changed: Changes, factors: Factors | None = None) -> list[Tensor]:
@@ -122,6 +124,11 @@ class BesideRecipe:
         places += [runs_of("feature", columns)] if len(columns) < inside.shape[1] else []
         return ", ".join(places)
 
+    def scales(self, name: str, by: Quantizer, changed: Changes) -> Tensor:
+        """Of each block, with these fields, [R, C]; in the order of a quantiser's ``stale`` once it is flat."""
+        recipe = replace(self.recipe, **changed)  # type: ignore[arg-type]
+        return quantize(Operands(self.head).prepared(recipe).unquantized(recipe, name), by).scale
+
     def amax(self, name: str, by: Quantizer, changed: Changes) -> Tensor:
         """Of each block before it is quantised, with these fields, [N]."""
         recipe = replace(self.recipe, **changed)  # type: ignore[arg-type]
@@ -137,7 +144,7 @@ class BesideRecipe:
         spread = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
         if not self.worst or count == len(rows):
             return spread
-        off = (self.out - self.made)[rows].square().mean(1)
+        off = ((self.out - self.made).square() / self._units)[rows].mean(1)
         first = rows[off.argsort(descending=True)[: count // 2]]
         chosen = torch.zeros(len(self.out), dtype=torch.bool, device=rows.device)
         chosen[torch.cat([first, spread[::2]])] = True
@@ -154,9 +161,15 @@ class BesideRecipe:
     def _known(self) -> dict[tuple[tuple[tuple[str, str], ...], Factors | None], float]:
         return {}
 
+    def _least(self, off: Sequence[Tensor]) -> float:
+        """The mean square of what is least off, in units of the noise's."""
+        return min(float((x.square() / self._units[self.rows]).mean()) for x in off) if len(self.rows) else 0.0
+
     @cached_property
-    def _unit(self) -> float:
-        return float(self.noise[:, self.rows].double().square().mean()) if len(self.rows) else 0.0
+    def _units(self) -> Tensor:
+        """The noise's mean square of each element, [Tq, Dv]; no less than the last cast's, which is not drawn."""
+        cast = ulp(self.made.double(), format_of(STORED[base(self.recipe.out)])).square() / 12
+        return smoothed_variance(self.noise) + cast
 
     @cached_property
     def _limit(self) -> float:
@@ -165,4 +178,4 @@ class BesideRecipe:
         head = replace(self.head, do=None)
         draws = [emulate_rows(dithered(self.recipe, n, kept), head, self.rows).double() for n in range(_DRAWS)]
         # The difference of two kernels has twice the variance of one.
-        return max(EXACT, 2 * LOSSY**2 * float(drawn_noise(draws).double().square().mean()) / self._unit)
+        return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self._units[self.rows]).mean()))

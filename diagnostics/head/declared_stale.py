@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.wording import number, together
 
 # Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
@@ -21,6 +22,8 @@ _PARTS, _SCANS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), ((0.01, 10), (0.002, 5))
 _WHOLE = 0.97
 # What explains more of what is left by less than this is not there.
 _LESS = 0.9
+# A block has another part than the rest where that leaves so much of what is left without.
+_OTHER = 0.5
 # So many blocks of one tensor are looked through, with this part of amax, and so many named. The two that O's error
 # lies along most are tried.
 _BLOCKS, _ABOUT, _NAMED, _TRIED = 128, 0.5, 8, 2
@@ -34,11 +37,18 @@ class StaleSearch:
     """By how much less than amax scales reach."""
 
     beside: BesideRecipe
+    wraps: bool = False
+    """Integers that pass the largest wrap around instead of becoming it."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is what may be clipped, or wrap."""
+        return bool(self._tensors())
 
     def named(self) -> dict[Where, float]:
         """The parts of amax that the scales of q, k and v reach, or of their blocks, where O has been clipped so."""
-        wholes: list[Where] = [(name, None) for name, _, _ in self.beside.from_amax()]
-        return self._found(lambda found: [one for one in wholes if one not in found], len(wholes))
+        wholes: list[Where] = [(name, None) for name, _, _ in self._tensors()]
+        return self._but_for_blocks(self._found(lambda found: [one for one in wholes if one not in found], len(wholes)))
 
     def named_blocks(self) -> dict[Where, float]:
         """The same of single blocks."""
@@ -62,7 +72,11 @@ class StaleSearch:
         for name, text, by in self.beside.from_amax():
             largest = by.largest if by.target is None else by.target
             whole = f" target={largest / parts[name, None]!r}" if (name, None) in parts else ""
-            some = [f"{block}:{part!r}" for (of, block), part in parts.items() if of == name and block is not None]
+            whole += " wraps=true" if whole and self.wraps else ""
+            of_all = parts.get((name, None), 1.0)
+            some = [
+                f"{block}:{part / of_all!r}" for (of, block), part in parts.items() if of == name and block is not None
+            ]
             blocks = f" stale={','.join(some)}" if some else ""
             if whole or blocks:
                 changed[f"quantize_{name}"] = text + whole + blocks
@@ -72,16 +86,25 @@ class StaleSearch:
         """In words: "the largest number of k is taken for 0.6 times what it is, …"."""
         by = {name: found for name, _, found in self.beside.from_amax()}
         said = []
-        for (name, block), part in sorted(parts.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-            where = "" if block is None else f" in {self.beside.place(name, by[name], block)}"
+        last = max((block for _, block in parts if block is not None), default=0) + 1
+        for (name, block), part in sorted(
+            parts.items(), key=lambda item: (item[0][0], last if item[0][1] is None else item[0][1])
+        ):
+            rest = " elsewhere" if sum(of == name for of, _ in parts) > 1 else ""
+            where = rest if block is None else f" in {self.beside.place(name, by[name], block)}"
             said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
-        return f"the largest number of {together(said)}, and what lies beyond is clipped (a stale amax)"
+        beyond = "wraps around" if self.wraps else "is clipped (a stale amax)"
+        return f"the largest number of {together(said)}, and what lies beyond {beyond}"
+
+    def _tensors(self) -> list[tuple[str, str, Quantizer]]:
+        every = list(self.beside.from_amax())
+        return [one for one in every if isinstance(one[2].parsed_elements, Integers)] if self.wraps else every
 
     def _found(self, suspects: Callable[[Mapping[Where, float]], list[Where]], most: int) -> dict[Where, float]:
         best = self.beside.left({})
         found = dict[Where, float]()
         while len(found) < most:
-            tried = [(where, part) for where in suspects(found) for part in _PARTS]
+            tried = [(where, part) for where in suspects(found) for part in self._parts]
             left = self.beside.left_of_several([self.changed(found | {where: part}) for where, part in tried])
             if not left or min(left) > _LESS * best:
                 break
@@ -90,10 +113,30 @@ class StaleSearch:
             for step, count in _SCANS:
                 best = self._scan(found, where, step, count)
         if len(found) > 1:
+            # What was found first was so beside all the others.
             for where in found:
-                best = self._scan(found, where, *_SCANS[-1])
-        clipped = {where: part for where, part in found.items() if part < _WHOLE}
+                for step, count in _SCANS:
+                    best = self._scan(found, where, step, count)
+        clipped = {where: part for where, part in found.items() if part < (1.0 if self.wraps else _WHOLE)}
         return clipped if clipped and self.beside.explains(best) else {}
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        # An amax that is divided by 128, not 127, has a code of 128.
+        return (127 / 128, *_PARTS) if self.wraps else _PARTS
+
+    def _but_for_blocks(self, found: dict[Where, float]) -> dict[Where, float]:
+        """The same, and the blocks of tensors with few that have another part than the rest."""
+        for name, _, by in self._tensors() if found else ():
+            count = int(self.beside.blocks(name, by).max()) + 1
+            for block in range(count) if (name, None) in found and 1 < count <= _NAMED else ():
+                best, where = self.beside.left(self.changed(found)), (name, block)
+                left = self.beside.left_of_several([self.changed(found | {where: part}) for part in _PARTS])
+                if min(left) <= _OTHER * best:
+                    found[where] = _PARTS[left.index(min(left))]
+                    for step, steps in _SCANS:
+                        self._scan(found, where, step, steps)
+        return found
 
     def _scan(self, parts: dict[Where, float], where: Where, step: float, count: int) -> float:
         """Move one part to the best one about it; returns what is left."""
