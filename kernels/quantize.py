@@ -192,7 +192,7 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     if not by.tensor_scale:
         wanted = _by_number(amax, target, by)
         scale = _rounded_scale(wanted, by, seed)
-        codes, clipped = _coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
+        codes, clipped = coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
         scale = _taken(scale, by.descale, by)
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
@@ -204,7 +204,7 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     # One division where it shall be exact: target * level fits in float64.
     apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target, by) / level
     scale = _rounded_scale(apart, by, seed)
-    codes, clipped = _coded(_divided(blocks.x, scale, by, level), by, seed)
+    codes, clipped = coded(_divided(blocks.x, scale, by, level), by, seed)
     scale = _taken(scale, by.descale, by)
     return _Found(codes * (scale * level), codes, scale, None, level, clipped)
 
@@ -216,7 +216,7 @@ def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: i
     # Divided also where elements are multiplied by the reciprocal, as torchao does; 0/0 is a block of zeros.
     zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
     zero = zero.clamp(elements.lowest, elements.highest)
-    codes, clipped = _coded(_divided(blocks.x, scale, by), by, seed, zero)
+    codes, clipped = coded(_divided(blocks.x, scale, by), by, seed, zero)
     return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
 
 
@@ -236,7 +236,7 @@ def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = Non
     return torch.where(x == 0, x, quotient)  # also by a scale that has become 0
 
 
-def _coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The elements of x / s, and where they are clipped."""
     elements = by.parsed_elements
     if isinstance(elements, Integers):

@@ -7,12 +7,14 @@ from torch import Tensor
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.quant import EngineWeights
-from attn_diag.testing.quantizing.candidates import DECLARED, SAME, identify
+from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.functions import quantizer
+from attn_diag.testing.quantizing.possible import DECLARED, SAME
 
 
 def beside_engine(
-    w: Tensor, trained: Tensor, trainer: Quantizer | None, engine: Tensor | str | Quantizer, x: Tensor | None
+    w: Tensor, trained: Tensor, trainer: Quantizer | None, engine: Tensor | str | Quantizer, x: Tensor | None,
+    amax: Tensor | None = None,
 ) -> EngineWeights:
     """Compare them.
 
@@ -22,11 +24,12 @@ def beside_engine(
         trainer: Its quantiser; None: not known.
         engine: The engine's values, [R, C], or its quantiser.
         x: Inputs, [N, C] float64; None: none.
+        amax: What the trainer's scales are made of, for each block; None: w's own.
     """
     made = None
     if isinstance(engine, Tensor):
         values = engine.detach().to(w.device).double()
-        _, found = identify(w, engine.detach().to(w.device), trainer)
+        _, found = identify(w, engine.detach().to(w.device), trainer, amax=amax)
         if found is not None:
             made, words = found.by.name, found.words
             if words.startswith(DECLARED):

@@ -33,9 +33,9 @@ _REACH = 0.5
 _SAME = 0.02
 
 
-def spacing_of(w: Tensor, by: Quantizer) -> Tensor:
+def spacing_of(w: Tensor, by: Quantizer, amax: Tensor | None = None) -> Tensor:
     """The distance of the quantiser's neighbouring numbers at each element of ``w``, [R, C] float64."""
-    found = quantize(w, by)
+    found = quantize(w, by, amax=amax)
     scale = spread(found.scale, (w.shape[0], w.shape[1]), by).double()
     if found.tensor_scale is not None:
         scale = scale * found.tensor_scale.double()
@@ -50,7 +50,7 @@ def spacing_of(w: Tensor, by: Quantizer) -> Tensor:
 
 def straight_through(
     w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, draws: int = DRAWS, seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = silent, amax: Tensor | None = None,
 ) -> StraightThrough:  # fmt: skip
     """Compare them.
 
@@ -63,17 +63,18 @@ def straight_through(
         draws: Of the dither.
         seed: Starts them.
         progress: Called with (done, total) after each draw.
+        amax: What the scales are made of, for each block; None: w's own.
     """
     gradient = dy.T @ x
     given = gradient
     if values is None:
 
         def values(weight: Tensor) -> Tensor:
-            return quantize(weight, by).values
+            return quantize(weight, by, amax=amax).values
     else:
         given = _by_autograd(values, w, gradient)
-    clipped = quantize(w, by).clipped
-    spacing = spacing_of(w, by)
+    clipped = quantize(w, by, amax=amax).clipped
+    spacing = spacing_of(w, by, amax)
     step = spacing * _REACH * gradient / gradient.abs().amax().clamp(min=1e-300)
     generator = torch.Generator(w.device).manual_seed(seed)
     said = given * step

@@ -16,17 +16,20 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.candidates import DECLARED, PossibleQuantizer, equal_values, identify, strays
+from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, straight_through
+from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, equal_values, strays
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
 # Another quantiser is said to be near from this part of the values on; and what differs is told by its place where that
-# is at most this part of the rows or columns.
-_NEAR, _PLACE = 0.5, 0.25
+# is at most this part of the rows or columns. Single values anywhere are no place: each such line has four and more.
+_NEAR, _PLACE, _DENSE = 0.5, 0.25, 4
+# From this part on drawn values have the declared grid.
+_MOSTLY = 0.98
 
 
 def quant(
@@ -37,6 +40,7 @@ def quant(
     x: Tensor | None = None,
     dy: Tensor | None = None,
     engine: Tensor | str | Quantizer | None = None,
+    amax: Tensor | float | None = None,
     level: float = 0.01,
     source: str = "tensors",
     progress: Progress | None = None,
@@ -60,6 +64,8 @@ def quant(
         dy: The gradient of the layer's output, [N, out] (or [..., out]), for the straight-through gradient's own error.
         engine: What another program that is to run the same weights makes of ``w`` (an inference engine beside a
             trainer): its values, or its quantiser.
+        amax: What the declared quantiser's scales are made of in place of w's own amax, a number or one for each block: a
+            history's (delayed scaling), or of learned scales (LSQ) those times the elements' largest number.
         level: Significance level of the tests.
         source: Where the tensors come from, for the report.
         progress: Called with (done, total) as the work goes on.
@@ -79,14 +85,15 @@ def quant(
     assert observed is None or isinstance(observed, Tensor)
     _require(w, observed, x, declared)
     _require_rest(w, x, dy, engine)
+    given = None if amax is None else _per_block(w, declared, amax)
     if observed is None:
         assert declared is not None
         matches: Sequence[QuantizerMatch] = ()
-        made: PossibleQuantizer | None = PossibleQuantizer(declared, DECLARED)
+        made: PossibleQuantizer | None = PossibleQuantizer(declared, DECLARED, amax=given)
         values = None
     else:
         values = observed.detach().to(w.device)
-        matches, made = identify(w, values, declared, searched)
+        matches, made = identify(w, values, declared, searched, amax=given)
     shown = made.by if made is not None else declared
     exact = w.double()
     errors = _errors(exact, values, made)
@@ -94,19 +101,20 @@ def quant(
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
     outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
-    if made is None and declared is not None and values is not None:
-        apart = ~equal_values(PossibleQuantizer(declared, DECLARED), w, values)
+    if declared is not None and values is not None and (made is None or (made.amax is not None and outcome == "fail")):
+        apart = ~equal_values(PossibleQuantizer(declared, DECLARED, amax=given), w, values)
         headline, following = _with_place(apart, headline, following)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
+    scales = given if made is None else made.amax
     gradient = None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = function if function is not None else None if made is None else _values_of(made)
-        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn)
+        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales)
     other = None
     if engine is not None:
-        other = beside_engine(w, exact + errors.error, shown, engine, rows)
+        other = beside_engine(w, exact + errors.error, shown, engine, rows, given)
         if not other.same:
             outcome, headline = "fail", f"{headline}; the engine runs other weights: {other.words}"
             following = following or "quantise alike in trainer and engine: blocks, scales and rounding"
@@ -129,7 +137,7 @@ def quant(
         level=level,
         parts=tuple(errors.parts()),
         output=None if rows is None else errors.output(rows),
-        alternatives=tuple(_alternatives(exact, rows, shown, compared)) if shown is not None else (),
+        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None)) if shown is not None else (),
         next=following,
         gradient=gradient,
         engine=other,
@@ -224,6 +232,13 @@ def _verdict(
         if declared is None:
             return "undecided", f"no quantizer that is known here made these values: {near}", None
         own = next(m for m in matches if m.words.startswith(DECLARED))
+        if declared.parsed_elements.mode is Mode.STOCHASTIC and own.equal >= _MOSTLY:
+            return (
+                "fail",
+                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the rest "
+                "are other ones",
+                "look at how the draws are added: no draw takes w past the number next to it, or off a number of the grid",
+            )
         return (
             "fail",
             f"not {declared.name}, which gives {own.equal:.1%} of the values, nor one that is near it"
@@ -237,7 +252,7 @@ def _verdict(
             "fail",
             f"not {declared.name}, which gives {own.equal:.1%} of the values, but with {made.words}: "
             f"{matches[0].equal:.2%}",
-            _declaring(made),
+            _declaring(made) or _declaring_scales(made),
         )
     if drawn:
         for found, what in ((means.mean, "their mean error is"), (means.away, "away from zero their mean error is")):
@@ -245,6 +260,12 @@ def _verdict(
                 return "fail", f"dithered values are biased: {what} {_signed(found)}", None
         return "pass", f"the values are {made.by.name}'s, each next to w, and no bias is found in them", None
     share = next(m.equal for m in matches if m.words == made.words)
+    if declared is None and not made.declarable:
+        return (
+            "fail" if made.at_fault else "undecided" if made.other_scales else "pass",
+            f"the values are {made.by.name}'s with {made.words.partition(', ')[2] or made.words}: {share:.2%}",
+            _declaring_scales(made),
+        )
     arithmetic = made.words.partition(DECLARED)[2]
     return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
 
@@ -253,7 +274,7 @@ def _with_place(apart: Tensor, headline: str, following: str | None) -> tuple[st
     """Headline and what to do next, with the few rows or columns where all values are that are not as declared."""
     for noun, dim in (("row", 1), ("column", 0)):
         lines = apart.any(dim)
-        if 0 < float(lines.double().mean()) <= _PLACE:
+        if 0 < float(lines.double().mean()) <= _PLACE and int(apart.sum()) >= _DENSE * int(lines.sum()):
             where = runs_of(noun, lines.nonzero().flatten().tolist())
             return f"{headline}; what differs is all in {where}", f"look at {where}: the scales or zero points there"
     return headline, following
@@ -285,6 +306,31 @@ def _declaring(made: PossibleQuantizer) -> str | None:
     return f"make the fake quantiser what was declared, or declare what it is: {told}"
 
 
+def _declaring_scales(made: PossibleQuantizer) -> str | None:
+    """What to do about scales that are not the data's."""
+    if made.at_fault:
+        return "correct that in the fake quantiser"
+    if not made.other_scales:
+        return None
+    return "if the scales are meant so (learned, searched, of earlier steps), declare them: amax=…; else make them anew"
+
+
+def _per_block(w: Tensor, declared: Quantizer | None, amax: Tensor | float) -> Tensor:
+    """amax for each block. Raises InputError."""
+    if declared is None:
+        raise InputError("amax is what a declared quantizer's scales are made of: name the quantizer too")
+    shape = quantize(w, declared).scale.shape
+    try:
+        given = torch.as_tensor(amax, dtype=torch.float64, device=w.device)
+        if not bool((given.isfinite() & (given >= 0)).all()):
+            raise InputError("amax must be finite and 0 or more")
+        given = given.detach().reshape(given.shape or (1, 1)).expand(shape)
+        quantize(w, declared, amax=given)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"amax must be a number or one for each block, {list(shape)}: {error}") from error
+    return given
+
+
 def _signed(found: MeanOfErrors) -> str:
     return f"{found.mean:+.2e} of w's root mean square (p = {found.p_value:.1g})"
 
@@ -302,9 +348,12 @@ def _notes(means: Means, level: float, made: PossibleQuantizer | None) -> Iterat
             )
 
 
-def _alternatives(w: Tensor, x: Tensor | None, by: Quantizer, progress: Progress) -> Iterator[Alternative]:
+def _alternatives(
+    w: Tensor, x: Tensor | None, by: Quantizer, progress: Progress, other_scales: bool
+) -> Iterator[Alternative]:
     """What others leave: the next blocks, the other symmetry and rule of scale, dithering, a search."""
-    changes: list[tuple[str, dict[str, object]]] = [("as it is", {})]
+    own = "scales of the weight's own amax" if other_scales else "as it is"
+    changes: list[tuple[str, dict[str, object]]] = [(own, {})]
     if by.block.isdigit():
         changes += [(f"blocks of {n}", {"block": str(n)}) for n in (int(by.block) // 2, int(by.block) * 4) if n >= 8]
     if isinstance(by.parsed_elements, Integers):

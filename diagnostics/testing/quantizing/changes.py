@@ -1,0 +1,186 @@
+"""What differs from a quantiser in one thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Mode, Rounding
+from attn_diag.kernels.quantize import quantize, spread
+from attn_diag.kernels.quantizers import Arithmetic, Integers, Quantizer
+from attn_diag.testing.quantizing.mistakes import mistakes, of_clipping
+from attn_diag.testing.quantizing.possible import CASTS, DECLARED, PossibleQuantizer, computed_in
+
+ARITHMETICS: dict[Arithmetic, str] = {
+    "exact": "in exact arithmetic",
+    "fp32": "in fp32 arithmetic",
+    "fp32-reciprocal": "in fp32 arithmetic with reciprocal scales",
+}
+
+
+def changes(
+    start: PossibleQuantizer, w: Tensor, observed: Tensor, *, alone: bool = True
+) -> Iterator[PossibleQuantizer]:
+    """What differs from ``start`` in one thing, the likelier first.
+
+    Args:
+        start: A quantiser.
+        w: The weight.
+        observed: What became of it.
+        alone: Whether mistakes of codes and scales are among them: beside another difference only those of clipping are.
+    """
+    by = start.by
+
+    def changed(words: str, **fields: Any) -> PossibleQuantizer | None:
+        try:
+            other = replace(by, **fields)
+        except ValueError:
+            return None
+        if (
+            other == by
+            or (start.amax_factor and "target" in fields)
+            or (start.zero_shift and other.symmetric)
+            or (start.amax_factor and not other.symmetric)
+            or start.gain != 1
+            or start.mistake
+            or (start.amax is not None and not set(fields) <= {"elements", "arithmetic"})
+        ):
+            return None
+        name = " ".join([by.name, *(f"{k}={v}" for k, v in fields.items())])
+        return replace(start, by=replace(other, name=name), words=_and(start, words))
+
+    found: list[PossibleQuantizer | None] = []
+    size = by.block if by.block.isdigit() else "32"
+    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128", f"{size}x1"):
+        what = {
+            "row": "a scale for each row",
+            "column": "a scale for each column",
+            "tensor": "one scale for the tensor",
+            f"{size}x1": f"blocks of {size} down the columns",
+        }
+        found.append(changed(what.get(block, f"blocks of {block}"), block=block))
+    elements = by.elements.partition(":")[0]
+    modes = (Mode.NEAREST_EVEN, Mode.TOWARD_ZERO, Mode.DOWN, Mode.UP, Mode.STOCHASTIC)
+    found += [changed(f"elements rounded {mode}", elements=f"{elements}:{mode}") for mode in modes]
+    for other, target in _other_elements(by):
+        mapped = "" if target is None else f", amax mapped to {target:g}"
+        found.append(changed(f"elements in {other}{mapped}", elements=other, target=target))
+    found += [changed(words, target=target) for target, words in _targets(by)]
+    for scale in ("fp32", "bf16", "fp16", "e8m0", "e8m0:up", "e8m0:down", "e4m3", "e5m2"):
+        found.append(changed(f"scales rounded to {scale}", scale=scale))
+        if by.target is not None:
+            found.append(
+                changed(f"scales rounded to {scale} of amax over the largest number", scale=scale, target=None)
+            )
+    found.append(
+        changed("with the lowest integer" if by.narrow else "without the lowest integer", narrow=not by.narrow)
+    )
+    found.append(
+        changed("symmetric", symmetric=True)
+        if not by.symmetric
+        else changed("with a zero point", symmetric=False, target=None)
+    )
+    found += [changed(words, arithmetic=a) for a, words in ARITHMETICS.items()]
+    if own := computed_in(w, by):
+        computed = changed(f"scales and arithmetic in {own}", scale=own) or (start if by.scale == own else None)
+        found.append(
+            computed and replace(computed, words=_and(start, f"scales and arithmetic in {own}"), own_format=True)
+        )
+    if w.dtype in (torch.float32, torch.float64) and not start.cast:
+        found += [replace(start, words=_and(start, f"w rounded to {fmt} first"), cast=fmt) for fmt in CASTS]
+    if start.gain == 1 and start.amax_factor is None:
+        found += [
+            replace(start, words=_and(start, f"values multiplied by {gain:.4g} afterwards"), gain=gain)
+            for gain in _gains(start, w, observed)
+        ]
+    if not by.symmetric:
+        found += [replace(start, words=_and(start, f"the zero point off by {n:+d}"), zero_shift=n) for n in (1, -1)]
+    elif not by.tensor_scale and start.amax is None:
+        found += [
+            replace(start, words=_and(start, f"an amax {factor:.4g} times the data's"), amax_factor=factor)
+            for factor in _amax_factors(by, w, observed)
+        ]
+    if start.mistake is None and start.gain == 1 and not (start.zero_shift or start.cast or start.own_format):
+        wrong = mistakes(by, (w.shape[0], w.shape[1])) if alone and not start.amax_factor else of_clipping(by)
+        found += [replace(start, words=_and(start, one.words), mistake=one) for one in wrong]
+    return (candidate for candidate in found if candidate is not None)
+
+
+def _and(start: PossibleQuantizer, words: str) -> str:
+    return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
+
+
+def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
+    """Other numbers that amax may be mapped to."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        yield None, f"amax mapped to {elements.highest}"
+        yield elements.highest + 0.5, f"amax mapped to {elements.highest + 0.5:g}"
+        yield float(elements.highest + 1), f"amax mapped to {elements.highest + 1}"
+        return
+    assert isinstance(elements, Rounding)
+    fmt = elements.format
+    power = 2.0 ** (torch.frexp(torch.tensor(fmt.largest, dtype=torch.float64)).exponent.item() - 1)
+    yield None, f"amax mapped to {fmt.largest:g}"
+    yield power, f"amax mapped to {power:g}"
+    yield power * (1 - 2.0 ** -(fmt.mantissa_bits + 2)), "amax rounded to the elements before its power of two is taken"
+    if by.elements.partition(":")[0] == "e4m3":
+        yield 240.0, "amax mapped to 240, the largest number of E4M3 FNUZ"
+
+
+def _other_elements(by: Quantizer) -> Iterator[tuple[str, float | None]]:
+    """Integers of fewer bits, and the other FP8 format in its own scale or in this one's."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        yield from ((f"int{bits}", by.target) for bits in range(elements.bits - 1, 1, -1) if by.target is None)
+        return
+    other = {"e4m3": "e5m2", "e5m2": "e4m3"}.get(by.elements.partition(":")[0])
+    if other is not None and by.target is None:
+        yield other, None
+        yield other, by.largest
+
+
+def _gains(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> Iterator[float]:
+    """What all values are multiplied by beside what ``start`` makes: their ratio's median, if it is not 1."""
+    made = start.values(w).values.double()
+    both = (made != 0) & (observed != 0)
+    if bool(both.any()):
+        gain = float((observed.double()[both] / made[both]).median())
+        if abs(gain - 1) > 1e-3:
+            yield gain
+
+
+def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]:
+    """By how much amax may be another than the data's, if by the same in all blocks.
+
+    The smallest observed number is the elements' smallest times its block's scale, if that occurs, and the largest one
+    is their largest, if something is clipped. Of a floating-point format it may be any of the upper ones: their grid
+    looks the same at another scale.
+    """
+    elements = by.parsed_elements
+    least, upper = 1.0, [by.largest]
+    if not isinstance(elements, Integers):
+        fmt = elements.format
+        least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+        power = 2.0 ** (math.frexp(fmt.largest)[1] - 2)
+        steps = 2**fmt.mantissa_bits
+        upper = [p * (1 + m / steps) for p in (2 * power, power) for m in range(steps - 1, -1, -1)]
+        upper = [unit for unit in upper if unit <= fmt.largest]
+    expected = spread(quantize(w, by).scale, (w.shape[0], w.shape[1]), by).double()
+    size = observed.double().abs()
+    if not bool((size > 0).any()):
+        return
+    # Codes that wrap reach one further below 0.
+    upper += [elements.highest + 1.0] if isinstance(elements, Integers) else []
+    found = [(unit, size.max()) for unit in upper] + [(least, size[size > 0].min())]
+    for unit, extreme in found:
+        place = (size == extreme).nonzero()[0]
+        scale = float(expected[tuple(place)])
+        factor = float(extreme) / unit / scale if scale else 1.0
+        if 0.01 < factor < 100 and abs(factor - 1) > 1e-3:
+            yield factor

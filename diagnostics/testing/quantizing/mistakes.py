@@ -1,0 +1,295 @@
+"""What programs do wrong with a quantiser's codes, scales and zero points, as the values that come of it.
+
+Each is the quantiser's own arithmetic with one thing changed. ``c = clamp(round(w / s) + z)`` and ``y = (c - z) s``
+have two scales and two zero points: where a program takes the wrong one only to divide or only to multiply, the values
+are others than where it takes it twice, so that each is a mistake of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Mode, round_steps
+from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
+from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
+
+Where = Literal["both", "divided", "multiplied"]
+# A figure of every block, [R / r, C / c], and what is taken for it; more than one where the first block has none before.
+Move = Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A quantiser on one weight: what its mistakes are made of; float64, a number for each element, [R, C]."""
+
+    w: Tensor
+    """The weight."""
+    by: Quantizer
+    """The quantiser."""
+    found: Quantized
+    """What it makes of the weight."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.w.shape[0], self.w.shape[1]
+
+    @property
+    def scale(self) -> Tensor:
+        """A scale for each block, [R / r, C / c]."""
+        whole = 1.0 if self.found.tensor_scale is None else self.found.tensor_scale.double()
+        return self.found.scale.double() * whole
+
+    @property
+    def zero(self) -> Tensor:
+        """A zero point for each block."""
+        return torch.zeros_like(self.scale) if self.found.zero_point is None else self.found.zero_point.double()
+
+    def each(self, per_block: Tensor) -> Tensor:
+        """A block's figure for each of its elements."""
+        return spread(per_block, self.shape, self.by)
+
+    def codes(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """clamp(round(w / scale) + zero); the scale and the zero point of each element."""
+        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
+        return coded(quotient, self.by, 0, None if self.by.symmetric else zero)[0]
+
+    def steps(self) -> Tensor:
+        """round(w / s) + z, of integers, which nothing has clipped."""
+        scale = self.each(self.scale)
+        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
+        return round_steps(quotient, self.by.parsed_elements.mode, 0) + self.each(self.zero)
+
+    def of(self, codes: Tensor) -> Tensor:
+        """(codes - z) s."""
+        return (codes - self.each(self.zero)) * self.each(self.scale)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is done wrong."""
+
+    words: str
+    """What, for "but with …"."""
+    make: Callable[[Grid], list[Tensor]]
+    """The values that come of it, [R, C]: each element has one of these."""
+    beyond_rows: bool = False
+    """Whether rows change with others."""
+
+    def values(self, w: Tensor, by: Quantizer, found: Quantized) -> list[Tensor]:
+        """The values, where ``found`` is what ``by`` makes of ``w``; of w's dtype (fp32 where that has 16 bits)."""
+        return [v.to(found.values.dtype) for v in self.make(Grid(w.double(), by, found))]
+
+
+def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+    """Those that a quantiser can be made with, the likelier first."""
+    elements = by.parsed_elements
+    if elements.mode is Mode.STOCHASTIC or by.row_groups > 1 or by.search:
+        return
+    if not by.symmetric:
+        yield from _zero_points()
+    if isinstance(elements, Integers):
+        yield from of_clipping(by)
+        yield from _codes(elements, shape)
+    yield from _moved_scales(by, shape)
+    yield Mistake("codes that no scale is multiplied with", lambda grid: [grid.found.codes.double()])
+    yield Mistake("codes divided by their scales", lambda grid: [grid.found.codes / grid.each(grid.scale)])
+    yield from _quantised_twice(by)
+
+
+def _zero_points() -> Iterator[Mistake]:
+    def shifted(by: int, *, again: bool) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            zero = grid.each(grid.zero)
+            codes = grid.codes(grid.each(grid.scale), zero + by)
+            return [(codes - zero - by * again) * grid.each(grid.scale)]
+
+        return make
+
+    for n in (1, -1):
+        yield Mistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
+        yield Mistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
+
+    def left_out(grid: Grid) -> list[Tensor]:
+        return [grid.found.codes * grid.each(grid.scale)]
+
+    def of_maximum(grid: Grid) -> list[Tensor]:
+        """z = lowest - round(max / s), as it is or within the integers."""
+        lowest, highest = _ends(grid.by)
+        zero = lowest - torch.where(grid.scale == 0, 0.0, extremes(grid.w, grid.by)[1] / grid.scale).round()
+        out = []
+        for one in (zero, zero.clamp(lowest, highest)):
+            each = grid.each(one)
+            out.append((grid.codes(grid.each(grid.scale), each) - each) * grid.each(grid.scale))
+        return out
+
+    def unrounded(grid: Grid) -> list[Tensor]:
+        """z = lowest - min / s."""
+        low, scale = extremes(grid.w, grid.by)[0], grid.scale
+        zero = grid.each(_ends(grid.by)[0] - torch.where(scale == 0, 0.0, low / scale))
+        each = grid.each(scale)
+        quotient = torch.where(each == 0, 0.0, grid.w / each) + zero
+        return [(coded(quotient, replace(grid.by, symmetric=True), 0)[0] - zero) * each]
+
+    def wide_range(grid: Grid) -> list[Tensor]:
+        """s = (max - min) / 2**bits, one more than there are spacings."""
+        lowest, highest = _ends(grid.by)
+        scale = grid.scale * (highest - lowest) / (highest - lowest + 1)
+        low = extremes(grid.w, grid.by)[0]
+        zero = (lowest - torch.where(scale == 0, 0.0, low / scale).round()).clamp(lowest, highest)
+        each, by_each = grid.each(scale), grid.each(zero)
+        return [(grid.codes(each, by_each) - by_each) * each]
+
+    yield Mistake("no zero point subtracted", left_out)
+    yield Mistake("a zero point made of the maximum instead of the minimum", of_maximum)
+    yield Mistake("a zero point that is not rounded", unrounded)
+    yield Mistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
+
+
+def of_clipping(by: Quantizer) -> Iterator[Mistake]:
+    """Of integers that pass the last one, as under an amax that is too small."""
+    elements = by.parsed_elements
+    if not isinstance(elements, Integers) or elements.mode is Mode.STOCHASTIC:
+        return
+    half = 2 ** (elements.bits - 1)
+
+    def wrapped(grid: Grid) -> list[Tensor]:
+        return [grid.of((grid.steps() + half).remainder(2 * half) - half)]
+
+    yield Mistake("codes that wrap around instead of being clipped", wrapped)
+    yield Mistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
+
+
+def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[Mistake]:
+    many = 2**elements.bits
+
+    def unsigned(grid: Grid) -> list[Tensor]:
+        return [grid.of(grid.found.codes.double().remainder(many))]
+
+    def swapped(grid: Grid) -> list[Tensor]:
+        return [grid.of(grid.found.codes.double().reshape(shape[0], -1, 2).flip(-1).reshape(grid.shape))]
+
+    yield Mistake("codes read as unsigned", unsigned)
+    for n in (many // 2, -many // 2):
+        yield Mistake(f"codes off by {n:+d}", lambda grid, n=n: [grid.of(grid.found.codes.double() + n)])  # type: ignore[misc]
+    if elements.bits == 4 and shape[1] % 2 == 0:
+        yield Mistake("the two codes of a byte swapped", swapped)
+
+
+def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+    r, c = by.block_shape(shape)
+    down, across = -(-shape[0] // r), -(-shape[1] // c)
+
+    def beside(dim: int, n: int) -> Move:
+        def move(figure: Tensor) -> list[Tensor]:
+            # The outermost have none beside them: a program takes their own, or the one from the other end.
+            size = figure.shape[dim]
+            at = (torch.arange(size, device=figure.device) + n).clamp(0, size - 1)
+            return [figure.roll(-n, dim), figure.index_select(dim, at)]
+
+        return move
+
+    moves: list[tuple[str, Move, bool]] = []
+    row = "row" if r == 1 else "row of blocks"
+    for dim, many, what in ((1, across, "block"), (0, down, row)):
+        if many > 1:
+            moves += [(f"the scales of the {what} {side}", beside(dim, n), dim == 0) for n, side in
+                      ((-1, "before"), (1, "behind"))]  # fmt: skip
+            moves.append(
+                (f"the largest scale of the {what}s so far", lambda f, dim=dim: [f.cummax(dim).values], dim == 0)  # type: ignore[misc]
+            )
+    if down > 1 and across > 1:
+        moves.append(("transposed scales", lambda f: [f.T.reshape(f.shape), f.reshape(f.shape[::-1]).T], True))
+    for words, move, beyond in moves:
+        yield from _used(words, move, beyond, with_zero=not by.symmetric)
+    if max(down, across) == down * across == shape[0] == shape[1] > 1:
+        yield from _across(down > 1)
+
+
+def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[Mistake]:
+    """A move of the scales (and of the zero points) where is divided, where is multiplied, and in both places."""
+
+    def made(where: Where, scales: bool, zeros: bool) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            scale, zero = grid.each(grid.scale), grid.each(grid.zero)
+            other_scales = [grid.each(s) for s in move(grid.scale)] if scales else [scale] * 2
+            other_zeros = [grid.each(z) for z in move(grid.zero)] if zeros else [zero] * 2
+            out = []
+            for one_scale, one_zero in zip(other_scales, other_zeros, strict=False):
+                of_codes = (scale, zero) if where == "multiplied" else (one_scale, one_zero)
+                of_values = (scale, zero) if where == "divided" else (one_scale, one_zero)
+                out.append((grid.codes(*of_codes) - of_values[1]) * of_values[0])
+            return out
+
+        return make
+
+    places: tuple[tuple[Where, str], ...] = (("multiplied", "multiplied by {}"), ("both", "{}"),
+                                             ("divided", "divided by {}, multiplied by their own"))  # fmt: skip
+    kinds = [(words, True, False)]
+    if with_zero and "so far" not in words:
+        kinds += [
+            (words.replace("scales", "scales and zero points"), True, True),
+            (words.replace("scales", "zero points"), False, True),
+        ]
+    for said, scales, zeros in kinds:
+        for where, how in places:
+            sentence = how.format(said)
+            if zeros and not scales:
+                sentence = {"both": said, "multiplied": f"{said} subtracted", "divided": f"{said} added"}[where]
+            yield Mistake(sentence, made(where, scales, zeros), beyond)
+
+
+def _across(of_rows: bool) -> Iterator[Mistake]:
+    """A square weight whose scales are laid along the other axis, as broadcasting does it without complaint."""
+
+    def made(where: Where) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            scale, zero = grid.each(grid.scale), grid.each(grid.zero)
+            other, other_zero = scale.T, zero.T
+            codes = grid.codes(scale, zero) if where == "multiplied" else grid.codes(other, other_zero)
+            used = (scale, zero) if where == "divided" else (other, other_zero)
+            return [(codes - used[1]) * used[0]]
+
+        return make
+
+    said = "the rows' scales laid along the columns" if of_rows else "the columns' scales laid along the rows"
+    yield Mistake(f"multiplied by {said}", made("multiplied"), beyond_rows=True)
+    yield Mistake(said, made("both"), beyond_rows=True)
+
+
+def _quantised_twice(by: Quantizer) -> Iterator[Mistake]:
+    def twice(first: Quantizer) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            # The first one's numbers often lie half way between the second one's: the arithmetic decides.
+            both = [(replace(first, arithmetic=a), replace(grid.by, arithmetic=a)) for a in ("exact", "fp32")]
+            return [quantize(quantize(grid.w, one).values, other).values for one, other in both]
+
+        return make
+
+    firsts = [("itself", by)]
+    if isinstance(by.parsed_elements, Integers):
+        firsts += [(f"blocks of {n}", replace(by, block=n)) for n in ("32", "64", "128") if n != by.block]
+        firsts += [("a scale for each row", replace(by, block="row"))] if by.block != "row" else []
+    firsts += [(name, PRESETS[name]) for name in ("int8", "fp8", "fp8-row", "mxfp8")]
+    for words, first in firsts:
+        beyond = first.block == "tensor" or "x" in first.block
+        yield Mistake(f"w quantised before, by {words}", twice(first), beyond)
+
+
+def _ends(by: Quantizer) -> tuple[int, int]:
+    elements = by.parsed_elements
+    assert isinstance(elements, Integers)
+    return elements.lowest, elements.highest
+
+
+def extremes(w: Tensor, by: Quantizer) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number of every block, and 0, [R / r, C / c]; not for groups of rows."""
+    r, c = by.block_shape((w.shape[0], w.shape[1]))
+    filled = torch.nn.functional.pad(w, (0, -w.shape[1] % c, 0, -w.shape[0] % r))
+    blocks = filled.reshape(filled.shape[0] // r, r, filled.shape[1] // c, c)
+    return blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)

@@ -1,0 +1,78 @@
+"""The scales that values were made with, read off the values where no rule of the data gives them.
+
+A block's largest value is one of the elements' numbers times its scale. Each of them is tried, and the scale kept with
+which rounding the weight gives most of the block's values: that of an amax of another step, a learned scale, a searched
+one. Where two do alike (E4M3's numbers are the same at half the scale) it is the one next to the data's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.formats import Mode, Rounding, round_to
+from attn_diag.kernels.quantize import coded, quantize, spread
+from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
+
+# How far a read scale may lie from the data's own: a search of wider ones fits grids that nobody used.
+_REACH = 16.0
+# What an observed value's own rounding leaves of a scale that is read off it, beside fp32's.
+_SLACK = 2.0**-18
+
+
+def readable(by: Quantizer) -> bool:
+    """Whether scales can be read off what ``by`` makes: one level, no zero point, no draws, any fp32 number."""
+    drawn = by.parsed_elements.mode is Mode.STOCHASTIC
+    return by.symmetric and not by.tensor_scale and not drawn and by.row_groups == 1 and scale_rounding(by.scale) is None
+
+
+def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
+    """The scale of each block, [R / r, C / c] float64; the data's own of a block of zeros.
+
+    Args:
+        w: The weight, [R, C].
+        observed: What became of it, [R, C].
+        by: The quantiser, as ``readable`` has it.
+    """
+    shape = w.shape[0], w.shape[1]
+    exact, values = w.double(), observed.double()
+    own = quantize(exact, by).scale.double()
+    top = _per_block(values.abs(), by)
+    best, hits, near = own.clone(), torch.full_like(own, -1.0), torch.full_like(own, torch.inf)
+    slack = max(_SLACK, torch.finfo(observed.dtype).eps)
+    for number in _numbers(by):
+        scale = top / number
+        apart = (scale / own).log2().abs().nan_to_num(torch.inf, torch.inf, torch.inf)
+        usable = apart <= torch.log2(torch.tensor(_REACH))
+        if not bool(usable.any()):
+            continue
+        each = spread(scale, shape, by)
+        quotient = torch.where(each == 0, 0.0, exact / each)
+        made = coded(quotient, by, 0)[0] * each
+        same = ((made - values).abs() <= slack * made.abs()).double()
+        found = _per_block(same, by, torch.sum)
+        better = usable & ((found > hits) | ((found == hits) & (apart < near)))
+        best, hits, near = (torch.where(better, a, b) for a, b in ((scale, best), (found, hits), (apart, near)))
+    return best
+
+
+def _numbers(by: Quantizer) -> list[float]:
+    """The elements' numbers above 0, the largest first."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers):
+        return [float(n) for n in range(max(elements.highest, -elements.lowest), 0, -1)]
+    assert isinstance(elements, Rounding)
+    fmt, found = elements.format, set[float]()
+    grid = torch.arange(1, 2 ** (fmt.mantissa_bits + 1), dtype=torch.float64)
+    exponent = fmt.min_exponent - fmt.mantissa_bits
+    while 2.0**exponent <= fmt.largest:
+        found |= set((grid * 2.0**exponent).tolist())
+        exponent += 1
+    exact = round_to(torch.tensor(sorted(found), dtype=torch.float64), Rounding(fmt))
+    return sorted({n for n in exact.tolist() if 0 < n <= fmt.largest}, reverse=True)
+
+
+def _per_block(x: Tensor, by: Quantizer, how: object = torch.amax) -> Tensor:
+    r, c = by.block_shape((x.shape[0], x.shape[1]))
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
+    return how(filled.reshape(filled.shape[0] // r, r, filled.shape[1] // c, c), dim=(1, 3))  # type: ignore[operator, no-any-return]
