@@ -134,7 +134,18 @@ def _zero_points() -> Iterator[Mistake]:
         zero = grid.each(_ends(grid.by)[0] - torch.where(scale == 0, 0.0, low / scale))
         each = grid.each(scale)
         quotient = torch.where(each == 0, 0.0, grid.w / each) + zero
-        return [(coded(quotient, replace(grid.by, symmetric=True), 0)[0] - zero) * each]
+        codes = coded(quotient, replace(grid.by, symmetric=True), 0)[0]
+        # In fp32 the difference of the two is off by last bits of the larger one.
+        return [(codes - zero) * each, ((codes.float() - zero.float()) * each.float()).double()]
+
+    def rounded(how: Callable[[Tensor], Tensor]) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            lowest, highest = _ends(grid.by)
+            low = torch.where(grid.scale == 0, 0.0, extremes(grid.w, grid.by)[0] / grid.scale)
+            zero = grid.each((lowest + how(-low)).clamp(lowest, highest))
+            return [(grid.codes(grid.each(grid.scale), zero) - zero) * grid.each(grid.scale)]
+
+        return make
 
     def wide_range(grid: Grid) -> list[Tensor]:
         """s = (max - min) / 2**bits, one more than there are spacings."""
@@ -148,6 +159,8 @@ def _zero_points() -> Iterator[Mistake]:
     yield Mistake("no zero point subtracted", left_out)
     yield Mistake("a zero point made of the maximum instead of the minimum", of_maximum)
     yield Mistake("a zero point that is not rounded", unrounded)
+    yield Mistake("a zero point that is rounded down", rounded(torch.floor))
+    yield Mistake("a zero point that is rounded up", rounded(torch.ceil))
     yield Mistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
 
 

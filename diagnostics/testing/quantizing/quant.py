@@ -16,9 +16,10 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
+from attn_diag.testing.quantizing.blocks import of_blocks, only_ties, other_blocks
 from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
-from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
+from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, straight_through
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, equal_values, strays
@@ -100,10 +101,21 @@ def quant(
     blocks = shown if shown is not None else quantizer("int8")  # rows, where nothing is known
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
-    outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
-    if declared is not None and values is not None and (made is None or (made.amax is not None and outcome == "fail")):
-        apart = ~equal_values(PossibleQuantizer(declared, DECLARED, amax=given), w, values)
-        headline, following = _with_place(apart, headline, following)
+    beyond = means if made is None else means_of(beyond_clipping(errors, made.values(exact), made.by), blocks, level)
+    outcome, headline, following = _verdict(declared, made, matches, beyond, level, observed is not None)
+    if declared is not None and values is not None:
+        own = PossibleQuantizer(declared, DECLARED, amax=given)
+        if made is None and only_ties(own, w, values):
+            headline = f"the values are {declared.name}'s but for ties, which another arithmetic decides"
+            outcome, following = "pass", None
+        elif made is None or (made.amax is not None and outcome == "fail"):
+            headline, following = _with_place(~equal_values(own, w, values), headline, following)
+        others = other_blocks(own, w, values)
+        if bool(others.any()) and (outcome == "pass" or made is None or (made.amax is not None and given is None)):
+            outcome, headline, following = of_blocks(own, w, values, others, (outcome, headline, following))
+        if outcome == "fail" and not bool(values.any()):
+            headline = f"not {declared.name}: every value is 0"
+            following = "look at the scales: they are larger than the weight, or lost in their format"
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     scales = given if made is None else made.amax
@@ -111,7 +123,9 @@ def quant(
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = function if function is not None else None if made is None else _values_of(made)
-        gradient = straight_through(exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales)
+        gradient = straight_through(
+            exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales
+        )
     other = None
     if engine is not None:
         other = beside_engine(w, exact + errors.error, shown, engine, rows, given)
@@ -137,7 +151,9 @@ def quant(
         level=level,
         parts=tuple(errors.parts()),
         output=None if rows is None else errors.output(rows),
-        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None)) if shown is not None else (),
+        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None))
+        if shown is not None
+        else (),
         next=following,
         gradient=gradient,
         engine=other,
