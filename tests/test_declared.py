@@ -14,6 +14,7 @@ import attn_diag
 from attn_diag import Capture
 from attn_diag.captures.loading import load
 from attn_diag.captures.metadata import Metadata
+from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.declared_noise import directions_of, drawn_noise, smoothed_variance
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
@@ -141,3 +142,13 @@ def test_replay_holds_what_was_captured_against_what_it_is_declared_to_be() -> N
         (found,) = attn_diag.replay(capture, against=["sdpa:math"], device="cpu").captures
         assert found.cause == cause
         assert said in found.words
+
+
+def test_a_scale_under_which_o_is_further_off_is_not_what_it_has() -> None:
+    tensors = inputs("outlying features", 0, 8.0)
+    made = run(Plan("int8-fp16", "future keys in a scale"), *tensors)
+    one = {name: x[:, :1] for name, x in {**dict(zip(NAMES, tensors, strict=True)), "o": made["o"]}.items()}
+    capture = attn_diag.Capture.from_tensors(one, causal="top-left", declared="sage1")
+    message = check_assumptions(capture, ["observed"], torch.device("cpu")).message
+    assert "which no rounding explains" in message
+    assert "fits within" not in message
