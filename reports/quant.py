@@ -83,19 +83,19 @@ def _sentences(found: Quant) -> Iterator[str]:
             f"{percent(shift.worst_shift)} of the output's size."
         )
     if found.gradient is not None:
-        yield _gradient(found.gradient)
+        yield _gradient(found.gradient, next((p.elements for p in found.parts if p.part == "clipped"), 0))
     if found.engine is not None:
         yield _engine(found.engine)
 
 
-def _gradient(found: StraightThrough) -> str:
+def _gradient(found: StraightThrough, clipped: int) -> str:
     known = "is that of the smoothed forward" if found.right else "is not that of the smoothed forward"
     words = (
         f"The straight-through gradient {known}: its gain along dyᵀ x is {found.gain:.3f} ± {found.standard_error:.1g} "
         "(1: right)"
     )
     if found.clipped_gain is None:
-        return f"{words}; nothing is clipped."
+        return f"{words}; clipped elements are given none of it." if clipped else f"{words}; nothing is clipped."
     return f"{words}; clipped elements have {percent(found.clipped)} of it, with a gain of {found.clipped_gain:.2g}."
 
 

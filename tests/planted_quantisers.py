@@ -1,7 +1,8 @@
-"""Faults of fake quantisers, written by hand in plain torch as programs have them: not through ``attn_diag.quantize``."""
+"""Faults of fake quantisers, written by hand in plain torch as programs have them, without ``attn_diag.quantize``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -163,7 +164,8 @@ BY_HAND: dict[str, Fault] = {
     "scales of the row before": ("int8", moved(INT8, before(0), "both"), "the scales of the row before:"),
     "scales of the group before": ("int4", moved(INT4, before(1), "both"), "the scales of the block before:"),
     "divided by the scales of the group before": (
-        "int4", moved(INT4, before(1), "divided"), "divided by the scales of the block before, multiplied by their own:"),
+        "int4", moved(INT4, before(1), "divided"),
+        "divided by the scales of the block before, multiplied by their own:"),
     "multiplied by transposed scales": (
         "int4", moved(INT4, transposed, "multiplied"), "multiplied by transposed scales:"),
     "transposed scales": ("int4", moved(INT4, transposed, "both"), "transposed scales:"),
@@ -201,6 +203,7 @@ def learned(by: ByHand) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], 
     scales times the largest number, [R, G]."""
 
     def scale_of(groups: Tensor) -> Tensor:
-        return 2 * groups.abs().mean(-1, keepdim=True).clamp(min=by.least) / by.ends[1] ** 0.5
+        size = groups.abs().mean(-1, keepdim=True).clamp(min=by.least)
+        return 2 * size / math.sqrt(by.ends[1])
 
     return with_scale(by, scale_of), lambda w: scale_of(by.grouped(w)).squeeze(-1) * by.ends[1]

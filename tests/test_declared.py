@@ -152,3 +152,20 @@ def test_a_scale_under_which_o_is_further_off_is_not_what_it_has() -> None:
     message = check_assumptions(capture, ["observed"], torch.device("cpu")).message
     assert "which no rounding explains" in message
     assert "fits within" not in message
+
+
+@pytest.mark.parametrize("seed", [20, 23])
+def test_an_lse_that_is_as_far_off_as_the_recipes_is_no_fault(seed: int) -> None:
+    """One huge key: L is off by whole units, and what that makes of dQ is no longer its square."""
+    generator = torch.Generator().manual_seed(seed * 101 + 7)
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=generator) for _ in range(3))
+    k[:, :, 85] *= 15
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    made = [
+        emulate_head(preset("mxfp8-attention"), AttentionHead(q[0, h].double(), k[0, h].double(), v[0, h].double(),
+                     None, 0.125, Masking("top-left")))
+        for h in range(2)
+    ]  # fmt: skip
+    out, lse = (torch.stack([getattr(one, name) for one in made])[None] for name in ("o", "lse"))
+    found = attn_diag.inspect(q, k, v, o=out.bfloat16(), lse=lse.float(), causal=True, declared="mxfp8-attention")
+    assert {head.verdict.labels for head in found.heads} == {("clean",)}

@@ -314,6 +314,7 @@ class TestFigures:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"w": torch.nn.Linear(4, 2)}, r"w must be a tensor \[out, in\], got Linear; give a layer's weight"),
         ({"w": torch.zeros(3)}, r"w must be \[out, in\] in float64, fp32, BF16 or FP16, got \[3\]"),
         ({"w": torch.full((2, 4), math.nan)}, "w holds NaN or Inf"),
         ({"by": None}, "neither a quantizer nor observed values"),

@@ -1,8 +1,9 @@
-"""``quant`` on quantisers that are written by hand: their faults are named, learned scales and pruned groups are not accused."""
+"""``quant`` on quantisers that are written by hand: faults are named, learned scales and pruned groups not accused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_quant import inputs, weight
 from torch import Tensor
 
 import attn_diag
-from attn_diag import InputError
+from attn_diag import InputError, QuantMonitor
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -129,3 +130,45 @@ def test_draws_that_leave_the_grid_have_no_place() -> None:
     assert found.outcome == "fail"
     assert "are one of the two numbers next to w, but the rest are other ones" in found.headline
     assert "what differs" not in found.headline
+
+
+class TestTorchao:
+    """QAT's own fake quantisers, in fp32 and BF16."""
+
+    @pytest.fixture
+    def qat(self) -> Any:
+        return pytest.importorskip("torchao.quantization.qat")
+
+    def fake(self, qat: Any, *given: Any, **options: Any) -> Any:
+        config = qat.IntxFakeQuantizeConfig(*given, **options)
+        return qat.FakeQuantizedLinear.from_linear(torch.nn.Linear(256, 64), weight_config=config).weight_fake_quantizer
+
+    def test_its_gradient_is_judged_though_it_takes_no_float64(self, qat: Any) -> None:
+        x, dy = inputs()
+        fake = self.fake(qat, torch.int4, group_size=32)  # type: ignore[attr-defined]
+        found = attn_diag.quant(weight(27), "int4-half-range", observed=fake, x=x, dy=dy)
+        assert found.outcome == "pass"
+        assert found.gradient is not None
+        assert found.gradient.right
+        assert found.parts[0].elements > 0
+        assert "clipped elements are given none of it" in " ".join(found.report(100).split())
+
+    @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+    def test_int8_with_a_zero_point_for_each_token_in_bf16(self, qat: Any, precision: torch.dtype) -> None:
+        x = weight(28).bfloat16()
+        fake = self.fake(qat, torch.int8, "per_token", is_symmetric=False, scale_precision=precision)
+        found = attn_diag.quant(x, "int8-asymmetric", observed=fake)
+        assert "but with scales and" in found.headline
+        assert "bf16" in found.headline
+        declared = attn_diag.quantizer("int8-asymmetric", scale="bf16")
+        assert attn_diag.quant(x, declared, observed=fake).outcome == "pass"
+
+
+def test_activations_have_no_flips() -> None:
+    with QuantMonitor(quantizer="int8") as monitor:
+        fake = monitor.wrap(INT8, "x")
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        for seed in range(3):
+            fake(weight(seed).requires_grad_() * 2)
+            optimizer.step()
+    assert [check.flips for check in monitor.checks] == [None] * 3

@@ -18,7 +18,7 @@ def quant(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A safetensors file: w [out, in], and, if there are, observed (what became of it), x, dy and engine.",
+            help="A safetensors file: w [out, in], and, if there are, observed (what it became), x, dy, engine, amax.",
         ),
     ],
     quantizer: Annotated[
@@ -40,7 +40,8 @@ def quant(
     """Say whether a fake-quantised weight is what was declared, how its error is biased, and what others would leave.
 
     The declared quantiser is held against the values in every bit; where they are not its own, those that differ from
-    it in one thing or two are tried: blocks, rounding, the rule and the format of the scales, zero point, a stale amax.
+    it in one thing or two are tried: blocks, rounding, the rule and the format of the scales, zero point, a stale amax,
+    scales of another block or row, codes that wrap. Scales that are learned or a history's are declared by amax.
 
     With x and dy the straight-through gradient is held against that of the smoothed forward; with engine, what an
     inference engine makes of the same weight, against the trainer's.
@@ -55,8 +56,8 @@ def quant(
     layer = read_layer(file, weight, quantizer, changes or [], device)
     with progress_bar("steps") as progress:
         found = run(
-            layer.w, layer.by, observed=layer.observed, x=layer.x, dy=layer.dy, engine=layer.engine, level=level,
-            source=str(file), progress=progress,
+            layer.w, layer.by, observed=layer.observed, x=layer.x, dy=layer.dy, engine=layer.engine, amax=layer.amax,
+            level=level, source=str(file), progress=progress,
         )  # fmt: skip
     delivery.deliver(found, html)
     return 0 if found.passed else 1

@@ -47,6 +47,8 @@ _EXPLAINS = 0.25
 _ONE_ROUNDING = 1.5
 # A scale that is fitted is so near to the one with a name that it is that.
 _SAME_SCALE = 0.01
+# So small a part of the stated scale leaves no scores; a scale that fits leaves less of the error than that does.
+_NO_SCALE, _ALIKE = 2.0**-20, 1.1
 
 
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
@@ -216,6 +218,10 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
     metadata = replace(capture.metadata, scale=fit.scale)
     other = out_fit(replace(capture, metadata=metadata), observation, device)
     if other is None or not other.ok or not other.error < below:
+        return None
+    # Where O has nothing of the scores (k or q became zeros in the kernel) a fit runs toward 0, which nobody stated.
+    none = out_fit(replace(capture, metadata=replace(metadata, scale=_NO_SCALE * capture.scale)), observation, device)
+    if none is not None and none.error <= _ALIKE * other.error:
         return None
     return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 

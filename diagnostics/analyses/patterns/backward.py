@@ -26,6 +26,8 @@ from attn_diag.results.wording import number, together
 _MOST_SCORES = 2**22
 # An unknown delta is named in so many rows, where it is off by so much of its terms' root mean square sum.
 _SEVERAL, _DELTA_FROM = 4, 0.25
+# What is said where a right backward, fed with what the forward returned, makes an error.
+FORWARD_BLAMED = ": its forward is to blame, not its backward"
 # An error of which so little lies in other directions is one of delta.
 _ALL_BUT = 0.05
 _OTHER_LSE: dict[str, Callable[[HeadReference], Tensor]] = {
@@ -142,7 +144,7 @@ def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         slab = open_slab(head, evidence.quantity, rows, lse, delta)
         parts.append(slab.total(slab.weights()))
     names = "O and LSE" if "lse" in evidence.captured[0] else "O"
-    words = f"follow from the {names} that the kernel returned: its forward is to blame, not its backward"
+    words = f"follow from the {names} that the kernel returned{FORWARD_BLAMED}"
     yield Guess("forward", words, torch.stack(parts).sum(0))
 
 

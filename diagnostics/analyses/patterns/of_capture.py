@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
@@ -288,6 +289,10 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
     if verdict.answer in ("lossy", "undecided", "stated") and first.kind in _MERE_PLACES:
         return verdict
+    if verdict.answer == "undecided" and first.kind == "forward":
+        # Whoever is not shown to be at fault is not blamed.
+        first = replace(first, words=first.words.replace(FORWARD_BLAMED, ": its backward adds no error to theirs"))
+        patterns = (first, *patterns[1:])
     if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", "shared factor"):
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"

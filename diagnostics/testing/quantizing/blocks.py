@@ -53,18 +53,61 @@ class _Way:
     """Another rounding of the elements."""
 
 
-def other_blocks(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
-    """Which blocks have values that are not the candidate's, ties aside: bool, [R / r, C / c]; none where unknown."""
-    by = candidate.by
-    if not _known(candidate):
-        return torch.zeros(1, 1, dtype=torch.bool, device=w.device)
+def by_blocks(
+    start: PossibleQuantizer,
+    w: Tensor,
+    observed: Tensor,
+    verdict: tuple[str, str, str | None],
+    made: PossibleQuantizer | None,
+) -> tuple[str, str, str | None]:
+    """The verdict, with what single blocks add to it.
+
+    Args:
+        start: The declared quantiser, in the arithmetic that fits best.
+        w: The weight.
+        observed: What became of it.
+        verdict: Outcome, headline and what to do next, by all values.
+        made: What made the values by that; of scales that were read off all values it is asked what they are of.
+    """
+    outcome, name = verdict[0], start.by.name
+    if outcome == "fail" and not bool(observed.any()):
+        return (
+            outcome,
+            f"not {name}: every value is 0",
+            "look at the scales: larger than the weight, or lost in a format",
+        )
+    if not _known(start) or not (outcome == "pass" or made is None or (made.amax is not None and start.amax is None)):
+        return verdict
+    bad, tie = _other_blocks(start, w, observed, 1 if outcome == "fail" else _ELEMENTS)
+    if outcome == "fail" and start.by.arithmetic == "exact":
+        in_fp32 = replace(start, by=replace(start.by, arithmetic="fp32"))
+        fewer, its_tie = _other_blocks(in_fp32, w, observed, 1)
+        if int(fewer.sum()) < int(bad.sum()):
+            start, bad, tie = in_fp32, fewer, its_tie
+    if not bool(bad.any()):
+        if outcome == "fail" and only_ties(start, w, observed):
+            return "pass", f"the values are {name}'s but for ties, which another arithmetic decides", None
+        return verdict
+    why = _explained(start, w, observed, bad, tie)
+    if why is None and (outcome == "pass" or made is None):
+        why = _read(start, w, observed, bad, tie)
+    if why is None and outcome != "pass":
+        return verdict
+    where = _place_of(bad, start.by, (w.shape[0], w.shape[1]))
+    words = f"not {name} in {where}" + (f", but {why}" if why else ", whatever arithmetic decides ties")
+    return "fail", words, f"look at the scales{'' if start.by.symmetric else ' and zero points'} of these blocks"
+
+
+def _other_blocks(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, least: int) -> tuple[Tensor, float]:
+    """Which blocks have ``least`` values that are not the candidate's, bool, and how far off a tie may be."""
+    by, tie = candidate.by, _TIE
     of_all = per_block((w != 0).double(), by, torch.sum).clamp(min=1)
     for tie in dict.fromkeys((_TIE, _TIE_OF.get(w.dtype, _TIE))):
         many = per_block(_apart(candidate, w, observed, tie).double(), by, torch.sum)
-        bad = (many >= _ELEMENTS) & (many >= _PART * of_all)
+        bad = (many >= least) & (many >= _PART * of_all * (least > 1))
         if bool((many[~bad] == 0).all()):
             break  # the others are all its own: computed so
-    return bad & ~_at_a_tie(candidate, w)
+    return bad & ~_at_a_tie(candidate, w), tie
 
 
 def only_ties(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> bool:
@@ -84,34 +127,20 @@ def _apart(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, tie: float
     return ~same & in_filled_blocks(w, candidate.by)
 
 
-def of_blocks(
-    own: PossibleQuantizer, w: Tensor, values: Tensor, others: Tensor, verdict: tuple[str, str, str | None]
-) -> tuple[str, str, str | None]:
-    """The verdict where some blocks are not the declared quantiser's: what makes them, if that is one thing."""
-    why = _explained(own, w, values, others)
-    if why is None and verdict[0] != "pass":
-        return verdict
-    where = _place_of(others, own.by, (w.shape[0], w.shape[1]))
-    words = f"not {own.by.name} in {where}" + (f", but {why}" if why else ", whatever arithmetic decides ties")
-    return "fail", words, f"look at the scales{'' if own.by.symmetric else ' and zero points'} of these blocks"
-
-
-def _explained(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor) -> str | None:
+def _explained(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor, tie: float) -> str | None:
     """What makes the blocks ``bad`` what they are, in words; None: no one thing that is known."""
-    if not _known(candidate) or not bool(bad.any()):
-        return None
     by, found = candidate.by, list[str]()
     for way in _ways(candidate, w):
         same = torch.zeros_like(observed, dtype=torch.bool)
         for mode in [way.mode] if way.mode else _modes(by):
-            same |= _alike(replace(way, mode=mode), by, w, observed)
+            same |= _alike(replace(way, mode=mode), by, w, observed, tie)
         wrong = per_block((~same).double(), by, torch.sum)
         if bool((wrong[bad] == 0).all()):
             found.append(way.words)
-    return " or ".join(found[:_ALIKE]) or _read(candidate, w, observed, bad)
+    return " or ".join(found[:_ALIKE]) or None
 
 
-def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor) -> str | None:
+def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor, tie: float) -> str | None:
     """How the scales of the blocks ``bad``, as their values have them, differ from the quantiser's own."""
     by, own = candidate.by, _scales(candidate, w).scale
     if not by.symmetric:
@@ -126,13 +155,22 @@ def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor
             return None
         scale, told = read_scales(w, observed, plain), []
         read = _Scales(scale, torch.zeros_like(scale))
-        same = _alike(_Way("", read, read, by.parsed_elements.mode), by, w, observed)
+        same = _alike(_Way("", read, read, by.parsed_elements.mode), by, w, observed, tie)
         if not bool((per_block((~same).double(), by, torch.sum)[bad] == 0).all()):
             return None
     part = (scale / own)[bad & (own > 0)]
     if not part.numel():
         return None
     least, most = float(part.min()), float(part.max())
+    if not candidate.other_scales and by.scale == "fp32":
+        # A block's values often fit several scales: one factor for all of them is the likelier.
+        factor = float(part.median())
+        low, high = extremes(w.double(), by)
+        high = torch.maximum(high, -low) if by.symmetric else high
+        scales = _of_range(by, (-high if by.symmetric else low) * factor, high * factor)
+        same = _alike(_Way("", scales, scales, by.parsed_elements.mode), by, w, observed, tie)
+        if abs(factor - 1) > _SAME_SCALE and bool((per_block((~same).double(), by, torch.sum)[bad] == 0).all()):
+            return f"with an amax {factor:.3g} times the weight's own"
     if max(abs(least - 1), abs(most - 1)) > _SAME_SCALE:
         size = f"{least:.3g}" if most / least < 1 + _SAME_SCALE else f"{least:.3g} to {most:.3g}"
         told.insert(0, f"scales {size} times as large as the weight gives them")
@@ -170,17 +208,18 @@ def _scales(candidate: PossibleQuantizer, w: Tensor) -> _Scales:
     return _Scales(scale, torch.zeros_like(scale) if found.zero_point is None else found.zero_point.double())
 
 
-def _alike(way: _Way, by: Quantizer, w: Tensor, observed: Tensor, tie: float | None = None) -> Tensor:
+def _alike(way: _Way, by: Quantizer, w: Tensor, observed: Tensor, tie: float) -> Tensor:
     """Which elements are what ``way`` makes of w, or of a number beside it: bool."""
     shape = w.shape[0], w.shape[1]
     scale, zero, by_scale, by_zero = (
         spread(x, shape, by) for x in (way.of_codes.scale, way.of_codes.zero, way.of_values.scale, way.of_values.zero)
     )
     rounded = replace(by, elements=f"{by.elements.partition(':')[0]}:{way.mode}", ties="even")
-    tie = _TIE_OF.get(w.dtype, _TIE) if tie is None else tie
     slack = max(2.0**-18, torch.finfo(observed.dtype).eps)
     quotient = torch.where(scale == 0, 0.0, w.double() / scale)
     same = torch.zeros_like(observed, dtype=torch.bool)
+    # What draws leave where it is, a number of the grid, no last bit takes to the next one.
+    tie = 0.0 if by.parsed_elements.mode is Mode.STOCHASTIC else tie
     for factor in (1.0, 1 - tie, 1 + tie):
         codes = coded(quotient * factor, rounded, 0, None if by.symmetric else zero)[0]
         made = (codes - by_zero) * by_scale
@@ -190,16 +229,20 @@ def _alike(way: _Way, by: Quantizer, w: Tensor, observed: Tensor, tie: float | N
 
 def _at_a_tie(candidate: PossibleQuantizer, w: Tensor) -> Tensor:
     """Which blocks' scale or zero point the arithmetic decides: bool, [R / r, C / c]."""
-    by, tie = candidate.by, _TIE_OF.get(w.dtype, _TIE)
-    own = _scales(candidate, w)
+    by, own = candidate.by, _scales(candidate, w)
+    low, high = extremes(w.double(), by)
     found = torch.zeros_like(own.scale, dtype=torch.bool)
-    for factor in (1 - tie, 1 + tie):
-        near = replace(candidate, amax=None if candidate.amax is None else candidate.amax * factor)
-        scale = _scales(near, w.double() * factor).scale
-        found |= (by.scale != "fp32") & ((scale / own.scale / factor - 1).abs().nan_to_num() > 2.0**-18)
+    for factor in (1 - _TIE, 1 + _TIE):
+        if by.symmetric:
+            amax = torch.maximum(high, -low) if candidate.amax is None else candidate.amax
+            near = replace(candidate, amax=amax * factor * (candidate.amax_factor or 1.0))
+            scale = _scales(near, w.double()).scale
+        else:
+            scale = _scales(candidate, w.double() * factor).scale
+        found |= ((scale / own.scale / factor - 1).abs().nan_to_num() > 2.0**-18) & (by.scale != "fp32")
     if not by.symmetric:
-        low = torch.where(own.scale == 0, 0.0, extremes(w.double(), by)[0] / own.scale).abs()
-        found |= ((low - low.floor()) - 0.5).abs() <= 2 * tie * low.clamp(min=1)
+        steps = torch.where(own.scale == 0, 0.0, low / own.scale).abs()
+        found |= ((steps - steps.floor()) - 0.5).abs() <= 2 * _TIE * steps.clamp(min=1)
     return found
 
 
@@ -207,13 +250,16 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
     """The likelier first."""
     by = candidate.by
     own = _scales(candidate, w)
-    if candidate.amax is None:
+    if not candidate.other_scales:
         low, high = (x.double() for x in extremes(w.double(), by))
         if by.symmetric:
             high = torch.maximum(high, -low)
             low = -high
-        for words, one, other in _shared(low, high):
+        for words, one, other in _shared(low, high, "row" if by.block == "row" else "block"):
             scales = _of_range(by, one, other)
+            yield _Way(words, scales, scales)
+        for words, scale in _scale_formats(by):
+            scales = _of_range(replace(by, scale=scale), low, high)
             yield _Way(words, scales, scales)
     if not by.symmetric:
         for n in (1, -1):
@@ -228,16 +274,24 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
             yield _Way(f"with elements rounded {mode}", own, own, mode)
 
 
-def _shared(low: Tensor, high: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _scale_formats(by: Quantizer) -> Iterator[tuple[str, str]]:
+    """Other roundings of scales that are rounded."""
+    base, _, mode = by.scale.partition(":")
+    for other in (Mode.NEAREST_EVEN, Mode.DOWN, Mode.UP):
+        if base != "fp32" and (mode or Mode.NEAREST_EVEN) != other:
+            yield f"with scales rounded {other}", f"{base}:{other}"
+
+
+def _shared(low: Tensor, high: Tensor, block: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The blocks' ends, where each is taken together with others."""
-    for dim, noun in ((1, "block"), (0, "row" if low.shape[1] > 1 else "block")):
+    for dim, noun in ((1, "block"), (0, "row" if low.shape[1] > 1 else block)):
         size = low.shape[dim]
         if size < 2:
             continue
         at = torch.arange(size, device=low.device)
         for side, n in (("behind", 1), ("before", -1)):
             beside = (at + n).clamp(0, size - 1)
-            words = f"with one scale for the block and the {noun} {side}" if noun == "block" else (
+            words = f"with one scale for the {noun} and the {noun} {side}" if noun == block or dim else (
                 f"with one scale for the block and that of the row {side}"
             )  # fmt: skip
             yield (

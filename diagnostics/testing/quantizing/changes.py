@@ -32,7 +32,7 @@ def changes(
         start: A quantiser.
         w: The weight.
         observed: What became of it.
-        alone: Whether mistakes of codes and scales are among them: beside another difference only those of clipping are.
+        alone: With mistakes of codes and scales; beside another difference only those of clipping are tried.
     """
     by = start.by
 
@@ -91,6 +91,9 @@ def changes(
         found.append(
             computed and replace(computed, words=_and(start, f"scales and arithmetic in {own}"), own_format=True)
         )
+        if not by.symmetric:
+            apart = changed(f"scales and zero points made in {own}", scale=own, arithmetic="fp32-reciprocal")
+            found.append(apart and replace(apart, own_format=True))
     if w.dtype in (torch.float32, torch.float64) and not start.cast:
         found += [replace(start, words=_and(start, f"w rounded to {fmt} first"), cast=fmt) for fmt in CASTS]
     if start.gain == 1 and start.amax_factor is None:

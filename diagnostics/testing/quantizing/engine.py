@@ -13,7 +13,11 @@ from attn_diag.testing.quantizing.possible import DECLARED, SAME
 
 
 def beside_engine(
-    w: Tensor, trained: Tensor, trainer: Quantizer | None, engine: Tensor | str | Quantizer, x: Tensor | None,
+    w: Tensor,
+    trained: Tensor,
+    trainer: Quantizer | None,
+    engine: Tensor | str | Quantizer,
+    x: Tensor | None,
     amax: Tensor | None = None,
 ) -> EngineWeights:
     """Compare them.

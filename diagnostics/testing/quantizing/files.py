@@ -31,6 +31,8 @@ class Layer:
     """The gradient of its outputs, [..., out]."""
     engine: Tensor | None
     """What an engine makes of the weight, [out, in]."""
+    amax: Tensor | None
+    """What the declared quantiser's scales are made of, one for each block."""
     by: Quantizer | None
     """What the quantiser should be."""
 
@@ -40,7 +42,7 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
 
     Args:
         path: The file.
-        weight: The weight's name in it; beside it may be ``observed``, ``x``, ``dy`` and ``engine``.
+        weight: The weight's name in it; beside it may be ``observed``, ``x``, ``dy``, ``engine`` and ``amax``.
         name: The declared quantiser's; None for none.
         changes: "field=value" each, of the declared quantiser.
         device: auto, cpu or cuda.
@@ -60,10 +62,10 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
             f"{path} has no tensor {weight!r}, but {', '.join(sorted(tensors)) or 'none'}; name it by --weight"
         )
     target = pick_device(device)
-    names = (weight, "observed", "x", "dy", "engine")
-    w, observed, x, dy, engine = (None if n not in tensors else tensors[n].to(target) for n in names)
+    names = (weight, "observed", "x", "dy", "engine", "amax")
+    w, observed, x, dy, engine, amax = (None if n not in tensors else tensors[n].to(target) for n in names)
     assert w is not None
-    return Layer(w, observed, x, dy, engine, by)
+    return Layer(w, observed, x, dy, engine, amax, by)
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -18,8 +18,10 @@ from attn_diag.kernels.formats import Mode, round_steps
 from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
 
+# Relative: a quotient in fp32 is off by less.
+_TIE = 2.0**-20
 Where = Literal["both", "divided", "multiplied"]
-# A figure of every block, [R / r, C / c], and what is taken for it; more than one where the first block has none before.
+# A figure of every block, [R / r, C / c], and what is taken for it: either, where the first block has none before.
 Move = Callable[[Tensor], list[Tensor]]
 
 
@@ -59,10 +61,10 @@ class Grid:
         quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
         return coded(quotient, self.by, 0, None if self.by.symmetric else zero)[0]
 
-    def steps(self) -> Tensor:
-        """round(w / s) + z, of integers, which nothing has clipped."""
+    def steps(self, near: float = 1.0) -> Tensor:
+        """round(w / s) + z, of integers, which nothing has clipped; of w times ``near``, for ties."""
         scale = self.each(self.scale)
-        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
+        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale * near)
         return round_steps(quotient, self.by.parsed_elements.mode, 0) + self.each(self.zero)
 
     def of(self, codes: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Mistake:
+class QuantizerMistake:
     """What is done wrong."""
 
     words: str
@@ -86,7 +88,7 @@ class Mistake:
         return [v.to(found.values.dtype) for v in self.make(Grid(w.double(), by, found))]
 
 
-def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     """Those that a quantiser can be made with, the likelier first."""
     elements = by.parsed_elements
     if elements.mode is Mode.STOCHASTIC or by.row_groups > 1 or by.search:
@@ -97,12 +99,12 @@ def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
         yield from of_clipping(by)
         yield from _codes(elements, shape)
     yield from _moved_scales(by, shape)
-    yield Mistake("codes that no scale is multiplied with", lambda grid: [grid.found.codes.double()])
-    yield Mistake("codes divided by their scales", lambda grid: [grid.found.codes / grid.each(grid.scale)])
+    yield QuantizerMistake("codes that no scale is multiplied with", lambda grid: [grid.found.codes.double()])
+    yield QuantizerMistake("codes divided by their scales", lambda grid: [grid.found.codes / grid.each(grid.scale)])
     yield from _quantised_twice(by)
 
 
-def _zero_points() -> Iterator[Mistake]:
+def _zero_points() -> Iterator[QuantizerMistake]:
     def shifted(by: int, *, again: bool) -> Callable[[Grid], list[Tensor]]:
         def make(grid: Grid) -> list[Tensor]:
             zero = grid.each(grid.zero)
@@ -112,8 +114,8 @@ def _zero_points() -> Iterator[Mistake]:
         return make
 
     for n in (1, -1):
-        yield Mistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
-        yield Mistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
+        yield QuantizerMistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
+        yield QuantizerMistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
 
     def left_out(grid: Grid) -> list[Tensor]:
         return [grid.found.codes * grid.each(grid.scale)]
@@ -156,15 +158,15 @@ def _zero_points() -> Iterator[Mistake]:
         each, by_each = grid.each(scale), grid.each(zero)
         return [(grid.codes(each, by_each) - by_each) * each]
 
-    yield Mistake("no zero point subtracted", left_out)
-    yield Mistake("a zero point made of the maximum instead of the minimum", of_maximum)
-    yield Mistake("a zero point that is not rounded", unrounded)
-    yield Mistake("a zero point that is rounded down", rounded(torch.floor))
-    yield Mistake("a zero point that is rounded up", rounded(torch.ceil))
-    yield Mistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
+    yield QuantizerMistake("no zero point subtracted", left_out)
+    yield QuantizerMistake("a zero point made of the maximum instead of the minimum", of_maximum)
+    yield QuantizerMistake("a zero point that is not rounded", unrounded)
+    yield QuantizerMistake("a zero point that is rounded down", rounded(torch.floor))
+    yield QuantizerMistake("a zero point that is rounded up", rounded(torch.ceil))
+    yield QuantizerMistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
 
 
-def of_clipping(by: Quantizer) -> Iterator[Mistake]:
+def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
     """Of integers that pass the last one, as under an amax that is too small."""
     elements = by.parsed_elements
     if not isinstance(elements, Integers) or elements.mode is Mode.STOCHASTIC:
@@ -172,29 +174,36 @@ def of_clipping(by: Quantizer) -> Iterator[Mistake]:
     half = 2 ** (elements.bits - 1)
 
     def wrapped(grid: Grid) -> list[Tensor]:
-        return [grid.of((grid.steps() + half).remainder(2 * half) - half)]
+        # Of a target between two integers amax itself is a tie, which the arithmetic decides.
+        steps = grid.steps()
+        out = []
+        for near in (1.0, 1 - _TIE, 1 + _TIE):
+            other = grid.steps(near)
+            steps = torch.where((steps.abs() >= half) | (other.abs() >= half), other, steps)
+            out.append(grid.of((steps + half).remainder(2 * half) - half))
+        return out
 
-    yield Mistake("codes that wrap around instead of being clipped", wrapped)
-    yield Mistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
+    yield QuantizerMistake("codes that wrap around instead of being clipped", wrapped)
+    yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
 
 
-def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[Mistake]:
+def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     many = 2**elements.bits
 
     def unsigned(grid: Grid) -> list[Tensor]:
         return [grid.of(grid.found.codes.double().remainder(many))]
 
     def swapped(grid: Grid) -> list[Tensor]:
-        return [grid.of(grid.found.codes.double().reshape(shape[0], -1, 2).flip(-1).reshape(grid.shape))]
+        return [grid.of(grid.found.codes.double().reshape(len(grid.w), -1, 2).flip(-1).reshape(grid.shape))]
 
-    yield Mistake("codes read as unsigned", unsigned)
+    yield QuantizerMistake("codes read as unsigned", unsigned)
     for n in (many // 2, -many // 2):
-        yield Mistake(f"codes off by {n:+d}", lambda grid, n=n: [grid.of(grid.found.codes.double() + n)])  # type: ignore[misc]
+        yield QuantizerMistake(f"codes off by {n:+d}", lambda grid, n=n: [grid.of(grid.found.codes.double() + n)])  # type: ignore[misc]
     if elements.bits == 4 and shape[1] % 2 == 0:
-        yield Mistake("the two codes of a byte swapped", swapped)
+        yield QuantizerMistake("the two codes of a byte swapped", swapped)
 
 
-def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
+def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
     r, c = by.block_shape(shape)
     down, across = -(-shape[0] // r), -(-shape[1] // c)
 
@@ -224,7 +233,7 @@ def _moved_scales(by: Quantizer, shape: tuple[int, int]) -> Iterator[Mistake]:
         yield from _across(down > 1)
 
 
-def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[Mistake]:
+def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[QuantizerMistake]:
     """A move of the scales (and of the zero points) where is divided, where is multiplied, and in both places."""
 
     def made(where: Where, scales: bool, zeros: bool) -> Callable[[Grid], list[Tensor]]:
@@ -254,10 +263,10 @@ def _used(words: str, move: Move, beyond: bool, *, with_zero: bool) -> Iterator[
             sentence = how.format(said)
             if zeros and not scales:
                 sentence = {"both": said, "multiplied": f"{said} subtracted", "divided": f"{said} added"}[where]
-            yield Mistake(sentence, made(where, scales, zeros), beyond)
+            yield QuantizerMistake(sentence, made(where, scales, zeros), beyond)
 
 
-def _across(of_rows: bool) -> Iterator[Mistake]:
+def _across(of_rows: bool) -> Iterator[QuantizerMistake]:
     """A square weight whose scales are laid along the other axis, as broadcasting does it without complaint."""
 
     def made(where: Where) -> Callable[[Grid], list[Tensor]]:
@@ -271,11 +280,11 @@ def _across(of_rows: bool) -> Iterator[Mistake]:
         return make
 
     said = "the rows' scales laid along the columns" if of_rows else "the columns' scales laid along the rows"
-    yield Mistake(f"multiplied by {said}", made("multiplied"), beyond_rows=True)
-    yield Mistake(said, made("both"), beyond_rows=True)
+    yield QuantizerMistake(f"multiplied by {said}", made("multiplied"), beyond_rows=True)
+    yield QuantizerMistake(said, made("both"), beyond_rows=True)
 
 
-def _quantised_twice(by: Quantizer) -> Iterator[Mistake]:
+def _quantised_twice(by: Quantizer) -> Iterator[QuantizerMistake]:
     def twice(first: Quantizer) -> Callable[[Grid], list[Tensor]]:
         def make(grid: Grid) -> list[Tensor]:
             # The first one's numbers often lie half way between the second one's: the arithmetic decides.
@@ -291,7 +300,7 @@ def _quantised_twice(by: Quantizer) -> Iterator[Mistake]:
     firsts += [(name, PRESETS[name]) for name in ("int8", "fp8", "fp8-row", "mxfp8")]
     for words, first in firsts:
         beyond = first.block == "tensor" or "x" in first.block
-        yield Mistake(f"w quantised before, by {words}", twice(first), beyond)
+        yield QuantizerMistake(f"w quantised before, by {words}", twice(first), beyond)
 
 
 def _ends(by: Quantizer) -> tuple[int, int]:

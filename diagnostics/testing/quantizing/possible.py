@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import Quantized, quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
-from attn_diag.testing.quantizing.mistakes import Mistake
+from attn_diag.testing.quantizing.mistakes import QuantizerMistake, extremes
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
@@ -46,7 +46,7 @@ class PossibleQuantizer:
     """w is rounded to this 16-bit format first; empty: it is not."""
     amax: Tensor | None = field(default=None, compare=False)
     """What the scales are made of in place of the data's amax, for each block."""
-    mistake: Mistake | None = field(default=None, compare=False)
+    mistake: QuantizerMistake | None = field(default=None, compare=False)
     """What is done wrong with its codes or scales."""
     own_format: bool = False
     """Computed in w's own 16-bit format, which the scales have too, and times their reciprocals, as torchao does it."""
@@ -97,9 +97,18 @@ class PossibleQuantizer:
 
 
 def _in_own_format(w: Tensor, by: Quantizer) -> Quantized:
-    """What symmetric integers become in w's format."""
+    """What integers become in w's format; with a zero point and arithmetic in fp32, the scales alone are in it."""
     found, elements = quantize(w, by), by.parsed_elements
     assert isinstance(elements, Integers)
+    if not by.symmetric:
+        low, high = extremes(w, by)
+        own = (high - low) / float(elements.highest - elements.lowest)
+        zeros = (elements.lowest - (low / own).nan_to_num().round()).clamp(elements.lowest, elements.highest)
+        shape = w.shape[0], w.shape[1]
+        zero, scale = spread(zeros, shape, by), spread(own, shape, by)
+        zero, scale = (x.float() if by.arithmetic == "fp32-reciprocal" else x for x in (zero, scale))
+        codes = ((w * (1 / scale)).round() + zero).nan_to_num().clamp(elements.lowest, elements.highest)
+        return replace(found, codes=codes, values=(codes - zero) * scale)
     scale = spread(found.scale, (w.shape[0], w.shape[1]), by).to(w.dtype)
     codes = (w * (1 / scale)).round().clamp(elements.lowest, elements.highest).nan_to_num()
     return replace(found, codes=codes, values=codes * scale)
@@ -109,7 +118,7 @@ def computed_in(w: Tensor, by: Quantizer) -> str:
     """The 16-bit format in which torch may have computed this quantiser; empty: in none."""
     integers = isinstance(by.parsed_elements, Integers) and by.elements.isalnum()
     found = next((name for name, dtype in CASTS.items() if w.dtype == dtype), "")
-    return found if integers and by.symmetric and not by.tensor_scale else ""
+    return found if integers and not by.tensor_scale and by.row_groups == 1 else ""
 
 
 def equal_values(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
@@ -176,6 +185,7 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
 
 
 def is_drawn(candidate: PossibleQuantizer) -> bool:
+    """Whether its elements are rounded stochastically."""
     return candidate.by.elements.endswith(Mode.STOCHASTIC)
 
 
@@ -198,5 +208,3 @@ def looks_drawn(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> bo
     allowed = torch.maximum(_DRAWN * expected, _DRAWN_DEVIATIONS * expected.sqrt())
     total = float(expected.sum())
     return total > 0 and abs(float(counted.sum()) / total - 1) < _DRAWN and bool((off <= allowed).all())
-
-

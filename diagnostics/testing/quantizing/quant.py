@@ -16,7 +16,7 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.blocks import of_blocks, only_ties, other_blocks
+from attn_diag.testing.quantizing.blocks import by_blocks
 from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
@@ -65,7 +65,7 @@ def quant(
         dy: The gradient of the layer's output, [N, out] (or [..., out]), for the straight-through gradient's own error.
         engine: What another program that is to run the same weights makes of ``w`` (an inference engine beside a
             trainer): its values, or its quantiser.
-        amax: What the declared quantiser's scales are made of in place of w's own amax, a number or one for each block: a
+        amax: What the declared quantiser's scales are made of in place of w's own amax, a number or one a block: a
             history's (delayed scaling), or of learned scales (LSQ) those times the elements' largest number.
         level: Significance level of the tests.
         source: Where the tensors come from, for the report.
@@ -80,6 +80,8 @@ def quant(
     require_level(level)
     searched, drawn, compared = (part_of(progress, number, 3) or silent for number in range(3))
     declared = quantizer(by) if by is not None else None
+    if not isinstance(w, Tensor):
+        raise InputError(f"w must be a tensor [out, in], got {type(w).__name__}; give a layer's weight")
     w = w.detach()
     function = None if observed is None or isinstance(observed, Tensor) else observed
     observed = _called(function, w) if function is not None else observed
@@ -104,25 +106,19 @@ def quant(
     beyond = means if made is None else means_of(beyond_clipping(errors, made.values(exact), made.by), blocks, level)
     outcome, headline, following = _verdict(declared, made, matches, beyond, level, observed is not None)
     if declared is not None and values is not None:
-        own = PossibleQuantizer(declared, DECLARED, amax=given)
-        if made is None and only_ties(own, w, values):
-            headline = f"the values are {declared.name}'s but for ties, which another arithmetic decides"
-            outcome, following = "pass", None
-        elif made is None or (made.amax is not None and outcome == "fail"):
-            headline, following = _with_place(~equal_values(own, w, values), headline, following)
-        others = other_blocks(own, w, values)
-        if bool(others.any()) and (outcome == "pass" or made is None or (made.amax is not None and given is None)):
-            outcome, headline, following = of_blocks(own, w, values, others, (outcome, headline, following))
-        if outcome == "fail" and not bool(values.any()):
-            headline = f"not {declared.name}: every value is 0"
-            following = "look at the scales: they are larger than the weight, or lost in their format"
+        start = made if made is not None and made.words.startswith(DECLARED) else None
+        start = start or PossibleQuantizer(declared, DECLARED, amax=given)
+        if made is None or (made.amax is not None and outcome == "fail"):
+            headline, following = _with_place(~equal_values(start, w, values), headline, following)
+        outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     scales = given if made is None else made.amax
     gradient = None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
-        own = function if function is not None else None if made is None else _values_of(made)
+        own = None if made is None else _values_of(made)
+        own = own if function is None else _in_its_format(function, w.dtype)
         gradient = straight_through(
             exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales
         )
@@ -208,6 +204,11 @@ def _called(function: Values, w: Tensor) -> Tensor:
     return found
 
 
+def _in_its_format(function: Values, dtype: torch.dtype) -> Values:
+    """The fake quantiser called in fp32 unless w is float64: torchao's take no float64, and 16 bits hold no dither."""
+    return lambda weight: function(weight.to(dtype if dtype == torch.float64 else torch.float32))
+
+
 def _values_of(made: PossibleQuantizer) -> Values | None:
     """As the values were made, straight-through; None for the quantiser itself."""
     if made.declarable:
@@ -251,9 +252,9 @@ def _verdict(
         if declared.parsed_elements.mode is Mode.STOCHASTIC and own.equal >= _MOSTLY:
             return (
                 "fail",
-                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the rest "
-                "are other ones",
-                "look at how the draws are added: no draw takes w past the number next to it, or off a number of the grid",
+                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the "
+                "rest are other ones",
+                "look at how draws are added: none takes w past the number next to it, or off a number of the grid",
             )
         return (
             "fail",

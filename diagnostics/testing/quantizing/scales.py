@@ -17,6 +17,8 @@ from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
 # How far a read scale may lie from the data's own: a search of wider ones fits grids that nobody used.
 _REACH = 16.0
 _REACH_OF_RANGES = 4.0
+# Relative: a quotient in fp32, and what decides its ties.
+_TIE = 2.0**-20
 # What an observed value's own rounding leaves of a scale that is read off it, beside fp32's.
 _SLACK = 2.0**-18
 
@@ -109,7 +111,8 @@ def read_ranges(w: Tensor, observed: Tensor, by: Quantizer) -> tuple[Tensor, Ten
         on_grid = (codes * each - values).abs() <= slack * values.abs()
         low, high = (spread(per_block(codes, by, how), shape, by) for how in (torch.amin, torch.amax))
         for shift in (0, -1, 1):
-            same = on_grid & ((exact / each).round() - shift).clamp(low, high).eq(codes)
+            steps = [(exact / each * near).round() - shift for near in (1 - _TIE, 1 + _TIE)]
+            same = on_grid & torch.stack([one.clamp(low, high).eq(codes) for one in steps]).any(0)
             found = usable & (per_block(same.logical_not().double(), by) == 0)
             found &= per_block(codes, by) - per_block(codes, by, torch.amin) <= many
             better = found & ~(fits & ((scale / own).log2().abs() <= (tried / own).log2().abs()))

@@ -62,7 +62,8 @@ class QuantCheck:
     saturated: float
     """The part of them past their block's largest number."""
     flips: float | None
-    """The part whose code differs from the last check's; None at the first, and without a declared quantiser."""
+    """The part whose code differs from the last check's; None at the first, of activations, and without a declared
+    quantiser."""
     oscillating: float | None
     """Of these flips, the part that took back the last one; None as ``flips``."""
 
@@ -144,7 +145,10 @@ class QuantMonitor:
         self._handles.append(register_optimizer_step_post_hook(self._advance))
 
     def wrap(self, function: FakeQuantizer, name: str) -> FakeQuantizer:
-        """A plain function that is a fake quantiser, watched under ``name``; gradients and bits stay the same."""
+        """A plain function that is a fake quantiser, watched under ``name``; gradients and bits stay the same.
+
+        A name is one weight's: of several calls in a step the first is looked at. Wrap once for each layer.
+        """
         self._states.setdefault(name, _State())
 
         def watched(w: Tensor) -> Tensor:
@@ -208,13 +212,15 @@ class QuantMonitor:
         if self.step % self._every or state.seen == self.step or w.shape != values.shape or not w.numel():
             return
         state.seen = self.step
-        check = self._checked(name, state, w.detach(), values.detach())
+        # Activations are others at every step: their codes do not flip.
+        of_activations = "activation" in name.lower() or not w.is_leaf
+        check = self._checked(name, state, w.detach(), values.detach(), of_activations)
         if not math.isfinite(check.away):
             return
         self.checks.append(check)
         self._judge(state, check)
 
-    def _checked(self, name: str, state: _State, w: Tensor, values: Tensor) -> QuantCheck:
+    def _checked(self, name: str, state: _State, w: Tensor, values: Tensor, of_activations: bool) -> QuantCheck:
         matrix = w.double().reshape(-1, w.shape[-1])
         made = values.double().reshape(matrix.shape)
         error, size = made - matrix, float(matrix.abs().sum()) or 1.0
@@ -224,7 +230,7 @@ class QuantMonitor:
         residual = _blocks(away - mean * matrix.abs(), self._by)
         largest = _blocks(made.abs(), self._by, torch.amax)
         beyond = _blocks(matrix.abs(), self._by, torch.amax) > _BEYOND * largest
-        flips, oscillating = self._flips(state, w)
+        flips, oscillating = (None, None) if of_activations else self._flips(state, w)
         return QuantCheck(
             step=self.step,
             name=name,
