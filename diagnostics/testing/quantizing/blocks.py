@@ -147,7 +147,7 @@ def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor
         scale, off, fits = read_ranges(w, observed, by)
         if not bool(fits[bad].all()):
             return None
-        shifts = off[bad].unique().tolist()
+        shifts = sorted(set(off[bad].tolist()))
         told = [] if shifts == [0.0] else ["zero points off by " + " and ".join(f"{n:+.0f}" for n in shifts)]
     else:
         plain = replace(by, scale="fp32", target=None, tensor_scale=False, arithmetic="exact", ties="even")

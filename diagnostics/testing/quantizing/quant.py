@@ -26,8 +26,8 @@ from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, e
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
-# Another quantiser is said to be near from this part of the values on; and what differs is told by its place where that
-# is at most this part of the rows or columns. Single values anywhere are no place: each such line has four and more.
+# Another quantiser is said to be near from this part of the values on; what differs is told by its place where that is
+# at most this part of the rows or columns: each such line has four values and more, as single ones are no place.
 _NEAR, _PLACE, _DENSE = 0.5, 0.25, 4
 # From this part on drawn values have the declared grid.
 _MOSTLY = 0.98
@@ -106,15 +106,14 @@ def quant(
     beyond = means if made is None else means_of(beyond_clipping(errors, made.values(exact), made.by), blocks, level)
     outcome, headline, following = _verdict(declared, made, matches, beyond, level, observed is not None)
     if declared is not None and values is not None:
-        start = made if made is not None and made.words.startswith(DECLARED) else None
-        start = start or PossibleQuantizer(declared, DECLARED, amax=given)
+        meant = PossibleQuantizer(declared, DECLARED, amax=given)
+        start = made if made is not None and made.words.startswith(DECLARED) else meant
         if made is None or (made.amax is not None and outcome == "fail"):
             headline, following = _with_place(~equal_values(start, w, values), headline, following)
         outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
-    scales = given if made is None else made.amax
-    gradient = None
+    scales, gradient = given if made is None else made.amax, None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = None if made is None else _values_of(made)
