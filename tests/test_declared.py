@@ -187,7 +187,7 @@ def int8_attention(q: Tensor, k: Tensor, v: Tensor, rounding: Any) -> tuple[Tens
     scores = scores.masked_fill(torch.ones(scores.shape).triu(1).bool(), -torch.inf)
     probs = (scores - scores.amax(1, keepdim=True)).exp()
     lse = scores.logsumexp(1) + 0.125 * q @ mean
-    out: Tensor = probs.half().float() @ v.half().float() / probs.sum(1, keepdim=True)
+    out = (probs.half().float() @ v.half().float()).div(probs.sum(1, keepdim=True))
     return out, lse
 
 

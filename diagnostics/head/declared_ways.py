@@ -158,7 +158,7 @@ def _rounded(name: str, text: str, by: Quantizer) -> Iterator[Way]:
     for mode in (Mode.TOWARD_ZERO, Mode.DOWN):
         said = f"{name} is rounded {_MODES[mode]}, not to the nearest"
         yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
-    for other in _OTHER_ELEMENTS.get(elements, ()) if by.target is None else ():
+    for other in _OTHER_ELEMENTS.get(elements, ()):
         yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
 
 
