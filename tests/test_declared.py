@@ -156,10 +156,9 @@ def test_a_scale_under_which_o_is_further_off_is_not_what_it_has() -> None:
     assert "fits within" not in message
 
 
-@pytest.mark.parametrize("seed", [20, 23])
-def test_an_lse_that_is_as_far_off_as_the_recipes_is_no_fault(seed: int) -> None:
+def test_an_lse_that_is_as_far_off_as_the_recipes_is_no_fault() -> None:
     """One huge key: L is off by whole units, and what that makes of dQ is no longer its square."""
-    generator = torch.Generator().manual_seed(seed * 101 + 7)
+    generator = torch.Generator().manual_seed(20 * 101 + 7)
     q, k, v = (torch.randn(1, 2, 256, 64, generator=generator) for _ in range(3))
     k[:, :, 85] *= 15
     q, k, v = (x.bfloat16() for x in (q, k, v))
@@ -181,7 +180,8 @@ def int8_attention(q: Tensor, k: Tensor, v: Tensor, rounding: Any) -> tuple[Tens
     def codes(x: Tensor, rows: int, how: Any) -> Tensor:
         blocks = x.reshape(-1, rows, x.shape[1])
         scale = blocks.abs().amax((1, 2), keepdim=True) / 127
-        return (how(blocks / scale).clamp(-127, 127) * scale).reshape(x.shape)
+        rounded: Tensor = how(blocks / scale)
+        return (rounded.clamp(-127, 127) * scale).reshape(x.shape)
 
     scores = codes(q * 0.125, 128, torch.round) @ codes(less, 64, rounding).T
     scores = scores.masked_fill(torch.ones(scores.shape).triu(1).bool(), -torch.inf)
