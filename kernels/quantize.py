@@ -199,7 +199,10 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     assert isinstance(rounding, Rounding)
     whole = blocks.x.abs().amax() if blocks.x.numel() else amax.new_ones(())
     # The largest scale becomes the largest number of its format.
-    level = _by_number(whole, target * rounding.format.largest, by).float().to(amax.dtype)
+    largest = target * rounding.format.largest
+    if largest > torch.finfo(amax.dtype).max:  # 6 times the largest BF16 is no number of fp32
+        whole = whole.double()
+    level = _by_number(whole, largest, by).float().to(amax.dtype)
     level = torch.where(level == 0, 1.0, level)
     # One division where it shall be exact: target * level fits in float64.
     apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target, by) / level

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from study_declared import Plan, inputs, run
+from torch import Tensor
 
 import attn_diag
 from attn_diag import Capture
@@ -152,3 +154,63 @@ def test_a_scale_under_which_o_is_further_off_is_not_what_it_has() -> None:
     message = check_assumptions(capture, ["observed"], torch.device("cpu")).message
     assert "which no rounding explains" in message
     assert "fits within" not in message
+
+
+def test_an_lse_that_is_as_far_off_as_the_recipes_is_no_fault() -> None:
+    """One huge key: L is off by whole units, and what that makes of dQ is no longer its square."""
+    generator = torch.Generator().manual_seed(20 * 101 + 7)
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=generator) for _ in range(3))
+    k[:, :, 85] *= 15
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    made = [
+        emulate_head(preset("mxfp8-attention"), AttentionHead(q[0, h].double(), k[0, h].double(), v[0, h].double(),
+                     None, 0.125, Masking("top-left")))
+        for h in range(2)
+    ]  # fmt: skip
+    out, lse = (torch.stack([getattr(one, name) for one in made])[None] for name in ("o", "lse"))
+    found = attn_diag.inspect(q, k, v, o=out.bfloat16(), lse=lse.float(), causal=True, declared="mxfp8-attention")
+    assert not found.findings
+
+
+def int8_attention(q: Tensor, k: Tensor, v: Tensor, rounding: Any) -> tuple[Tensor, Tensor]:
+    """SageAttention 1 of one head, by plain torch, k rounded as stated; O and L of the k that is not smoothed."""
+    mean = k.mean(0)
+    less = k - mean
+
+    def codes(x: Tensor, rows: int, how: Any) -> Tensor:
+        blocks = x.reshape(-1, rows, x.shape[1])
+        scale = blocks.abs().amax((1, 2), keepdim=True) / 127
+        rounded: Tensor = how(blocks / scale)
+        return (rounded.clamp(-127, 127) * scale).reshape(x.shape)
+
+    scores = codes(q * 0.125, 128, torch.round) @ codes(less, 64, rounding).T
+    scores = scores.masked_fill(torch.ones(scores.shape).triu(1).bool(), -torch.inf)
+    probs = (scores - scores.amax(1, keepdim=True)).exp()
+    lse = scores.logsumexp(1) + 0.125 * q @ mean
+    out = (probs.half().float() @ v.half().float()).div(probs.sum(1, keepdim=True))
+    return out, lse
+
+
+def test_floor_that_shows_in_lse_first_is_named() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16() for _ in range(3))
+    for how, said in ((torch.floor, True), (torch.round, False)):
+        out, lse = int8_attention(q[0, 0].float(), k[0, 0].float(), v[0, 0].float(), how)
+        o = out[None, None].bfloat16()
+        found = attn_diag.inspect(q, k, v, o=o, lse=lse[None, None], causal=True, declared="sage1")
+        assert ("k is rounded down, not to the nearest" in found.report().partition("Since")[0]) == said
+        assert said or not found.findings
+
+
+def test_a_truncated_p_in_blocks_has_one_culprit() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16() for _ in range(3))
+    recipe = preset("nvfp4-attention")
+    cut = replace(recipe, quantize_probs=f"{recipe.quantize_probs} elements=e2m1:toward-zero")
+    head = AttentionHead(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), None, 0.125, Masking("top-left"))
+    made = emulate_head(cut, head)
+    o, lse = made.o[None, None].bfloat16(), made.lse[None, None].float()
+    found = attn_diag.inspect(q, k, v, o=o, lse=lse, causal=True, declared="nvfp4-attention")
+    words = next(x.words for x in found.heads[0].quantities if x.quantity == "o")
+    assert "P_bar is rounded toward zero, not to the nearest" in words
+    assert "scores" not in words

@@ -48,6 +48,9 @@ class Ways:
         if (probs := parse(recipe.probs)) is not None and probs.mode is Mode.NEAREST_EVEN:
             said = f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest"
             yield said, {"probs": f"{base(recipe.probs)}:{Mode.TOWARD_ZERO}"}
+        if (blocks := parse_quantizer(recipe.quantize_probs)) is not None:
+            text = f"{recipe.quantize_probs} elements={base(blocks.elements)}:{Mode.TOWARD_ZERO} ties=even"
+            yield f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest", {"quantize_probs": text}
 
     def _wider(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
         """One scale for all, or for two or four blocks."""
@@ -155,7 +158,7 @@ def _rounded(name: str, text: str, by: Quantizer) -> Iterator[Way]:
     for mode in (Mode.TOWARD_ZERO, Mode.DOWN):
         said = f"{name} is rounded {_MODES[mode]}, not to the nearest"
         yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
-    for other in _OTHER_ELEMENTS.get(elements, ()) if by.target is None else ():
+    for other in _OTHER_ELEMENTS.get(elements, ()):
         yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
 
 

@@ -193,18 +193,30 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * of_sum))
         if "lse" in variance:  # operands that are rounded move a score by more than its size
             budget = budget + ELEMENT_LIMIT * variance["lse"][rows].sqrt()
-        beyond, in_bf16 = error.abs() > budget, False
+        declared, apart = passed.declared(seen), error
+        if declared is not None:  # as far off as the recipe's own L is no fault
+            own = (declared.outputs()["lse"] - reference.lse)[rows]
+            apart = torch.where((error - own).abs() < error.abs(), error - own, error)
+        beyond, in_bf16 = apart.abs() > budget, False
         if bool(beyond.any()) and truth.inputs.input_format.precision > BF16.precision:
             wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
             in_bf16 = not passed.compared and bool((error[beyond].abs() <= wider).all())
         way = "" if not bool(beyond.any()) or in_bf16 else _lse_through_bf16(passed, seen, rows, budget)
         made = torch.expm1(-error).square() * size
         by_recipe = None
-        if (declared := passed.declared(seen)) is not None:
-            # L of a kernel below 16 bits is off by as much as its scores are.
-            own = (declared.outputs()["lse"] - reference.lse)[rows].square()
-            by_recipe = (torch.maximum(own, variance["lse"][rows]) * size).cpu().numpy()
-        found["lse"] = replace(effect(error, made, budget), exact=exact, in_bf16=in_bf16, way=way, declared=by_recipe)
+        if declared is not None:
+            # L of a kernel below 16 bits is off by as much as its scores are, by whole units where one key is huge.
+            drawn = variance["lse"][rows].sqrt()
+            by_recipe = (torch.maximum(torch.expm1(-own).square(), torch.expm1(drawn).square()) * size).cpu().numpy()
+        largest_error = float(error.abs().max())
+        found["lse"] = replace(
+            effect(apart, made, budget),
+            exact=exact,
+            in_bf16=in_bf16,
+            way=way,
+            declared=by_recipe,
+            largest=largest_error,
+        )
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
         error = delta[rows] - reference.delta[rows]

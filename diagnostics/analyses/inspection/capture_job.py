@@ -23,7 +23,8 @@ from attn_diag.analyses.inspection.groups import (
 from attn_diag.analyses.inspection.joint import measured
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors, pooled_biases
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
-from attn_diag.analyses.patterns.of_capture import CapturePatterns, with_proven_scale
+from attn_diag.analyses.patterns.of_capture import CapturePatterns
+from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
@@ -358,7 +359,7 @@ class CaptureJob:
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
                 batches = [p.batch for p in parts if quantity in p.effects]
-                found.append(verdict if explain is None else explain(verdict, effects, batches))
+                found.append(with_scales(verdict if explain is None else explain(verdict, effects, batches), parts))
             elif samples or broken:
                 verdict = judge_quantity(quantity, samples, batches, broken)
                 verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)

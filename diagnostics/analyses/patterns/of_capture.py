@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -316,31 +315,6 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
     words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."
     return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))
-
-
-def with_proven_scale(found: Sequence[QuantityVerdict]) -> list[QuantityVerdict]:
-    """The head's verdicts, ``lossy`` where the bits of O prove a scale or rounding that the declared recipe has not.
-
-    The recipe is then what the kernel would give without it on these inputs, not one of many sound kernels: a factor
-    needs no interval, however few rows carry it.
-
-    Args:
-        found: Those of one head.
-    """
-    proven = next((p for v in found if v.quantity == "o" for p in v.patterns if p.kind == "scale"), None)
-    if proven is None:
-        return list(found)
-
-    def judged(v: QuantityVerdict) -> QuantityVerdict:
-        follows = v.quantity in ("o", "lse") or any(p.kind == "forward" for p in v.patterns)
-        if v.answer != "undecided" or (v.factor or 0.0) <= LOSSY or not follows:
-            return v
-        patterns = (proven, *(p for p in v.patterns if p != proven))
-        words = re.sub(r"; about [^;]* to decide", "", v.words.removesuffix("."))
-        words = f"{words}; the bits of O prove the cause, so that no interval is needed."
-        return replace(v, answer="lossy", words=words, patterns=patterns, factor_ci95=None)
-
-    return [judged(v) for v in found]
 
 
 def _outlying(found: QuantitySample | RowEffect) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer
 from attn_diag.results.quant import QuantizerMatch
+from attn_diag.testing.quantizing.blocks import only_ties
 from attn_diag.testing.quantizing.changes import ARITHMETICS, changes
 from attn_diag.testing.quantizing.possible import (
     DECLARED,
@@ -27,6 +28,8 @@ from attn_diag.work import Progress, part_of, silent
 # Rows of w on which quantisers are tried whose blocks lie within a row.
 _ROWS = 128
 _PAIRS_OF = 4
+# Ties may be so many of the values: of weights in BF16 one in fifty, not more.
+_TIED = 0.98
 _KEPT = 4
 # Of so many sets of candidates at most, one after the other.
 _ATTEMPTS = 6
@@ -68,7 +71,14 @@ def identify(
     def best(most: int) -> list[PossibleQuantizer]:
         return [c for _, c in sorted(tried.values(), key=lambda found: -found[0])[:most]]
 
-    if attempt(starts) < 1:
+    def tied() -> PossibleQuantizer | None:
+        """The best one so far, if ties alone keep it from having made the values."""
+        share, one = max(tried.values(), key=lambda found: found[0])
+        return one if _TIED <= share < SAME and only_ties(one, w, observed) else None
+
+    found = attempt(starts)
+    by_ties = tied()
+    if found < 1 and by_ties is None:
         bases, meant = best(_PAIRS_OF if declared is None else 1), list[PossibleQuantizer]()
         if declared is not None:
             # Of as many bits, as somebody may have meant it.
@@ -77,7 +87,9 @@ def identify(
             bases += [] if amax is None else [PossibleQuantizer(declared, "scales of the weight's own amax")]
             attempt(bases[1:])
             attempt(meant)
-        if attempt([c for base in bases for c in changes(base, w, observed)]) < SAME:
+        found = attempt([c for base in bases for c in changes(base, w, observed)])
+        by_ties = tied()
+        if found < SAME and by_ties is None:
             again = {c.words: c for c in (*best(_PAIRS_OF), *meant)}
             wider = attempt([c for base in again.values() for c in changes(base, w, observed, alone=False)])
             if wider < SAME:
@@ -92,7 +104,7 @@ def identify(
         if own not in shown:
             shown = [*shown[: _KEPT - 1], own]
     matches = [QuantizerMatch(c.by.name, c.words, part) for part, c in shown]
-    return matches, winner if share >= SAME else None
+    return matches, winner if share >= SAME else by_ties
 
 
 def _of_own_scales(bases: Sequence[PossibleQuantizer], w: Tensor, observed: Tensor) -> Iterator[PossibleQuantizer]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.kernels.formats import Mode
+from attn_diag.kernels.quantize import Quantized, spread
+from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import ErrorPart, MeanOfErrors, OutputShift
 from attn_diag.statistics.means import adjust, mean_test
 
@@ -69,6 +71,22 @@ class QuantizationErrors:
             worst_channel=worst,
             worst_shift=_ratio(float(shift[worst]), size),
         )
+
+
+def beyond_clipping(errors: QuantizationErrors, made: Quantized, by: Quantizer) -> QuantizationErrors:
+    """The errors less the mean that drawn ones have because the outermost numbers clip; others as they are."""
+    elements = by.parsed_elements
+    if elements.mode is not Mode.STOCHASTIC:
+        return errors
+    shape = errors.w.shape[0], errors.w.shape[1]
+    scale = spread(made.scale, shape, by).double()
+    scale = scale if made.tensor_scale is None else scale * made.tensor_scale.double()
+    zero = 0.0 if made.zero_point is None else spread(made.zero_point, shape, by).double()
+    least, most = (elements.lowest, elements.highest) if isinstance(elements, Integers) else (
+        -elements.format.largest, elements.format.largest
+    )  # fmt: skip
+    within = torch.minimum(torch.maximum(errors.w, (least - zero) * scale), (most - zero) * scale)
+    return replace(errors, error=errors.error - (within - errors.w))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from attn_diag.kernels.formats import Mode, round_steps
 from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
 
+# Relative: a quotient in fp32 is off by less.
+_TIE = 2.0**-20
 Where = Literal["both", "divided", "multiplied"]
 # A figure of every block, [R / r, C / c], and what is taken for it: either, where the first block has none before.
 Move = Callable[[Tensor], list[Tensor]]
@@ -59,10 +61,10 @@ class Grid:
         quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
         return coded(quotient, self.by, 0, None if self.by.symmetric else zero)[0]
 
-    def steps(self) -> Tensor:
-        """round(w / s) + z, of integers, which nothing has clipped."""
+    def steps(self, near: float = 1.0) -> Tensor:
+        """round(w / s) + z, of integers, which nothing has clipped; of w times ``near``, for ties."""
         scale = self.each(self.scale)
-        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
+        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale * near)
         return round_steps(quotient, self.by.parsed_elements.mode, 0) + self.each(self.zero)
 
     def of(self, codes: Tensor) -> Tensor:
@@ -134,7 +136,18 @@ def _zero_points() -> Iterator[QuantizerMistake]:
         zero = grid.each(_ends(grid.by)[0] - torch.where(scale == 0, 0.0, low / scale))
         each = grid.each(scale)
         quotient = torch.where(each == 0, 0.0, grid.w / each) + zero
-        return [(coded(quotient, replace(grid.by, symmetric=True), 0)[0] - zero) * each]
+        codes = coded(quotient, replace(grid.by, symmetric=True), 0)[0]
+        # In fp32 the difference of the two is off by last bits of the larger one.
+        return [(codes - zero) * each, ((codes.float() - zero.float()) * each.float()).double()]
+
+    def rounded(how: Callable[[Tensor], Tensor]) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            lowest, highest = _ends(grid.by)
+            low = torch.where(grid.scale == 0, 0.0, extremes(grid.w, grid.by)[0] / grid.scale)
+            zero = grid.each((lowest + how(-low)).clamp(lowest, highest))
+            return [(grid.codes(grid.each(grid.scale), zero) - zero) * grid.each(grid.scale)]
+
+        return make
 
     def wide_range(grid: Grid) -> list[Tensor]:
         """s = (max - min) / 2**bits, one more than there are spacings."""
@@ -148,6 +161,8 @@ def _zero_points() -> Iterator[QuantizerMistake]:
     yield QuantizerMistake("no zero point subtracted", left_out)
     yield QuantizerMistake("a zero point made of the maximum instead of the minimum", of_maximum)
     yield QuantizerMistake("a zero point that is not rounded", unrounded)
+    yield QuantizerMistake("a zero point that is rounded down", rounded(torch.floor))
+    yield QuantizerMistake("a zero point that is rounded up", rounded(torch.ceil))
     yield QuantizerMistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
 
 
@@ -159,7 +174,14 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
     half = 2 ** (elements.bits - 1)
 
     def wrapped(grid: Grid) -> list[Tensor]:
-        return [grid.of((grid.steps() + half).remainder(2 * half) - half)]
+        # Of a target between two integers amax itself is a tie, which the arithmetic decides.
+        steps = grid.steps()
+        out = []
+        for near in (1.0, 1 - _TIE, 1 + _TIE):
+            other = grid.steps(near)
+            steps = torch.where((steps.abs() >= half) | (other.abs() >= half), other, steps)
+            out.append(grid.of((steps + half).remainder(2 * half) - half))
+        return out
 
     yield QuantizerMistake("codes that wrap around instead of being clipped", wrapped)
     yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
@@ -172,7 +194,7 @@ def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[QuantizerMist
         return [grid.of(grid.found.codes.double().remainder(many))]
 
     def swapped(grid: Grid) -> list[Tensor]:
-        return [grid.of(grid.found.codes.double().reshape(shape[0], -1, 2).flip(-1).reshape(grid.shape))]
+        return [grid.of(grid.found.codes.double().reshape(len(grid.w), -1, 2).flip(-1).reshape(grid.shape))]
 
     yield QuantizerMistake("codes read as unsigned", unsigned)
     for n in (many // 2, -many // 2):

@@ -16,17 +16,18 @@ from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
+from attn_diag.testing.quantizing.blocks import by_blocks
 from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
-from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, means_of
+from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, straight_through
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, equal_values, strays
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
-# Another quantiser is said to be near from this part of the values on; and what differs is told by its place where that
-# is at most this part of the rows or columns. Single values anywhere are no place: each such line has four and more.
+# Another quantiser is said to be near from this part of the values on; what differs is told by its place where that is
+# at most this part of the rows or columns: each such line has four values and more, as single ones are no place.
 _NEAR, _PLACE, _DENSE = 0.5, 0.25, 4
 # From this part on drawn values have the declared grid.
 _MOSTLY = 0.98
@@ -102,14 +103,17 @@ def quant(
     blocks = shown if shown is not None else quantizer("int8")  # rows, where nothing is known
     means = means_of(errors, blocks, level)
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1]).to(w.device).double()
-    outcome, headline, following = _verdict(declared, made, matches, means, level, observed is not None)
-    if declared is not None and values is not None and (made is None or (made.amax is not None and outcome == "fail")):
-        apart = ~equal_values(PossibleQuantizer(declared, DECLARED, amax=given), w, values)
-        headline, following = _with_place(apart, headline, following)
+    beyond = means if made is None else means_of(beyond_clipping(errors, made.values(exact), made.by), blocks, level)
+    outcome, headline, following = _verdict(declared, made, matches, beyond, level, observed is not None)
+    if declared is not None and values is not None:
+        meant = PossibleQuantizer(declared, DECLARED, amax=given)
+        start = made if made is not None and made.words.startswith(DECLARED) else meant
+        if made is None or (made.amax is not None and outcome == "fail"):
+            headline, following = _with_place(~equal_values(start, w, values), headline, following)
+        outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
-    scales = given if made is None else made.amax
-    gradient = None
+    scales, gradient = given if made is None else made.amax, None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = None if made is None else _values_of(made)

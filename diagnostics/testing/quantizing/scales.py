@@ -16,6 +16,9 @@ from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
 
 # How far a read scale may lie from the data's own: a search of wider ones fits grids that nobody used.
 _REACH = 16.0
+_REACH_OF_RANGES = 4.0
+# Relative: a quotient in fp32, and what decides its ties.
+_TIE = 2.0**-20
 # What an observed value's own rounding leaves of a scale that is read off it, beside fp32's.
 _SLACK = 2.0**-18
 
@@ -39,7 +42,7 @@ def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
     shape = w.shape[0], w.shape[1]
     exact, values = w.double(), observed.double()
     own = quantize(exact, by).scale.double()
-    top = _per_block(values.abs(), by)
+    top = per_block(values.abs(), by)
     best, hits, near = own.clone(), torch.full_like(own, -1.0), torch.full_like(own, torch.inf)
     slack = max(_SLACK, torch.finfo(observed.dtype).eps)
     for number in _numbers(by):
@@ -52,7 +55,7 @@ def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
         quotient = torch.where(each == 0, 0.0, exact / each)
         made = coded(quotient, by, 0)[0] * each
         same = ((made - values).abs() <= slack * made.abs()).double()
-        found = _per_block(same, by, torch.sum)
+        found = per_block(same, by, torch.sum)
         better = usable & ((found > hits) | ((found == hits) & (apart < near)))
         best, hits, near = (torch.where(better, a, b) for a, b in ((scale, best), (found, hits), (apart, near)))
     return best
@@ -74,7 +77,45 @@ def _numbers(by: Quantizer) -> list[float]:
     return sorted({n for n in exact.tolist() if 0 < n <= fmt.largest}, reverse=True)
 
 
-def _per_block(x: Tensor, by: Quantizer, how: object = torch.amax) -> Tensor:
+def per_block(x: Tensor, by: Quantizer, how: object = torch.amax) -> Tensor:
+    """A figure of every block, [R / r, C / c], of one for each element; not for groups of rows."""
     r, c = by.block_shape((x.shape[0], x.shape[1]))
     filled = torch.nn.functional.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
     return how(filled.reshape(filled.shape[0] // r, r, filled.shape[1] // c, c), dim=(1, 3))  # type: ignore[operator, no-any-return]
+
+
+def read_ranges(w: Tensor, observed: Tensor, by: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``read_scales``, of integers with a zero point: the scale of each block, by how much the zero point that codes
+    are multiplied back with is off, and whether all its values are explained so; each [R / r, C / c].
+
+    Args:
+        w: The weight, [R, C].
+        observed: What became of it, [R, C].
+        by: The quantiser, of integers and with a zero point.
+    """
+    elements = by.parsed_elements
+    assert isinstance(elements, Integers)
+    shape, many = (w.shape[0], w.shape[1]), elements.highest - elements.lowest
+    exact, values = w.double(), observed.double()
+    own = quantize(exact, by).scale.double()
+    top = per_block(values.abs(), by)
+    scale, off, fits = own.clone(), torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+    slack = max(_SLACK, torch.finfo(observed.dtype).eps)
+    for number in range(many, 0, -1):
+        tried = top / number
+        usable = (tried > own / _REACH_OF_RANGES) & (tried < own * _REACH_OF_RANGES)
+        if not bool((usable & ~fits).any()):
+            continue
+        each = spread(torch.where(usable, tried, 1.0), shape, by)
+        codes = (values / each).round()
+        on_grid = (codes * each - values).abs() <= slack * values.abs()
+        low, high = (spread(per_block(codes, by, how), shape, by) for how in (torch.amin, torch.amax))
+        for shift in (0, -1, 1):
+            steps = [(exact / each * near).round() - shift for near in (1 - _TIE, 1 + _TIE)]
+            same = on_grid & torch.stack([one.clamp(low, high).eq(codes) for one in steps]).any(0)
+            found = usable & (per_block(same.logical_not().double(), by) == 0)
+            found &= per_block(codes, by) - per_block(codes, by, torch.amin) <= many
+            better = found & ~(fits & ((scale / own).log2().abs() <= (tried / own).log2().abs()))
+            scale, off = torch.where(better, tried, scale), torch.where(better, float(shift), off)
+            fits |= found
+    return scale, off, fits

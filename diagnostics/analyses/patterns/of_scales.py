@@ -1,0 +1,51 @@
+"""What O's bits say of scales and roundings, said of LSE and of the gradients that follow from O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.quality import LOSSY
+from attn_diag.results.quality import Pattern, QuantityVerdict
+
+# A change of q or k, in words.
+_OF_SCORES = re.compile(r"\b[qk]\b")
+
+
+def with_scales(verdict: QuantityVerdict, parts: Sequence[HeadMeasurement]) -> QuantityVerdict:
+    """LSE's verdict, with the scales or roundings of q or k that O's bits show in a head's sequences ``parts``.
+
+    Where k alone is quantised otherwise, L may show it first.
+    """
+    scales = next((p.quality["o"].scales for p in parts if "o" in p.quality and p.quality["o"].scales), "")
+    if verdict.quantity != "lse" or verdict.answer not in ("wrong", "lossy") or not _OF_SCORES.search(scales):
+        return verdict
+    pattern = Pattern("scale", f"O has the bits of a kernel where {scales}")
+    return replace(verdict, words=f"{verdict.words} {pattern.words}.", patterns=(*verdict.patterns, pattern))
+
+
+def with_proven_scale(found: Sequence[QuantityVerdict]) -> list[QuantityVerdict]:
+    """The head's verdicts, ``lossy`` where the bits of O prove a scale or rounding that the declared recipe has not.
+
+    The recipe is then what the kernel would give without it on these inputs, not one of many sound kernels: a factor
+    needs no interval, however few rows carry it.
+
+    Args:
+        found: Those of one head.
+    """
+    proven = next((p for v in found if v.quantity == "o" for p in v.patterns if p.kind == "scale"), None)
+    if proven is None:
+        return list(found)
+
+    def judged(v: QuantityVerdict) -> QuantityVerdict:
+        follows = v.quantity in ("o", "lse") or any(p.kind == "forward" for p in v.patterns)
+        if v.answer != "undecided" or (v.factor or 0.0) <= LOSSY or not follows:
+            return v
+        patterns = (proven, *(p for p in v.patterns if p != proven))
+        words = re.sub(r"; about [^;]* to decide", "", v.words.removesuffix("."))
+        words = f"{words}; the bits of O prove the cause, so that no interval is needed."
+        return replace(v, answer="lossy", words=words, patterns=patterns, factor_ci95=None)
+
+    return [judged(v) for v in found]
