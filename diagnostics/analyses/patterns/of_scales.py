@@ -40,7 +40,8 @@ def with_proven_scale(found: Sequence[QuantityVerdict]) -> list[QuantityVerdict]
         return list(found)
 
     def judged(v: QuantityVerdict) -> QuantityVerdict:
-        follows = v.quantity in ("o", "lse") or any(p.kind == "forward" for p in v.patterns)
+        follows = v.quantity == "o" or (v.quantity == "lse" and bool(_OF_SCORES.search(proven.words)))
+        follows |= any(p.kind == "forward" for p in v.patterns)
         if v.answer != "undecided" or (v.factor or 0.0) <= LOSSY or not follows:
             return v
         patterns = (proven, *(p for p in v.patterns if p != proven))
