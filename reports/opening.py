@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from attn_diag.reports import words
@@ -49,7 +50,20 @@ def headline(diagnosis: Diagnosis) -> str:
             named = ", ".join(_name(e) for e in open_[:_MOST_NAMED]) + " and others" * (len(open_) > _MOST_NAMED)
             said.append(f"Of {_count(entries)} {len(open_)} {'is' if len(open_) == 1 else 'are'} undecided: {named}.")
         said += _not_judged(passed)
-    return " ".join([*said, *rest])
+    return " ".join([*said, *_not_as_declared(entries), *rest])
+
+
+def _not_as_declared(entries: Sequence[Entry]) -> list[str]:
+    """What O's bits show that a declared kernel does otherwise, though O is none the worse for it here."""
+    of_head = [[p.words for q in e[2].quantities if q.quantity == "o" for p in q.patterns if p.kind == "scale"]
+               for e in entries]  # fmt: skip
+    counted = Counter(words for several in of_head for words in several[:1])
+    if not counted:
+        return []
+    (words, count), *others = counted.most_common()
+    heads = f"{count} of {_count(entries)}" if len(entries) > 1 else "the only head"
+    more = f"; and so, otherwise, in {sum(n for _, n in others)} more" if others else ""
+    return [f"Not as declared: O's bits in {heads} are those of a kernel {words.removeprefix('as ')}{more}."]
 
 
 def opening(diagnosis: Diagnosis) -> Iterator[Line]:

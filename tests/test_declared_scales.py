@@ -253,3 +253,11 @@ def test_what_follows_from_a_proven_cause_needs_no_interval() -> None:
         if q.quantity in ("lse", "dq", "dk", "dv"):
             assert (q.answer, q.patterns[0].kind, q.factor_ci95) == ("lossy", "scale", None)
             assert "to decide" not in q.words
+
+
+def test_what_is_not_as_declared_is_told_first_though_nothing_is_the_worse_for_it() -> None:
+    found = inspected(Plan("int8", "future keys in a scale"), "gaussian", 900, declared="sage2")
+    assert not found.labels & {"wrong", "lossy", "biased"}
+    said = re.sub(r"\s+", " ", found.report(80))
+    assert "Not as declared: O's bits in the only head are those of a kernel where k has scales of 64 rows and" in said
+    assert "Not as declared" not in inspected(Plan("int8"), "gaussian", 900, declared="sage2").report(80)

@@ -135,7 +135,7 @@ def judge_quantity(
     other = f"{yardstick(whole.declared or None)}'s error"
 
     def verdict(answer: Answer, words: str, *patterns: Pattern) -> QuantityVerdict:
-        if whole.scales and answer != "good":
+        if whole.scales:
             patterns = (Pattern("scale", f"as where {whole.scales}"), *patterns)
         if whole.scales and answer in ("wrong", "lossy"):
             words = f"{words.removesuffix('.')}, as where {whole.scales}."
