@@ -91,7 +91,7 @@ def test_reversed_keys_pass_where_bits_are_not_demanded(baseline: Path) -> None:
     recipe = PLANTED["keys reversed"][0]
     found = attn_diag.check(recipe, name="fa2", baseline=baseline, cases=CASES, device="cpu")
     assert found.passed
-    assert found.tests == 6
+    assert found.tests == 12
     assert any("differ in their bits" in note for note in found.notes)
 
 
