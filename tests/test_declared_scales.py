@@ -261,3 +261,11 @@ def test_what_is_not_as_declared_is_told_first_though_nothing_is_the_worse_for_i
     said = re.sub(r"\s+", " ", found.report(80))
     assert "Not as declared: O's bits in the only head are those of a kernel where k has scales of 64 rows and" in said
     assert "Not as declared" not in inspected(Plan("int8"), "gaussian", 900, declared="sage2").report(80)
+
+
+def test_blocks_of_zeros_have_any_scale() -> None:
+    q, k, v, do = inputs("gaussian", 900)
+    q[:, :, 32:64] = 0
+    made = run(Plan("int8", "scale of another group"), q, k, v, do)["o"]
+    other = ScaleSearch(beside_of("sage2", made, [q, k, v, do])).culprit()
+    assert other is not None

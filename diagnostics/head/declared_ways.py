@@ -105,7 +105,8 @@ class Ways:
                 return
             field = f"quantize_{name}"
             for of, others in self._sources(name, by, scales):
-                ratio = (others / scales).flatten().nan_to_num(1.0, 1.0)
+                # Blocks of zeros have any scale.
+                ratio = torch.where((others > 0) & (scales > 0), others / scales, 1.0).flatten()
                 if not (factors := _parts(ratio)):
                     continue
                 yield f"{name} is multiplied back with {of}", {field: f"{text} descale={factors}"} | smooth
