@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"T": 130, "causal": "top-left", "softcap": 2.0},
     "gqa": {"T": 130, "H": 4, "Hk": 2, "D": 16, "causal": "top-left"},
     "wide": {"T": 70, "D": 256, "causal": "top-left"},
+    "32-more": {"T": 40, "D": 288, "Dv": 32, "causal": "top-left"},
     "absorbed": {"T": 40, "Tk": 70, "D": 576, "Dv": 512, "H": 4, "Hk": 1, "causal": "bottom-right"},
     "mla": {"T": 70, "D": 192, "Dv": 128, "causal": "top-left"},
     "wider-values": {"T": 90, "Tk": 63, "D": 24, "Dv": 80, "H": 4, "Hk": 2, "causal": "bottom-right"},

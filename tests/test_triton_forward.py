@@ -31,6 +31,7 @@ quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:
 CUDNN = preset("cudnn")
 SHAPES: dict[str, dict[str, Any]] = {
     "causal": {"T": 200, "causal": "top-left"},
+    "32-more": {"T": 40, "D": 288, "Dv": 32, "causal": "top-left"},
     "absorbed": {"T": 20, "Tk": 170, "D": 576, "Dv": 512, "causal": "bottom-right"},
     "wider": {"T": 70, "D": 300, "Dv": 272},
     "none-63": {"T": 63},
