@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
@@ -113,6 +114,13 @@ def forward(
     scores = new(n_slots, k_length, dtype=_kept_scores(recipe, sequences))
     probs = new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32))
     tile_max = new(n_slots, tiles)
+    if _runs_in_gluon(geometry, recipe, q):
+        # Triton's Gluon is experimental: it is imported where it is used.
+        from attn_diag.kernels.triton_latent import latent_forward
+
+        latent_forward(q, k, o, lse[0], recipe, visibility, geometry, scale=scale, softcap=softcap, sinks=sinks,
+                       sequences=sequences)  # fmt: skip
+        return ForwardOutputs(o, full_o, lse[0], rows, scores, probs, tile_max)
     arguments = (
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
@@ -162,6 +170,24 @@ def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequen
         if sequences.blocks(q_length * group, geometry.block_m) * k_heads <= cores:
             stages = 4  # nor does another block hide the latency of small pages
     return replace(geometry, group=group, stages=stages)
+
+
+def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor) -> bool:
+    """Whether ``triton_latent`` has a kernel for this call: a plain one over a latent of 576 features, on Hopper."""
+    special = geometry.documents or geometry.page_size or geometry.group > 1 or geometry.split
+    watched = geometry.rows or geometry.unrounded
+    sizes = (geometry.head_dim, geometry.value_dim, geometry.block_m, geometry.block_n)
+    sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs)
+    return (
+        geometry.latent and geometry.tma
+        and sizes == (576, 512, 64, 64)
+        and not special and not watched
+        and sites == (None, "fp32", "fp32", recipe.input)
+        and recipe.softmax.kind != "stabilised"
+        and recipe.schedule.order != "diagonal-first"
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and triton.__version__.startswith(("3.6", "3.7"))  # whose Gluon it is written for
+    )  # fmt: skip
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:
