@@ -31,10 +31,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
+from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
@@ -173,21 +172,16 @@ def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequen
 
 
 def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor) -> bool:
-    """Whether ``triton_latent`` has a kernel for this call: a plain one over a latent of 576 features, on Hopper."""
-    special = geometry.documents or geometry.page_size or geometry.group > 1 or geometry.split
-    watched = geometry.rows or geometry.unrounded
-    sizes = (geometry.head_dim, geometry.value_dim, geometry.block_m, geometry.block_n)
+    """Whether ``triton_latent`` runs this call."""
     sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs)
     return (
-        geometry.latent and geometry.tma
-        and sizes == (576, 512, 64, 64)
-        and not special and not watched
+        geometry.absorbed
+        and (geometry.block_m, geometry.block_n) == (64, 64)
         and sites == (None, "fp32", "fp32", recipe.input)
         and recipe.softmax.kind != "stabilised"
         and recipe.schedule.order != "diagonal-first"
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and triton.__version__.startswith(("3.6", "3.7"))  # whose Gluon it is written for
-    )  # fmt: skip
+        and has_hopper_products(q.device)
+    )
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:

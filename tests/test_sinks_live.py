@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from tiny_models import HEADS, Tiny, transformers_model, written
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def gpt_oss(dtype: torch.dtype = torch.float32) -> Tiny:
-    tiny = transformers_model("gpt_oss", "eager")
+def gpt_oss(dtype: torch.dtype = torch.float32, implementation: str = "eager") -> Tiny:
+    tiny = transformers_model("gpt_oss", implementation)
     tiny.model.to(dtype)
     return tiny
 
@@ -145,3 +146,24 @@ def test_a_short_healthy_training_raises_no_alarm(autocast: bool) -> None:
     assert not monitor.alarms
     assert figures["attn/step"] == 10
     assert figures["attn/nonfinite_rate/max"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers 5.17 of torch's block masks
+def test_flex_attention_of_gpt_oss_is_captured_without_its_sinks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers multiplies O by the sinks' part behind the kernel (on a CPU it refuses to): its O is judged, and as
+    that part is made of the LSE, dQ, dK and dV have its gradient in them and are left out."""
+    family, options, layers = tiny_models._MORE["gpt_oss"]
+    wide = options | {"head_dim": 16}  # the least that its kernels take
+    monkeypatch.setitem(tiny_models._MORE, "gpt_oss", (family, wide, layers))
+    tiny = gpt_oss(torch.bfloat16, "flex_attention")
+    tiny.model.cuda()
+    captures = captured(tiny, tmp_path / "c")
+    assert len(captures) == 2
+    assert not any({"sinks", "dq", "dk", "dv"} & c.tensors.keys() for c in captures)
+    assert "the LSE has one too" in caplog.text
+    for diagnosis in attn_diag.inspect_captures(captures).captures:
+        assert diagnosis.assumptions.ok
+        assert not any("wrong" in h.verdict.labels for h in diagnosis.observations[0].heads if h.verdict)

@@ -1,4 +1,4 @@
-"""The Gluon kernel for absorbed MLA gives the bits of the Triton kernel, and is taken where it is made for."""
+"""The Gluon kernels for absorbed MLA give the bits of the Triton kernels, and are taken where they are made for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from attn_diag.kernels import preset, triton_forward
-from attn_diag.kernels.geometry import Visibility, forward_geometry
+from attn_diag.kernels import preset, triton_backward, triton_forward
+from attn_diag.kernels.geometry import Visibility, dkdv_geometry, dq_geometry, forward_geometry
+from attn_diag.kernels.triton_backward import backward
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_sequences import Sequences
 
@@ -44,45 +46,66 @@ CASES: dict[str, tuple[dict[str, Any], Visibility, dict[str, Any]]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_it_has_the_triton_kernels_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's products")
     sizes, visibility, given = CASES[case]
     q, latent = drawn(**sizes)
-    options, given = {"scale": 576**-0.5, "softcap": given.get("softcap")}, dict(given)
+    v, do = latent[..., :512], torch.randn(*q.shape[:3], 512, device="cuda").to(q.dtype)
     recipe = preset("fa2", "fp16" if q.dtype == torch.float16 else "bf16", 576)
     recipe = replace(recipe, scores=given.get("scores", "fp32"))
     recipe = replace(recipe, schedule=replace(recipe.schedule, order=given.get("order", "descending")))
-    if "sinks" in given:
-        options["sinks"] = torch.tensor(given["sinks"], device="cuda")
+    options: dict[str, Any] = {"scale": 576**-0.5, "softcap": given.get("softcap")}
     if "slopes" in given:
         options["sequences"] = Sequences(slopes=torch.tensor(given["slopes"], device="cuda"))
+    sinks = torch.tensor(given["sinks"], device="cuda") if "sinks" in given else None
     taken: list[bool] = []
-    decides = triton_forward._runs_in_gluon
-    monkeypatch.setattr(triton_forward, "_runs_in_gluon", lambda *a: taken.append(decides(*a)) or taken[-1])
-    found = forward(q, latent, latent[..., :512], recipe, visibility, **options)
-    assert taken == [True]
-    monkeypatch.setattr(triton_forward, "_runs_in_gluon", lambda *_: False)
-    expected = forward(q, latent, latent[..., :512], recipe, visibility, **options)
-    assert torch.equal(found.o.view(torch.int16), expected.o.view(torch.int16))
-    assert torch.equal(found.lse.view(torch.int32), expected.lse.view(torch.int32))
+
+    def run() -> list[Tensor]:
+        found = forward(q, latent, v, recipe, visibility, sinks=sinks, **options)
+        if case in ("ascending", "scores in BF16"):  # of these the backward is another one's
+            return [found.o, found.lse]
+        back = backward(q, latent, v, found.o, found.lse, do, recipe, visibility, **options)
+        return [found.o, found.lse, back.dq, back.dk, back.dv]
+
+    for module in (triton_forward, triton_backward):
+        decides = module._runs_in_gluon
+        monkeypatch.setattr(module, "_runs_in_gluon", lambda *a, d=decides: taken.append(d(*a)) or taken[-1])
+    ours = run()
+    assert taken == [True] * (1 + (len(ours) > 2))
+    for module in (triton_forward, triton_backward):
+        monkeypatch.setattr(module, "_runs_in_gluon", lambda *_: False)
+    for name, found, expected in zip(("O", "L", "dQ", "dK", "dV"), ours, run(), strict=False):
+        bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), expected.view(bits)), name
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
     recipe, q = preset("fa2", "bf16", 576), torch.empty(0)
-    options: dict[str, Any] = {"softcap": False, "level": "none", "tma": True, "value_dim": 512}
-    plain = forward_geometry(recipe, 576, BEHIND, alike=True, **options)
-    taken = triton_forward._runs_in_gluon
+    options: dict[str, Any] = {"softcap": False, "tma": True, "value_dim": 512, "alike": True}
+    plain = forward_geometry(recipe, 576, BEHIND, level="none", **options)
+    rows, columns = (
+        dq_geometry(recipe, 576, BEHIND, level="none", **options),
+        dkdv_geometry(recipe, 576, BEHIND, **options),
+    )
+    taken, back_taken = triton_forward._runs_in_gluon, triton_backward._runs_in_gluon
     assert taken(plain, recipe, q)
+    assert back_taken(rows, columns, recipe, q)
     others = {"documents": 32, "page_size": 64, "group": 16, "split": True, "rows": True, "unrounded": True}
-    others |= {"tma": False, "latent": False}
-    assert not any(taken(replace(plain, **{name: value}), recipe, q) for name, value in others.items())
-    assert not taken(forward_geometry(recipe, 320, BEHIND, alike=True, **{**options, "value_dim": 256}), recipe, q)
+    others |= {"tma": False, "latent": False, "dump": True}
+    for name, value in others.items():
+        assert not taken(replace(plain, **{name: value}), recipe, q)
+        assert not back_taken(replace(rows, **{name: value}), columns, recipe, q)
+    narrow = forward_geometry(recipe, 320, BEHIND, level="none", **{**options, "value_dim": 256})
+    assert not taken(narrow, recipe, q)
     for change in ({"accumulator": "bf16"}, {"range_pv": "bf16"}, {"row_sum_clamp": 1e-10}, {"probs": "fp32"}):
         assert not taken(plain, replace(recipe, **change), q)  # type: ignore[arg-type]
+    for change in ({"gradient_accumulator": "bf16"}, {"dscores": "fp32"}, {"backward_probs": "fp32"}):
+        assert not back_taken(rows, columns, replace(recipe, **change), q)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     assert not taken(plain, recipe, q)  # Blackwell has none of Hopper's products
+    assert not back_taken(rows, columns, recipe, q)
 
 
 COMPILES = """
@@ -101,26 +124,38 @@ made, run = [], JITFunction.run
 JITFunction.run = lambda self, *a, grid, warmup, **k: made.append(run(self, *a, grid=grid, warmup=True, **k))
 
 from attn_diag.kernels import preset
-from attn_diag.kernels.geometry import Visibility, forward_geometry
+from attn_diag.kernels.geometry import Visibility, anonymous, dkdv_geometry, dq_geometry, forward_geometry
 from attn_diag.kernels.triton_latent import latent_forward
+from attn_diag.kernels.triton_latent_gradients import latent_gradients
 from attn_diag.kernels.triton_sequences import DENSE
 
-recipe, visibility = preset("fa2", "bf16", 576), Visibility("bottom-right")
-geometry = forward_geometry(recipe, 576, visibility, softcap=False, level="none", tma=True, value_dim=512, alike=True)
+recipe, visibility = anonymous(preset("fa2", "bf16", 576)), Visibility("bottom-right")
+options = {"softcap": False, "tma": True, "value_dim": 512, "alike": True}
+forward = forward_geometry(recipe, 576, visibility, level="none", **options)
+rows = dq_geometry(recipe, 576, visibility, level="none", **options)
+columns = dkdv_geometry(recipe, 576, visibility, **options)
 q, k, o = (torch.empty(1, h, 128, d, dtype=torch.bfloat16) for h, d in ((2, 576), (1, 576), (2, 512)))
-latent_forward(q, k, o, torch.empty(1, 2, 128), recipe, visibility, geometry, scale=0.04, softcap=None, sinks=None,
-               sequences=DENSE)
-print(made[0].metadata.shared, made[0].asm["ptx"].count("wgmma.mma_async"))
+lse = torch.empty(1, 2, 128)
+more = {"scale": 0.04, "softcap": None}
+latent_forward(q, k, o, lse, recipe, visibility, forward, sinks=None, sequences=DENSE, **more)
+gradients, statistics = (q, k, k[..., :512].contiguous()), (lse, lse, torch.empty(1, 2, 4, 32, 2))
+seen = DENSE.arguments(recipe, visibility, q, k, **more)
+latent_gradients(q, k, o, gradients, statistics, recipe, rows, columns, seen, **more)
+for kernel in made:
+    print(kernel.metadata.shared, *(kernel.asm["ptx"].count(f"m64n{n}k16") for n in (32, 64, 256)))
 """
 
 
-def test_it_compiles_for_hopper_without_one() -> None:
-    """Shared memory has room for it, and scores and sums are tensor cores' products: 36 + 4 of a warpgroup."""
+def test_they_compile_for_hopper_without_one() -> None:
+    """Shared memory has room for them, and all products are of whole warpgroups, in both loops and behind them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False
     )
     assert not done.returncode, done.stderr
-    shared, products = map(int, done.stdout.split())
-    assert shared <= 227 * 1024
-    assert products == 2 * (36 + 4)
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert all(shared <= 227 * 1024 for shared, *_ in counts)
+    of_gradient = (3 * (576 + 512) // 16 + 6 * 32 // 16, 0, 6 * 32 // 16)
+    assert [products for _, *products in counts] == [
+        [0, 3 * 576 // 16, 6 * 64 // 16], [*of_gradient], [*of_gradient], [3 * 576 // 16, 0, 6 * 32 // 16]
+    ]  # fmt: skip
