@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,9 +70,12 @@ def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.Monkey
         back = backward(q, latent, v, found.o, found.lse, do, recipe, visibility, **options)
         return [found.o, found.lse, back.dq, back.dk, back.dv]
 
+    def asked(decides: Callable[..., bool], *call: Any) -> bool:
+        taken.append(decides(*call))
+        return taken[-1]
+
     for module in (triton_forward, triton_backward):
-        decides = module._runs_in_gluon
-        monkeypatch.setattr(module, "_runs_in_gluon", lambda *a, d=decides: taken.append(d(*a)) or taken[-1])
+        monkeypatch.setattr(module, "_runs_in_gluon", partial(asked, module._runs_in_gluon))
     ours = run()
     assert taken == [True] * (1 + (len(ours) > 2))
     for module in (triton_forward, triton_backward):
@@ -85,31 +90,30 @@ def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, q = preset("fa2", "bf16", 576), torch.empty(0)
     options: dict[str, Any] = {"softcap": False, "tma": True, "value_dim": 512, "alike": True}
     plain = forward_geometry(recipe, 576, BEHIND, level="none", **options)
-    rows, columns = (
-        dq_geometry(recipe, 576, BEHIND, level="none", **options),
-        dkdv_geometry(recipe, 576, BEHIND, **options),
-    )
+    rows = dq_geometry(recipe, 576, BEHIND, level="none", **options)
+    columns = dkdv_geometry(recipe, 576, BEHIND, **options)
     taken, back_taken = triton_forward._runs_in_gluon, triton_backward._runs_in_gluon
     assert taken(plain, recipe, q)
     assert back_taken(rows, columns, recipe, q)
-    others = {"documents": 32, "page_size": 64, "group": 16, "split": True, "rows": True, "unrounded": True}
-    others |= {"tma": False, "latent": False, "dump": True}
+    others: dict[str, Any] = {"documents": 32, "page_size": 64, "group": 16, "tma": False, "latent": False}
+    others |= dict.fromkeys(("split", "rows", "unrounded", "dump"), True)
     for name, value in others.items():
         assert not taken(replace(plain, **{name: value}), recipe, q)
         assert not back_taken(replace(rows, **{name: value}), columns, recipe, q)
     narrow = forward_geometry(recipe, 320, BEHIND, level="none", **{**options, "value_dim": 256})
     assert not taken(narrow, recipe, q)
-    for change in ({"accumulator": "bf16"}, {"range_pv": "bf16"}, {"row_sum_clamp": 1e-10}, {"probs": "fp32"}):
-        assert not taken(plain, replace(recipe, **change), q)  # type: ignore[arg-type]
-    for change in ({"gradient_accumulator": "bf16"}, {"dscores": "fp32"}, {"backward_probs": "fp32"}):
-        assert not back_taken(rows, columns, replace(recipe, **change), q)  # type: ignore[arg-type]
+    changes: list[dict[str, Any]]
+    changes = [{"accumulator": "bf16"}, {"range_pv": "bf16"}, {"row_sum_clamp": 1e-10}, {"probs": "fp32"}]
+    assert not any(taken(plain, replace(recipe, **change), q) for change in changes)
+    changes = [{"gradient_accumulator": "bf16"}, {"dscores": "fp32"}, {"backward_probs": "fp32"}]
+    assert not any(back_taken(rows, columns, replace(recipe, **change), q) for change in changes)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     assert not taken(plain, recipe, q)  # Blackwell has none of Hopper's products
     assert not back_taken(rows, columns, recipe, q)
 
 
 COMPILES = """
-import torch, triton
+import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -137,25 +141,30 @@ columns = dkdv_geometry(recipe, 576, visibility, **options)
 q, k, o = (torch.empty(1, h, 128, d, dtype=torch.bfloat16) for h, d in ((2, 576), (1, 576), (2, 512)))
 lse = torch.empty(1, 2, 128)
 more = {"scale": 0.04, "softcap": None}
-latent_forward(q, k, o, lse, recipe, visibility, forward, sinks=None, sequences=DENSE, **more)
-gradients, statistics = (q, k, k[..., :512].contiguous()), (lse, lse, torch.empty(1, 2, 4, 32, 2))
-seen = DENSE.arguments(recipe, visibility, q, k, **more)
-latent_gradients(q, k, o, gradients, statistics, recipe, rows, columns, seen, **more)
+if sys.argv[1] == "forward":
+    latent_forward(q, k, o, lse, recipe, visibility, forward, sinks=None, sequences=DENSE, **more)
+else:
+    gradients, statistics = (q, k, k[..., :512].contiguous()), (lse, lse, torch.empty(1, 2, 4, 32, 2))
+    seen = DENSE.arguments(recipe, visibility, q, k, **more)
+    latent_gradients(q, k, o, gradients, statistics, recipe, rows, columns, seen, **more)
 for kernel in made:
     print(kernel.metadata.shared, *(kernel.asm["ptx"].count(f"m64n{n}k16") for n in (32, 64, 256)))
 """
+# Products of S or S and dP, and of sums: in the loop by each warpgroup, behind it by one; twice, and once.
+OF_DS = [3 * (576 + 512) // 16 + 6 * 32 // 16, 0, 6 * 32 // 16]
+PRODUCTS = {
+    "forward": [[0, 3 * 576 // 16, 6 * 64 // 16]],
+    "gradients": [OF_DS, OF_DS, [3 * 576 // 16, 0, 6 * 32 // 16]],
+}
 
 
-def test_they_compile_for_hopper_without_one() -> None:
-    """Shared memory has room for them, and all products are of whole warpgroups, in both loops and behind them."""
+@pytest.mark.parametrize("what", PRODUCTS)
+def test_they_compile_for_hopper_without_one(what: str) -> None:
+    """Shared memory has room for them, and all products are of whole warpgroups."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", COMPILES, what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    counts = [list(map(int, line.split())) for line in done.stdout.splitlines()]
     assert all(shared <= 227 * 1024 for shared, *_ in counts)
-    of_gradient = (3 * (576 + 512) // 16 + 6 * 32 // 16, 0, 6 * 32 // 16)
-    assert [products for _, *products in counts] == [
-        [0, 3 * 576 // 16, 6 * 64 // 16], [*of_gradient], [*of_gradient], [3 * 576 // 16, 0, 6 * 32 // 16]
-    ]  # fmt: skip
+    assert [products for _, *products in counts] == PRODUCTS[what]
