@@ -13,7 +13,8 @@ every block of query rows.
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
 the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
-``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
+``view``, ``task`` and the sources of tiles are as in ``triton_tiles``. Absorbed MLA has kernels of its own on Hopper,
+with the same bits (``triton_latent_gradients``).
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """

@@ -11,7 +11,8 @@
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
-maximum first (``_walk_ranges``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
+maximum first (``_walk_ranges``). Absorbed MLA has a kernel of its own on Hopper, with the same bits
+(``triton_latent``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
 
 What differs between a GPU and Triton's interpreter, given the same inputs; the rounding sites are bit for bit the same:
 
