@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 
@@ -47,6 +48,11 @@ def describe_backend(device: torch.device) -> str:
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether the device copies tiles through tensor descriptors (TMA), and compares packed 16-bit pairs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def has_hopper_products(device: torch.device) -> bool:
+    """Whether the device has Hopper's products of warpgroups, and Triton the Gluon that ours are written in."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith(("3.6", "3.7"))
 
 
 def fits_descriptor(tensor: Tensor) -> bool:

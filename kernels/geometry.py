@@ -111,6 +111,14 @@ class Geometry:
     alibi: Literal["none", "behind", "distance", "first-key", "last-key"] = "none"
     """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 
+    @property
+    def absorbed(self) -> bool:
+        """Whether this is a plain call over absorbed MLA's latent, which ``triton_latent`` has kernels for."""
+        special = self.documents or self.page_size or self.group > 1 or self.split
+        watched = self.rows or self.unrounded or self.dump
+        latent = self.latent and self.tma and (self.head_dim, self.value_dim) == (576, 512)
+        return latent and not special and not watched
+
 
 def forward_geometry(
     recipe: Recipe, head_dim: int, visibility: Visibility, *, softcap: bool, level: Level,

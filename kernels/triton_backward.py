@@ -13,7 +13,8 @@ every block of query rows.
 
 S and dP are computed twice, for dQ and for dK and dV: two more products than a kernel that adds dQ atomically, and
 the same bits in every run. What differs between a GPU and the interpreter is as in ``triton_forward``; ``R``, ``G``,
-``view``, ``task`` and the sources of tiles are as in ``triton_tiles``.
+``view``, ``task`` and the sources of tiles are as in ``triton_tiles``. Absorbed MLA has kernels of its own on Hopper,
+with the same bits (``triton_latent_gradients``).
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
+from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_backward_keys import dkdv_kernel
@@ -100,7 +101,9 @@ def backward(
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows,
             num_warps=8 if rows.block_dv > 256 else 4,
         )  # fmt: skip
-    launch_rows("dq", dq, dq.stride()[:3], rows)
+    gluon = _runs_in_gluon(rows, columns, recipe, q)
+    if not gluon:
+        launch_rows("dq", dq, dq.stride()[:3], rows)
     blocks = sequences.blocks(q_length, columns.block_m)
     statistics = new(batch, heads, blocks, columns.block_m, 2)
     statistics_kernel[(blocks, batch * heads)](
@@ -109,6 +112,13 @@ def backward(
     # Sums of both would not fit into the registers where they are that wide.
     fit = columns.block_d + columns.rest_d + columns.block_dv <= 512
     apart = [columns] if fit else [replace(columns, wanted="dk"), replace(columns, wanted="dv")]
+    if gluon:
+        # Triton's Gluon is experimental: it is imported where it is used.
+        from attn_diag.kernels.triton_latent_gradients import latent_gradients
+
+        latent_gradients(q, k, do, (dq, dk, dv), (lse, delta, statistics), bare, rows, columns, seen,
+                         scale=scale, softcap=softcap)  # fmt: skip
+        apart = []
     for geometry in apart:
         dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
             *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
@@ -117,6 +127,19 @@ def backward(
         )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))
+
+
+def _runs_in_gluon(rows: Geometry, columns: Geometry, recipe: Recipe, q: Tensor) -> bool:
+    """Whether ``triton_latent_gradients`` sums the gradients of this call."""
+    tiles = (rows.block_m, rows.block_n, columns.block_m, columns.block_n)
+    sites = (recipe.gradient_accumulator, recipe.backward_probs, recipe.dscores)
+    return (
+        rows.absorbed
+        and columns.absorbed
+        and tiles == (64, 32, 32, 64)
+        and sites == ("fp32", recipe.input, recipe.input)
+        and has_hopper_products(q.device)
+    )
 
 
 def backward_like(

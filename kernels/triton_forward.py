@@ -11,7 +11,8 @@
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
-maximum first (``_walk_ranges``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
+maximum first (``_walk_ranges``). Absorbed MLA has a kernel of its own on Hopper, with the same bits
+(``triton_latent``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
 
 What differs between a GPU and Triton's interpreter, given the same inputs; the rounding sites are bit for bit the same:
 
@@ -33,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_tensor_memory
+from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
@@ -113,6 +114,13 @@ def forward(
     scores = new(n_slots, k_length, dtype=_kept_scores(recipe, sequences))
     probs = new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32))
     tile_max = new(n_slots, tiles)
+    if _runs_in_gluon(geometry, recipe, q):
+        # Triton's Gluon is experimental: it is imported where it is used.
+        from attn_diag.kernels.triton_latent import latent_forward
+
+        latent_forward(q, k, o, lse[0], recipe, visibility, geometry, scale=scale, softcap=softcap, sinks=sinks,
+                       sequences=sequences)  # fmt: skip
+        return ForwardOutputs(o, full_o, lse[0], rows, scores, probs, tile_max)
     arguments = (
         *described(geometry, q, k, v),
         q, k, v, o, full_o, lse, rows, scores, probs, tile_max, slots if slots is not None else lse,
@@ -162,6 +170,19 @@ def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequen
         if sequences.blocks(q_length * group, geometry.block_m) * k_heads <= cores:
             stages = 4  # nor does another block hide the latency of small pages
     return replace(geometry, group=group, stages=stages)
+
+
+def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor) -> bool:
+    """Whether ``triton_latent`` runs this call."""
+    sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs)
+    return (
+        geometry.absorbed
+        and (geometry.block_m, geometry.block_n) == (64, 64)
+        and sites == (None, "fp32", "fp32", recipe.input)
+        and recipe.softmax.kind != "stabilised"
+        and recipe.schedule.order != "diagonal-first"
+        and has_hopper_products(q.device)
+    )
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:

@@ -312,7 +312,7 @@ def described(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) 
         return list(tensors)
     blocks = (geometry.block_m, geometry.block_n, geometry.block_n, geometry.block_m)
     widths = (geometry.block_d, geometry.block_d, geometry.block_dv, geometry.block_dv)
-    made = _ragged_descriptor if geometry.documents else _descriptor
+    made = _ragged_descriptor if geometry.documents else descriptor_of
     return [made(t, block, width) for t, block, width in zip(tensors, blocks, widths, strict=False)]
 
 
@@ -322,14 +322,15 @@ def _ragged_descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescri
     A row's coordinate is 2**30 - length + row, out of bounds from ``length`` on; two more dimensions take back what
     that adds to the address, modulo 2**64. Source: triton.tools.ragged_tma.
     """
-    plain = _descriptor(tensor, block, block_d)
+    plain = descriptor_of(tensor, block, block_d)
     (_, heads, _, dim), (_, stride_h, stride_t, _) = plain.shape, plain.strides
     most = 0x7FFF0000
     shape, strides = [most, most, heads, _RAGGED.value, dim], [2**34 - stride_t, stride_t, stride_h, stride_t, 1]
     return TensorDescriptor(tensor, shape, strides, [1, 1, 1, block, block_d])
 
 
-def _descriptor(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
+def descriptor_of(tensor: Tensor, block: int, block_d: int) -> TensorDescriptor:
+    """Of tiles [block, block_d] of a tensor [B, H, T, D]."""
     # The stride of a dimension of size one is arbitrary in torch; TMA wants a multiple of 16 bytes.
     strides = [
         s if n > 1 else tensor.shape[-1] * 16 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from tiny_models import HEADS, Tiny, transformers_model, written
 from torch import Tensor, nn
@@ -18,8 +21,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def gpt_oss(dtype: torch.dtype = torch.float32) -> Tiny:
-    tiny = transformers_model("gpt_oss", "eager")
+def gpt_oss(dtype: torch.dtype = torch.float32, implementation: str = "eager") -> Tiny:
+    tiny = transformers_model("gpt_oss", implementation)
     tiny.model.to(dtype)
     return tiny
 
@@ -145,3 +148,66 @@ def test_a_short_healthy_training_raises_no_alarm(autocast: bool) -> None:
     assert not monitor.alarms
     assert figures["attn/step"] == 10
     assert figures["attn/nonfinite_rate/max"] == 0
+
+
+def fused_by_hand(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, **_: Any) -> Any:
+    """O and its LSE as FlexAttention on a GPU rounds them; gpt-oss has no score_mod."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).float() for t in (k, v))
+    seen = create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
+    scores = (q.float() @ k.mT * scale).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).to(q.dtype), SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+@pytest.fixture
+def flex_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers multiplies O by the sinks' part behind FlexAttention, made of its LSE, and refuses to on a CPU,
+    whose FlexAttention has none: its own code with another kernel in it, and without the question for the device."""
+    from transformers.integrations import flex_attention as flex
+
+    asks, there = 'query.device.type != "cpu"', dict(vars(flex))
+    source = inspect.getsource(flex.flex_attention_forward)
+    assert asks in source
+    exec(source.replace(asks, "True"), there)
+    monkeypatch.setattr(flex.flex_attention_forward, "__code__", there["flex_attention_forward"].__code__)
+    monkeypatch.setattr(flex, "compile_friendly_flex_attention", fused_by_hand)
+
+
+def judge(captures: list[Capture], allowed: set[str]) -> None:
+    assert len(captures) == 2
+    assert all({"sinks", "dsinks", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
+    for diagnosis in attn_diag.inspect_captures(captures, device="cpu").captures:
+        assert diagnosis.assumptions.ok
+        for head in diagnosis.observations[0].heads:
+            assert head.verdict is not None
+            assert set(head.verdict.labels) <= allowed
+            assert {q.quantity: q.answer for q in head.quantities}["dsinks"] == "good"
+
+
+@pytest.mark.usefixtures("flex_on_a_cpu")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers 5.17 of torch's block masks
+@pytest.mark.parametrize("how", ["fp32", "bf16"])
+def test_flex_attention_of_gpt_oss_is_captured_monitored_and_never_wrong(how: str, tmp_path: Path) -> None:
+    tiny = gpt_oss(torch.bfloat16 if how == "bf16" else torch.float32, "flex_attention")
+    # It rounds the LSE, and the sinks' part, to O's format.
+    judge(captured(tiny, tmp_path / "c"), {"clean", "undecided"} | ({"lossy", "biased"} if how == "bf16" else set()))
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
+        for _ in range(6):
+            torch.autograd.backward(tiny.loss(tiny.model))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.metrics(wait=True)["attn/nonfinite_rate/max"] == 0
+    assert not monitor.alarms
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_of_gpt_oss_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, options, layers = tiny_models._MORE["gpt_oss"]
+    wide = options | {"head_dim": 16}  # the least that its kernels take
+    monkeypatch.setitem(tiny_models._MORE, "gpt_oss", (family, wide, layers))
+    tiny = gpt_oss(torch.bfloat16, "flex_attention")
+    tiny.model.cuda()
+    judge(captured(tiny, tmp_path / "c"), {"clean", "undecided", "lossy", "biased"})
