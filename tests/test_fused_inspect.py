@@ -21,7 +21,7 @@ from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.opened import nearly_uniform
-from attn_diag.head.read import read_head
+from attn_diag.head.read import HeadTensors, inputs_of, read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking
@@ -138,14 +138,14 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
             raise IndexError("out of range")
         return measure(work)
 
-    def broken(c: Capture, *options: Any) -> Any:
-        if fault == "reading" and c.source == "capture 1":
+    def broken(tensors: HeadTensors, *options: Any) -> Any:
+        if fault == "reading" and tensors.capture.source == "capture 1":
             raise InputError("changed while it was read")
-        return read_head(c, *options)
+        return inputs_of(tensors, *options)
 
     for module in (joint, capture_job):
         monkeypatch.setattr(module, "measured", counted)
-    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.read_head", broken)
+    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.inputs_of", broken)
     complaints: list[InputError] = []
     found = inspect_captures(taken, device="cpu", skip=complaints.append)
     assert len(complaints) == (fault == "reading")

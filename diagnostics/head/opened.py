@@ -13,7 +13,6 @@ from torch import Tensor
 from attn_diag.head import judging
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.measurement import HeadMeasurement, RepeatSums
-from attn_diag.head.read import all_finite
 from attn_diag.head.row_maxima import DEFINITIONS, RowMaximaCollector
 from attn_diag.head.shared import rows_alike
 from attn_diag.head.stacks import on_host
@@ -123,7 +122,7 @@ def _opened(
     finite = ~of_rows.unusable
     masked, known, several_keys = of_rows.fully_masked, of_rows.known, of_rows.several_keys
     before = usable = finite & ~masked & known
-    broken = {name: bad for name, values in seen.outputs.items() if (bad := _broken_rows(values)) is not None}
+    broken = {name: _broken_rows(values) for name, values in seen.outputs.items() if name not in seen.finite}
     for bad in broken.values():
         usable = usable & ~bad
     kept = np.flatnonzero(usable)
@@ -157,10 +156,8 @@ def _repeat_sums(multiplicity: npt.NDArray[np.int64] | None, usable: Bools) -> R
     return RepeatSums(int((kept > 1).sum()), int(kept.max(initial=0)))
 
 
-def _broken_rows(values: Tensor) -> Bools | None:
-    """Rows with NaN or Inf, bool [Tq]; None: no row."""
-    if all_finite(values):
-        return None
+def _broken_rows(values: Tensor) -> Bools:
+    """Rows with NaN or Inf, bool [Tq]."""
     broken = ~values.isfinite()
     found: Bools = (broken.any(1) if broken.ndim == 2 else broken).cpu().numpy()
     return found

@@ -49,6 +49,8 @@ class ObservedHead:
     """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
     declared: Recipe | None = None
     """The recipe below 16 bits that the kernel is declared to be."""
+    finite: frozenset[str] = frozenset()
+    """Names of ``outputs`` that are known to be finite."""
 
 
 class StreamedHead:

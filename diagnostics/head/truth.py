@@ -137,12 +137,15 @@ class HeadTruth:
     def alone(self) -> HeadTruth:
         """The same without dK, dV and what can be computed again without another pass, its tensors no parts of larger.
 
-        Heads that were fused share theirs.
+        Heads that were read or fused together share theirs.
         """
-        r = self.reference
+        r, head = self.reference, self.head
         out, dq, products = _whole(r.unnormalised_out), _whole(r.dq), _whole(self.products)
-        assert out is not None
-        return replace(self, reference=replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None), products=products)
+        q, k, v = (_whole(t) for t in (head.q, head.k, head.v))
+        assert out is not None and q is not None and k is not None and v is not None
+        inputs = replace(self.inputs, head=replace(head, q=q, k=k, v=v, do=_whole(head.do)))
+        reference = replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None)
+        return replace(self, inputs=inputs, reference=reference, products=products)
 
     @property
     def bytes(self) -> int:

@@ -40,7 +40,7 @@ from attn_diag.head.judging import KeyTerms, key_quality
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_key_outputs, read_outputs
+from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of, outputs_of, read_key_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
@@ -213,11 +213,11 @@ class CaptureJob:
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
-    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead:
-        """One query head, to be streamed and measured."""
+    def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead:
+        """One query head, to be streamed and measured; its tensors are read with those of other heads."""
         batch, whole = result.group.batch, len(result.group.heads) == self.group
-        inputs = read_head(self.capture, batch, head, self.device, result.census)
-        observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
+        inputs = inputs_of(tensors, batch, head, result.census)
+        observed = self._observed(inputs, tensors, batch, head, result.census, want_keys=whole)
         found = self.opened.projection
         return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
 
@@ -229,7 +229,7 @@ class CaptureJob:
         usable = len(group.heads) == self.group
         for head, (passed, parts) in zip(group.heads, measured, strict=False):
             self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
-            usable &= not bool(passed.inputs.unusable.any())
+            usable &= passed.inputs.sound or not bool(passed.inputs.unusable.any())
             for seen, part in zip(passed.observed, parts, strict=True):
                 if part.keys is not None:
                     collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
@@ -239,9 +239,10 @@ class CaptureJob:
             result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
 
     def _observed(
-        self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
-    ) -> list[ObservedHead]:
-        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
+        self, inputs: HeadInputs, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus,
+        *, want_keys: bool,
+    ) -> list[ObservedHead]:  # fmt: skip
+        seen = [self._observation(name, tensors, batch, head, census, want_keys=want_keys) for name in self.captured]
         for observed in seen:
             if self._assumes_lse(observed.name):
                 assert observed.recipe is not None
@@ -254,15 +255,15 @@ class CaptureJob:
             seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
         return seen
 
-    def _read_observation(
-        self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    def _observation(
+        self, name: str, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> ObservedHead:
-        c = self.capture
-        outputs, formats = read_outputs(c, name, batch, head, self.device, census)
-        keys = any(output in KEYED for output in c.observations[name])
+        outputs, formats, finite = outputs_of(tensors, name, batch, head, census)
+        keys = any(output in KEYED for output in self.capture.observations[name])
         found = self.recognised.get(name)
         recipe = found.recipe if found else None
-        return ObservedHead(name, outputs, formats, recipe, keys and want_keys, declared=self.declared)
+        keyed = keys and want_keys
+        return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
 
     def _key_gradients(
         self,

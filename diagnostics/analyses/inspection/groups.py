@@ -41,7 +41,8 @@ def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device
 
 
 def made_at_once(
-    heads: Sequence[Callable[[], StreamedHead]],
+    count: int,
+    open_heads: Callable[[slice], list[StreamedHead]],
     measure: Callable[[Sequence[StreamedHead], slice], list[list[HeadMeasurement]]],
     capture: Capture,
     device: torch.device,
@@ -49,16 +50,17 @@ def made_at_once(
     """Opens heads, makes their passes and measures them, as many of them side by side as fit.
 
     Args:
-        heads: What opens each.
-        measure: What measures some of them; it is told which.
+        count: How many there are.
+        open_heads: What opens some of them; it is told which.
+        measure: What measures these, likewise.
         capture: Where they are.
         device: Where they are computed.
     """
-    count = _heads_at_once(capture, device)
-    for i in range(0, len(heads), count):
-        passes = [open_head() for open_head in heads[i : i + count]]
+    step = _heads_at_once(capture, device)
+    for i in range(0, count, step):
+        passes = open_heads(slice(i, i + step))
         stream_heads(passes)
-        found = measure(passes, slice(i, i + count))
+        found = measure(passes, slice(i, i + step))
         while passes:
             yield passes.pop(0), found.pop(0)
 

@@ -18,6 +18,7 @@ from attn_diag.head.certification import Certify
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
+from attn_diag.head.read import HeadTensors
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
 from attn_diag.kernels import Recipe
@@ -52,7 +53,7 @@ class Job(Protocol):
     def run(self) -> Iterable[int]: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
     def groups(self) -> list[HeadGroup]: ...  # noqa: D102
-    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
+    def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead: ...  # noqa: D102
     def complete(  # noqa: D102
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
     ) -> None: ...
@@ -65,16 +66,22 @@ def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[Group
     """Some groups of heads of captures that are alike, or of one: every observation of them."""
     results = [[GroupMeasurement(group) for group in groups] for _, groups in work]
     every = [(job, result) for (job, _), of_job in zip(work, results, strict=True) for result in of_job]
-    places = [(job, result.group.batch, head) for job, result in every for head in result.group.heads]
-    shared = [job.shared.get(head, {}).get(batch) for job, batch, head in places]
+    heads = [(job, result, head) for job, result in every for head in result.group.heads]
+    shared = [job.shared.get(head, {}).get(result.group.batch) for job, result, head in heads]
     first = work[0][0]
 
-    def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
-        of_captures = [(batch, head) for _, batch, head in places[which]]
-        return measure_heads(passes, of_captures, first.certify, shared[which])
+    def open_heads(which: slice) -> list[StreamedHead]:
+        places: dict[Job, list[tuple[int, int]]] = {}
+        for job, result, head in heads[which]:
+            places.setdefault(job, []).append((result.group.batch, head))
+        tensors = {job: HeadTensors(job.capture, of_job, job.device) for job, of_job in places.items()}
+        return [job.open_head(result, head, tensors[job]) for job, result, head in heads[which]]
 
-    heads = [partial(job.open_head, result, head) for job, result in every for head in result.group.heads]
-    found = made_at_once(heads, measure, first.capture, first.device)
+    def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
+        places = [(result.group.batch, head) for _, result, head in heads[which]]
+        return measure_heads(passes, places, first.certify, shared[which])
+
+    found = made_at_once(len(heads), open_heads, measure, first.capture, first.device)
     for job, result in every:
         job.complete(result, found)
     return results
