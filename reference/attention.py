@@ -176,7 +176,7 @@ class RowBlock:
     @property
     def lse(self) -> Tensor:
         """L = m + ln l, [R]; -inf in fully masked rows (a sink's logit, where there is one)."""
-        return _lse(self.row_max, self.row_sum, self.sink)
+        return lse_of(self.row_max, self.row_sum, self.sink)
 
     @property
     def out(self) -> Tensor:
@@ -210,7 +210,7 @@ class HeadReference:
     @cached_property
     def lse(self) -> Tensor:
         """L = m + ln l, [Tq]; -inf in fully masked rows (a sink's logit, where there is one)."""
-        return _lse(self.row_max, self.row_sum, self.sink)
+        return lse_of(self.row_max, self.row_sum, self.sink)
 
     @cached_property
     def sink_probs(self) -> Tensor | None:
@@ -380,7 +380,8 @@ def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
     return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)
 
 
-def _lse(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
+def lse_of(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
+    """L = m + ln l of any rows; ``sink``: the logit of their head's, None without one."""
     found = row_max + row_sum.log()
     # Where exp(s - m) overflows nothing but the sink is left of l.
     return found if sink is None else found.masked_fill_(row_sum == torch.inf, sink)

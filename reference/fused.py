@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, HeadReference, reference_head
+from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
 
 if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
@@ -141,6 +141,21 @@ class FusedHeads:
         return self.forward.row_sum.reciprocal().masked_fill_(self.forward.row_max == -torch.inf, 0.0)
 
     @cached_property
+    def out(self) -> Tensor:
+        """O, [H, Tq, Dv]; zero in fully masked rows."""
+        return self.forward.unnormalised_out * self.inverse[..., None]
+
+    @cached_property
+    def products(self) -> Tensor | None:
+        """(P_bar o slope) K, [H, Tq, D]; None without dO."""
+        return None if self.do is None else self.rows("sloped", self.k)
+
+    @cached_property
+    def probs_k(self) -> Tensor | None:
+        """(P o slope) K, [H, Tq, D]; None without dO."""
+        return None if self.products is None else self.products * self.inverse[..., None]
+
+    @cached_property
     def delta(self) -> Tensor | None:
         """rowsum(dO o O), [H, Tq]; None without dO."""
         return None if self.do is None else (self.do * self.forward.unnormalised_out).sum(2).mul_(self.inverse)
@@ -233,13 +248,20 @@ class FusedHeads:
         def of(tensor: Tensor | None, i: int) -> Tensor | None:
             return None if tensor is None else tensor[i]
 
-        return [
+        references = [
             HeadReference(
                 found.row_max[i], found.row_sum[i], found.unnormalised_out[i],
                 of(self.delta, i), of(dq, i), of(dk, i), of(dv, i), head.sink,
             )
             for i, head in enumerate(self.heads)
         ]  # fmt: skip
+        # What each of them would make by itself.
+        for one, out, masked in zip(references, self.out, found.row_max == -torch.inf, strict=True):
+            one.out, one.fully_masked = out, masked
+        if self.sinks is None:
+            for one, lse in zip(references, lse_of(found.row_max, found.row_sum, None), strict=True):
+                one.lse = lse
+        return references
 
     def _row_numbers(self, numbers: Sequence[Tensor]) -> list[Tensor]:
         """m (finite), delta, a, b and c; any tensor of the size in place of what W has not."""

@@ -291,9 +291,9 @@ def samples(
             of_rows = noise()[:, found]
             return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
 
-        # NaN too: another element may stand out.
-        some = deviations[h] > ELEMENT_LIMIT if not beyond <= ELEMENT_LIMIT else deviations[h][:0]
-        stands_out = some.nonzero().cpu().numpy()
+        stands_out = np.zeros((0, 2), dtype=np.int64)
+        if not beyond <= ELEMENT_LIMIT:  # NaN too: another element may stand out.
+            stands_out = (deviations[h] > ELEMENT_LIMIT).nonzero().cpu().numpy()
         marked = np.zeros(len(size), dtype=bool)
         marked[stands_out[:, 0]] = True
         zeroed = zeros[h] & (sums[0] > _LOST**2 * sums[1:].max(0)) & (truth.shape[2] >= _LOST_ELEMENTS)

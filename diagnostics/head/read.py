@@ -341,6 +341,8 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
         bad_keys=bad_keys,
         input_format=format_of(capture.tensors["q"].dtype),
         bad_mask=bad_mask,
-        sound=not bad and bad_mask is None and math.isfinite(capture.sink(head) or 0.0)
+        sound=not bad
+        and bad_mask is None
+        and math.isfinite(capture.sink(head) or 0.0)
         and math.isfinite(capture.alibi_slope(batch, head) or 0.0),
     )

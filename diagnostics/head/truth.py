@@ -142,7 +142,10 @@ class HeadTruth:
         r, head = self.reference, self.head
         out, dq, products = _whole(r.unnormalised_out), _whole(r.dq), _whole(self.products)
         q, k, v = (_whole(t) for t in (head.q, head.k, head.v))
-        assert out is not None and q is not None and k is not None and v is not None
+        assert out is not None
+        assert q is not None
+        assert k is not None
+        assert v is not None
         inputs = replace(self.inputs, head=replace(head, q=q, k=k, v=v, do=_whole(head.do)))
         reference = replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None)
         return replace(self, inputs=inputs, reference=reference, products=products)
@@ -180,7 +183,7 @@ def head_truth(
         fused = FusedHeads([head])
         (reference,) = fused.references(key_gradients=key_gradients)
         take_maxima([collected], fused)
-        found = None if head.do is None else fused.rows("sloped", fused.k)[0]
+        found = None if fused.products is None else fused.products[0]
         return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
