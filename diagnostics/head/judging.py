@@ -32,7 +32,8 @@ from attn_diag.reference import (
     round_nearest_even,
     ulp,
 )
-from attn_diag.statistics.means import effective
+from attn_diag.statistics.arrays import dense
+from attn_diag.statistics.mean_tests import effective
 from attn_diag.statistics.ratios import Carriers
 
 
@@ -60,8 +61,7 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
         if observed is None or not observed.shape[1] or (name == "dq" and stack.head.do is None):
             continue
         fed = [None if name == "o" else _fed(p, s) for p, s in zip(stack.passes, stack.seen, strict=True)]
-        top_keys = stack.top_key.cpu().numpy()
-        clusters = [np.unique(keys, return_inverse=True)[1] if name == "o" else None for keys in top_keys]
+        clusters = [dense(keys) for keys in stack.top_key.cpu().numpy()] if name == "o" else [None] * len(found)
         firsts: list[QuantitySample | None] = [None] * len(found)
         if stack.passes[0].declared(stack.seen[0]) is None:
             firsts[:] = samples(

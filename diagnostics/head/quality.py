@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import FloatFormat, ulp
+from attn_diag.statistics.arrays import dense
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
@@ -156,7 +157,7 @@ class QuantitySample:
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
         clusters = self.clusters
         if kept is not None and clusters is not None:
-            clusters = np.unique(clusters[kept], return_inverse=True)[1]
+            clusters = dense(clusters[kept])
         if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
             # All rows copy few keys, and share their rounding: features are what is left to count.
             error, other, floor = self.features

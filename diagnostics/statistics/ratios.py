@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.means import effective
+from attn_diag.statistics.mean_tests import effective
 
 Array = npt.NDArray[np.float64]
 
