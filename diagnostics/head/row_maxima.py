@@ -174,16 +174,27 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
     numbers, rows = (found.second_max > first._threshold(tops)).nonzero(as_tuple=True)
     for i, one in enumerate(collectors):
         one._row_max, one._second_max, one._top_key = tops[i], found.second_max[i], top_keys[i]
-    ends = [0, *torch.bincount(numbers, minlength=len(collectors)).cumsum(0).tolist()]
+    if not len(rows):
+        return
+    owners, positions = torch.stack([numbers, fused.head.positions[rows]]).cpu().numpy()
+    ends = np.searchsorted(owners, np.arange(len(collectors) + 1)).tolist()
     for start in range(0, len(rows), step := max(1, _AT_ONCE // max(keys, 1))):
         some = range(start, min(start + step, len(rows)))
         parts = [slice(max(some.start, a), min(some.stop, b)) for a, b in pairwise(ends)]
-        scores = scores_of(fused.heads, [rows[part] for part in parts])
+        least, most = (int(of(positions[some.start : some.stop])) for of in (np.min, np.max))
+        span = fused.head.masking.span(least, most, keys)
+        scores = scores_of(fused.heads, [rows[part] for part in parts], span, least)
         places = numbers[some.start : some.stop], rows[some.start : some.stop]
-        tops[places], top_keys[places] = scores.max(1)
         at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
+        near, columns = scores[at, columns], columns + span.start
+        # The largest of these scores, and the first key that has it: the kernel's products may round otherwise.
+        top = tops[places].scatter_reduce(0, at, near, "amax", include_self=False)
+        top_key = top_keys[places].scatter_reduce(
+            0, at, torch.where(near == top[at], columns, keys), "amin", include_self=False
+        )
+        tops[places], top_keys[places] = top, top_key
         sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
-        pending = (torch.split(t, sizes) for t in (places[1][at], columns, scores[at, columns]))
+        pending = (torch.split(t, sizes) for t in (places[1][at], columns, near))
         for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
             one._pending.append(of_head)
             one._pending_count += len(of_head[0])

@@ -300,8 +300,9 @@ class CaptureJob:
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
-        every = [part for parts in measured.values() for part in parts]
-        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), every)]
+        # The pooled entry of a single head repeats it, see ``result``.
+        every = [[part for parts in measured.values() for part in parts]] if len(measured) > 1 else []
+        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), *every)]
         biases = pooled_biases(pooled, self.level)
         entries = [
             pool(
@@ -321,10 +322,10 @@ class CaptureJob:
                 quantities=quantities[head],
                 missing=missing,
             )
-            for (head, parts), errors, of_head in zip(measured.items(), pooled[:-1], biases[:-1], strict=True)
+            for (head, parts), errors, of_head in zip(measured.items(), pooled, biases, strict=False)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        entries.append(
+        entries += [replace(entries[0])] if not every else [
             pool(
                 pooled[-1],
                 biases[-1],
@@ -336,7 +337,7 @@ class CaptureJob:
                 quantities=worst_of_all(quantities.values()),
                 missing=missing,
             )
-        )
+        ]  # fmt: skip
         for entry in entries:
             entry.remarks += undeclared_words(c, self.recognised.get(name))
         return entries
