@@ -134,7 +134,7 @@ def waits_of(run: Callable[[], object]) -> Counter[str]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = count
+        warnings.showwarning = count  # type: ignore[assignment]
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")

@@ -50,8 +50,7 @@ class HeadStack:
 
     def only(self, heads: Sequence[int]) -> HeadStack:
         """Some of the heads."""
-        passes, seen, rows = ([values[h] for h in heads] for values in (self.passes, self.seen, self.rows))
-        return HeadStack(passes, seen, rows)
+        return HeadStack([self.passes[h] for h in heads], [self.seen[h] for h in heads], [self.rows[h] for h in heads])
 
     @cached_property
     def indices(self) -> Tensor:

@@ -55,7 +55,7 @@ def _sums(stack: HeadStack, runs: Sequence[Sequence[dict[str, Tensor]]]) -> list
         add(out, "o", stack.of(lambda passed: passed.truth.reference.out).sign())
     if stack.errors is not None and "delta" in runs[0][0]:
         add(stack.chosen([e.delta for e in stack.errors]), "delta")
-    tests = [("o_excess",), ("o_away_excess",)] if out is not None else []
+    tests: list[tuple[str, ...]] = [("o_excess",), ("o_away_excess",)] if out is not None else []
     tests += [("delta", "delta_excess")]
     by_head = np.array(numbers(*found)).reshape(len(runs), -1, 1 + count) if found else np.zeros((len(runs), 0, 0))
     return [{name: sums for names, sums in zip(tests, of_head, strict=False) for name in names} for of_head in by_head]

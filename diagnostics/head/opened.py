@@ -74,8 +74,11 @@ def open_heads(
         _RowsOnHost(*arrays) for arrays in zip(*(on_host([get(p) for p in passes]) for get in _OF_ROWS), strict=True)
     ]
     alike_rows = rows_alike([p.inputs.head for p in passes])
-    on_the_host = zip(maxima_on_host(maxima), of_rows, alike_rows, strict=True)
-    return [_opened(*one, *known) for *one, known in zip(passes, seen, places, maxima, on_the_host, strict=True)]
+    known = zip(maxima_on_host(maxima), of_rows, alike_rows, strict=True)
+    return [
+        _opened(passed, own, place, collector, *on_the_host)
+        for passed, own, place, collector, on_the_host in zip(passes, seen, places, maxima, known, strict=True)
+    ]
 
 
 _OF_ROWS: tuple[Callable[[StreamedHead], Tensor], ...] = (

@@ -225,9 +225,8 @@ class _Untested:
 def _describe(found: Sequence[_Untested]) -> None:
     """Add to each mean what its sums say without a test."""
     for places, sums in side_by_side([one.sums for one in found]):
-        numbers = zip(places, sums.sum(1).tolist(), sums.any(1).tolist(), effective(sums).tolist(), strict=True)
-        for i, total, some, carrying in numbers:
-            found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if some else None}
+        for i, total, own, carrying in zip(places, sums.sum(1).tolist(), sums, effective(sums).tolist(), strict=True):
+            found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if own.any() else None}
     for places, totals in side_by_side([one.errors.total for one in found]):
         for i, total in zip(places, totals.sum(1).tolist(), strict=True):
             found[i].known["cumulative_sum"] = total

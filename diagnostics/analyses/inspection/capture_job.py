@@ -250,9 +250,9 @@ class CaptureJob:
                 observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
         for name, recipe in self.recipes.items():
             result = run_recipe(self.engine, recipe, inputs.head)
-            tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
-            formats = {n: format_of(t.dtype) for n, t in tensors.items()}
-            seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
+            made = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
+            formats = {n: format_of(t.dtype) for n, t in made.items()}
+            seen.append(ObservedHead(name, {n: t.double() for n, t in made.items()}, formats, recipe))
         return seen
 
     def _observation(

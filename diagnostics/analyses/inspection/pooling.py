@@ -146,11 +146,15 @@ def pool(
     parts, errors, clusters, independent = pooled.parts, pooled.errors, pooled.clusters, pooled.independent
     sums = _mean_sums(parts)
     declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
+    compared = sums.keys() - declared.keys()
     for name, estimate in biases.items():
-        known = _reference_bound(estimate, [p.reference_bounds.get(name) for p in parts])
-        if name in sums.keys() - declared.keys():
-            known |= well_rounded_mean(estimate, *sums[name])
-        biases[name] = replace(estimate, **known) if known else estimate
+        biases[name] = replace(
+            estimate,
+            reference_bound=_reference_bound(estimate, [p.reference_bounds.get(name) for p in parts]),
+            well_rounded_mean=well_rounded_mean(estimate, *sums[name])
+            if name in sums.keys() - declared.keys()
+            else None,
+        )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     noise = [p.noise for p in parts if p.noise is not None]
@@ -193,15 +197,14 @@ def pool(
     return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, declared)
 
 
-def _reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> dict[str, float]:
-    """The estimate's field for what the reference's errors (``sums``, one a part) and the mean's rounding amount to;
-    none where it is not known."""
+def _reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> float | None:
+    """What the reference's errors (``sums``, one a part) and the rounding of its mean amount to; None: not known."""
     known = [s for s in sums if s is not None]
     if not estimate.n or estimate.rms is None or len(known) < len(sums):
-        return {}
+        return None
     # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
     rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
-    return {"reference_bound": sum(known) / estimate.n + rounding}
+    return sum(known) / estimate.n + rounding
 
 
 def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, npt.NDArray[np.float64]]:
