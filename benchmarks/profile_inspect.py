@@ -17,6 +17,7 @@ milliseconds of the function with all that it calls.
 from __future__ import annotations
 
 import cProfile
+import importlib.util
 import io
 import os
 import pstats
@@ -125,6 +126,31 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class Compilations:
+    """What Triton compiles, or finds compiled on disk, from now on: kernel, and its seconds."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float]] = []
+        self.on_disk = 0
+        if importlib.util.find_spec("triton") is not None:
+            from triton import knobs
+
+            knobs.compilation.listener = self._add
+
+    def _add(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            self.on_disk += 1
+        else:
+            self.found.append((src.fn.__name__, (times.ir_initialization + times.total_lowering) / 1e6))
+
+    def told(self) -> dict[str, Any]:
+        """How many there were and how long they took, by kernel."""
+        kernels = sorted({name for name, _ in self.found})
+        seconds = {n: [round(s, 2) for name, s in self.found if name == n] for n in kernels}
+        total = round(sum(s for _, s in self.found), 1)
+        return {"compiled": len(self.found), "on disk": self.on_disk, "compiling [s]": total, "each [s]": seconds}
+
+
 def waits_of(run: Callable[[], object]) -> Counter[str]:
     """How often each function makes the host wait for the GPU."""
     found = Counter[str]()
@@ -191,7 +217,9 @@ def main() -> None:
     captures = captures_of(options.shape, options.device)
     print(options.shape, f"made in {time.perf_counter() - start:.1f} s", flush=True)
     run = partial(inspect_captures, captures, device=options.device)
-    result = made_by(options.device) | {options.shape: {"first [s]": round(timed(run), 3)}}
+    compiled = Compilations()
+    result: dict[str, Any] = made_by(options.device) | {options.shape: {"first [s]": round(timed(run), 3)}}
+    result[options.shape] |= compiled.told()
     result[options.shape]["warm [s]"] = [round(timed(run), 3) for _ in range(3)]
     print(result[options.shape], flush=True)
     if options.host:

@@ -151,9 +151,7 @@ def pool(
         biases[name] = replace(
             estimate,
             reference_bound=_reference_bound(estimate, [p.reference_bounds.get(name) for p in parts]),
-            well_rounded_mean=well_rounded_mean(estimate, *sums[name])
-            if name in sums.keys() - declared.keys()
-            else None,
+            well_rounded_mean=well_rounded_mean(estimate, *sums[name]) if name in compared else None,
         )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
