@@ -28,9 +28,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ from attn_diag.reference.fused import reference_of
 
 LINES = 70
 # Runs that are sampled, and seconds between samples.
-SAMPLED, EVERY = 8, 5e-4
+SAMPLED, EVERY = 8, 2e-3
 # Folders of the package, which an editable installation takes from several places.
-OURS = {str(Path(module.__file__ or "").parent) for module in (attn_diag, attn_diag.kernels, attn_diag.reference)}
+OURS = tuple(str(Path(module.__file__ or "").parent) for module in (attn_diag, attn_diag.kernels, attn_diag.reference))
 
 
 def captures_of(name: str, device: str) -> list[Capture]:
@@ -105,12 +105,16 @@ def by_kernel(run: Callable[[], object]) -> None:
 def ours(frame: FrameType | None) -> Iterator[str]:
     """The functions of this package on the stack, the innermost first."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        folder = next((f for f in OURS if file.startswith(f)), None)
-        if folder is not None:
-            where = Path(folder).name + file[len(folder) :]
-            yield f"{where}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"
+        if frame.f_code.co_filename.startswith(OURS):
+            yield place_of(frame.f_code)
         frame = frame.f_back
+
+
+@cache
+def place_of(code: CodeType) -> str:
+    """Where a function is, and its name."""
+    folder = max((f for f in OURS if code.co_filename.startswith(f)), key=len)
+    return f"{Path(folder).name}{code.co_filename[len(folder) :]}:{code.co_firstlineno} {code.co_name}"
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -169,14 +173,18 @@ def waits_of(run: Callable[[], object]) -> Counter[str]:
 
 def by_host(run: Callable[[], object], device: str) -> dict[str, Any]:
     """The table of ``--host``."""
-    own, whole, samples = Counter[str](), Counter[str](), 0
+    own, whole, samples, looking = Counter[str](), Counter[str](), 0, False
 
     def sample(_: int, frame: FrameType | None) -> None:
-        nonlocal samples
+        nonlocal samples, looking
+        if looking:  # a signal may come while the last one is dealt with
+            return
+        looking = True
         samples += 1
         stack = list(ours(frame))
         own[stack[0] if stack else "elsewhere"] += 1
         whole.update(set(stack))
+        looking = False
 
     signal.signal(signal.SIGALRM, sample)
     signal.setitimer(signal.ITIMER_REAL, EVERY, EVERY)

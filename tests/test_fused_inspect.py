@@ -127,7 +127,8 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     taken = [replace(c, source=f"capture {i}") for i, c in enumerate(taken)]
     alone = [json.loads(inspect_captures([c], device="cpu").to_json())["captures"][0] for c in taken]
     sizes: list[int] = []
-    monkeypatch.setattr(joint, "jobs_at_once", lambda *_: 3)
+    for name in ("jobs_recognised", "jobs_at_once"):
+        monkeypatch.setattr(joint, name, lambda *_: 3)
     measure = joint.measured
 
     def counted(work: Any) -> Any:

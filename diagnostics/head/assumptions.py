@@ -25,7 +25,7 @@ from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import TOLERANCE, OutputFit, lse_fit, out_fit, sampled_heads
-from attn_diag.head.read import read_float64, read_head
+from attn_diag.head.read import HeadTensors, read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
 from attn_diag.reference import format_of
@@ -60,11 +60,18 @@ def check_assumptions(capture: Capture, observations: Sequence[str], device: tor
     )
 
 
-def check_observation(capture: Capture, observation: str, device: torch.device) -> tuple[Misfit, ...]:
-    """The check of O, then that of LSE unless O already fails; only where there are rows to compare."""
+def check_observation(
+    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
+) -> tuple[Misfit, ...]:
+    """The check of O, then that of LSE unless O already fails; only where there are rows to compare.
+
+    ``tensors``: of heads that are read for others too.
+    """
     captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
-    out = _check_out(capture, observation, device) if "o" in captured else None
-    lse = _check_lse(capture, observation, device) if "lse" in captured and (out is None or out.ok) else None
+    out = _check_out(capture, observation, device, tensors) if "o" in captured else None
+    lse = None
+    if "lse" in captured and (out is None or out.ok):
+        lse = _check_lse(capture, observation, device, tensors)
     return tuple(check for check in (out, lse) if check is not None)
 
 
@@ -114,8 +121,8 @@ def _message(check: Misfit) -> str:
     return f"{found} {check.better} fits within {near}: correct the metadata or pass it as an option."
 
 
-def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
-    stated = out_fit(capture, observation, device)
+def _check_out(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
+    stated = out_fit(capture, observation, device, tensors)
     if stated is None:
         return None
     if stated.ok:
@@ -240,9 +247,9 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
     return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 
 
-def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
+def _check_lse(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
     stated = capture.metadata.lse_base
-    fit = lse_fit(capture, observation, device)
+    fit = lse_fit(capture, observation, device, tensors)
     if fit is None:
         return None
     error = fit.error

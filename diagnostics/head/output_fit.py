@@ -33,7 +33,7 @@ def sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _sample(
-    capture: Capture, observation: str, output: str, device: torch.device
+    capture: Capture, observation: str, output: str, device: torch.device, known: HeadTensors | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
 
@@ -44,7 +44,8 @@ def _sample(
     # Small heads are read together.
     step = len(places) if max(capture.q_length, capture.k_length) * capture.head_dim <= _SMALL else 1
     for start in range(0, len(places), step):
-        tensors, census = HeadTensors(capture, some := places[start : start + step], device), NonFiniteCensus()
+        some, census = places[start : start + step], NonFiniteCensus()
+        tensors = known if known is not None and known.places.issuperset(some) else HeadTensors(capture, some, device)
         for batch, head in some:
             length = capture.lengths(batch)[0]
             rows = torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
@@ -79,11 +80,16 @@ class OutputFit:
         return self.error <= TOLERANCE + self.rounding
 
 
-def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
-    """How well O fits the metadata, from the sampled rows; None where no row can tell."""
+def out_fit(
+    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
+) -> OutputFit | None:
+    """How well O fits the metadata, from the sampled rows; None where no row can tell.
+
+    ``tensors``: of heads of this capture that are read already.
+    """
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
     sums, compared = list[Tensor](), 0
-    for observed, truth, made in _sample(capture, observation, "o", device):
+    for observed, truth, made in _sample(capture, observation, "o", device, tensors):
         # A finite O past the largest number was clamped to it.
         rounded = round_nearest_even(truth if made is None else made, fmt, wait=False).clamp(-fmt.largest, fmt.largest)
         sums += [x.square().sum() for x in (observed - truth, truth, rounded - truth)]
@@ -96,13 +102,15 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
     return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
 
 
-def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
+def lse_fit(
+    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
+) -> OutputFit | None:
     """How well LSE fits, over its norm, the latter at least 1: LSE may well be near 0. None as for O.
 
     What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
     """
     sums, compared = list[Tensor](), 0
-    for observed, truth, made in _sample(capture, observation, "lse", device):
+    for observed, truth, made in _sample(capture, observation, "lse", device, tensors):
         sums += [x.square().sum() for x in (observed - truth, truth, (truth if made is None else made) - truth)]
         compared += len(truth)
     if not compared:

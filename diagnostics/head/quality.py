@@ -348,7 +348,8 @@ def _misplaced(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:
     """Which groups' errors (``sums`` [5, groups], as of ``_outlying``) are too large for this kernel, however coarse
     it is."""
     ratio, there = sums[0] / np.maximum(sums[1:].max(0), 1e-300), sizes > 0
-    if int(there.sum()) < _GROUPS:
+    # The median counts as 1 at least.
+    if int(there.sum()) < _GROUPS or not (ratio > _OTHERS**2).any():
         return np.zeros(len(ratio), bool)
     usual, size = max(_median(ratio[there]), 1.0), np.maximum(sizes, _median(sizes[there]))
     return np.asarray((ratio > _OTHERS**2 * usual) & (sums[0] > part**2 * size))

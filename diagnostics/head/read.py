@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,10 +98,23 @@ class HeadTensors:
     Query heads that share a key head share its tensors: they are not to be changed.
     """
 
-    def __init__(self, capture: Capture, places: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """``places``: indices of the batch item and the query head of each."""
-        self.capture, self.device, self._places = capture, device, places
+    def __init__(
+        self,
+        capture: Capture,
+        places: Sequence[tuple[int, int]],
+        device: torch.device,
+        together: Sequence[str] = (),
+    ) -> None:
+        """``places``: indices of the batch item and the query head of each. ``together``: names that are all copied
+        once one of them is asked for."""
+        self.capture, self.device, self.places = capture, device, frozenset(places)
+        self._places, self._together = places, [name for name in together if name in capture.tensors]
         self._found: dict[str, dict[tuple[int, int], tuple[Tensor, bool]]] = {}
+
+    @cached_property
+    def no_keys(self) -> Tensor:
+        """Indices of no keys."""
+        return torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def kv_head(self, head: int) -> int:
         """The key head of a query head."""
@@ -110,24 +124,32 @@ class HeadTensors:
         """As ``read_float64``, of a query head, and whether all of it is finite; None where the capture lacks it."""
         if name not in self.capture.tensors:
             return None
-        by_key_head = name.rpartition(".")[2] in ("k", "v", *KEYED)
         if name not in self._found:
-            wanted = [(b, self.kv_head(h) if by_key_head else h) for b, h in self._places]
-            self._found[name] = self._read(name, list(dict.fromkeys(wanted)))
-        return self._found[name][batch, self.kv_head(head) if by_key_head else head]
+            self._read(self._together if name in self._together else [name])
+        return self._found[name][batch, self.kv_head(head) if _by_key_head(name) else head]
 
-    def _read(self, name: str, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Tensor, bool]]:
-        stored = {place: tensor for place in wanted if (tensor := self.capture.read(name, *place)) is not None}
-        alike: dict[torch.Size, list[tuple[int, int]]] = {}  # documents differ in length
-        for place, tensor in stored.items():
-            alike.setdefault(tensor.shape, []).append(place)
-        found: dict[tuple[int, int], tuple[Tensor, bool]] = {}
-        for places in alike.values():
-            values = _as_float64(stacked([stored[place] for place in places]), self.device)
-            if name.rpartition(".")[2] == "lse":
-                values = stacked([_natural(x, self.capture, h) for x, (_, h) in zip(values, places, strict=True)])
-            found |= zip(places, zip(values.unbind(), all_finite(values), strict=True), strict=True)
-        return found
+    def _read(self, names: Sequence[str]) -> None:
+        stored: dict[tuple[str, int, int], Tensor] = {}
+        for name in names:
+            self._found[name] = {}
+            for batch, head in self._places:
+                place = batch, self.kv_head(head) if _by_key_head(name) else head
+                if (name, *place) not in stored and (tensor := self.capture.read(name, *place)) is not None:
+                    stored[name, *place] = tensor
+        alike: dict[object, list[tuple[str, int, int]]] = {}  # documents differ in length
+        for key, tensor in stored.items():
+            is_lse = key[0].rpartition(".")[2] == "lse"
+            alike.setdefault((tensor.shape, tensor.dtype, is_lse), []).append(key)
+        for (*_, is_lse), keys in alike.items():  # type: ignore[misc]
+            values = _as_float64(stacked([stored[key] for key in keys]), self.device)
+            if is_lse:
+                values = stacked([_natural(x, self.capture, h) for x, (_, _, h) in zip(values, keys, strict=True)])
+            for (name, batch, head), one, finite in zip(keys, values.unbind(), all_finite(values), strict=True):
+                self._found[name][batch, head] = one, finite
+
+
+def _by_key_head(name: str) -> bool:
+    return name.rpartition(".")[2] in ("k", "v", *KEYED)
 
 
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
@@ -322,7 +344,7 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
     for name in bad.keys() & {"q", "do"}:
         unusable |= bad[name]
     keys = [bad[name] for name in ("k", "v") if name in bad]
-    bad_keys = torch.stack(keys).any(0).nonzero()[:, 0] if keys else torch.zeros(0, dtype=torch.int64, device=device)
+    bad_keys = torch.stack(keys).any(0).nonzero()[:, 0] if keys else tensors.no_keys
     sink = _read_sink(capture, batch, head, census, unusable)
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
     masking = Masking(

@@ -117,7 +117,7 @@ class StreamedHead:
                     cast=self.inputs.input_format,
                     dq=seen.outputs.get("dq"),
                 )
-                self._follow(seen, errors)
+                self._follow(seen, errors).begin()
         self.truth = head_truth(
             self.inputs,
             self.projection,
@@ -171,12 +171,13 @@ class StreamedHead:
                 one._variances[seen[i].name] = variance if declared is None else declared.variance(variance)
         return [one._variances[own.name] for one, own in zip(passes, seen, strict=True)]
 
-    def _follow(self, seen: ObservedHead, errors: ForwardErrors) -> None:
-        """Follow these errors of the forward into the gradients."""
+    def _follow(self, seen: ObservedHead, errors: ForwardErrors) -> BackwardCollector:
+        """What follows these errors of the forward into the gradients."""
         self.errors[seen.name] = errors
-        self.backward[seen.name] = BackwardCollector(
+        found = self.backward[seen.name] = BackwardCollector(
             self.inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
         )
+        return found
 
     @staticmethod
     def take(passes: Sequence[StreamedHead], fused: FusedHeads, references: Sequence[HeadReference]) -> None:

@@ -228,12 +228,8 @@ def _describe(found: Sequence[_Untested]) -> None:
         for i, total, own, carrying in zip(places, sums.sum(1).tolist(), sums, effective(sums).tolist(), strict=True):
             found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if own.any() else None}
     for places, totals in side_by_side([one.errors.total for one in found]):
-        for i, total in zip(places, totals.sum(1).tolist(), strict=True):
-            found[i].known["cumulative_sum"] = total
-    shown = [one for one in found if one.with_drift]
-    for places, totals in side_by_side([one.errors.total for one in shown]):
-        for i, drift in zip(places, each_drift(totals), strict=True):
-            shown[i].known |= drift
+        for i, total, drift in zip(places, totals.sum(1).tolist(), each_drift(totals), strict=True):
+            found[i].known |= {"cumulative_sum": total, **(drift if found[i].with_drift else {})}
 
 
 def require_level(level: float) -> None:

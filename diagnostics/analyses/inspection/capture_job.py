@@ -18,6 +18,7 @@ from attn_diag.analyses.inspection.groups import (
     KeyGradient,
     captured_backend,
     dq_error,
+    read_together,
     together,
 )
 from attn_diag.analyses.inspection.joint import measured
@@ -99,7 +100,8 @@ class CaptureJob:
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
         self.declared = declared_recipe(capture)
-        self.opened = OpenCapture(capture, device, self.batches, self.heads)
+        tensors = read_together(capture, device, self.batches, self.heads, self.captured)
+        self.opened = OpenCapture(capture, device, self.batches, self.heads, tensors)
         self.truths = KeptTruths(keep)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
@@ -178,8 +180,8 @@ class CaptureJob:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.ahead = {}, {}, {}, {}, None
         self.patterns = CapturePatterns(self.capture, self.device)
-        # What it keeps of x and w_q goes; what it knows of the recipes stays.
-        self.opened = replace(self.opened)
+        # What it keeps of its tensors goes; what it knows of the recipes stays.
+        self.opened = replace(self.opened, tensors=None)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
@@ -259,10 +261,8 @@ class CaptureJob:
         self, name: str, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> ObservedHead:
         outputs, formats, finite = outputs_of(tensors, name, batch, head, census)
-        keys = any(output in KEYED for output in self.capture.observations[name])
-        found = self.recognised.get(name)
-        recipe = found.recipe if found else None
-        keyed = keys and want_keys
+        keyed = want_keys and any(output in KEYED for output in self.capture.observations[name])
+        recipe = found.recipe if (found := self.recognised.get(name)) else None
         return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
 
     def _key_gradients(

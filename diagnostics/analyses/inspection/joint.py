@@ -9,7 +9,13 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, jobs_at_once, made_at_once
+from attn_diag.analyses.inspection.groups import (
+    GroupMeasurement,
+    HeadGroup,
+    jobs_at_once,
+    jobs_recognised,
+    made_at_once,
+)
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import Recognised
@@ -74,7 +80,9 @@ def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[Group
         places: dict[Job, list[tuple[int, int]]] = {}
         for job, result, head in heads[which]:
             places.setdefault(job, []).append((result.group.batch, head))
-        tensors = {job: HeadTensors(job.capture, of_job, job.device) for job, of_job in places.items()}
+        tensors = {
+            job: job.opened.tensors or HeadTensors(job.capture, of_job, job.device) for job, of_job in places.items()
+        }
         return [job.open_head(result, head, tensors[job]) for job, result, head in heads[which]]
 
     def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
@@ -88,11 +96,12 @@ def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[Group
 
 
 def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Captures that follow each other and may be measured together, as many as fit; others alone."""
+    """Captures that follow each other and may be recognised together, as many as fit; others alone."""
     some: list[_Job] = []
     for job in jobs:
         kind = _shape_of(job)
-        if some and (kind is None or kind != _shape_of(some[0]) or len(some) >= jobs_at_once(job.capture, job.device)):
+        full = len(some) >= jobs_recognised(job.capture, job.device)
+        if some and (kind is None or kind != _shape_of(some[0]) or full):
             yield some
             some = []
         some.append(job)
@@ -191,9 +200,11 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
         job.release()
 
     ahead(recognise_ahead, jobs)
-    ready = [job for job in jobs if usable(job, job.begin)]
-    ahead(measure_ahead, ready)
-    found.ran = [job for job in ready if usable(job, partial(run, job))]
+    step = jobs_at_once(jobs[0].capture, jobs[0].device)
+    for start in range(0, len(jobs), step):
+        ready = [job for job in jobs[start : start + step] if usable(job, job.begin)]
+        ahead(measure_ahead, ready)
+        found.ran += [job for job in ready if usable(job, partial(run, job))]
     return found
 
 
