@@ -115,6 +115,23 @@ def test_figures_and_verdicts_are_those_of_the_stream(name: str, device: str, mo
     assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, 1e-6, drawn=True)
 
 
+@pytest.mark.usefixtures("fused")
+def test_all_that_is_launched_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha dS may be cast, or dS, as the scale is no power of two: both are compiled."""
+    compiled, launched, launch = set[object](), set[object](), FusedHeads._launch
+
+    def seen(self: FusedHeads, kernel: Any, grid: Any, tiling: Any, *arguments: Any) -> None:
+        (compiled if self._ahead else launched).add((kernel.fn.__name__, tiling))
+        if not self._ahead:
+            launch(self, kernel, grid, tiling, *arguments)
+
+    monkeypatch.setattr(FusedHeads, "_launch", seen)
+    monkeypatch.setattr(FusedHeads, "compile_ahead", FusedHeads._rehearse)
+    inspect_captures([capture(scale=0.3)], device="cpu")
+    assert len(launched) > 10
+    assert launched <= compiled
+
+
 @pytest.mark.usefixtures("deterministic", "fused")
 @pytest.mark.parametrize("fault", ["", "reading", "memory", "program"])
 def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +36,11 @@ from attn_diag.reference import (
     format_of,
 )
 from attn_diag.reference.fused import FusedHeads, batches, fuses
+from attn_diag.reference.fused_products import TileProduct
 from attn_diag.reference.heads import stacked
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Cast
 
 # Inputs in FP8 are taken as a 16-bit kernel's: of outputs in BF16, as they are.
 BF16 = format_of(torch.bfloat16)
@@ -257,6 +263,7 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
     """Make the passes of some heads in a few launches."""
     with torch.no_grad():
         fused = FusedHeads([one.inputs.head for one in passes])
+        fused.compile_ahead(_products(passes[0]))
         references = fused.references(key_gradients=passes[0].want_keys)
         take_noise([one.noise for one in passes], fused)
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
@@ -268,6 +275,27 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
         StreamedHead.take(passes, fused, references)
         for name in passes[0].backward:
             take_backward([one.backward[name] for one in passes], fused)
+
+
+def _products(passed: StreamedHead) -> list[TileProduct]:
+    """The products that a head, and those like it, take of the kernels."""
+    found = [TileProduct("rows", "probs_squared", "v")]
+    if passed.inputs.head.do is None:
+        return found
+    found += [TileProduct("rows", "dscores", "k", summed=True), TileProduct("rows", "sloped", "k")]
+    found += [TileProduct("rows", "dscores_squared", "k")]
+    fed = any({"o", "delta"} & seen.outputs.keys() for seen in passed.observed)
+    cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"
+    orders = (False,) if math.frexp(passed.inputs.head.scale)[0] == 0.5 else (False, True)
+    if fed and any("dq" in seen.outputs or seen.want_keys for seen in passed.observed):
+        found += [TileProduct("rows", "dscores_cast", "k", cast, first) for first in orders]
+    if passed.want_keys:
+        found += [TileProduct("keys", "dscores", "q"), TileProduct("keys", "probs", "do")]
+        found += [TileProduct("keys", "dscores_squared", "q"), TileProduct("keys", "probs_squared", "do")]
+        if fed:
+            found += [TileProduct("keys", "sloped", "q"), TileProduct("keys", "probs_cast", "do", cast)]
+            found += [TileProduct("keys", "dscores_cast", "q", cast, first) for first in orders]
+    return found
 
 
 @dataclass(frozen=True)
