@@ -314,7 +314,7 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
     rows = [p.tested if p.with_gradient is None else p.tested[p.with_gradient] for p in parts]
     starts = np.cumsum([0] + [len(r) for r in rows])
     found = []
-    for i in _largest(np.abs(delta.total), _TOP_ROWS):
+    for i in largest_places(np.abs(delta.total), _TOP_ROWS):
         which = int(np.searchsorted(starts, i, side="right")) - 1
         part = parts[which]
         row = int(rows[which][i - starts[which]])
@@ -322,7 +322,7 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
     return tuple(found)
 
 
-def _largest(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
+def largest_places(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
     """Where so many of the largest sizes [n] are, the largest first; of equal ones the first."""
     places = np.arange(len(sizes))
     if len(sizes) > most:  # not all of them need sorting
