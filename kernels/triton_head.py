@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -26,10 +26,18 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
 
 
 def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
-    """Run the recipe's kernels on some heads, forward and (where dO is given) backward, on their device, in one launch.
+    """``run_stack``, head by head."""
+    found = run_stack(recipe, heads)
+    outputs = {f.name: t for f in fields(found) if (t := getattr(found, f.name)) is not None}
+    return [EmulatedHead(**{name: tensor[i] for name, tensor in outputs.items()}) for i in range(len(heads))]
+
+
+def run_stack(recipe: Recipe, heads: Sequence[HeadLike]) -> EmulatedHead:
+    """Run the recipe's kernels on H heads, forward and (where dO is given) backward, on their device, in one launch.
 
     The heads are of one shape, scale, softcap and masking, but for ALiBi's slopes; all have a sink, or none. Their
-    tensors may be of any float dtype; their values must be numbers of the recipe's input format.
+    tensors may be of any float dtype; their values must be numbers of the recipe's input format. What they return is of
+    all heads, [H, ...].
 
     Raises RecipeNotSupportedError for a site the kernels lack, dropout, an explicit mask or chosen query positions;
     BackendError where nothing here can run them; ValueError for shapes that they do not take.
@@ -60,14 +68,11 @@ def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
         sequences = Sequences(slopes=slopes if origins else None)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
                         unrounded=recipe.delta_from == "fp32-o", sinks=sinks, sequences=sequences)  # fmt: skip
-        results = [EmulatedHead(o=o, lse=lse) for o, lse in zip(found.o[0], found.lse[0], strict=True)]
+        made = EmulatedHead(o=found.o[0], lse=found.lse[0])
         if head.do is not None:
             o = found.unrounded if recipe.delta_from == "fp32-o" else found.o
             back = backward(q, k, v, o, found.lse, stacked([h.do for h in heads]), recipe, visibility,
                             scale=head.scale, softcap=head.softcap, sequences=sequences)  # fmt: skip
-            dsinks = None if sinks is None else sink_gradients(sinks, found.lse, back.delta)
-            for i, result in enumerate(results):
-                result.delta, result.dq = back.delta[0, i], back.dq[0, i]
-                result.dk, result.dv = back.dk[0, i], back.dv[0, i]
-                result.dsink = None if dsinks is None else dsinks[i]
-    return results
+            made.delta, made.dq, made.dk, made.dv = (t[0] for t in (back.delta, back.dq, back.dk, back.dv))
+            made.dsink = None if sinks is None else sink_gradients(sinks, found.lse, back.delta)
+    return made

@@ -99,16 +99,20 @@ class AttentionHead:
         positions = self._position_list[rows] if isinstance(rows, slice) else self.positions[rows].tolist()
         return self.masking.span(min(positions), max(positions), len(self.k))
 
-    def apply_mask(self, scores: Tensor, rows: Rows, keys: slice, unit: float = 1.0) -> None:
+    def apply_mask(
+        self, scores: Tensor, rows: Rows, keys: slice, unit: float = 1.0, *, least: int | None = None
+    ) -> None:
         """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask and ALiBi's bias, in place.
 
-        ``unit``: alpha, where the scores still lack it; an additive mask is taken to be in the same units.
+        ``unit``: alpha, where the scores still lack it; an additive mask is taken to be in the same units. ``least``:
+        the smallest position of the rows, where the host knows it.
         """
         positions, begin = self.positions[rows], keys.start
         left, right = self.masking.reach
         if left is None and right is not None:
             # Only columns that some row may not see need looking at: for causality, those past the first row's.
-            begin = min(max(int(positions.min()) + right + 1, keys.start), keys.stop)
+            least = int(positions.min()) if least is None else least
+            begin = min(max(least + right + 1, keys.start), keys.stop)
         hidden = self.masking.hidden(positions, slice(begin, keys.stop))
         if hidden is not None:
             scores[:, begin - keys.start :].masked_fill_(hidden, -torch.inf)
@@ -176,7 +180,7 @@ class RowBlock:
     @property
     def lse(self) -> Tensor:
         """L = m + ln l, [R]; -inf in fully masked rows (a sink's logit, where there is one)."""
-        return _lse(self.row_max, self.row_sum, self.sink)
+        return lse_of(self.row_max, self.row_sum, self.sink)
 
     @property
     def out(self) -> Tensor:
@@ -210,7 +214,7 @@ class HeadReference:
     @cached_property
     def lse(self) -> Tensor:
         """L = m + ln l, [Tq]; -inf in fully masked rows (a sink's logit, where there is one)."""
-        return _lse(self.row_max, self.row_sum, self.sink)
+        return lse_of(self.row_max, self.row_sum, self.sink)
 
     @cached_property
     def sink_probs(self) -> Tensor | None:
@@ -380,7 +384,8 @@ def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
     return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)
 
 
-def _lse(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
+def lse_of(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
+    """L = m + ln l of any rows; ``sink``: the logit of their head's, None without one."""
     found = row_max + row_sum.log()
     # Where exp(s - m) overflows nothing but the sink is left of l.
     return found if sink is None else found.masked_fill_(row_sum == torch.inf, sink)

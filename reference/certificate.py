@@ -92,13 +92,10 @@ class BoundCollector:
 
     def __init__(self, head: AttentionHead) -> None:
         self._head = head
-        rows = len(head.q)
-        new = head.q.new_zeros
+        every = head.q.new_zeros(8, len(head.q)).unbind()
         # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
-        self._norm, self._mask = new(rows), new(rows)
-        self._keys, self._product_depth, self._sum_depth = new(rows), new(rows), new(rows)
-        self._rises = new(rows)
-        self._gradient = tuple(new(rows) for _ in range(2)) if head.do is not None else None
+        self._norm, self._mask, self._keys, self._product_depth, self._sum_depth, self._rises = every[:6]
+        self._gradient: tuple[Tensor, ...] | None = every[6:] if head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, HeadReference, reference_head
+from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
+from attn_diag.reference.fused_products import TileProduct
 
 if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
@@ -83,12 +85,16 @@ class FusedRows:
     """int64: how often a tile of keys raised m, and so P_bar before it was rescaled."""
 
 
+# What this process has compiled, or found on disk.
+_COMPILED = set[object]()
+
+
 class FusedHeads:
     """Heads of one shape, scale and masking (``batches``); every product is one launch for all of them."""
 
     def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
         """``details``: whether the forward also tells what bounds and repeated maxima need beside m, l and O_bar."""
-        self.heads, self._details = list(heads), details
+        self.heads, self._details, self._ahead = list(heads), details, False
         self.head = self.heads[0]
         """The first, for all that they share."""
         # Query heads that share a key head share its tensors.
@@ -117,6 +123,9 @@ class FusedHeads:
     @cached_property
     def forward(self) -> FusedRows:
         """The forward; once."""
+        return self._forward()
+
+    def _forward(self) -> FusedRows:
         from attn_diag.reference.triton_attention import forward_kernel
 
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
@@ -135,10 +144,54 @@ class FusedHeads:
         top_key, visible, rises = places.long().unbind()
         return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
 
+    def compile_ahead(self, products: Iterable[TileProduct]) -> None:
+        """Compile the forward and these products together, where that is still to be done: most of it is ptxas, a
+        process apart. What cannot be compiled is met again by whoever computes it."""
+        products = list(products)
+        key = (self.q.shape[1:], self.k.shape[1:], self.v.shape, str(self._tiling("forward", "probs", 1)), *products)
+        mode = None if key in _COMPILED or not self.q.is_cuda else _async_mode()
+        if mode is None:
+            return
+        _COMPILED.add(key)
+        with ThreadPoolExecutor() as pool, mode(pool, ignore_errors=True):
+            self._rehearse(products)
+
+    def _rehearse(self, products: Iterable[TileProduct]) -> None:
+        """Go through the forward and these products without launching anything."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+        self._ahead = True
+        try:
+            self._forward()
+            for way, weight, of, cast, alpha_first, summed in products:
+                x = tensors[of]
+                assert x is not None
+                if way == "keys":
+                    self.keys(weight, x, cast=cast, alpha_first=alpha_first)
+                else:
+                    sums = self.q.new_empty(2, *self.q.shape[:2]) if summed else None
+                    self.rows(weight, x, cast=cast, alpha_first=alpha_first, sums=sums)
+        finally:
+            self._ahead = False
+
     @cached_property
     def inverse(self) -> Tensor:
         """1/l, [H, Tq]; 0 in fully masked rows."""
         return self.forward.row_sum.reciprocal().masked_fill_(self.forward.row_max == -torch.inf, 0.0)
+
+    @cached_property
+    def out(self) -> Tensor:
+        """O, [H, Tq, Dv]; zero in fully masked rows."""
+        return self.forward.unnormalised_out * self.inverse[..., None]
+
+    @cached_property
+    def products(self) -> Tensor | None:
+        """(P_bar o slope) K, [H, Tq, D]; None without dO."""
+        return None if self.do is None else self.rows("sloped", self.k)
+
+    @cached_property
+    def probs_k(self) -> Tensor | None:
+        """(P o slope) K, [H, Tq, D]; None without dO."""
+        return None if self.products is None else self.products * self.inverse[..., None]
 
     @cached_property
     def delta(self) -> Tensor | None:
@@ -233,16 +286,25 @@ class FusedHeads:
         def of(tensor: Tensor | None, i: int) -> Tensor | None:
             return None if tensor is None else tensor[i]
 
-        return [
+        references = [
             HeadReference(
                 found.row_max[i], found.row_sum[i], found.unnormalised_out[i],
                 of(self.delta, i), of(dq, i), of(dk, i), of(dv, i), head.sink,
             )
             for i, head in enumerate(self.heads)
         ]  # fmt: skip
+        # What each of them would make by itself.
+        for one, out, masked in zip(references, self.out, found.row_max == -torch.inf, strict=True):
+            one.out, one.fully_masked = out, masked
+        if self.sinks is None:
+            for one, lse in zip(references, lse_of(found.row_max, found.row_sum, None), strict=True):
+                one.lse = lse
+        return references
 
     def _row_numbers(self, numbers: Sequence[Tensor]) -> list[Tensor]:
         """m (finite), delta, a, b and c; any tensor of the size in place of what W has not."""
+        if self._ahead:
+            return [self.q.new_empty(self.q.shape[:2])] * 5
         m = self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
         rest = [n.contiguous() for n in numbers]
         return [m, m if self.delta is None else self.delta, *rest, *[m] * (3 - len(rest))]
@@ -301,7 +363,17 @@ class FusedHeads:
         """No fused multiply-adds but those of products: sums are what the bounds take them for."""
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": False}
         with torch.cuda.device(self.q.device) if self.q.is_cuda else torch.no_grad():
-            kernel[grid](*arguments, G=tiling, **options)  # type: ignore[index]
+            if self._ahead:
+                kernel.warmup(*arguments, grid=grid, G=tiling, **options)  # type: ignore[attr-defined]
+            else:
+                kernel[grid](*arguments, G=tiling, **options)  # type: ignore[index]
+
+
+def _async_mode() -> Any | None:
+    """Triton's way of compiling several kernels at once; None before it had one."""
+    import triton
+
+    return getattr(triton, "AsyncCompileMode", None)
 
 
 def batches(heads: Sequence[AttentionHead]) -> list[list[int]]:

@@ -17,20 +17,27 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor]) -> Tensor:
-    """S of some rows of each of H heads of one shape, scale and masking, one after the other: [R of all, Tk].
+def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor], keys: slice, least: int) -> Tensor:
+    """S of some rows of each of H heads of one shape, scale and masking, one after the other: [R of all, K].
 
-    -inf where masked. ``rows``: indices of each head's, int64.
+    -inf where masked.
+
+    Args:
+        heads: The heads.
+        rows: Indices of each head's, int64.
+        keys: The keys.
+        least: The smallest position of all the rows.
     """
-    first, keys = heads[0], slice(0, len(heads[0].k))
+    first, some = heads[0], [(head, of_head) for head, of_head in zip(heads, rows, strict=True) if len(of_head)]
     with torch.no_grad(), torch.autocast(first.q.device.type, enabled=False):
-        found = torch.cat([scaled_products(h, of_head, keys) for h, of_head in zip(heads, rows, strict=True)])
+        parts = [scaled_products(head, of_head, keys) for head, of_head in some]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
         softcap_(first, found)
         if first.masking.alibi is None:
-            first.apply_mask(found, torch.cat(list(rows)), keys)
+            first.apply_mask(found, torch.cat([of_head for _, of_head in some]), keys, least=least)
         else:  # every head has a slope of its own
-            for head, part, of_head in zip(heads, torch.split(found, [len(r) for r in rows]), rows, strict=True):
-                head.apply_mask(part, of_head, keys)
+            for (head, of_head), part in zip(some, torch.split(found, [len(r) for _, r in some]), strict=True):
+                head.apply_mask(part, of_head, keys, least=least)
     return found
 
 

@@ -110,7 +110,7 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Ten
     if rounded.numel() == 0:
         return rounded
     if wait:
-        lowest, highest = rounded.aminmax()
+        lowest, highest = torch.stack(rounded.aminmax()).tolist()
         if lowest >= -fmt.largest and highest <= fmt.largest:  # not so where NaN hides the extremes
             return rounded
     limit = fmt.largest if fmt.saturates else torch.inf

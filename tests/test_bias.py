@@ -14,7 +14,8 @@ from scipy import stats
 
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.statistics.drift import FLAT_BAND_99
-from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_bias, estimate_biases, mean_test
+from attn_diag.statistics.mean_tests import mean_test
+from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_bias, estimate_biases
 
 
 def rows_of(values: np.ndarray) -> SignedErrors:

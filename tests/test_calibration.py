@@ -20,16 +20,8 @@ from scipy import stats
 from attn_diag import inspect
 from attn_diag.reference import round_nearest_even
 from attn_diag.results.diagnosis import HeadDiagnosis
-from attn_diag.statistics.means import (
-    PRIMARY,
-    MeanTest,
-    SignedErrors,
-    adjust,
-    effective,
-    estimate_bias,
-    mean_test,
-    two_way,
-)
+from attn_diag.statistics.mean_tests import MeanTest, effective, mean_test, two_way
+from attn_diag.statistics.means import PRIMARY, SignedErrors, adjust, estimate_bias
 
 Array = npt.NDArray[np.float64]
 Inference = Callable[["Sums"], Array]

@@ -21,7 +21,7 @@ from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.opened import nearly_uniform
-from attn_diag.head.read import read_head
+from attn_diag.head.read import HeadTensors, inputs_of, read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking
@@ -115,6 +115,23 @@ def test_figures_and_verdicts_are_those_of_the_stream(name: str, device: str, mo
     assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, 1e-6, drawn=True)
 
 
+@pytest.mark.usefixtures("fused")
+def test_all_that_is_launched_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha dS may be cast, or dS, as the scale is no power of two: both are compiled."""
+    compiled, launched, launch = set[object](), set[object](), FusedHeads._launch
+
+    def seen(self: FusedHeads, kernel: Any, grid: Any, tiling: Any, *arguments: Any) -> None:
+        (compiled if self._ahead else launched).add((kernel.fn.__name__, tiling))
+        if not self._ahead:
+            launch(self, kernel, grid, tiling, *arguments)
+
+    monkeypatch.setattr(FusedHeads, "_launch", seen)
+    monkeypatch.setattr(FusedHeads, "compile_ahead", FusedHeads._rehearse)
+    inspect_captures([capture(scale=0.3)], device="cpu")
+    assert len(launched) > 10
+    assert launched <= compiled
+
+
 @pytest.mark.usefixtures("deterministic", "fused")
 @pytest.mark.parametrize("fault", ["", "reading", "memory", "program"])
 def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +144,8 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     taken = [replace(c, source=f"capture {i}") for i, c in enumerate(taken)]
     alone = [json.loads(inspect_captures([c], device="cpu").to_json())["captures"][0] for c in taken]
     sizes: list[int] = []
-    monkeypatch.setattr(joint, "jobs_at_once", lambda *_: 3)
+    for name in ("jobs_recognised", "jobs_at_once"):
+        monkeypatch.setattr(joint, name, lambda *_: 3)
     measure = joint.measured
 
     def counted(work: Any) -> Any:
@@ -138,14 +156,14 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
             raise IndexError("out of range")
         return measure(work)
 
-    def broken(c: Capture, *options: Any) -> Any:
-        if fault == "reading" and c.source == "capture 1":
+    def broken(tensors: HeadTensors, *options: Any) -> Any:
+        if fault == "reading" and tensors.capture.source == "capture 1":
             raise InputError("changed while it was read")
-        return read_head(c, *options)
+        return inputs_of(tensors, *options)
 
     for module in (joint, capture_job):
         monkeypatch.setattr(module, "measured", counted)
-    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.read_head", broken)
+    monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.inputs_of", broken)
     complaints: list[InputError] = []
     found = inspect_captures(taken, device="cpu", skip=complaints.append)
     assert len(complaints) == (fault == "reading")

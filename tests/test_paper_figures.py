@@ -25,7 +25,7 @@ from attn_diag.analyses.paper.atoms import Directions, random_cosine95
 from attn_diag.analyses.paper.rows import sign_bound
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.drift import FLAT_BAND_99
-from attn_diag.statistics.means import mean_test
+from attn_diag.statistics.mean_tests import mean_test
 from attn_diag.statistics.sums import accumulate, flat_band, sign_coherence
 from attn_diag.statistics.welch import degrees_of_freedom
 

@@ -54,6 +54,7 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: str, with_lse: b
     known: tuple[Tensor | None, Tensor | None] = (lse, lse_error) if with_lse else (None, None)
     errors = ForwardErrors(delta, delta_error, *known, FP64 if cast == "exact" else BF16, observed["dq"])
     collected = BackwardCollector(head, errors, want_casts=True, want_keys=True)
+    collected.begin()
     probs_k = torch.zeros_like(head.q)
 
     def observe(block) -> None:  # type: ignore[no-untyped-def]

@@ -121,11 +121,11 @@ def test_rows_of_wide_numbers_are_alike_where_they_are_copies(dtype: torch.dtype
     (found,) = rows_alike([AttentionHead(q, q, q, q, 0.25, Masking())])
     assert np.flatnonzero(found != np.arange(4096)).tolist() == [70]
     assert found[70] == 3
-    assert not rows_differ([q, q])
+    assert not rows_differ([q[None], q[None]])[0]
     q[70] = q[4]
     q[3], q[4] = 0.0, -0.0
-    assert not rows_differ([q, q])
-    assert rows_differ([q[5:], q[5:]])
+    assert not rows_differ([q[None], q[None]])[0]
+    assert rows_differ([q[None, 5:], q[None, 5:]])[0]
 
 
 def test_copies_are_tested_as_the_one_sequence_that_they_are() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from test_fused_inspect import differences
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.analyses.inspection import groups
+from attn_diag.analyses.inspection import groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.head import head_stack, signed_errors
+from attn_diag.head.measure import measure_heads
 from attn_diag.reference import certificate
 from attn_diag.results.diagnosis import Diagnosis
 
@@ -102,3 +106,37 @@ def test_heads_that_are_mixed_up_show(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(*MIXED_UP[name])
     found = inspected(capture, HEADS, monkeypatch).to_json(), alone.to_json()
     assert found[0] != found[1]
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_heads_take_hardly_more_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's host takes about as long for an operation on one head as for one on all: those of one head alone, as its
+    comparison with other kernels where rows are few, are not to be most of them."""
+    found = taken(5, lambda _: None, dtype=torch.bfloat16)
+    kept = {name: t for name, t in found.tensors.items() if name not in ("dk", "dv")}
+    counts: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        with Counted() as operations:
+            result = measure_heads(*arguments)
+        counts.append(operations.count)
+        return result
+
+    monkeypatch.setattr(joint, "measure_heads", counted)
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: HEADS)
+    for heads in ([0, 1], range(HEADS)):
+        some = {name: t[:, list(heads)] for name, t in kept.items()}
+        inspect_captures([replace(found, tensors=some)], device="cpu")
+    two, five = counts
+    assert five < 1.5 * two

@@ -14,7 +14,7 @@ from scipy.special import bdtr, ndtr, stdtr
 from torch import Tensor
 
 from attn_diag.statistics.drift import FLAT_BAND_99
-from attn_diag.statistics.means import effective
+from attn_diag.statistics.mean_tests import effective
 
 Array = npt.NDArray[np.float64]
 Candidate = Callable[[Array, Array], Array]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.clusters import Clusters
-from attn_diag.statistics.means import PRIMARY, effective, mean_test, two_way
+from attn_diag.statistics.mean_tests import effective, mean_test, two_way
+from attn_diag.statistics.means import PRIMARY
 from calibration import draws
 from calibration.candidates import CANDIDATES, alarms
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from scipy.special import stdtr
 from scipy.stats import beta, false_discovery_control
 
-from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY, adjust, mean_test
+from attn_diag.statistics.mean_tests import mean_test
+from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY, adjust
 from calibration.engine import LEVELS, ON_FRESH, TESTED, Array, Outcomes
 
 Flags = npt.NDArray[np.bool_]

@@ -20,9 +20,10 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
-from attn_diag.head.assumptions import better_reading, check_assumptions, out_fit
+from attn_diag.head.assumptions import better_reading, check_assumptions
 from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.machine import backend_name, pick_device
+from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale

@@ -16,7 +16,7 @@ from attn_diag.results.linear import ChunkError
 from attn_diag.results.quality import Answer
 from attn_diag.results.wording import plural
 from attn_diag.statistics.drift import FLAT_BAND_99
-from attn_diag.statistics.means import mean_test, two_way
+from attn_diag.statistics.mean_tests import mean_test, two_way
 
 _NEAR, _CHUNK, _BLOCK = 17, 64, 16
 # Steps of a point of O's error along the sequence.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from attn_diag.results.diagnosis import BiasEstimate, RoundingBias
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
@@ -61,11 +59,11 @@ def leans_on_few(estimate: BiasEstimate, level: float) -> bool:
     return not found(estimate, level) and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
 
 
-def with_well_rounded(estimate: BiasEstimate, observed: float, other: float) -> BiasEstimate:
-    """The estimate with a well-rounded kernel's mean; from the sums of the quantity, ``observed`` and that kernel's."""
+def well_rounded_mean(estimate: BiasEstimate, observed: float, other: float) -> float | None:
+    """A well-rounded kernel's mean of a quantity, from its sums, ``observed`` and that kernel's; None: not known."""
     if not estimate.n or estimate.mean is None:
-        return estimate
-    return replace(estimate, well_rounded_mean=estimate.mean + float(other - observed) / estimate.n)
+        return None
+    return estimate.mean + float(other - observed) / estimate.n
 
 
 def _alike(other: float | None, mean: float | None) -> bool:

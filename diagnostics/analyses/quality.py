@@ -177,8 +177,8 @@ def judge_quantity(
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
-    impossible_columns = not whole.compared or _others_right(whole) or bool(whole.misplaced_features.any())
-    if columns.size and not explained and impossible_columns:
+    unexplained = columns.size > 0 and not explained
+    if unexplained and (not whole.compared or _others_right(whole) or bool(whole.misplaced_features.any())):
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:

@@ -24,21 +24,15 @@ from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
-from attn_diag.head.read import read_float64, read_head
+from attn_diag.head.output_fit import TOLERANCE, OutputFit, lse_fit, out_fit, sampled_heads
+from attn_diag.head.read import HeadTensors, read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
-from attn_diag.kernels import emulate_lse, emulate_rows
-from attn_diag.reference import format_of, reference_rows, round_nearest_even
+from attn_diag.reference import format_of
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
 
-# Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
-# O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
-# subnormal there) and 5.5 % in E5M2.
-TOLERANCE = 0.05
 _NAMES = {"o": "O", "lse": "LSE"}
-_ROWS = 48
-_HEADS = 4
 # Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
 USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
@@ -66,11 +60,18 @@ def check_assumptions(capture: Capture, observations: Sequence[str], device: tor
     )
 
 
-def check_observation(capture: Capture, observation: str, device: torch.device) -> tuple[Misfit, ...]:
-    """The check of O, then that of LSE unless O already fails; only where there are rows to compare."""
+def check_observation(
+    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
+) -> tuple[Misfit, ...]:
+    """The check of O, then that of LSE unless O already fails; only where there are rows to compare.
+
+    ``tensors``: of heads that are read for others too.
+    """
     captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
-    out = _check_out(capture, observation, device) if "o" in captured else None
-    lse = _check_lse(capture, observation, device) if "lse" in captured and (out is None or out.ok) else None
+    out = _check_out(capture, observation, device, tensors) if "o" in captured else None
+    lse = None
+    if "lse" in captured and (out is None or out.ok):
+        lse = _check_lse(capture, observation, device, tensors)
     return tuple(check for check in (out, lse) if check is not None)
 
 
@@ -120,8 +121,8 @@ def _message(check: Misfit) -> str:
     return f"{found} {check.better} fits within {near}: correct the metadata or pass it as an option."
 
 
-def _check_out(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
-    stated = out_fit(capture, observation, device)
+def _check_out(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
+    stated = out_fit(capture, observation, device, tensors)
     if stated is None:
         return None
     if stated.ok:
@@ -161,7 +162,7 @@ def _unseen_dropout(capture: Capture, observation: str, device: torch.device) ->
         return None
     key = capture.key(observation, "o")
     heads = []
-    for batch, head in _sampled_heads(capture):
+    for batch, head in sampled_heads(capture):
         inputs, o = read_head(capture, batch, head, device), read_float64(capture, key, batch, head, device)
         assert o is not None
         heads.append((replace(inputs.head, do=None), o.masked_fill(inputs.unusable[:, None], math.nan)))
@@ -246,9 +247,9 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
     return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 
 
-def _check_lse(capture: Capture, observation: str, device: torch.device) -> Misfit | None:
+def _check_lse(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
     stated = capture.metadata.lse_base
-    fit = lse_fit(capture, observation, device)
+    fit = lse_fit(capture, observation, device, tensors)
     if fit is None:
         return None
     error = fit.error
@@ -314,84 +315,3 @@ def usual_windows(k_length: int) -> list[int]:
     """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
     powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
     return sorted({left for power in powers for left in (power - 1, power) if left})
-
-
-def _sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
-    """Some heads of the first and the last sequence."""
-    heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
-    yield from product({0, capture.batch - 1}, heads)
-
-
-def _sample(
-    capture: Capture, observation: str, output: str, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
-
-    Third the output as the declared recipe makes it; None where none is declared.
-    """
-    recipe, emulate = declared_recipe(capture), emulate_rows if output == "o" else emulate_lse
-    for batch, head in _sampled_heads(capture):
-        length = capture.lengths(batch)[0]
-        rows = torch.linspace(0, length - 1, min(length, _ROWS)).long()
-        inputs = read_head(capture, batch, head, device)
-        stored = read_float64(capture, capture.key(observation, output), batch, head, device)
-        assert stored is not None
-        block = reference_rows(replace(inputs.head, do=None), rows.to(device))
-        inputs.mark_rows(block)
-        observed, truth = stored[rows], block.out if output == "o" else block.lse
-        finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
-        usable = ~inputs.unusable[rows] & finite
-        made = None if recipe is None else emulate(recipe, replace(inputs.head, do=None), rows.to(device)).double()
-        yield observed[usable], truth[usable], None if made is None else made[usable]
-
-
-@dataclass(frozen=True)
-class OutputFit:
-    """The error of O (LSE), and of the reference once it is rounded to its format, both over the norm of the reference.
-
-    Where a recipe is declared, the second is that recipe's.
-
-    ``error`` is infinite where O must be 0 and is not.
-    """
-
-    error: float
-    rounding: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether roundings can explain the error."""
-        return self.error <= TOLERANCE + self.rounding
-
-
-def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
-    """How well O fits the metadata, from the sampled rows; None where no row can tell."""
-    fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
-    wrong = right = rounding = 0.0
-    compared = 0
-    for observed, truth, made in _sample(capture, observation, "o", device):
-        # A finite O past the largest number was clamped to it.
-        rounded = round_nearest_even(truth if made is None else made, fmt).clamp(-fmt.largest, fmt.largest)
-        wrong += float((observed - truth).square().sum())
-        right += float(truth.square().sum())
-        rounding += float((rounded - truth).square().sum())
-        compared += len(truth)
-    if not compared:
-        return None
-    if not right:
-        return OutputFit(math.inf if wrong else 0.0, 0.0)
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
-
-
-def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
-    """How well LSE fits, over its norm, the latter at least 1: LSE may well be near 0. None as for O.
-
-    What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
-    """
-    wrong = right = rounding = 0.0
-    compared = 0
-    for observed, truth, made in _sample(capture, observation, "lse", device):
-        wrong += float((observed - truth).square().sum())
-        right += float(truth.square().sum())
-        rounding += 0.0 if made is None else float((made - truth).square().sum())
-        compared += len(truth)
-    return OutputFit(math.sqrt(wrong / max(right, 1.0)), math.sqrt(rounding / max(right, 1.0))) if compared else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -53,10 +55,18 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     """
     opened = [read_subject(*place, device) for place in places]
     subjects = [subject for subject in opened if subject is not None]
+    if not subjects:
+        return [None] * len(places)
     runs = _Runs(subjects)
     for i, subject in enumerate(subjects):
         subject.made = partial(runs.out, i)
-    return [None if subject is None else _recognise(subject, len(subjects)) for subject in opened]
+    recipes = _runnable(subjects[0], len(subjects))
+    runs.compile(recipes)
+    return [None if subject is None else _recognise(subject, recipes) for subject in opened]
+
+
+# Recipes and shapes whose kernels this process has compiled, or found on disk.
+_COMPILED = set[object]()
 
 
 class _Runs:
@@ -68,27 +78,53 @@ class _Runs:
 
     def out(self, i: int, recipe: Recipe) -> Tensor:
         """O of head ``i``, [Tq, Dv] as the kernel stores it."""
-        from attn_diag.kernels.triton_head import run_heads
-
         if recipe not in self._found:
-            self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
+            self._run(recipe)
         return self._found[recipe][i]
 
+    def compile(self, recipes: Sequence[Recipe]) -> None:
+        """Run recipes whose kernels are not compiled yet, each by a thread: most of that is ptxas, a process apart."""
+        head = self._heads[0]
+        if (key := (tuple(recipes), head.q.shape, head.k.shape, head.v.shape)) in _COMPILED:
+            return
+        _COMPILED.add(key)
 
-def _recognise(subject: SearchedHead, beside: int) -> Recognised | None:
-    """One of them; so many are run together."""
-    from triton.runtime.errors import TritonError
+        def attempt(recipe: Recipe) -> None:
+            # A thread begins on the first GPU. Whoever asks for the recipe meets the same error.
+            on_device = torch.cuda.device(head.q.device) if head.q.is_cuda else nullcontext()
+            with suppress(Exception), on_device:
+                self._run(recipe)
 
-    from attn_diag.kernels.backend import BackendError
+        # The first one sets up what Triton keeps of the kernel on this device.
+        for first in recipes[:1]:
+            attempt(first)
+        with ThreadPoolExecutor(max(1, len(recipes))) as pool:
+            list(pool.map(attempt, dict.fromkeys(recipes[1:])))
 
+    def _run(self, recipe: Recipe) -> None:
+        from attn_diag.kernels.triton_head import run_heads
+
+        self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
+
+
+def _runnable(subject: SearchedHead, beside: int) -> list[Recipe]:
+    """The published recipes that are run; so many heads are run together."""
     (q_length, _), (k_length, width) = subject.inputs.head.q.shape, subject.inputs.head.v.shape
 
     def held(recipe: Recipe) -> bool:
         split = recipe.schedule.split_keys
         return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
 
-    recipes = [r for r in known(subject) if r.scores == "fp32" and held(r)]
-    rows = compared_rows(q_length, k_length, subject.observed.device)
+    return [r for r in known(subject) if r.scores == "fp32" and held(r)]
+
+
+def _recognise(subject: SearchedHead, recipes: Sequence[Recipe]) -> Recognised | None:
+    """One of them."""
+    from triton.runtime.errors import TritonError
+
+    from attn_diag.kernels.backend import BackendError
+
+    rows = compared_rows(len(subject.inputs.head.q), len(subject.inputs.head.k), subject.observed.device)
     try:
         trials = first_trials(subject, recipes, rows)
     except (RecipeNotSupportedError, BackendError, TritonError, ValueError):

@@ -112,7 +112,6 @@ class CoarseNoise(NoiseCollector):
         # (2 h)^2; of a product with an exact operand h^2.
         self._common = 4.0 ** -(self.fmt.precision + (1 if self.exact else 0))
         self._lost = self._smallest * 3  # half the spacing below the normal numbers, squared
-        self._q2 = head.q.square() * head.scale**2
         self.variance["lse"] = new(len(head.q))
         if head.do is not None and self.want_keys:
             keys = len(head.k)

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.heads import stacked
 
 RECIPE = "fa2"
 # Recipes that round as well; where a head's errors lean on few elements, the one that is furthest off is the yardstick.
@@ -180,15 +181,16 @@ class Counterfactuals:
         if chosen is None:
             return
         from attn_diag.kernels.backend import BackendError
-        from attn_diag.kernels.triton_head import run_heads
+        from attn_diag.kernels.triton_head import run_stack
 
         heads = [_positive(one._head) for one in self.beside]
         try:
-            made = run_heads(_stored_as(chosen, self._fmt, self._stored), heads)
+            made = run_stack(_stored_as(chosen, self._fmt, self._stored), heads)
         except (BackendError, ValueError):  # a mask or a head dimension that they lack: emulated
             return
-        for one, found in zip(self.beside, made, strict=True):
-            one._found[recipe, False, None] = _outputs_of(found, -1 if self._head.scale < 0 else 1)
+        found = _outputs_of(made, -1 if self._head.scale < 0 else 1)
+        for one, *tensors in zip(self.beside, *(t.unbind() for t in found.values()), strict=True):
+            one._found[recipe, False, None] = dict(zip(found, tensors, strict=True))
 
 
 @dataclass
@@ -203,31 +205,51 @@ class NoiseCollector:
     """O's."""
     want_keys: bool = False
     """Whether dK and dV are wanted."""
-    variance: dict[str, Tensor] = field(default_factory=dict)
-    """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]; row_sum [Tq]: ln l's of
-    a kernel that sums the cast P_bar."""
-    same_keys: Tensor | None = field(init=False)
-    """See the function of this name."""
-    by_delta: Tensor = field(init=False)
-    """What every query row adds to the sum of dk's variance through its delta, [Tq]: all keys share that error."""
 
     def __post_init__(self) -> None:
-        head, new = self.head, self.head.q.new_zeros
         self._relative = 2.0 ** (-2 * self.fmt.precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
-        self._smallest = float(ulp(torch.zeros(1, dtype=torch.float64), self.fmt)) ** 2 / 12
+        self._smallest = (self.fmt.smallest_normal * 2.0**-self.fmt.precision) ** 2 / 12
         # Kernels may cast alpha dS instead of dS: below the normal numbers that is coarser.
-        self._smallest_dscore = self._smallest / min(head.scale, 1.0) ** 2
-        self._v2, self._k2 = head.v.square(), head.k.square()
-        self.same_keys = same_keys(head)
-        self.variance["o"] = new(len(head.q), head.v.shape[1])
-        self.variance["row_sum"] = new(len(head.q))
-        self.by_delta = new(len(head.q))
-        if head.do is None:
-            return
-        self._do2, self._q2 = head.do.square(), head.q.square() * head.scale**2
-        self.variance |= {"delta": new(len(head.q)), "dq": new(head.q.shape)}
-        if self.want_keys:
-            self.variance |= {"dk": new(head.k.shape), "dv": new(head.v.shape)}
+        self._smallest_dscore = self._smallest / min(self.head.scale, 1.0) ** 2
+
+    # What follows is made where blocks come: the kernels bring their own.
+    @cached_property
+    def variance(self) -> dict[str, Tensor]:
+        """o [Tq, Dv] (with its last rounding), delta [Tq], dq [Tq, D], dk [Tk, D], dv [Tk, Dv]; row_sum [Tq]: ln l's of
+        a kernel that sums the cast P_bar."""
+        head, new = self.head, self.head.q.new_zeros
+        found = {"o": new(len(head.q), head.v.shape[1]), "row_sum": new(len(head.q))}
+        if head.do is not None:
+            found |= {"delta": new(len(head.q)), "dq": new(head.q.shape)}
+            found |= {"dk": new(head.k.shape), "dv": new(head.v.shape)} if self.want_keys else {}
+        return found
+
+    @cached_property
+    def same_keys(self) -> Tensor | None:
+        """See the function of this name."""
+        return same_keys(self.head)
+
+    @cached_property
+    def by_delta(self) -> Tensor:
+        """What every query row adds to the sum of dk's variance through its delta, [Tq]: all keys share that error."""
+        return self.head.q.new_zeros(len(self.head.q))
+
+    @cached_property
+    def _v2(self) -> Tensor:
+        return self.head.v.square()
+
+    @cached_property
+    def _k2(self) -> Tensor:
+        return self.head.k.square()
+
+    @cached_property
+    def _do2(self) -> Tensor:
+        assert self.head.do is not None
+        return self.head.do.square()
+
+    @cached_property
+    def _q2(self) -> Tensor:
+        return self.head.q.square() * self.head.scale**2
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference."""
@@ -260,22 +282,40 @@ class NoiseCollector:
 
     def finished(self, reference: HeadReference, stored: Mapping[str, FloatFormat]) -> dict[str, Tensor]:
         """The variances with the gradients' last roundings to their formats (``stored``; else the inputs')."""
-        found = dict(self.variance)
-        for name in ("dq", "dk", "dv"):
-            if name in found:
-                found[name] = found[name] + ulp(getattr(reference, name), stored.get(name, self.fmt)).square() / 12
-        return found
+        return each_finished([self], [reference], stored)[0]
+
+
+def each_finished(
+    collectors: Sequence[NoiseCollector], references: Sequence[HeadReference], stored: Mapping[str, FloatFormat]
+) -> list[dict[str, Tensor]]:
+    """``NoiseCollector.finished`` of several heads of one shape and format."""
+    found = [dict(one.variance) for one in collectors]
+    for name in (n for n in ("dq", "dk", "dv") if n in found[0]):
+        fmt, true = stored.get(name, collectors[0].fmt), stacked([getattr(r, name) for r in references])
+        for one, values in zip(found, stacked([f[name] for f in found]) + ulp(true, fmt).square() / 12, strict=True):
+            one[name] = values
+    return found
 
 
 def same_keys(head: AttentionHead) -> Tensor | None:
     """A number for each key, the same for keys that share the rounding of P and dS, int64 [Tk]; None: no two do."""
-    biased = head.masking.mask is not None and head.masking.mask.dtype != torch.bool
-    if biased or head.masking.alibi is not None or head.dropout is not None:
-        return None
-    if rows_differ([head.k, head.v]):  # comparing them takes far longer
-        return None
-    numbers = torch.unique(torch.cat([head.k, head.v], 1), dim=0, return_inverse=True)[1]
-    return None if int(numbers.max()) + 1 == len(numbers) else numbers
+    return each_same_keys([head])[0]
+
+
+def each_same_keys(heads: Sequence[AttentionHead]) -> list[Tensor | None]:
+    """The same of several heads: those of one shape are looked at together."""
+    found: list[Tensor | None] = [None] * len(heads)
+    alike: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        biased = head.masking.mask is not None and head.masking.mask.dtype != torch.bool
+        if not biased and head.masking.alibi is None and head.dropout is None:
+            alike.setdefault((head.k.shape, head.v.shape), []).append(i)
+    for places in alike.values():
+        differ = rows_differ([stacked([getattr(heads[i], name) for i in places]) for name in ("k", "v")])
+        for i in (i for i, apart in zip(places, differ, strict=True) if not apart):  # comparing them takes far longer
+            numbers = torch.unique(torch.cat([heads[i].k, heads[i].v], 1), dim=0, return_inverse=True)[1]
+            found[i] = None if int(numbers.max()) + 1 == len(numbers) else numbers
+    return found
 
 
 def together(alike: Tensor, visible: Tensor) -> Tensor:
@@ -284,13 +324,12 @@ def together(alike: Tensor, visible: Tensor) -> Tensor:
     return counts[:, alike]
 
 
-def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads, products: Tensor | None) -> None:
+def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> None:
     """Let every head's collector take all of it from the kernels, instead of blocks; the formulas are those of ``add``.
 
     Args:
         collectors: Of the heads of ``fused``, in their order, of the same formats.
         fused: The heads.
-        products: (P_bar o slope) K, [H, Tq, D]; None without dO.
     """
     first, inverse, found = collectors[0], fused.inverse, fused.forward
     scores = _FP32_SCORE * found.row_max.masked_fill(found.row_max == -torch.inf, 0.0)
@@ -298,13 +337,13 @@ def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads, products
     relative = square * (first._relative + scores.square())
     smallest = square * first._smallest
     out = fused.rows("probs_squared", fused.v.square(), relative, smallest)
-    out += ulp(found.unnormalised_out * inverse[..., None], first.out).square() / 12
+    out += ulp(fused.out, first.out).square() / 12
     variance = {"row_sum": found.squares * square * first._relative, "o": out}
     by_delta = torch.zeros_like(inverse)
-    if fused.do is not None and products is not None:
+    if fused.do is not None and fused.probs_k is not None:
         do2, scale2 = fused.do.square(), first.head.scale**2
         delta = (do2 * out).sum(2)
-        least, through = torch.full_like(delta, first._smallest_dscore), products * inverse[..., None]
+        least, through = torch.full_like(delta, first._smallest_dscore), fused.probs_k
         dq = fused.rows("dscores_squared", fused.k.square(), relative, least, torch.zeros_like(delta))
         variance |= {"delta": delta, "dq": (dq + delta[..., None] * through.square()) * scale2}
         if first.want_keys:

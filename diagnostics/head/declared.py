@@ -287,27 +287,11 @@ def with_scale_faults(
     return replace(found, factors=other.words)
 
 
-def mean_sums(
-    runs: Sequence[dict[str, Tensor]], out: Tensor | None, delta: Tensor | None, reference: Tensor, rows: Tensor
-) -> dict[str, npt.NDArray[np.float64]]:
-    """Sums of O, of O away from zero and of delta: observed, and of every run, [1 + N] each by test."""
-    sign = reference[rows].sign()
-    found: dict[str, npt.NDArray[np.float64]] = {}
-    if out is not None:
-        every = [x[rows] for x in (out, *(run["o"] for run in runs))]
-        found["o_excess"] = np.array([float(x.sum()) for x in every])
-        found["o_away_excess"] = np.array([float((x * sign).sum()) for x in every])
-    if delta is not None and "delta" in runs[0]:
-        sums = np.array([float(x[rows].sum()) for x in (delta, *(run["delta"] for run in runs))])
-        found |= {"delta": sums, "delta_excess": sums}
-    return found
-
-
 def mean_is_the_recipes(sums: npt.NDArray[np.float64]) -> bool:
     """Whether an observed mean is as near the declared recipe's as another sound kernel's.
 
     Args:
-        sums: Of ``mean_sums``: observed, the recipe's, and those of draws of it.
+        sums: Of ``mean_sums.mean_sums``: observed, the recipe's, and those of draws of it.
     """
     # The difference of two kernels has twice the variance of one, as a stochastic draw has.
     return not beyond_chance(float(sums[0] - sums[1]), float(np.std(sums[2:], ddof=1)), len(sums) - 2)

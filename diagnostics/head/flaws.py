@@ -23,6 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attn_diag.head.bit_matches import Match
 from attn_diag.head.recipe_search import SearchedHead, Trial, threshold, usable_rows
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import parse
@@ -96,6 +97,9 @@ def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor, *, misses_many:
         misses_many: The recipe is right and misses more than usual, as fp32 sums in place of a tensor core's do: only
             what arithmetic does not explain is told.
     """
+    if bool(trial.match.equal.all()):
+        return None
+    trial = replace(trial, match=Match(trial.match.equal.to(rows.device)))
     observed, made = subject.observed[rows].double(), trial.out.double()
     fmt = format_of(subject.observed.dtype)
     unequal = (~trial.match.equal).any(1).nonzero()[:, 0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.propagation import ForwardErrors
+from attn_diag.head.row_maxima import top_keys
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import AttentionHead, FloatFormat, Rows
 from attn_diag.reference.heads import stacked
@@ -43,14 +44,25 @@ class HeadStack:
         return [e for e in found if e is not None] if found[0] is not None else None
 
     @cached_property
+    def variances(self) -> list[dict[str, Tensor]]:
+        """The expected squared errors of what each is held against, see ``StreamedHead.variance``."""
+        return StreamedHead.each_variance(self.passes, self.seen)
+
+    def only(self, heads: Sequence[int]) -> HeadStack:
+        """Some of the heads."""
+        return HeadStack([self.passes[h] for h in heads], [self.seen[h] for h in heads], [self.rows[h] for h in heads])
+
+    @cached_property
     def indices(self) -> Tensor:
         """The numbers of the rows, [H, n]."""
-        return self.of(lambda passed: torch.arange(len(passed.truth.head.q), device=passed.truth.head.q.device))
+        q, first = self.head.q, self.rows[0]
+        every = torch.arange(len(q), device=q.device).expand(len(self.rows), -1)
+        return every if isinstance(first, slice) else self.chosen(list(every))
 
     @cached_property
     def top_key(self) -> Tensor:
         """The argmax key of each row, [H, n]."""
-        return self.of(lambda passed: passed.truth.top_key)
+        return self.chosen(list(top_keys([passed.truth.maxima for passed in self.passes])))
 
     def of(self, get: Callable[[StreamedHead], Tensor | None]) -> Tensor:
         """A tensor [Tq, ...] of each head."""
@@ -62,4 +74,5 @@ class HeadStack:
 
     def chosen(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The rows that count of a tensor [Tq, ...] of each head."""
-        return stacked([t[rows] for t, rows in zip(tensors, self.rows, strict=True) if t is not None])
+        known = [(t, rows) for t, rows in zip(tensors, self.rows, strict=True) if t is not None]
+        return stacked([t if isinstance(rows, slice) else t[rows] for t, rows in known])

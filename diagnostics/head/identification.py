@@ -14,9 +14,10 @@ import torch
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head import recipe_search as search
+from attn_diag.head.bit_matches import Match
 from attn_diag.head.flaws import Flaw, find_flaw
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name, same_forward
-from attn_diag.head.recipe_search import LEVEL, Match, SearchedHead, Trial, choose_rows
+from attn_diag.head.recipe_search import LEVEL, SearchedHead, Trial, choose_rows
 from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch

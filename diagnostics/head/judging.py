@@ -16,36 +16,25 @@ from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import made_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarse_paths import EXPLAINED
-from attn_diag.head.coarser import operands_noise
 from attn_diag.head.counterfactual import Counterfactuals, covers, directions
-from attn_diag.head.declared import DRAWS, DeclaredKernel, beside_declared, mean_sums, with_scale_faults
+from attn_diag.head.declared import DeclaredKernel, beside_declared, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import (
-    ELEMENT_LIMIT,
     LOSSY,
     Directions,
     QuantitySample,
-    RowEffect,
     samples,
 )
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
-    format_of,
     round_nearest_even,
     ulp,
 )
-from attn_diag.statistics.means import effective
+from attn_diag.statistics.arrays import dense
+from attn_diag.statistics.mean_tests import effective
 from attn_diag.statistics.ratios import Carriers
-
-# LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy
-# kernels (benchmarks/study_verdicts.py).
-_NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
-# fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
-_FP32 = 2.0**-17
-BF16 = format_of(torch.bfloat16)
 
 
 @dataclass
@@ -72,15 +61,14 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
         if observed is None or not observed.shape[1] or (name == "dq" and stack.head.do is None):
             continue
         fed = [None if name == "o" else _fed(p, s) for p, s in zip(stack.passes, stack.seen, strict=True)]
-        top_keys = stack.top_key.cpu().numpy()
-        clusters = [np.unique(keys, return_inverse=True)[1] if name == "o" else None for keys in top_keys]
+        clusters = [dense(keys) for keys in stack.top_key.cpu().numpy()] if name == "o" else [None] * len(found)
         firsts: list[QuantitySample | None] = [None] * len(found)
         if stack.passes[0].declared(stack.seen[0]) is None:
             firsts[:] = samples(
                 observed,
                 stack.of(partial(_true, name)),
                 stack.chosen([passed.counterfactuals.outputs()[name] for passed in stack.passes]),
-                stack.chosen([p.variance(s)[name] for p, s in zip(stack.passes, stack.seen, strict=True)]),
+                stack.chosen([found[name] for found in stack.variances]),
                 stack.formats[name],
                 stack.indices,
                 len(stack.head.q),
@@ -144,121 +132,6 @@ def _named(
         return found
     made = made_in_blocks(name, observed, fed, collectors, total, fmt)
     return replace(found, site=SUMS_IN_BLOCKS, made_by_site=made) if made else found
-
-
-def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, RowEffect]:
-    """What the errors of LSE and of a captured delta make of dQ, beside a well-rounded kernel's noise there.
-
-    LSE's error D scales a row of P, and so of dQ, by exp(-D); delta's adds -alpha D (P K). Beyond their budgets no
-    rounding takes them. To the inputs' format (unit u) it makes 2 u (2 max |S| + 4) of LSE and 2 u sum |dO O| of delta,
-    of operands to 8 bits more of LSE (see ``coarser``). Where nine in ten rows of LSE are exact to fp32, a row far
-    beyond them is beyond its budget too.
-    """
-    truth, reference = passed.truth, passed.truth.reference
-    # Kernels of FP16 may keep L or delta in BF16.
-    head, unit = truth.head, 2.0**-passed.noise.fmt.precision
-    if passed.compared:
-        unit = max(unit, 2.0**-BF16.precision)
-    found: dict[str, RowEffect] = {}
-    variance = passed.variance(seen)
-    if head.do is None:
-        noise = torch.full((len(rows),), unit**2 / 24, dtype=torch.float64, device=rows.device)
-    else:
-        noise = variance["dq"][rows].sum(1)
-
-    def effect(error: Tensor, made: Tensor, budget: Tensor) -> RowEffect:
-        return RowEffect(
-            rows=rows.cpu().numpy(),
-            made=made.cpu().numpy(),
-            noise=noise.cpu().numpy(),
-            of_budget=(error.abs() / budget.clamp(min=1e-300)).cpu().numpy(),
-            largest=float(error.abs().max()),
-            compared=passed.compared,
-        )
-
-    if (lse := seen.outputs.get("lse")) is not None:
-        error = lse[rows] - reference.lse[rows]
-        size = torch.ones_like(error) if reference.dq is None else reference.dq[rows].square().sum(1)
-        largest = reference.row_max[rows].abs()
-        if head.sink is not None:  # L may be the sink's, far from every score
-            largest = torch.maximum(largest, reference.lse[rows].abs())
-        budget = 2 * unit * (2 * largest + 4)
-        if passed.compared and bool((beyond := error.abs() > budget).any()):
-            budget[beyond] += ELEMENT_LIMIT * operands_noise(head, rows[beyond])
-        usual = float((error.abs() / budget).quantile(_NINE_IN_TEN)) if len(rows) else 1.0
-        exact = bool((error.abs() <= _FP32 * (1 + largest)).all())
-        if usual < _EXACT:
-            # Nine in ten rows are exact: where one is not, it saw other keys or lost a rescaling.
-            of_sum = passed.noise.variance["row_sum"][rows].sqrt()
-            budget = torch.minimum(budget, torch.maximum(_APART * max(usual, _EXACT / 8) * budget, 8 * of_sum))
-        if "lse" in variance:  # operands that are rounded move a score by more than its size
-            budget = budget + ELEMENT_LIMIT * variance["lse"][rows].sqrt()
-        declared, apart = passed.declared(seen), error
-        if declared is not None:  # as far off as the recipe's own L is no fault
-            own = (declared.outputs()["lse"] - reference.lse)[rows]
-            apart = torch.where((error - own).abs() < error.abs(), error - own, error)
-        beyond, in_bf16 = apart.abs() > budget, False
-        if bool(beyond.any()) and truth.inputs.input_format.precision > BF16.precision:
-            wider = ELEMENT_LIMIT * operands_noise(head, rows[beyond], BF16.precision)
-            in_bf16 = not passed.compared and bool((error[beyond].abs() <= wider).all())
-        way = "" if not bool(beyond.any()) or in_bf16 else _lse_through_bf16(passed, seen, rows, budget)
-        made = torch.expm1(-error).square() * size
-        by_recipe = None
-        if declared is not None:
-            # L of a kernel below 16 bits is off by as much as its scores are, by whole units where one key is huge.
-            drawn = variance["lse"][rows].sqrt()
-            by_recipe = (torch.maximum(torch.expm1(-own).square(), torch.expm1(drawn).square()) * size).cpu().numpy()
-        largest_error = float(error.abs().max())
-        found["lse"] = replace(
-            effect(apart, made, budget),
-            exact=exact,
-            in_bf16=in_bf16,
-            way=way,
-            declared=by_recipe,
-            largest=largest_error,
-        )
-    if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
-        assert head.do is not None
-        error = delta[rows] - reference.delta[rows]
-        size = (head.do[rows] * reference.out[rows]).abs().sum(1)
-        if (out := seen.outputs.get("o")) is not None:
-            own = delta[rows] - (head.do[rows] * out[rows]).sum(1)
-            # A kernel may make it from O before or after its last rounding.
-            error = torch.where(own.abs() < error.abs(), own, error)
-        through = truth.probs_k[rows].square().sum(1) * head.scale**2
-        budget = 2 * unit * size + 4 * variance["delta"][rows].sqrt()
-        found["delta"] = effect(error, error.square() * through, budget)
-    return found
-
-
-def _lse_through_bf16(passed: StreamedHead, seen: ObservedHead, rows: Tensor, budget: Tensor) -> str:
-    """What is in BF16 of a kernel of finer inputs whose O and LSE are this one's; empty: nothing that is known."""
-    other, o = passed.counterfactuals, seen.outputs.get("o")
-    if not isinstance(other, TruncatedInputs) or o is None:
-        return ""
-    error = (seen.outputs["lse"] - passed.truth.reference.lse)[rows]
-    for way in other.ways(o, passed.truth.reference.out):
-        left = (seen.outputs["lse"] - other.along(way)["lse"])[rows]
-        if float(left.square().sum()) <= EXPLAINED * float(error.square().sum()) and bool((left.abs() <= budget).all()):
-            return way.told
-    return ""
-
-
-def measure_means(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> dict[str, npt.NDArray[np.float64]]:
-    """See ``mean_sums``: of what is declared and draws of it, else of a well-rounded kernel, or of a format without one
-    of operands rounded to nearest, where O's errors follow these; empty without any.
-    """
-    declared, errors, other = passed.declared(seen), passed.errors.get(seen.name), passed.counterfactuals
-    out, truth = seen.outputs.get("o"), passed.truth.reference.out
-    if declared is not None:
-        runs = [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
-    elif isinstance(other, Counterfactuals):
-        runs = [other.outputs()]
-    else:
-        rounded = None if out is None else other.to_nearest(out, truth, rows)
-        runs = [] if rounded is None else [rounded]
-    delta = None if errors is None else errors.delta
-    return mean_sums(runs, out, delta, truth, rows) if runs else {}
 
 
 def rows_without_keys(seen: ObservedHead, rows: npt.NDArray[np.bool_]) -> dict[str, tuple[int, int]]:

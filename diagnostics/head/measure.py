@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from attn_diag.head import judging
 from attn_diag.head.certification import Certify, RoundedBound, rounding_of_products, sums_of
+from attn_diag.head.effects import measure_effects
 from attn_diag.head.figure_sums import UlpCounts, aligned, row_norms
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.judging import KeyTerms
+from attn_diag.head.mean_sums import mean_sums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.opened import Bools, OpenedHead, alike, open_heads
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import GradientParts, dq_parts, project
-from attn_diag.head.row_maxima import settle_alike, swamped_elements
+from attn_diag.head.row_maxima import swamped_elements
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.signed_errors import each_by_feature, each_of_elements, each_of_rows
 from attn_diag.head.sink_gradients import sink_terms
@@ -51,15 +54,11 @@ def measure_heads(
     """
     results: list[list[HeadMeasurement]] = [[] for _ in passes]
     for i in range(len(passes[0].observed)):
-        settle_alike([p.maxima[p.observed[i].name] for p in passes])
         opened = open_heads(passes, [p.observed[i] for p in passes], places)
-        for some in alike(opened):
-            stack = HeadStack([o.passed for o in some], [o.seen for o in some], [o.rows for o in some])
-            _measure_errors([o.result for o in some], stack, [o.eligible for o in some])
-            for one, quality in zip(some, judging.measure_quality(stack), strict=True):
-                one.result.quality = quality
         for one, of_head in zip(opened, shared or [None] * len(opened), strict=True):
-            _finish(one, of_head)
+            one.shared = of_head
+        for some in alike(opened):
+            _measure(some)
         for found, one in zip(results, opened, strict=True):
             found.append(one.result)
     if certify is not None:
@@ -71,17 +70,27 @@ def measure_heads(
     return results
 
 
-def _finish(one: OpenedHead, shared: SharedRows | None) -> None:
-    """What is measured head by head."""
-    passed, seen, result = one.passed, one.seen, one.result
-    if shared is not None:
-        _leave_out(one, shared)
-    result.alike = result.alike[result.tested]
-    result.sink = sink_terms(passed, seen.outputs)
-    if len(result.rows):
-        device = passed.truth.head.q.device
-        result.effects = judging.measure_effects(passed, seen, torch.from_numpy(result.rows).to(device))
-        result.mean_sums = judging.measure_means(passed, seen, torch.from_numpy(result.tested).to(device))
+def _measure(some: Sequence[OpenedHead]) -> None:
+    """Measure heads that can be side by side."""
+    results = [one.result for one in some]
+    stack = HeadStack([one.passed for one in some], [one.seen for one in some], [one.rows for one in some])
+    _measure_errors(results, stack, [one.eligible for one in some])
+    found = zip(results, judging.measure_quality(stack), measure_effects(stack), strict=True)
+    for result, quality, effects in found:
+        result.quality, result.effects = quality, effects
+    for one in some:
+        if one.shared is not None:
+            _leave_out(one, one.shared)
+        one.result.alike = one.result.alike[one.result.tested]
+        one.result.sink = sink_terms(one.passed, one.seen.outputs)
+    if not len(results[0].rows):
+        return
+    parts = [stack]
+    if any(one.shared is not None for one in some):
+        tested = [torch.from_numpy(result.tested).to(stack.head.q.device) for result in results]
+        parts = [replace(stack.only([h]), rows=[rows]) for h, rows in enumerate(tested)]
+    for result, sums in zip(results, chain.from_iterable(map(mean_sums, parts)), strict=True):
+        result.mean_sums = sums
 
 
 def _leave_out(one: OpenedHead, shared: SharedRows) -> None:
@@ -156,7 +165,8 @@ def _measure_forward(
         for name, sums in (("o", sums_of(rounding.bound)), ("o_excess", moved)):
             _put(results, "reference_bounds", name, sums.tolist())
         _put(results, "reference_bounds", "o_away_excess", (moved + certain.turned(excess)).tolist())
-        v_top = stacked([p.truth.head.v[keys] for p, keys in zip(stack.passes, stack.top_key, strict=True)])
+        v = stacked([p.truth.head.v for p in stack.passes])
+        v_top = v[torch.arange(len(v), device=v.device)[:, None], stack.top_key]
         swamped = swamped_elements(out, rounding.truth, v_top).sum(2).cpu().numpy()
         for h, (result, counts, doubtful) in enumerate(
             zip(results, UlpCounts.each(error / rounding.ulps), certain.counts, strict=True)

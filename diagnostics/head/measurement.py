@@ -101,4 +101,4 @@ class HeadMeasurement:
     effects: dict[str, RowEffect] = field(default_factory=dict)
     """LSE and a captured delta, by what their errors make of dQ."""
     mean_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    """By test, observed and of what it is held against, see ``judging.measure_means``."""
+    """By test, observed and of what it is held against, see the function of this name."""

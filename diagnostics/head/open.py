@@ -15,7 +15,7 @@ from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_outputs
+from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, read_head, read_outputs
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
@@ -70,6 +70,8 @@ class OpenCapture:
     """Indices of the batch items."""
     heads: Sequence[int]
     """Indices in the capture, not the model's numbers."""
+    tensors: HeadTensors | None = None
+    """These heads' tensors, where they are read once for all who ask."""
     _checks: dict[str, tuple[Misfit, ...]] = field(default_factory=dict)
     _recognised: dict[tuple[str, int, int], Recognised | None] = field(default_factory=dict)
     _identified: dict[tuple[str, int, int], IdentifiedHead | None] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class OpenCapture:
         """Whether these observations agree with the metadata; see ``check_assumptions``."""
         for name in observations:
             if name not in self._checks:
-                self._checks[name] = check_observation(self.capture, name, self.device)
+                self._checks[name] = check_observation(self.capture, name, self.device, self.tensors)
         return judge_checks(self.capture, observations, [c for name in observations for c in self._checks[name]])
 
     def require_assumptions(self, observation: str | None) -> None:

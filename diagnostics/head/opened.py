@@ -13,9 +13,8 @@ from torch import Tensor
 from attn_diag.head import judging
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.measurement import HeadMeasurement, RepeatSums
-from attn_diag.head.read import all_finite
-from attn_diag.head.row_maxima import DEFINITIONS, RowMaximaCollector
-from attn_diag.head.shared import rows_alike
+from attn_diag.head.row_maxima import DEFINITIONS, MaximaOnHost, RowMaximaCollector, maxima_on_host
+from attn_diag.head.shared import SharedRows, rows_alike
 from attn_diag.head.stacks import on_host
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import Rows
@@ -24,7 +23,7 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenedHead:
     """One observation of one head, and which of its rows count."""
 
@@ -40,6 +39,8 @@ class OpenedHead:
     """Which they are, [Tq]."""
     several_keys: Bools
     """Rows that see several keys, [Tq]."""
+    shared: SharedRows | None = None
+    """What it has in common with earlier sequences; the rows count once."""
 
     @property
     def eligible(self) -> Bools:
@@ -70,27 +71,22 @@ def open_heads(
     """Open one observation of heads that were streamed; ``places``: indices of batch item and head in the capture."""
     maxima = [p.maxima[s.name] for p, s in zip(passes, seen, strict=True)]
     of_rows = [
-        _RowsOnHost(*arrays)
-        for arrays in zip(
-            *(on_host([get(p, m) for p, m in zip(passes, maxima, strict=True)]) for get in _OF_ROWS),
-            strict=True,
-        )
+        _RowsOnHost(*arrays) for arrays in zip(*(on_host([get(p) for p in passes]) for get in _OF_ROWS), strict=True)
     ]
     alike_rows = rows_alike([p.inputs.head for p in passes])
-    of_unit = [on_host(m.positions("unit")) for m in maxima]
-    return [_opened(*one) for one in zip(passes, seen, places, maxima, of_rows, of_unit, alike_rows, strict=True)]
+    known = zip(maxima_on_host(maxima), of_rows, alike_rows, strict=True)
+    return [
+        _opened(passed, own, place, collector, *on_the_host)
+        for passed, own, place, collector, on_the_host in zip(passes, seen, places, maxima, known, strict=True)
+    ]
 
 
-_OF_ROWS: tuple[Callable[[StreamedHead, RowMaximaCollector], Tensor], ...] = (
-    lambda passed, _: passed.inputs.unusable,
-    lambda passed, _: passed.truth.reference.fully_masked,
-    lambda passed, _: passed.bounds.known_rows,
-    lambda _, maxima: maxima.several_keys,
-    lambda _, maxima: maxima.multiplicity(),
-    lambda _, maxima: maxima.row_max,
-    lambda _, maxima: maxima.top_key,
-    lambda passed, _: passed.visible,
-    lambda passed, _: passed.truth.reference.row_sum,
+_OF_ROWS: tuple[Callable[[StreamedHead], Tensor], ...] = (
+    lambda passed: passed.inputs.unusable,
+    lambda passed: passed.truth.reference.fully_masked,
+    lambda passed: passed.bounds.known_rows,
+    lambda passed: passed.visible,
+    lambda passed: passed.truth.reference.row_sum,
 )
 
 
@@ -101,11 +97,6 @@ class _RowsOnHost:
     unusable: Bools
     fully_masked: Bools
     known: Bools
-    several_keys: Bools
-    multiplicity: Ints
-    """[definitions, Tq]."""
-    row_max: npt.NDArray[np.float64]
-    top_key: Ints
     visible: Ints
     row_sum: npt.NDArray[np.float64]
 
@@ -117,19 +108,19 @@ def nearly_uniform(visible: Ints, row_sum: npt.NDArray[np.float64], usable: Bool
 
 
 def _opened(
-    passed: StreamedHead, seen: ObservedHead, place: tuple[int, int], maxima: RowMaximaCollector, of_rows: _RowsOnHost,
-    of_unit: Sequence[Ints], alike_rows: Ints,
+    passed: StreamedHead, seen: ObservedHead, place: tuple[int, int], collector: RowMaximaCollector,
+    maxima: MaximaOnHost, of_rows: _RowsOnHost, alike_rows: Ints,
 ) -> OpenedHead:  # fmt: skip
     finite = ~of_rows.unusable
-    masked, known, several_keys = of_rows.fully_masked, of_rows.known, of_rows.several_keys
+    masked, known, several_keys = of_rows.fully_masked, of_rows.known, maxima.several_keys
     before = usable = finite & ~masked & known
-    broken = {name: bad for name, values in seen.outputs.items() if (bad := _broken_rows(values)) is not None}
+    broken = {name: _broken_rows(values) for name, values in seen.outputs.items() if name not in seen.finite}
     for bad in broken.values():
         usable = usable & ~bad
     kept = np.flatnonzero(usable)
     # All rows usable: a slice spares copies of every tensor.
     rows = slice(None) if len(kept) == len(usable) else torch.from_numpy(kept).to(passed.truth.head.q.device)
-    counts = dict(zip(maxima.definitions, of_rows.multiplicity, strict=True))
+    counts = dict(zip(collector.definitions, maxima.multiplicity, strict=True))
     result = HeadMeasurement(
         batch=place[0],
         head=place[1],
@@ -140,9 +131,9 @@ def _opened(
         rows_eligible=int((usable & several_keys).sum()),
         repeats={name: _repeat_sums(counts.get(name), usable) for name in DEFINITIONS},
         tested=kept,
-        top_key=of_rows.top_key[usable],
+        top_key=maxima.top_key[usable],
         alike=alike_rows,
-        figures=FigureSums.of(counts["exact"], counts["unit"], (of_unit[0], of_unit[1]), of_rows.row_max, usable),
+        figures=FigureSums.of(counts["exact"], counts["unit"], maxima.unit, maxima.row_max, usable),
         broken_outputs={name: count for name, bad in broken.items() if (count := int((bad & before).sum()))},
         without_keys=judging.rows_without_keys(seen, masked & finite),
         nearly_uniform=nearly_uniform(of_rows.visible, of_rows.row_sum, usable),
@@ -157,10 +148,8 @@ def _repeat_sums(multiplicity: npt.NDArray[np.int64] | None, usable: Bools) -> R
     return RepeatSums(int((kept > 1).sum()), int(kept.max(initial=0)))
 
 
-def _broken_rows(values: Tensor) -> Bools | None:
-    """Rows with NaN or Inf, bool [Tq]; None: no row."""
-    if all_finite(values):
-        return None
+def _broken_rows(values: Tensor) -> Bools:
+    """Rows with NaN or Inf, bool [Tq]."""
     broken = ~values.isfinite()
     found: Bools = (broken.any(1) if broken.ndim == 2 else broken).cpu().numpy()
     return found

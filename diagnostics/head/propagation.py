@@ -97,13 +97,27 @@ class BackwardCollector:
         self._want_casts = want_casts
         # Whether alpha dS is cast, which the first block tells.
         self._alpha_first = None if errors.dq is not None and math.frexp(head.scale)[0] != 0.5 else False
-        new = head.q.new_zeros
-        self.dq_cast = new(head.q.shape) if want_casts else None
-        self.dk_delta = new(head.k.shape) if want_keys else None
-        self.dk_lse = new(head.k.shape) if want_keys and errors.lse is not None else None
-        self.dv_lse = new(head.v.shape) if want_keys and errors.lse is not None else None
-        self.dk_cast = new(head.k.shape) if want_keys and want_casts else None
-        self.dv_cast = new(head.v.shape) if want_keys and want_casts else None
+        self.wanted = {
+            "dq_cast": want_casts,
+            "dk_delta": want_keys,
+            "dk_lse": want_keys and errors.lse is not None,
+            "dv_lse": want_keys and errors.lse is not None,
+            "dk_cast": want_keys and want_casts,
+            "dv_cast": want_keys and want_casts,
+        }
+        """Which of these are made; the others stay None."""
+        self.dq_cast: Tensor | None = None
+        self.dk_delta: Tensor | None = None
+        self.dk_lse: Tensor | None = None
+        self.dv_lse: Tensor | None = None
+        self.dk_cast: Tensor | None = None
+        self.dv_cast: Tensor | None = None
+
+    def begin(self) -> None:
+        """To be called before blocks come; the kernels bring their own."""
+        shapes = {"dq": self.head.q.shape, "dk": self.head.k.shape, "dv": self.head.v.shape}
+        for name in (n for n, wanted in self.wanted.items() if wanted):
+            setattr(self, name, self.head.q.new_zeros(shapes[name[:2]]))
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, backward included."""
@@ -182,9 +196,9 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
         lse_error = torch.stack([e.lse_error for e in errors if e.lse_error is not None])
     scaled_q = fused.q * first.head.scale
     found: dict[str, Tensor] = {}
-    if first.dk_delta is not None:
+    if first.wanted["dk_delta"]:
         found["dk_delta"] = -fused.keys("sloped", scaled_q * (delta_error * inverse)[..., None])
-    if first.dk_lse is not None and lse_error is not None:
+    if first.wanted["dk_lse"] and lse_error is not None:
         moved = (torch.expm1(-lse_error) * inverse)[..., None]
         found["dk_lse"] = fused.keys("dscores", scaled_q * moved)
         found["dk_lse"] -= fused.keys("sloped", scaled_q * (moved * delta_error[..., None]))
@@ -196,7 +210,7 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
         by_order = {alpha_first: made(alpha_first) for alpha_first in set(chosen)}
         found[name] = torch.stack([by_order[alpha_first][i] for i, alpha_first in enumerate(chosen)])
 
-    if first.dq_cast is not None:
+    if first.wanted["dq_cast"]:
         length = len(first.head.q)
         if first._alpha_first is None and length * len(first.head.k) >= _LONG:
             rows = torch.linspace(0, length - 1, min(length, _LOOKED_AT), device=inverse.device).long()
@@ -213,7 +227,7 @@ def take_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) ->
             for i, (e, order) in enumerate(zip(errors, orders, strict=True))
         ]
         take("dq_cast", both.__getitem__, chosen)
-        if first.dk_cast is not None:
+        if first.wanted["dk_cast"]:
 
             def keys(alpha_first: bool) -> Tensor:
                 return fused.keys("dscores_cast", fused.q, factor, delta_error, cast=cast, alpha_first=alpha_first)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import FloatFormat, ulp
+from attn_diag.statistics.arrays import dense
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
@@ -156,7 +157,7 @@ class QuantitySample:
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
         clusters = self.clusters
         if kept is not None and clusters is not None:
-            clusters = np.unique(clusters[kept], return_inverse=True)[1]
+            clusters = dense(clusters[kept])
         if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
             # All rows copy few keys, and share their rounding: features are what is left to count.
             error, other, floor = self.features
@@ -291,9 +292,9 @@ def samples(
             of_rows = noise()[:, found]
             return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
 
-        # NaN too: another element may stand out.
-        some = deviations[h] > ELEMENT_LIMIT if not beyond <= ELEMENT_LIMIT else deviations[h][:0]
-        stands_out = some.nonzero().cpu().numpy()
+        stands_out = np.zeros((0, 2), dtype=np.int64)
+        if not beyond <= ELEMENT_LIMIT:  # NaN too: another element may stand out.
+            stands_out = (deviations[h] > ELEMENT_LIMIT).nonzero().cpu().numpy()
         marked = np.zeros(len(size), dtype=bool)
         marked[stands_out[:, 0]] = True
         zeroed = zeros[h] & (sums[0] > _LOST**2 * sums[1:].max(0)) & (truth.shape[2] >= _LOST_ELEMENTS)
@@ -347,7 +348,8 @@ def _misplaced(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:
     """Which groups' errors (``sums`` [5, groups], as of ``_outlying``) are too large for this kernel, however coarse
     it is."""
     ratio, there = sums[0] / np.maximum(sums[1:].max(0), 1e-300), sizes > 0
-    if int(there.sum()) < _GROUPS:
+    # The median counts as 1 at least.
+    if int(there.sum()) < _GROUPS or not (ratio > _OTHERS**2).any():
         return np.zeros(len(ratio), bool)
     usual, size = max(_median(ratio[there]), 1.0), np.maximum(sizes, _median(sizes[there]))
     return np.asarray((ratio > _OTHERS**2 * usual) & (sums[0] > part**2 * size))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.sources import KEYED
 from attn_diag.errors import InputError
 from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of, round_nearest_even
+from attn_diag.reference.heads import stacked
 
 
 class NonFiniteCensus:
@@ -24,8 +27,11 @@ class NonFiniteCensus:
 
     def add(self, name: str, batch: int, head: int, values: Tensor) -> Tensor | None:
         """Record the non-finite values of one head; returns where ``values`` is not finite (bool), None for nowhere."""
-        if all_finite(values):
-            return None
+        (finite,) = all_finite(values[None])
+        return None if finite else self.add_broken(name, batch, head, values)
+
+    def add_broken(self, name: str, batch: int, head: int, values: Tensor) -> Tensor:
+        """Record the non-finite values of one head that has some; returns where they are, bool."""
         bad = ~values.isfinite()
         self.record(name, batch, head, bad)
         return bad
@@ -61,6 +67,8 @@ class HeadInputs:
     """The format of q as stored."""
     bad_mask: Tensor | None = None
     """Where an additive mask is NaN or +Inf, bool [Tq, Tk]; None for nowhere."""
+    sound: bool = False
+    """Whether all that was read is finite, so that no row is unusable."""
 
     @property
     def marks_rows(self) -> bool:
@@ -77,11 +85,71 @@ class HeadInputs:
             self.unusable[block.rows] |= (bad & (block.scores > -torch.inf)).any(1)
 
 
-def all_finite(*several: Tensor) -> bool:
-    """Whether every value of some tensors is finite, by way of one sum: much cheaper than looking at each."""
-    total = float(sum(t.sum() for t in several))
+def all_finite(several: Tensor) -> list[bool]:
+    """Whether every value of each of N tensors [N, ...] is finite: by one sum, much cheaper than looking at each."""
     # An overflowing sum of finite values needs the second look.
-    return math.isfinite(total) or all(bool(t.isfinite().all()) for t in several)
+    sums = several.flatten(1).sum(1).tolist()
+    return [math.isfinite(s) or bool(one.isfinite().all()) for s, one in zip(sums, several, strict=True)]
+
+
+class HeadTensors:
+    """Tensors of some heads of a capture as float64 on a device; those of one name are copied, and looked at, at once.
+
+    Query heads that share a key head share its tensors: they are not to be changed.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        places: Sequence[tuple[int, int]],
+        device: torch.device,
+        together: Sequence[str] = (),
+    ) -> None:
+        """``places``: indices of the batch item and the query head of each. ``together``: names that are all copied
+        once one of them is asked for."""
+        self.capture, self.device, self.places = capture, device, frozenset(places)
+        self._places, self._together = places, [name for name in together if name in capture.tensors]
+        self._found: dict[str, dict[tuple[int, int], tuple[Tensor, bool]]] = {}
+
+    @cached_property
+    def no_keys(self) -> Tensor:
+        """Indices of no keys."""
+        return torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def kv_head(self, head: int) -> int:
+        """The key head of a query head."""
+        return head // (self.capture.q_heads // self.capture.kv_heads)
+
+    def read(self, name: str, batch: int, head: int) -> tuple[Tensor, bool] | None:
+        """As ``read_float64``, of a query head, and whether all of it is finite; None where the capture lacks it."""
+        if name not in self.capture.tensors:
+            return None
+        if name not in self._found:
+            self._read(self._together if name in self._together else [name])
+        return self._found[name][batch, self.kv_head(head) if _by_key_head(name) else head]
+
+    def _read(self, names: Sequence[str]) -> None:
+        stored: dict[tuple[str, int, int], Tensor] = {}
+        for name in names:
+            self._found[name] = {}
+            for batch, head in self._places:
+                place = batch, self.kv_head(head) if _by_key_head(name) else head
+                if (name, *place) not in stored and (tensor := self.capture.read(name, *place)) is not None:
+                    stored[name, *place] = tensor
+        alike: dict[object, list[tuple[str, int, int]]] = {}  # documents differ in length
+        for key, tensor in stored.items():
+            is_lse = key[0].rpartition(".")[2] == "lse"
+            alike.setdefault((tensor.shape, tensor.dtype, is_lse), []).append(key)
+        for (*_, is_lse), keys in alike.items():  # type: ignore[misc]
+            values = _as_float64(stacked([stored[key] for key in keys]), self.device)
+            if is_lse:
+                values = stacked([_natural(x, self.capture, h) for x, (_, _, h) in zip(values, keys, strict=True)])
+            for (name, batch, head), one, finite in zip(keys, values.unbind(), all_finite(values), strict=True):
+                self._found[name][batch, head] = one, finite
+
+
+def _by_key_head(name: str) -> bool:
+    return name.rpartition(".")[2] in ("k", "v", *KEYED)
 
 
 def read_float64(capture: Capture, name: str, batch: int, head: int, device: torch.device) -> Tensor | None:
@@ -92,15 +160,22 @@ def read_float64(capture: Capture, name: str, batch: int, head: int, device: tor
     stored = capture.read(name, batch, head)
     if stored is None:
         return None
+    values = _as_float64(stored, device)
+    return _natural(values, capture, head) if name.rpartition(".")[2] == "lse" else values
+
+
+def _as_float64(stored: Tensor, device: torch.device) -> Tensor:
     # FP8 has no direct conversion to float64; both steps are exact.
     stored = stored.float() if stored.dtype.itemsize == 1 else stored
     # A narrow tensor travels faster than its float64 copy.
-    values = stored.to(device).double().contiguous()
-    if name.rpartition(".")[2] != "lse":
-        return values
-    values = values * math.log(2) if capture.metadata.lse_base == "2" else values
+    return stored.to(device).double().contiguous()
+
+
+def _natural(lse: Tensor, capture: Capture, head: int) -> Tensor:
+    """An LSE as stored, in the natural logarithm and with the sink."""
+    lse = lse * math.log(2) if capture.metadata.lse_base == "2" else lse
     sink = capture.sink(head) if capture.metadata.lse_sink == "excluded" else None
-    return values if sink is None else torch.logaddexp(values, values.new_tensor(sink))
+    return lse if sink is None else torch.logaddexp(lse, lse.new_tensor(sink))
 
 
 def read_outputs(
@@ -111,19 +186,31 @@ def read_outputs(
     Returns:
         The tensors in float64 and the formats in which they were stored, both by name.
     """
+    outputs, formats, _ = outputs_of(HeadTensors(capture, [(batch, head)], device), observation, batch, head, census)
+    return outputs, formats
+
+
+def outputs_of(
+    tensors: HeadTensors, observation: str, batch: int, head: int, census: NonFiniteCensus
+) -> tuple[dict[str, Tensor], dict[str, FloatFormat], frozenset[str]]:
+    """As ``read_outputs``, of one of several heads; and the names of the outputs that are finite."""
+    capture, finite = tensors.capture, set[str]()
     outputs: dict[str, Tensor] = {}
     formats: dict[str, FloatFormat] = {}
     for output in capture.observations[observation]:
         if output not in ("o", "lse", "delta", "dq"):
             continue
         key = capture.key(observation, output)
-        tensor = read_float64(capture, key, batch, head, device)
-        assert tensor is not None
+        found = tensors.read(key, batch, head)
+        assert found is not None
+        tensor, sound = found
+        if sound:
+            finite.add(output)
         # A fully masked row's LSE is rightly -inf, and is left out with its row.
-        if output != "lse":
-            census.add(key, batch, head, tensor)
+        elif output != "lse":
+            census.add_broken(key, batch, head, tensor)
         outputs[output], formats[output] = tensor, _made_in(tensor, capture, key)
-    return outputs, formats
+    return outputs, formats, frozenset(finite)
 
 
 def _made_in(values: Tensor, capture: Capture, key: str) -> FloatFormat:
@@ -233,39 +320,51 @@ def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
     """Read q, k, v and dO of one query head, its key head included; NaN and Inf are added to ``census``."""
-    census = census or NonFiniteCensus()
-    kv_head = head // (capture.q_heads // capture.kv_heads)
-    tensors: dict[str, Tensor] = {}
-    bad_rows: dict[str, Tensor] = {}
-    places = {"q": head, "k": kv_head, "v": kv_head, "do": head}
-    for name, index in places.items():
-        values = read_float64(capture, name, batch, index, device)
-        if values is not None:
-            factor = capture.descale(name, batch, index)
-            tensors[name] = values if factor == 1.0 else values * factor
-    finite = all_finite(*tensors.values())
-    for name, values in tensors.items():
-        bad = None if finite else census.add(name, batch, places[name], values)
-        bad_rows[name] = torch.zeros(len(values), dtype=torch.bool, device=device) if bad is None else bad.any(1)
-        if bad is not None:
-            values.masked_fill_(bad, 0.0)
-    q, k, v = (tensors[name] for name in ("q", "k", "v"))
-    sink = _read_sink(capture, batch, head, census, bad_rows["q"])
+    return inputs_of(HeadTensors(capture, [(batch, head)], device), batch, head, census or NonFiniteCensus())
+
+
+def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus) -> HeadInputs:
+    """As ``read_head``, of one of several heads."""
+    capture, device, kv_head = tensors.capture, tensors.device, tensors.kv_head(head)
+    values: dict[str, Tensor] = {}
+    bad: dict[str, Tensor] = {}
+    for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
+        found = tensors.read(name, batch, head)
+        if found is None:
+            continue
+        factor, (one, finite) = capture.descale(name, batch, index), found
+        one = one if factor == 1.0 else one * factor
+        # An infinite or an overflowing factor makes finite numbers what they were not.
+        if not finite or (factor != 1.0 and not all_finite(one[None])[0]):
+            where = census.add_broken(name, batch, index, one)
+            bad[name], one = where.any(1), one.masked_fill(where, 0.0)
+        values[name] = one
+    q, k, v = (values[name] for name in ("q", "k", "v"))
+    unusable = torch.zeros(len(q), dtype=torch.bool, device=device)
+    for name in bad.keys() & {"q", "do"}:
+        unusable |= bad[name]
+    keys = [bad[name] for name in ("k", "v") if name in bad]
+    bad_keys = torch.stack(keys).any(0).nonzero()[:, 0] if keys else tensors.no_keys
+    sink = _read_sink(capture, batch, head, census, unusable)
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
     masking = Masking(
         causal=capture.metadata.causal,
         window=capture.metadata.window,
         mask=mask,
         positions=capture.q_positions(batch),
-        alibi=_read_alibi(capture, batch, head, census, bad_rows["q"]),
+        alibi=_read_alibi(capture, batch, head, census, unusable),
     )
     dropout = capture.dropout(batch, head)
     if dropout is not None:
         dropout = replace(dropout, kept=dropout.kept.to(device))
     return HeadInputs(
-        AttentionHead(q, k, v, tensors.get("do"), capture.scale, masking, capture.metadata.softcap, sink, dropout),
-        unusable=bad_rows["q"] | bad_rows.get("do", torch.zeros_like(bad_rows["q"])),
-        bad_keys=(bad_rows["k"] | bad_rows["v"]).nonzero()[:, 0],
+        AttentionHead(q, k, v, values.get("do"), capture.scale, masking, capture.metadata.softcap, sink, dropout),
+        unusable=unusable,
+        bad_keys=bad_keys,
         input_format=format_of(capture.tensors["q"].dtype),
         bad_mask=bad_mask,
+        sound=not bad
+        and bad_mask is None
+        and math.isfinite(capture.sink(head) or 0.0)
+        and math.isfinite(capture.alibi_slope(batch, head) or 0.0),
     )

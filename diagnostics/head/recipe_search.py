@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.head.bit_matches import Match
 from attn_diag.head.read import HeadInputs, read_head
 from attn_diag.head.recipe_candidates import (
     families,
@@ -35,65 +36,6 @@ _POOL, _BLOCK = 512, 64
 # Recipes are shared out over threads from so many rows on. With fewer, operations are so short that threads wait for
 # Python's lock: six recipes on 256 rows of 1,024 keys took 1.4 times as long on two threads as on one.
 _SHARED_ROWS = 512
-# Up to so many rows in dispute all signs are gone through, beyond it a sum of signs is normal enough.
-_EXACT_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Match:
-    """Where an emulated O has the observed bits: ``equal`` [R, Dv] bool over the compared rows."""
-
-    equal: Tensor
-
-    @property
-    def agreement(self) -> float:
-        """Fraction of equal elements."""
-        return float(self.equal.double().mean())
-
-    @property
-    def standard_error(self) -> float | None:
-        """Of the agreement, over rows; None for a single one."""
-        rows = self.equal.double().mean(1)
-        return float(rows.std() / math.sqrt(len(rows))) if len(rows) > 1 else None
-
-    def compare(self, other: Match) -> BitComparison:
-        """Where the two differ, and how likely that is if ``other`` is in truth right as often."""
-        difference = (self.equal.sum(1) - other.equal.sum(1))[(self.equal != other.equal).any(1)]
-        return BitComparison(
-            won=int((self.equal & ~other.equal).sum()),
-            lost=int((other.equal & ~self.equal).sum()),
-            rows=len(difference),
-            p_value=_sign_flip(difference[difference != 0].tolist()),
-        )
-
-
-@dataclass(frozen=True)
-class BitComparison:
-    """Two recipes on the same elements: those that only one reproduces (``won``) or only the other (``lost``).
-
-    ``rows``: rows in which there are such elements. ``p_value``: McNemar's test clustered by row, one-sided, of "the
-    other is right at least as often": were it the true recipe, almost all elements in dispute would be its own, so that
-    this null, under which each row's balance has either sign with the same probability, is its least favourable case.
-    """
-
-    won: int
-    lost: int
-    rows: int
-    p_value: float
-
-
-def _sign_flip(balances: list[int]) -> float:
-    """P(sum of s_r |d_r| >= sum of d_r) for independent random signs s_r; exact for few rows, else normal."""
-    total = sum(balances)
-    if len(balances) > _EXACT_ROWS:
-        return 0.5 * math.erfc(total / math.sqrt(2 * sum(d * d for d in balances)))
-    # The distribution of the sum over half of its numbers: sum of |d_r| over the rows with a positive sign.
-    reach = sum(map(abs, balances))
-    chance = torch.zeros(reach + 1, dtype=torch.float64)
-    chance[0] = 1
-    for d in map(abs, balances):
-        chance = (chance + chance.roll(d)) / 2
-    return float(chance[(reach + total) // 2 :].sum())
 
 
 def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +132,9 @@ class SearchedHead:
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
         if self.made is not None and not cut_off:
             outs = [self.made(recipe)[rows] for recipe in recipes]
-            return [Trial(r, out, Match(out == expected)) for r, out in zip(recipes, outs, strict=True)]
+            # What follows counts bits of a few rows, which takes a GPU longer to launch than a CPU to do.
+            equal = (torch.stack(outs) == expected).cpu() if outs else ()
+            return [Trial(r, out, Match(same)) for r, out, same in zip(recipes, outs, equal, strict=True)]
 
         def made(some: Sequence[Recipe]) -> list[Trial]:
             runs = [replace(recipe, accumulation="nvidia-tensor-core") if cut_off else recipe for recipe in some]

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attn_diag.head.read import HeadInputs
+from attn_diag.head.stacks import on_host
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
 from attn_diag.reference.fused import FusedHeads
-from attn_diag.reference.heads import scores_of
+from attn_diag.reference.heads import scores_of, stacked
+
+Ints = npt.NDArray[np.int64]
 
 # A score within this distance of the row maximum counts as a repeat by the definition "window" (the
 # published mitigation's own threshold).
@@ -75,12 +81,26 @@ class RowMaximaCollector:
         # Of the rows that were looked at, [definitions, Tq]; None: of none.
         self._counts: Tensor | None = None
         self._positions: dict[str, list[tuple[Tensor, Tensor]]] = {d: [] for d in self.definitions}
-        self._index = torch.arange(q_length, device=device)
-        self._row_max = torch.full((q_length,), -torch.inf, dtype=torch.float64, device=device)
+        self._length, self._device = q_length, device
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self._pending_count = 0
-        self._second_max = torch.full_like(self._row_max, -torch.inf)
-        self._top_key = torch.zeros(q_length, dtype=torch.int64, device=device)
+
+    # What follows is made where blocks come: the kernels bring their own.
+    @cached_property
+    def _index(self) -> Tensor:
+        return torch.arange(self._length, device=self._device)
+
+    @cached_property
+    def _row_max(self) -> Tensor:
+        return torch.full((self._length,), -torch.inf, dtype=torch.float64, device=self._device)
+
+    @cached_property
+    def _second_max(self) -> Tensor:
+        return torch.full_like(self._row_max, -torch.inf)
+
+    @cached_property
+    def _top_key(self) -> Tensor:
+        return torch.zeros(self._length, dtype=torch.int64, device=self._device)
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference."""
@@ -154,16 +174,27 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
     numbers, rows = (found.second_max > first._threshold(tops)).nonzero(as_tuple=True)
     for i, one in enumerate(collectors):
         one._row_max, one._second_max, one._top_key = tops[i], found.second_max[i], top_keys[i]
-    ends = [0, *torch.bincount(numbers, minlength=len(collectors)).cumsum(0).tolist()]
+    if not len(rows):
+        return
+    owners, positions = torch.stack([numbers, fused.head.positions[rows]]).cpu().numpy()
+    ends = np.searchsorted(owners, np.arange(len(collectors) + 1)).tolist()
     for start in range(0, len(rows), step := max(1, _AT_ONCE // max(keys, 1))):
         some = range(start, min(start + step, len(rows)))
         parts = [slice(max(some.start, a), min(some.stop, b)) for a, b in pairwise(ends)]
-        scores = scores_of(fused.heads, [rows[part] for part in parts])
+        least, most = (int(of(positions[some.start : some.stop])) for of in (np.min, np.max))
+        span = fused.head.masking.span(least, most, keys)
+        scores = scores_of(fused.heads, [rows[part] for part in parts], span, least)
         places = numbers[some.start : some.stop], rows[some.start : some.stop]
-        tops[places], top_keys[places] = scores.max(1)
         at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
+        near, columns = scores[at, columns], columns + span.start
+        # The largest of these scores, and the first key that has it: the kernel's products may round otherwise.
+        top = tops[places].scatter_reduce(0, at, near, "amax", include_self=False)
+        top_key = top_keys[places].scatter_reduce(
+            0, at, torch.where(near == top[at], columns, keys), "amin", include_self=False
+        )
+        tops[places], top_keys[places] = top, top_key
         sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
-        pending = (torch.split(t, sizes) for t in (places[1][at], columns, scores[at, columns]))
+        pending = (torch.split(t, sizes) for t in (places[1][at], columns, near))
         for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
             one._pending.append(of_head)
             one._pending_count += len(of_head[0])
@@ -171,18 +202,68 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
             _settle(collectors)
 
 
+@dataclass(frozen=True)
+class MaximaOnHost:
+    """What a collector knows of every row of a head, [Tq]."""
+
+    row_max: npt.NDArray[np.float64]
+    """See ``RowMaximaCollector.row_max``."""
+    several_keys: npt.NDArray[np.bool_]
+    """See ``RowMaximaCollector.several_keys``."""
+    top_key: Ints
+    """See ``RowMaximaCollector.top_key``."""
+    multiplicity: Ints
+    """See ``RowMaximaCollector.multiplicity``."""
+    unit: tuple[Ints, Ints]
+    """Positions of the definition "unit"."""
+
+
+def maxima_on_host(collectors: Sequence[RowMaximaCollector]) -> list[MaximaOnHost]:
+    """What these collectors know, copied from their device together; those of one recipe are settled together."""
+    settle_alike(collectors)
+    by_row = (on_host([get(c) for c in collectors]) for get in _BY_ROW)
+    counted = [c._counts for c in collectors if c._counts is not None]
+    counts = iter(on_host(counted) if counted else [])
+    parts = [part for c in collectors for part in c._positions["unit"]]
+    positions = np.zeros((2, 0), dtype=np.int64)
+    if parts:
+        positions = torch.stack([torch.cat(column) for column in zip(*parts, strict=True)]).cpu().numpy()
+    ends = np.cumsum([sum(len(rows) for rows, _ in c._positions["unit"]) for c in collectors])[:-1]
+    found = []
+    for one, row_max, second, top_key, unit in zip(collectors, *by_row, np.split(positions, ends, 1), strict=True):
+        there = row_max > -np.inf
+        once = np.broadcast_to(there.astype(np.int64), (len(one.definitions), len(there)))
+        several = once if one._counts is None else np.maximum(next(counts), once)
+        found.append(MaximaOnHost(row_max, second > -np.inf, np.where(there, top_key, 0), several, (unit[0], unit[1])))
+    return found
+
+
+_BY_ROW: tuple[Callable[[RowMaximaCollector], Tensor], ...] = (
+    lambda one: one._row_max,
+    lambda one: one._second_max,
+    lambda one: one._top_key,
+)
+
+
+def top_keys(collectors: Sequence[RowMaximaCollector]) -> Tensor:
+    """``RowMaximaCollector.top_key`` of heads of one length, [H, Tq]."""
+    return stacked([c._top_key for c in collectors]).masked_fill(
+        stacked([c._row_max for c in collectors]) == -torch.inf, 0
+    )
+
+
 def settle_alike(collectors: Sequence[RowMaximaCollector]) -> None:
     """Decide what these collectors of one recipe have gathered, of heads of one length in one go."""
     alike: dict[object, list[RowMaximaCollector]] = {}
     for one in collectors:
-        alike.setdefault((len(one._row_max), one._format, one.definitions), []).append(one)
+        alike.setdefault((one._length, one._format, one.definitions), []).append(one)
     for some in alike.values():
         _settle(some)
 
 
 def _settle(collectors: Sequence[RowMaximaCollector]) -> None:
     """Decide about the candidates gathered so far; those of one row always come together."""
-    first, count = collectors[0], len(collectors[0]._row_max)
+    first, count = collectors[0], collectors[0]._length
     found = [(part, h * count) for h, c in enumerate(collectors) for part in c._pending]
     if not found:
         return

@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.stacks import on_host
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference.heads import stacked
 
 Ints = npt.NDArray[np.int64]
 
@@ -74,18 +75,36 @@ def rows_alike(heads: Sequence[AttentionHead]) -> list[Ints]:
 
     Where they see the same keys their errors are one number; where not, they are taken for one all the same.
     """
-    hashes = [_hash(head.q, 4) if head.do is None else _hash(head.q, 4) + _hash(head.do, 9) for head in heads]
-    return [_first_alike([rows])[0][1] for rows in on_host(hashes)]
+    found: dict[int, Ints] = {}
+    alike: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        alike.setdefault((head.q.shape, head.do is None), []).append(i)
+    for places in alike.values():
+        hashes, do = _hash(stacked([heads[i].q for i in places]), 4), [heads[i].do for i in places]
+        if do[0] is not None:
+            hashes = hashes + _hash(stacked([t for t in do if t is not None]), 9)
+        apart = _all_apart(hashes)
+        found |= dict.fromkeys(places, np.arange(hashes.shape[1]))
+        if some := [n for n, one in enumerate(apart) if not one]:
+            for n, rows in zip(some, on_host([hashes[n] for n in some]), strict=True):
+                found[places[n]] = _first_alike([rows])[0][1]
+    return [found[i] for i in range(len(heads))]
 
 
-def rows_differ(values: Sequence[Tensor]) -> bool:
-    """Whether no two of some rows, [n, D] of each of several tensors on one device, are the same in all of them.
+def rows_differ(values: Sequence[Tensor]) -> list[bool]:
+    """Whether no two of some rows are the same in all of several tensors; [H, n, D] each, of H heads on one device.
 
     False says that two have the same hash: they may differ all the same.
     """
     # -0 is 0.
-    found = torch.stack([_hash(t + 0.0, seed) for seed, t in enumerate(values)]).sum(0).sort().values
-    return not bool((found[1:] == found[:-1]).any())
+    return _all_apart(torch.stack([_hash(t + 0.0, seed) for seed, t in enumerate(values)]).sum(0))
+
+
+def _all_apart(hashes: Tensor) -> list[bool]:
+    """Whether no two hashes of a head are the same; [H, n]."""
+    ordered = hashes.sort(1).values
+    found: list[bool] = (ordered[:, 1:] != ordered[:, :-1]).all(1).tolist()
+    return found
 
 
 def _compared(
@@ -138,13 +157,13 @@ def _hash_mask(capture: Capture, batch: int, head: int, stops: Tensor) -> Tensor
 
 
 def _hash(values: Tensor | None, seed: int) -> Tensor:
-    """A hash of each row of [n, D], int64 [n] on its device; sums and products wrap around."""
+    """A hash of each row of [..., n, D], int64 [..., n] on its device; sums and products wrap around."""
     assert values is not None
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
     if values.dtype.itemsize == 8:
         # Numbers that 16 bits hold end in 45 zeros, and so would every product.
         bits = bits ^ (bits >> 32)
-    return (bits * _weights(bits.shape[1], seed, bits.device)).sum(1)
+    return (bits * _weights(bits.shape[-1], seed, bits.device)).sum(-1)
 
 
 def _mixed(value: float) -> Tensor:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attn_diag.head.coarse import TruncatedInputs, noise_collector
-from attn_diag.head.counterfactual import Counterfactuals, NoiseCollector, covers, take_noise
+from attn_diag.head.counterfactual import (
+    Counterfactuals,
+    NoiseCollector,
+    covers,
+    each_finished,
+    each_same_keys,
+    take_noise,
+)
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, take_backward
@@ -26,6 +36,11 @@ from attn_diag.reference import (
     format_of,
 )
 from attn_diag.reference.fused import FusedHeads, batches, fuses
+from attn_diag.reference.fused_products import TileProduct
+from attn_diag.reference.heads import stacked
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Cast
 
 # Inputs in FP8 are taken as a 16-bit kernel's: of outputs in BF16, as they are.
 BF16 = format_of(torch.bfloat16)
@@ -49,6 +64,8 @@ class ObservedHead:
     """What the backward was fed, [Tq], where LSE was not captured but follows from the recipe."""
     declared: Recipe | None = None
     """The recipe below 16 bits that the kernel is declared to be."""
+    finite: frozenset[str] = frozenset()
+    """Names of ``outputs`` that are known to be finite."""
 
 
 class StreamedHead:
@@ -71,26 +88,8 @@ class StreamedHead:
         self.maxima = {seen.name: self._collectors[seen.name if seen.recipe else ""] for seen in observed}
         self.errors: dict[str, ForwardErrors] = {}
         self.backward: dict[str, BackwardCollector] = {}
-        for seen in observed:
-            if (delta := _observed_delta(inputs, seen)) is None:
-                continue
-            lse = seen.outputs.get("lse", seen.assumed_lse)
-            errors = self.errors[seen.name] = ForwardErrors(
-                # NaN in one row's outputs must not reach the sums over rows.
-                delta=delta.nan_to_num(0.0, 0.0, 0.0),
-                delta_error=torch.zeros_like(delta),
-                lse=None if lse is None else lse.nan_to_num(0.0, 0.0, 0.0),
-                lse_error=None if lse is None else torch.zeros_like(lse),
-                cast=inputs.input_format,
-                dq=seen.outputs.get("dq"),
-            )
-            self.backward[seen.name] = BackwardCollector(
-                inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
-            )
         self.collected = BoundCollector(inputs.head)
         """What its bounds need."""
-        self.visible = torch.zeros(len(inputs.head.q), dtype=torch.int64, device=inputs.head.q.device)
-        """How many keys each row sees, [Tq]."""
         stored = next((seen.formats for seen in observed), {})
         want_keys = self.want_keys
         fmt, known = inputs.input_format, next((seen.declared for seen in observed if seen.declared), None)
@@ -107,8 +106,24 @@ class StreamedHead:
             None if known is None else DeclaredKernel(known, inputs.head, fmt, stored, key_gradients=want_keys)
         )
 
+    @cached_property
+    def visible(self) -> Tensor:
+        """How many keys each row sees, [Tq]."""
+        return torch.zeros(len(self.inputs.head.q), dtype=torch.int64, device=self.inputs.head.q.device)
+
     def stream(self) -> None:
         """Make the pass."""
+        for seen in self.observed:
+            if (fed := fed_of([self], seen.name)) is not None:
+                errors = ForwardErrors(
+                    delta=fed.delta[0],
+                    delta_error=torch.zeros_like(fed.delta[0]),
+                    lse=None if fed.lse is None else fed.lse[0],
+                    lse_error=None if fed.lse is None else torch.zeros_like(fed.lse[0]),
+                    cast=self.inputs.input_format,
+                    dq=seen.outputs.get("dq"),
+                )
+                self._follow(seen, errors).begin()
         self.truth = head_truth(
             self.inputs,
             self.projection,
@@ -118,6 +133,10 @@ class StreamedHead:
             key_gradients=self.want_keys,
             gradient_sums=True,
         )
+
+    def observation(self, name: str) -> ObservedHead:
+        """One of its observations."""
+        return next(seen for seen in self.observed if seen.name == name)
 
     @property
     def want_keys(self) -> bool:
@@ -140,24 +159,66 @@ class StreamedHead:
 
     def variance(self, seen: ObservedHead) -> dict[str, Tensor]:
         """The expected squared errors of what an observation is held against, see ``NoiseCollector``."""
-        if seen.name not in self._variances:
-            found, declared = self.noise.finished(self.truth.reference, seen.formats), self.declared(seen)
-            self._variances[seen.name] = found if declared is None else declared.variance(found)
-        return self._variances[seen.name]
+        return self.each_variance([self], [seen])[0]
 
-    def take(self, fused: FusedHeads, i: int, reference: HeadReference, products: Tensor | None) -> None:
-        """Take all of head ``i`` of the kernels, not blocks: its reference, and ``products`` (P_bar o slope) K.
+    @staticmethod
+    def each_variance(passes: Sequence[StreamedHead], seen: Sequence[ObservedHead]) -> list[dict[str, Tensor]]:
+        """The same of one observation of several heads of one shape, captured alike."""
+        alike: dict[FloatFormat, list[int]] = {}
+        for i, (one, own) in enumerate(zip(passes, seen, strict=True)):
+            if own.name not in one._variances:
+                alike.setdefault(one.noise.fmt, []).append(i)
+        for places in alike.values():
+            some = [passes[i] for i in places]
+            references = [one.truth.reference for one in some]
+            found = each_finished([one.noise for one in some], references, seen[places[0]].formats)
+            for i, one, variance in zip(places, some, found, strict=True):
+                declared = one.declared(seen[i])
+                one._variances[seen[i].name] = variance if declared is None else declared.variance(variance)
+        return [one._variances[own.name] for one, own in zip(passes, seen, strict=True)]
 
-        What its row maxima and its bounds need is taken already.
+    def _follow(self, seen: ObservedHead, errors: ForwardErrors) -> BackwardCollector:
+        """What follows these errors of the forward into the gradients."""
+        self.errors[seen.name] = errors
+        found = self.backward[seen.name] = BackwardCollector(
+            self.inputs.head, errors, want_casts="dq" in seen.outputs or seen.want_keys, want_keys=seen.want_keys
+        )
+        return found
+
+    @staticmethod
+    def take(passes: Sequence[StreamedHead], fused: FusedHeads, references: Sequence[HeadReference]) -> None:
+        """Take all of the heads of the kernels, not blocks.
+
+        What their row maxima and their bounds need is taken already.
         """
-        maxima, every = next(iter(self._collectors.values())), (slice(None),)
-        self.truth = HeadTruth(self.inputs, reference, maxima, products, every, self.projection)
-        self.visible = fused.forward.visible[i]
-        for errors in self.errors.values():
-            assert reference.delta is not None
-            errors.delta_error = errors.delta - reference.delta
-            if errors.lse is not None:
-                errors.lse_error = (errors.lse - reference.lse).masked_fill_(reference.fully_masked, 0.0)
+        found, every = fused.forward, (slice(None),)
+        products = None if fused.products is None else fused.products.unbind()
+        probs_k = None if fused.probs_k is None else fused.probs_k.unbind()
+        for i, (one, inverse, visible) in enumerate(zip(passes, fused.inverse, found.visible, strict=True)):
+            maxima = next(iter(one._collectors.values()))
+            of_head = None if products is None else products[i]
+            one.truth = HeadTruth(one.inputs, references[i], maxima, of_head, every, one.projection)
+            one.truth.top_prob, one.visible = inverse, visible
+            if probs_k is not None:
+                one.truth.probs_k = probs_k[i]
+        for seen in passes[0].observed:
+            if (fed := fed_of(passes, seen.name)) is None or fused.delta is None:
+                continue
+            delta_error, lse, lse_error = fed.delta - fused.delta, fed.lse, None
+            if lse is not None:
+                lse_error = lse - torch.stack([r.lse for r in references])
+                lse_error.masked_fill_(found.row_max == -torch.inf, 0.0)
+            for i, one in enumerate(passes):
+                own = one.observation(seen.name)
+                errors = ForwardErrors(
+                    delta=fed.delta[i],
+                    delta_error=delta_error[i],
+                    lse=None if lse is None else lse[i],
+                    lse_error=None if lse_error is None else lse_error[i],
+                    cast=one.inputs.input_format,
+                    dq=own.outputs.get("dq"),
+                )
+                one._follow(own, errors)
 
     def _observe(self, block: RowBlock) -> None:
         self.collected.add(block)
@@ -178,8 +239,9 @@ class StreamedHead:
 def stream_heads(passes: Sequence[StreamedHead]) -> None:
     """Make these passes: heads of one shape and masking together, by the kernels, where they can."""
     alike: dict[tuple[bool, object], list[StreamedHead]] = {}
-    for one in passes:
-        wants = [(n, c.dq_cast is None, c.dk_delta is None, c.dk_lse is None) for n, c in one.backward.items()]
+    for one, same_keys in zip(passes, each_same_keys([one.inputs.head for one in passes]), strict=True):
+        one.noise.same_keys = same_keys
+        wants = [(s.name, s.want_keys, s.assumed_lse is None, frozenset(s.outputs)) for s in one.observed]
         formats = one.noise.fmt, one.noise.out, one.inputs.input_format
         # The kernels count every key by itself.
         streamed = one.looks_at_scores or one.noise.same_keys is not None
@@ -201,23 +263,62 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
     """Make the passes of some heads in a few launches."""
     with torch.no_grad():
         fused = FusedHeads([one.inputs.head for one in passes])
+        fused.compile_ahead(_products(passes[0]))
         references = fused.references(key_gradients=passes[0].want_keys)
-        products = None if fused.do is None else fused.rows("sloped", fused.k)
-        take_noise([one.noise for one in passes], fused, products)
+        take_noise([one.noise for one in passes], fused)
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
         for other in others:
             other.beside = others
         for name in passes[0]._collectors:
             take_maxima([one._collectors[name] for one in passes], fused)
         BoundCollector.take([one.collected for one in passes], fused)
-        for i, (one, reference) in enumerate(zip(passes, references, strict=True)):
-            one.take(fused, i, reference, None if products is None else products[i])
+        StreamedHead.take(passes, fused, references)
         for name in passes[0].backward:
             take_backward([one.backward[name] for one in passes], fused)
 
 
-def _observed_delta(inputs: HeadInputs, seen: ObservedHead) -> Tensor | None:
-    """delta as captured, else rowsum(dO o O_obs) in float64, [Tq]; None where it is not known, or dO is not."""
-    if inputs.head.do is None or not {"delta", "o"} & seen.outputs.keys():
+def _products(passed: StreamedHead) -> list[TileProduct]:
+    """The products that a head, and those like it, take of the kernels."""
+    found = [TileProduct("rows", "probs_squared", "v")]
+    if passed.inputs.head.do is None:
+        return found
+    found += [TileProduct("rows", "dscores", "k", summed=True), TileProduct("rows", "sloped", "k")]
+    found += [TileProduct("rows", "dscores_squared", "k")]
+    fed = any({"o", "delta"} & seen.outputs.keys() for seen in passed.observed)
+    cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"
+    orders = (False,) if math.frexp(passed.inputs.head.scale)[0] == 0.5 else (False, True)
+    if fed and any("dq" in seen.outputs or seen.want_keys for seen in passed.observed):
+        found += [TileProduct("rows", "dscores_cast", "k", cast, first) for first in orders]
+    if passed.want_keys:
+        found += [TileProduct("keys", "dscores", "q"), TileProduct("keys", "probs", "do")]
+        found += [TileProduct("keys", "dscores_squared", "q"), TileProduct("keys", "probs_squared", "do")]
+        if fed:
+            found += [TileProduct("keys", "sloped", "q"), TileProduct("keys", "probs_cast", "do", cast)]
+            found += [TileProduct("keys", "dscores_cast", "q", cast, first) for first in orders]
+    return found
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """What the backward of one observation of H heads was fed, [H, Tq] each, with 0 for NaN and Inf."""
+
+    delta: Tensor
+    lse: Tensor | None
+
+
+def fed_of(passes: Sequence[StreamedHead], name: str) -> _Fed | None:
+    """What an observation's backward was fed: LSE as far as it is known, and delta.
+
+    delta as captured, else rowsum(dO o O_obs) in float64; None where it is not known, or dO is not.
+    """
+    every = [one.observation(name) for one in passes]
+    do, outputs = [one.inputs.head.do for one in passes], every[0].outputs
+    if do[0] is None or not {"delta", "o"} & outputs.keys():
         return None
-    return seen.outputs["delta"] if "delta" in seen.outputs else (inputs.head.do * seen.outputs["o"]).sum(1)
+    if "delta" in outputs:
+        delta = stacked([seen.outputs["delta"] for seen in every])
+    else:
+        delta = (stacked([t for t in do if t is not None]) * stacked([seen.outputs["o"] for seen in every])).sum(2)
+    known = [t for seen in every if (t := seen.outputs.get("lse", seen.assumed_lse)) is not None]
+    # NaN in one row's outputs must not reach the sums over rows.
+    return _Fed(delta.nan_to_num(0.0, 0.0, 0.0), stacked(known).nan_to_num(0.0, 0.0, 0.0) if known else None)

@@ -137,12 +137,18 @@ class HeadTruth:
     def alone(self) -> HeadTruth:
         """The same without dK, dV and what can be computed again without another pass, its tensors no parts of larger.
 
-        Heads that were fused share theirs.
+        Heads that were read or fused together share theirs.
         """
-        r = self.reference
+        r, head = self.reference, self.head
         out, dq, products = _whole(r.unnormalised_out), _whole(r.dq), _whole(self.products)
+        q, k, v = (_whole(t) for t in (head.q, head.k, head.v))
         assert out is not None
-        return replace(self, reference=replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None), products=products)
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        inputs = replace(self.inputs, head=replace(head, q=q, k=k, v=v, do=_whole(head.do)))
+        reference = replace(r, unnormalised_out=out, dq=dq, dk=None, dv=None)
+        return replace(self, inputs=inputs, reference=reference, products=products)
 
     @property
     def bytes(self) -> int:
@@ -177,7 +183,7 @@ def head_truth(
         fused = FusedHeads([head])
         (reference,) = fused.references(key_gradients=key_gradients)
         take_maxima([collected], fused)
-        found = None if head.do is None else fused.rows("sloped", fused.k)[0]
+        found = None if fused.products is None else fused.products[0]
         return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []

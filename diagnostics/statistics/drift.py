@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,16 +16,14 @@ FLAT_BAND_99 = 2.807
 _POINTS = 256
 
 
-def drift_of(row_totals: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """The running sum in row order, thinned, with the flat 99 % band that unbiased noise stays inside."""
-    path = np.cumsum(row_totals)
-    band = FLAT_BAND_99 * math.sqrt(float(np.square(row_totals).sum()))
-    picked = _thinned(len(path))
-    return {
-        "drift": Drift(picked, path[picked]),
-        "drift_band99": band,
-        "drift_outside": bool(np.abs(path).max() > band),
-    }
+def each_drift(row_totals: npt.NDArray[np.float64]) -> Iterator[dict[str, Any]]:
+    """Of m data sets [m, n] the running sums, thinned, with the flat 99 % bands that unbiased noise stays inside."""
+    paths = np.cumsum(row_totals, 1)
+    bands = FLAT_BAND_99 * np.sqrt(np.square(row_totals).sum(1))
+    picked = _thinned(paths.shape[1])
+    numbers = zip(paths[:, picked], bands.tolist(), (np.abs(paths).max(1) > bands).tolist(), strict=True)
+    for points, band, outside in numbers:
+        yield {"drift": Drift(picked, points), "drift_band99": band, "drift_outside": outside}
 
 
 @cache

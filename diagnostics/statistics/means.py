@@ -28,15 +28,18 @@ bias of 0.1 ulp was found on heads that copy one key.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.statistics.drift import drift_of
+from attn_diag.statistics.arrays import side_by_side
+from attn_diag.statistics.drift import each_drift
+from attn_diag.statistics.mean_tests import effective, mean_tests, two_way
 
 Array = npt.NDArray[np.float64]
 
@@ -47,7 +50,6 @@ MIN_EFFECTIVE = 4
 MIN_SEQUENCES = 8
 # A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
 _VANISHED = 2.0**-40
-_POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -162,28 +164,31 @@ class BiasCase:
 
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
-    """``estimate_bias`` of several cases; those with as many clusters are computed together."""
+    """``estimate_bias`` of several cases; those with as many rows, or clusters, are computed together."""
     found = [_Untested(case) for case in cases]
+    _describe([one for one in found if one.n])
     tested = [one for one in found if one.testable]
-    by_cluster = _mean_tests([(one.sums, one.sizes) for one in tested], level)
+    by_cluster = mean_tests([(one.sums, one.sizes) for one in tested], level)
     shared = [(i, one.shared) for i, one in enumerate(tested) if one.shared is not None and len(one.shared.sums) > 1]
     if shared:
         places, features = [i for i, _ in shared], [one for _, one in shared]
-        by_feature = _mean_tests([(one.sums, one.sizes) for one in features], level)
+        by_feature = mean_tests([(one.sums, one.sizes) for one in features], level)
         cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for one in features])
         n = np.array([tested[i].n for i in places])
         by_cluster.put(places, two_way(by_cluster.take(places), by_feature, cells, n, level))
-    results = {id(one): one.with_test(by_cluster.take([i])) for i, one in enumerate(tested)}
-    return [results.get(id(one), one.estimate) for one in found]
+    for one, test in zip(tested, by_cluster.each(), strict=True):
+        one.add_test(test)
+    return [BiasEstimate(**one.known) for one in found]
 
 
 class _Untested:
-    """What is known of a mean before it is tested."""
+    """A mean, and what is ``known`` of it: fields of its estimate."""
 
     def __init__(self, case: BiasCase) -> None:
         errors, rows = case.errors, len(case.errors.total)
         self.errors, self.shared, self.n = errors, errors.features, rows * errors.count
-        self.sums, self.sizes, self.estimate, self.testable = errors.total, np.zeros(0), BiasEstimate(), False
+        self.sums, self.sizes, self.with_drift, self.testable = errors.total, np.zeros(0), case.with_drift, False
+        self.known: dict[str, Any] = {}
         if not self.n:
             return
         self.sizes = np.full(rows, float(errors.count))
@@ -192,171 +197,39 @@ class _Untested:
         if self.shared is not None and len(self.sums) < 2:
             self.sums, self.sizes, self.shared = self.shared.sums, self.shared.sizes, None
         self.testable = len(self.sums) > 1 and errors.nonzero > 0
-        self.estimate = BiasEstimate(
-            n=self.n,
-            n_clusters=len(self.sums),
-            n_eff=float(effective(self.sums)) if self.sums.any() else None,
-            mean=float(self.sums.sum() / self.n),
-            mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
-            rms=math.sqrt(errors.square / self.n),
-            positive_fraction=_ratio(errors.positive, errors.nonzero),
-            cumulative_sum=float(errors.total.sum()),
-            **(drift_of(errors.total) if case.with_drift else {}),
-        )
+        self.known = {
+            "n": self.n,
+            "n_clusters": len(self.sums),
+            "mean_ulp": _ratio(errors.unit_total, errors.unit_scale),
+            "rms": math.sqrt(errors.square / self.n),
+            "positive_fraction": _ratio(errors.positive, errors.nonzero),
+        }
 
-    def with_test(self, test: MeanTest) -> BiasEstimate:
-        """The estimate with its test, a ``MeanTest`` [1]."""
-        mean, rms = self.estimate.mean, self.estimate.rms
-        assert mean is not None
-        assert rms is not None
-        se, half = float(test.standard_error[0]), float(test.half_width95[0])
-        if se <= (dust := _VANISHED * rms):
+    def add_test(self, test: Mapping[str, float]) -> None:
+        """Add what a ``MeanTest`` found."""
+        mean, se, half = self.known["mean"], test["standard_error"], test["half_width95"]
+        self.known["standard_error"] = se
+        if se <= (dust := _VANISHED * self.known["rms"]):
             agree = max(2.0 ** (1 - len(self.sums)), float(np.finfo(float).tiny))
-            return replace(self.estimate, standard_error=se, p_value=agree if abs(mean) > dust else None)
-        return replace(
-            self.estimate,
-            standard_error=se,
-            t=float(test.t[0]),
-            p_value=float(test.p_value[0]),
-            degrees_of_freedom=float(test.df[0]),
-            ci95=(mean - half, mean + half),
-            minimum_detectable=float(test.minimum_detectable[0]),
-        )
+            self.known["p_value"] = agree if abs(mean) > dust else None
+            return
+        self.known |= {
+            "t": test["t"],
+            "p_value": test["p_value"],
+            "degrees_of_freedom": test["df"],
+            "ci95": (mean - half, mean + half),
+            "minimum_detectable": test["minimum_detectable"],
+        }
 
 
-@dataclass(frozen=True)
-class MeanTest:
-    """What ``mean_test`` and ``two_way`` return: arrays [...] of one shape."""
-
-    mean: Array
-    """Mean signed error."""
-    standard_error: Array
-    """Its cluster-robust standard error."""
-    df: Array
-    """Degrees of freedom of the test."""
-    error_df: Array
-    """Degrees of freedom of the standard error, see ``_detectable``."""
-    t: Array
-    """mean / standard_error."""
-    p_value: Array
-    """Two-sided p-value of a zero mean."""
-    half_width95: Array
-    """The 95 % interval is mean +- this."""
-    minimum_detectable: Array
-    """The mean that the test would find with 80 % power."""
-
-    def take(self, places: Sequence[int]) -> MeanTest:
-        """Some of [m] tests."""
-        return MeanTest(*(getattr(self, f.name)[places] for f in fields(self)))
-
-    def put(self, places: Sequence[int], others: MeanTest) -> None:
-        """Replace some of [m] tests."""
-        for f in fields(self):
-            getattr(self, f.name)[places] = getattr(others, f.name)
-
-    @classmethod
-    def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:
-        """Student's t-test of a zero mean."""
-        from scipy.special import stdtr, stdtrit
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            t = np.where(se > 0, mean / se, np.copysign(np.inf, mean))
-        return cls(
-            mean=mean,
-            standard_error=se,
-            df=df,
-            error_df=error_df,
-            t=t,
-            p_value=2 * stdtr(df, -np.abs(t)),
-            half_width95=stdtrit(df, 0.975) * se,
-            minimum_detectable=_detectable(df, error_df, level) * se,
-        )
-
-
-def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
-    """t-test of zero mean for clustered errors, for any number of data sets at once.
-
-    With N = sum n_c, shares h_c = n_c / N, mean = sum s_c / N and residuals r_c = s_c - n_c mean, the variance is
-    CR2's, se^2 = sum r_c^2 / (1 - h_c) / N^2, with Bell & McCaffrey's degrees of freedom under independent errors of
-    equal variance, 1 / (sum h^2 + (sum y)^2 - sum y^2), y_c = h_c^2 / (1 - h_c) (Imbens & Kolesar, Rev. Econ. Stat. 98
-    (2016) 701, section III). Clusters of one size give G - 1 degrees of freedom: Student's t of their means.
-
-    Args:
-        sums: [..., G], each cluster's summed errors s_c; at least two clusters in each data set.
-        sizes: [..., G], its number of elements n_c; 0: no such cluster, so that data sets with different numbers of
-            clusters fit one array.
-        level: Significance level, for the minimum detectable mean.
-    """
-    return MeanTest.of(*_moments(sums, sizes), level)
-
-
-def _mean_tests(cases: Sequence[tuple[Array, Array]], level: float) -> MeanTest:
-    """``mean_test`` of m data sets, sums and sizes of each [G]: [m]; those with one G are one array."""
-    alike: dict[int, list[int]] = {}
-    for i, (sums, _) in enumerate(cases):
-        alike.setdefault(len(sums), []).append(i)
-    found = np.empty((4, len(cases)))
-    for places in alike.values():
-        found[:, places] = _moments(np.stack([cases[i][0] for i in places]), np.stack([cases[i][1] for i in places]))
-    return MeanTest.of(found[0], found[1], found[2], found[3], level)
-
-
-def _moments(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
-    """mean, its standard error, and both degrees of freedom, of ``mean_test``."""
-    n = sizes.sum(-1)
-    share = sizes / n[..., None]
-    mean = sums.sum(-1) / n
-    residuals = (sums - sizes * mean[..., None]) / np.sqrt(1 - share)
-    se = np.sqrt(np.square(residuals).sum(-1)) / n
-    leverage = np.square(share) / (1 - share)
-    df = 1 / (np.square(share).sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1))
-    # Where all residuals are zero n_eff is NaN, and so is nothing else: 1 changes nothing, as se = 0.
-    error_df = np.minimum(df, np.fmax(3 * effective(residuals) - 2, 1.0))
-    return mean, se, df, error_df
-
-
-def two_way(first: MeanTest, second: MeanTest, cells: Array, n: Array | int, level: float) -> MeanTest:
-    """The test of one mean with two ways of clustering at once, argmax keys and features.
-
-    Errors may be correlated within both: the variances add, less that of the cells, which both count (Cameron, Gelbach
-    & Miller, J. Bus. Econ. Stat. 29 (2011) 238). That difference is kept from falling below the smaller of the two;
-    degrees of freedom are the smaller ones.
-
-    Args:
-        first: The test with one of them.
-        second: The test with the other.
-        cells: [..., 3], ``FeatureSums``'s sums over the cells in which both agree.
-        n: [...] elements.
-        level: Significance level, for the minimum detectable mean.
-    """
-    mean = first.mean
-    squares, products, sizes = (cells[..., i] for i in range(3))
-    of_cells = (squares - 2 * mean * products + mean**2 * sizes) / np.square(n)
-    one, other = np.square(first.standard_error), np.square(second.standard_error)
-    se = np.sqrt(np.maximum(one + other - of_cells, np.minimum(one, other)))
-    df, error_df = np.minimum(first.df, second.df), np.minimum(first.error_df, second.error_df)
-    return MeanTest.of(mean, se, df, error_df, level)
-
-
-def _detectable(df: Array, error_df: Array, level: float) -> Array:
-    """c [...] such that a mean of c se is found with 80 % power in new data of the same kind, se being this data's.
-
-    ``df``: the test's degrees of freedom. Not only the new test's standard error is an estimate (that alone would be
-    the noncentral t) but the stated one too. With S, S' independent, of mean k and variance v = 1 - k^2, distributed as
-    sqrt(chi^2_f / f), the new test rejects where Z + c S - t S' > 0; taking that sum as normal, (c - t) k = z sqrt(1 +
-    (c^2 + t^2) v), z the 80 % point. f (``error_df``) counts what the standard error rests on: residuals of variances
-    V_c have f = (sum V)^2 / sum V^2, estimated by 3 n_eff - 2, as E r^4 = 3 V^2 (Lipsitz, Ibrahim & Parzen, J. R. Stat.
-    Soc. D 48 (1999) 495); at most ``df``.
-
-    Eight normal clusters, level 1 %: the power is 0.68 with c = t + z, 0.70 with the noncentral t, 0.80 with this.
-    """
-    from scipy.special import gammaln, ndtri, stdtrit
-
-    t, z2 = stdtrit(df, 1 - level / 2), float(ndtri(_POWER)) ** 2
-    k2 = 2 / error_df * np.exp(2 * (gammaln((error_df + 1) / 2) - gammaln(error_df / 2)))
-    v = 1 - k2
-    a = k2 - z2 * v
-    return np.asarray((t * k2 + np.sqrt((t * k2) ** 2 - a * (t**2 * k2 - z2 * (1 + t**2 * v)))) / a)
+def _describe(found: Sequence[_Untested]) -> None:
+    """Add to each mean what its sums say without a test."""
+    for places, sums in side_by_side([one.sums for one in found]):
+        for i, total, own, carrying in zip(places, sums.sum(1).tolist(), sums, effective(sums).tolist(), strict=True):
+            found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if own.any() else None}
+    for places, totals in side_by_side([one.errors.total for one in found]):
+        for i, total, drift in zip(places, totals.sum(1).tolist(), each_drift(totals), strict=True):
+            found[i].known |= {"cumulative_sum": total, **(drift if found[i].with_drift else {})}
 
 
 def require_level(level: float) -> None:
@@ -380,13 +253,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
         adjusted[i] = largest
     return adjusted
-
-
-def effective(sums: Array) -> Array:
-    """How many of the ``sums`` [..., G] carry their squares, (sum s^2)^2 / sum s^4; NaN where all are zero."""
-    largest = np.abs(sums).max(-1, keepdims=True, initial=0.0)
-    squares = np.square(sums / np.where(largest > 0, largest, np.nan))
-    return np.asarray(squares.sum(-1) ** 2 / np.square(squares).sum(-1))
 
 
 def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:

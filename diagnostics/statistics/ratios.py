@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.means import effective
-
 Array = npt.NDArray[np.float64]
 
 # With fewer effective groups the interval itself is too uncertain to accuse anyone.
@@ -92,5 +90,9 @@ def paired_ratio(
 
 
 def _effective(squares: Array) -> float:
-    """How many groups carry a sum of squares."""
-    return float(effective(np.sqrt(squares))) if squares.any() else float(len(squares))
+    """How many groups carry a sum of squares: ``effective`` of their roots."""
+    largest = squares.max(initial=0.0)
+    if not largest > 0:
+        return float(len(squares))
+    shares = squares / largest
+    return float(shares.sum() ** 2 / np.square(shares).sum())

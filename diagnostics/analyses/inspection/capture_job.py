@@ -18,6 +18,7 @@ from attn_diag.analyses.inspection.groups import (
     KeyGradient,
     captured_backend,
     dq_error,
+    read_together,
     together,
 )
 from attn_diag.analyses.inspection.joint import measured
@@ -40,7 +41,7 @@ from attn_diag.head.judging import KeyTerms, key_quality
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.propagation import key_parts
-from attn_diag.head.read import HeadInputs, NonFiniteCensus, read_head, read_key_outputs, read_outputs
+from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of, outputs_of, read_key_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.signed_errors import of_elements
@@ -99,7 +100,8 @@ class CaptureJob:
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
         self.declared = declared_recipe(capture)
-        self.opened = OpenCapture(capture, device, self.batches, self.heads)
+        tensors = read_together(capture, device, self.batches, self.heads, self.captured)
+        self.opened = OpenCapture(capture, device, self.batches, self.heads, tensors)
         self.truths = KeptTruths(keep)
         self.group = capture.q_heads // capture.kv_heads
         self.census = NonFiniteCensus()
@@ -178,8 +180,8 @@ class CaptureJob:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.ahead = {}, {}, {}, {}, None
         self.patterns = CapturePatterns(self.capture, self.device)
-        # What it keeps of x and w_q goes; what it knows of the recipes stays.
-        self.opened = replace(self.opened)
+        # What it keeps of its tensors goes; what it knows of the recipes stays.
+        self.opened = replace(self.opened, tensors=None)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
@@ -213,11 +215,11 @@ class CaptureJob:
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
         return CaptureDiagnosis(c.source, c.in_text(), c.sizes(), self.assumptions, nonfinite, tuple(observations))
 
-    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead:
-        """One query head, to be streamed and measured."""
+    def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead:
+        """One query head, to be streamed and measured; its tensors are read with those of other heads."""
         batch, whole = result.group.batch, len(result.group.heads) == self.group
-        inputs = read_head(self.capture, batch, head, self.device, result.census)
-        observed = self._observed(inputs, batch, head, result.census, want_keys=whole)
+        inputs = inputs_of(tensors, batch, head, result.census)
+        observed = self._observed(inputs, tensors, batch, head, result.census, want_keys=whole)
         found = self.opened.projection
         return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
 
@@ -229,7 +231,7 @@ class CaptureJob:
         usable = len(group.heads) == self.group
         for head, (passed, parts) in zip(group.heads, measured, strict=False):
             self.truths.offer((group.batch, head), passed.truth, max(map(dq_error, parts)))
-            usable &= not bool(passed.inputs.unusable.any())
+            usable &= passed.inputs.sound or not bool(passed.inputs.unusable.any())
             for seen, part in zip(passed.observed, parts, strict=True):
                 if part.keys is not None:
                     collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
@@ -239,9 +241,10 @@ class CaptureJob:
             result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
 
     def _observed(
-        self, inputs: HeadInputs, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
-    ) -> list[ObservedHead]:
-        seen = [self._read_observation(name, batch, head, census, want_keys=want_keys) for name in self.captured]
+        self, inputs: HeadInputs, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus,
+        *, want_keys: bool,
+    ) -> list[ObservedHead]:  # fmt: skip
+        seen = [self._observation(name, tensors, batch, head, census, want_keys=want_keys) for name in self.captured]
         for observed in seen:
             if self._assumes_lse(observed.name):
                 assert observed.recipe is not None
@@ -249,20 +252,18 @@ class CaptureJob:
                 observed.assumed_lse = emulate_head(observed.recipe, replace(inputs.head, do=None)).lse.double()
         for name, recipe in self.recipes.items():
             result = run_recipe(self.engine, recipe, inputs.head)
-            tensors = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
-            formats = {n: format_of(t.dtype) for n, t in tensors.items()}
-            seen.append(ObservedHead(name, {n: t.double() for n, t in tensors.items()}, formats, recipe))
+            made = {n: t for n in ("o", "lse", "delta", "dq") if (t := getattr(result, n)) is not None}
+            formats = {n: format_of(t.dtype) for n, t in made.items()}
+            seen.append(ObservedHead(name, {n: t.double() for n, t in made.items()}, formats, recipe))
         return seen
 
-    def _read_observation(
-        self, name: str, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
+    def _observation(
+        self, name: str, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus, *, want_keys: bool
     ) -> ObservedHead:
-        c = self.capture
-        outputs, formats = read_outputs(c, name, batch, head, self.device, census)
-        keys = any(output in KEYED for output in c.observations[name])
-        found = self.recognised.get(name)
-        recipe = found.recipe if found else None
-        return ObservedHead(name, outputs, formats, recipe, keys and want_keys, declared=self.declared)
+        outputs, formats, finite = outputs_of(tensors, name, batch, head, census)
+        keyed = want_keys and any(output in KEYED for output in self.capture.observations[name])
+        recipe = found.recipe if (found := self.recognised.get(name)) else None
+        return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
 
     def _key_gradients(
         self,
@@ -299,8 +300,9 @@ class CaptureJob:
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
-        every = [part for parts in measured.values() for part in parts]
-        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), every)]
+        # The pooled entry of a single head repeats it, see ``result``.
+        every = [[part for parts in measured.values() for part in parts]] if len(measured) > 1 else []
+        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), *every)]
         biases = pooled_biases(pooled, self.level)
         entries = [
             pool(
@@ -320,10 +322,10 @@ class CaptureJob:
                 quantities=quantities[head],
                 missing=missing,
             )
-            for (head, parts), errors, of_head in zip(measured.items(), pooled[:-1], biases[:-1], strict=True)
+            for (head, parts), errors, of_head in zip(measured.items(), pooled, biases, strict=False)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        entries.append(
+        entries += [replace(entries[0])] if not every else [
             pool(
                 pooled[-1],
                 biases[-1],
@@ -335,7 +337,7 @@ class CaptureJob:
                 quantities=worst_of_all(quantities.values()),
                 missing=missing,
             )
-        )
+        ]  # fmt: skip
         for entry in entries:
             entry.remarks += undeclared_words(c, self.recognised.get(name))
         return entries

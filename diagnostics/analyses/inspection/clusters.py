@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.statistics.arrays import dense
 
 # What needs dO: tested over the rows that have a gradient.
 NEED_GRADIENT = ("delta", "delta_excess", "rounding_delta", "dq")
@@ -85,5 +86,5 @@ class Clusters:
             assert labels is not None
             if some and self._with_gradient is not None:
                 labels = labels[np.concatenate(self._with_gradient)]
-            self._found[what, some] = np.unique(labels, return_inverse=True)[1]
+            self._found[what, some] = dense(labels)
         return self._found[what, some]

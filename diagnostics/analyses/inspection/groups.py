@@ -12,7 +12,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import QuantitySample
-from attn_diag.head.read import NonFiniteCensus
+from attn_diag.head.read import HeadTensors, NonFiniteCensus
 from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
@@ -41,7 +41,8 @@ def together(groups: Sequence[HeadGroup], capture: Capture, device: torch.device
 
 
 def made_at_once(
-    heads: Sequence[Callable[[], StreamedHead]],
+    count: int,
+    open_heads: Callable[[slice], list[StreamedHead]],
     measure: Callable[[Sequence[StreamedHead], slice], list[list[HeadMeasurement]]],
     capture: Capture,
     device: torch.device,
@@ -49,16 +50,17 @@ def made_at_once(
     """Opens heads, makes their passes and measures them, as many of them side by side as fit.
 
     Args:
-        heads: What opens each.
-        measure: What measures some of them; it is told which.
+        count: How many there are.
+        open_heads: What opens some of them; it is told which.
+        measure: What measures these, likewise.
         capture: Where they are.
         device: Where they are computed.
     """
-    count = _heads_at_once(capture, device)
-    for i in range(0, len(heads), count):
-        passes = [open_head() for open_head in heads[i : i + count]]
+    step = _heads_at_once(capture, device)
+    for i in range(0, count, step):
+        passes = open_heads(slice(i, i + step))
         stream_heads(passes)
-        found = measure(passes, slice(i, i + count))
+        found = measure(passes, slice(i, i + step))
         while passes:
             yield passes.pop(0), found.pop(0)
 
@@ -68,6 +70,22 @@ def jobs_at_once(capture: Capture, device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return max(1, _heads_at_once(capture, device) // (capture.q_heads * capture.batch))
+
+
+def jobs_recognised(capture: Capture, device: torch.device) -> int:
+    """How many captures of this shape are recognised together, by a head of each; on a CPU one."""
+    return 1 if device.type == "cpu" else _heads_at_once(capture, device)
+
+
+def read_together(
+    capture: Capture, device: torch.device, batches: Sequence[int], heads: Sequence[int], observations: Sequence[str]
+) -> HeadTensors | None:
+    """The tensors of these heads and observations, where they are all measured at once; None: where they are not."""
+    places = [(batch, head) for batch in batches for head in heads]
+    if device.type == "cpu" or len(places) > _heads_at_once(capture, device):
+        return None
+    outputs = [capture.key(name, output) for name in observations for output in ("o", "lse", "delta", "dq")]
+    return HeadTensors(capture, places, device, ("q", "k", "v", "do", *outputs))
 
 
 def _heads_at_once(capture: Capture, device: torch.device) -> int:

@@ -9,7 +9,13 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from attn_diag.analyses.inspection.groups import GroupMeasurement, HeadGroup, jobs_at_once, made_at_once
+from attn_diag.analyses.inspection.groups import (
+    GroupMeasurement,
+    HeadGroup,
+    jobs_at_once,
+    jobs_recognised,
+    made_at_once,
+)
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import Recognised
@@ -18,6 +24,7 @@ from attn_diag.head.certification import Certify
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
+from attn_diag.head.read import HeadTensors
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
 from attn_diag.kernels import Recipe
@@ -52,7 +59,7 @@ class Job(Protocol):
     def run(self) -> Iterable[int]: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
     def groups(self) -> list[HeadGroup]: ...  # noqa: D102
-    def open_head(self, result: GroupMeasurement, head: int) -> StreamedHead: ...  # noqa: D102
+    def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead: ...  # noqa: D102
     def complete(  # noqa: D102
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
     ) -> None: ...
@@ -65,27 +72,36 @@ def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[Group
     """Some groups of heads of captures that are alike, or of one: every observation of them."""
     results = [[GroupMeasurement(group) for group in groups] for _, groups in work]
     every = [(job, result) for (job, _), of_job in zip(work, results, strict=True) for result in of_job]
-    places = [(job, result.group.batch, head) for job, result in every for head in result.group.heads]
-    shared = [job.shared.get(head, {}).get(batch) for job, batch, head in places]
+    heads = [(job, result, head) for job, result in every for head in result.group.heads]
+    shared = [job.shared.get(head, {}).get(result.group.batch) for job, result, head in heads]
     first = work[0][0]
 
-    def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
-        of_captures = [(batch, head) for _, batch, head in places[which]]
-        return measure_heads(passes, of_captures, first.certify, shared[which])
+    def open_heads(which: slice) -> list[StreamedHead]:
+        places: dict[Job, list[tuple[int, int]]] = {}
+        for job, result, head in heads[which]:
+            places.setdefault(job, []).append((result.group.batch, head))
+        tensors = {
+            job: job.opened.tensors or HeadTensors(job.capture, of_job, job.device) for job, of_job in places.items()
+        }
+        return [job.open_head(result, head, tensors[job]) for job, result, head in heads[which]]
 
-    heads = [partial(job.open_head, result, head) for job, result in every for head in result.group.heads]
-    found = made_at_once(heads, measure, first.capture, first.device)
+    def measure(passes: Sequence[StreamedHead], which: slice) -> list[list[HeadMeasurement]]:
+        places = [(result.group.batch, head) for _, result, head in heads[which]]
+        return measure_heads(passes, places, first.certify, shared[which])
+
+    found = made_at_once(len(heads), open_heads, measure, first.capture, first.device)
     for job, result in every:
         job.complete(result, found)
     return results
 
 
 def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Captures that follow each other and may be measured together, as many as fit; others alone."""
+    """Captures that follow each other and may be recognised together, as many as fit; others alone."""
     some: list[_Job] = []
     for job in jobs:
         kind = _shape_of(job)
-        if some and (kind is None or kind != _shape_of(some[0]) or len(some) >= jobs_at_once(job.capture, job.device)):
+        full = len(some) >= jobs_recognised(job.capture, job.device)
+        if some and (kind is None or kind != _shape_of(some[0]) or full):
             yield some
             some = []
         some.append(job)
@@ -184,9 +200,11 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
         job.release()
 
     ahead(recognise_ahead, jobs)
-    ready = [job for job in jobs if usable(job, job.begin)]
-    ahead(measure_ahead, ready)
-    found.ran = [job for job in ready if usable(job, partial(run, job))]
+    step = jobs_at_once(jobs[0].capture, jobs[0].device)
+    for start in range(0, len(jobs), step):
+        ready = [job for job in jobs[start : start + step] if usable(job, job.begin)]
+        ahead(measure_ahead, ready)
+        found.ran += [job for job in ready if usable(job, partial(run, job))]
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.means import beyond_reference, with_well_rounded
+from attn_diag.analyses.means import beyond_reference, well_rounded_mean
 from attn_diag.analyses.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
@@ -144,10 +144,15 @@ def pool(
         missing: Those that were not captured.
     """
     parts, errors, clusters, independent = pooled.parts, pooled.errors, pooled.clusters, pooled.independent
-    biases = {n: _with_reference_bound(e, [p.reference_bounds.get(n) for p in parts]) for n, e in biases.items()}
     sums = _mean_sums(parts)
     declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
-    biases |= {n: with_well_rounded(biases[n], *sums[n]) for n in sums.keys() & biases.keys() - declared.keys()}
+    compared = sums.keys() - declared.keys()
+    for name, estimate in biases.items():
+        biases[name] = replace(
+            estimate,
+            reference_bound=_reference_bound(estimate, [p.reference_bounds.get(name) for p in parts]),
+            well_rounded_mean=well_rounded_mean(estimate, *sums[name]) if name in compared else None,
+        )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     noise = [p.noise for p in parts if p.noise is not None]
@@ -190,14 +195,14 @@ def pool(
     return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, declared)
 
 
-def _with_reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> BiasEstimate:
-    """The estimate with what the reference's errors (``sums``, one a part) and the rounding of its mean amount to."""
+def _reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> float | None:
+    """What the reference's errors (``sums``, one a part) and the rounding of its mean amount to; None: not known."""
     known = [s for s in sums if s is not None]
     if not estimate.n or estimate.rms is None or len(known) < len(sums):
-        return estimate
+        return None
     # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
     rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
-    return replace(estimate, reference_bound=sum(known) / estimate.n + rounding)
+    return sum(known) / estimate.n + rounding
 
 
 def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, npt.NDArray[np.float64]]:
@@ -309,12 +314,20 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
     rows = [p.tested if p.with_gradient is None else p.tested[p.with_gradient] for p in parts]
     starts = np.cumsum([0] + [len(r) for r in rows])
     found = []
-    for i in np.argsort(-np.abs(delta.total), kind="stable")[:_TOP_ROWS]:
+    for i in largest_places(np.abs(delta.total), _TOP_ROWS):
         which = int(np.searchsorted(starts, i, side="right")) - 1
         part = parts[which]
         row = int(rows[which][i - starts[which]])
         found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.total[i]) ** 2 / total))
     return tuple(found)
+
+
+def largest_places(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
+    """Where so many of the largest sizes [n] are, the largest first; of equal ones the first."""
+    places = np.arange(len(sizes))
+    if len(sizes) > most:  # not all of them need sorting
+        places = np.flatnonzero(sizes >= np.partition(sizes, -most)[-most])
+    return places[np.argsort(-sizes[places], kind="stable")][:most]
 
 
 def unclustered(errors: SignedErrors) -> BiasEstimate:

@@ -9,7 +9,7 @@ import torch
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
 from attn_diag.analyses.mismatch.storage import few_levels
-from attn_diag.head.assumptions import TOLERANCE
+from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
 from attn_diag.results.wording import number, percent, plural, times

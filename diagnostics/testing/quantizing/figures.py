@@ -14,7 +14,8 @@ from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import Quantized, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.results.quant import ErrorPart, MeanOfErrors, OutputShift
-from attn_diag.statistics.means import adjust, mean_test
+from attn_diag.statistics.mean_tests import mean_test
+from attn_diag.statistics.means import adjust
 
 # Fewer clusters leave too few degrees of freedom for a test.
 MIN_CLUSTERS = 8

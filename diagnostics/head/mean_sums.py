@@ -1,0 +1,61 @@
+"""Sums of O and delta, observed and as recipes make them: whether an observed mean is the recipe's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.declared import DRAWS
+from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.stacks import numbers
+from attn_diag.head.streaming import ObservedHead, StreamedHead
+
+Sums = dict[str, npt.NDArray[np.float64]]
+
+
+def mean_sums(stack: HeadStack) -> list[Sums]:
+    """Sums of O, of O away from zero and of delta of each head: observed, and of every run, [1 + N] each by test.
+
+    Runs are of what is declared and draws of it, else of a well-rounded kernel, or of a format without one of operands
+    rounded to nearest, where O's errors follow these; a head without any has no sums.
+    """
+    runs = [_runs(*one) for one in zip(stack.passes, stack.seen, stack.indices, strict=True)]
+    found: list[Sums] = [{} for _ in runs]
+    if known := [h for h, of_head in enumerate(runs) if of_head]:
+        part = stack if len(known) == len(runs) else stack.only(known)
+        for h, sums in zip(known, _sums(part, [runs[h] for h in known]), strict=True):
+            found[h] = sums
+    return found
+
+
+def _runs(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> list[dict[str, Tensor]]:
+    declared, other, out = passed.declared(seen), passed.counterfactuals, seen.outputs.get("o")
+    if declared is not None:
+        return [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
+    if isinstance(other, Counterfactuals):
+        return [other.outputs()]
+    rounded = None if out is None else other.to_nearest(out, passed.truth.reference.out, rows)
+    return [] if rounded is None else [rounded]
+
+
+def _sums(stack: HeadStack, runs: Sequence[Sequence[dict[str, Tensor]]]) -> list[Sums]:
+    """Of heads with as many runs each."""
+    count, out, found = len(runs[0]), stack.output("o"), list[Tensor]()
+
+    def add(observed: Tensor, name: str, sign: Tensor | None = None) -> None:
+        every = (observed if i < 0 else stack.chosen([of_head[i][name] for of_head in runs]) for i in range(-1, count))
+        found.extend((x if sign is None else x * sign).flatten(1).sum(1) for x in every)
+
+    if out is not None:
+        add(out, "o")
+        add(out, "o", stack.of(lambda passed: passed.truth.reference.out).sign())
+    if stack.errors is not None and "delta" in runs[0][0]:
+        add(stack.chosen([e.delta for e in stack.errors]), "delta")
+    tests: list[tuple[str, ...]] = [("o_excess",), ("o_away_excess",)] if out is not None else []
+    tests += [("delta", "delta_excess")]
+    by_head = np.array(numbers(*found)).reshape(len(runs), -1, 1 + count) if found else np.zeros((len(runs), 0, 0))
+    return [{name: sums for names, sums in zip(tests, of_head, strict=False) for name in names} for of_head in by_head]
