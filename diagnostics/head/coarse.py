@@ -257,7 +257,7 @@ class TruncatedInputs:
         return None
 
     def _at_fp32_scale(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
-        """What O and delta are at the softmax scale that a kernel has in fp32: of those known, the nearest to O's error.
+        """O and delta at the softmax scale that kernels have in fp32: of those known, at the one nearest to O's error.
 
         Its rounding moves all scores alike, so that O has a mean error in every kernel, unless alpha is a power of two.
         """
