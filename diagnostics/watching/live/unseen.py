@@ -40,8 +40,8 @@ FLEX = (
     "before the first step, or call torch._dynamo.reset() after it"
 )
 IN_EAGER = (
-    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen (code "
-    "inside a forward has to become one): @attn_diag.observe"
+    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen "
+    "(code inside a forward has to become one): @attn_diag.observe"
 )
 OWN_IN_GRAPH = (
     "in a compiled graph it is no operator that is known. Have the function of q, k and v that it calls seen, outside "
