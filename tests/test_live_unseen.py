@@ -257,7 +257,8 @@ class Softmax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, -1))
-        return (self.attend(q @ k.mT) @ v).transpose(1, 2).flatten(2)
+        result: Tensor = (self.attend(q @ k.mT) @ v).transpose(1, 2).flatten(2)
+        return result
 
 
 class Attend(nn.Module):

@@ -204,9 +204,12 @@ def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o
 
 
-@pytest.mark.parametrize(("function", "seed"), [(wide, 15), (whisper, 15), (whisper, 16)])
+@pytest.mark.parametrize(("function", "seed"), [(wide, 15), (wide, 63), (whisper, 16)])
 def test_rounded_scores_of_hundreds_are_no_wrong_mathematics(function: Attention, seed: int) -> None:
-    """Few rows have all of the error, and some mask, scale or factor fits those, of so many that are tried."""
+    """Few rows have all of the error, and some mask, scale or factor fits those, of so many that are tried.
+
+    Of seed 63 two rows had O 6.6 % off, and the scale was said to be 1.
+    """
     x = hot(16.0, seed, torch.bfloat16)
     q, k, v = (x[name].requires_grad_() for name in "qkv")
     o = function(q, k, v)
@@ -214,7 +217,7 @@ def test_rounded_scores_of_hundreds_are_no_wrong_mathematics(function: Attention
     given = {name: t.detach() for name, t in x.items()} | {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
     found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors(given, causal="top-left")])
     for head in found.captures[0].observations[0].heads:
-        assert head.verdict is not None
+        assert head.verdict is not None, found.findings
         assert "wrong" not in head.verdict.labels, [q.words for q in head.quantities if q.answer == "wrong"]
 
 

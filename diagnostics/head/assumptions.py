@@ -37,7 +37,7 @@ from attn_diag.results.wording import percent
 # subnormal there) and 5.5 % in E5M2.
 TOLERANCE = 0.05
 _NAMES = {"o": "O", "lse": "LSE"}
-_ROWS = 48
+_ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no quarter, show nothing
 _HEADS = 4
 # Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
 USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
@@ -89,8 +89,8 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         worst = max(c.relative_error for c in checks)
         names = " and ".join(dict.fromkeys(_NAMES[c.output] for c in checks))
         agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
-        # Only O may be further off, and only so far as its own format makes it.
-        coarse = ", which correct rounding to O's own format explains" if worst > TOLERANCE else ""
+        # Only O may be further off, as far as its own format makes it, or in few rows.
+        coarse = ", which correct rounding to O's own format explains, or few rows have" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         if (near := next((c for c in checks if c.better is not None), None)) is not None:
             message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
@@ -128,7 +128,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device) -> Misf
         # Rows that attend to one key have O exactly: what is less than a rounding of O shows no other scale.
         rounding = torch.finfo(capture.tensors[capture.key(observation, "o")].dtype).eps / math.sqrt(48)
         # Nor does what one correct rounding of O leaves: under another scale it leaves as much.
-        seen = stated.error > max(rounding / 4, _ONE_ROUNDING * stated.rounding)
+        seen = not stated.few and stated.error > max(rounding / 4, _ONE_ROUNDING * stated.rounding)
         near = scaled_reading(capture, observation, device, stated.error / 2) if seen else None
         return _misfit(observation, stated, near)
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()
@@ -351,27 +351,29 @@ class OutputFit:
 
     Where a recipe is declared, the second is that recipe's.
 
-    ``error`` is infinite where O must be 0 and is not.
+    ``error`` is infinite where O must be 0 and is not; ``few`` says that few rows have all of it, as where scores of
+    hundreds are rounded in nearly one-hot rows: that shows no other metadata, and is judged as any error is.
     """
 
     error: float
     rounding: float
+    few: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether roundings can explain the error."""
-        return self.error <= TOLERANCE + self.rounding
+        return self.few or self.error <= TOLERANCE + self.rounding
 
 
 def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
     """How well O fits the metadata, from the sampled rows; None where no row can tell."""
     fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
-    wrong = right = rounding = 0.0
-    compared = 0
+    wrong = right = rounding = by_row = compared = 0.0
     for observed, truth, made in _sample(capture, observation, "o", device):
         # A finite O past the largest number was clamped to it.
         rounded = round_nearest_even(truth if made is None else made, fmt).clamp(-fmt.largest, fmt.largest)
-        wrong += float((observed - truth).square().sum())
+        squares = (observed - truth).square().sum(1)
+        wrong, by_row = wrong + float(squares.sum()), by_row + float(squares.sqrt().sum())
         right += float(truth.square().sum())
         rounding += float((rounded - truth).square().sum())
         compared += len(truth)
@@ -379,7 +381,8 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
         return None
     if not right:
         return OutputFit(math.inf if wrong else 0.0, 0.0)
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
+    few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
+    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few)
 
 
 def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
@@ -387,8 +390,7 @@ def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
 
     What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
     """
-    wrong = right = rounding = 0.0
-    compared = 0
+    wrong = right = rounding = compared = 0.0
     for observed, truth, made in _sample(capture, observation, "lse", device):
         wrong += float((observed - truth).square().sum())
         right += float(truth.square().sum())
