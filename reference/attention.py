@@ -348,6 +348,10 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         if keep_dprobs:
             block.dprobs = dprobs.clone()
         dscores = dprobs.sub_(block.delta[:, None]).mul_(probs)
+        if of_sink is None:
+            # P = 1 whatever the only score of a row is: dP - delta is 0, and what float64 leaves of it is no gradient.
+            alone = torch.nonzero(row_sum == 1)[:, 0]
+            dscores[alone[probs[alone].count_nonzero(1) == 1]] = 0.0
         if gradient_sums:
             block.gradient_sums = sum_in_parts(dscores), torch.linalg.vector_norm(dscores, dim=1)
             if of_sink is not None:

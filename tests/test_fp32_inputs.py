@@ -199,6 +199,24 @@ def test_a_mean_of_fp32_products_is_the_kernels() -> None:
     assert all(h.verdict is not None and "biased" in h.verdict.labels for h in heads(x, {"o": o}))
 
 
+@pytest.mark.parametrize("scale", [48**-0.5, 96**-0.5, -(48**-0.5)])
+def test_a_mean_that_alpha_in_fp32_makes_is_no_fault(scale: float) -> None:
+    """Every kernel has alpha in fp32, or its root on q and on k, which moves all of O alike; SDPA's math the latter."""
+    x = inputs(width=48, seed=3)
+    root = torch.tensor(abs(scale)).sqrt()
+    scores = (root * x["q"] * (1 if scale > 0 else -1)) @ (root * x["k"]).mT
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    o = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ x["v"]
+    found = inspected(x, o, scale)
+    assert not any("biased" in h.verdict.labels for h in found if h.verdict is not None)
+    assert all("biased" in h.verdict.labels for h in inspected(x, o * (1 - 2.0**-22), scale) if h.verdict is not None)
+
+
+def inspected(x: dict[str, torch.Tensor], o: torch.Tensor, scale: float) -> list[HeadDiagnosis]:
+    capture = attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left", scale=scale)
+    return list(attn_diag.inspect_captures([capture]).captures[0].observations[0].heads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8(dtype: torch.dtype) -> None:
     """P is cast to the inputs' format, O returned in BF16."""

@@ -248,6 +248,56 @@ def test_own_attention_beside_one_that_is_seen(tmp_path: Path, caplog: pytest.Lo
     assert all("@attn_diag.observe" in one and "compile" not in one for one in said)
 
 
+class Softmax(nn.Module):
+    """As vit-pytorch has it: a fused projection, and softmax is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv, self.attend = nn.Linear(WIDTH, 3 * WIDTH), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, -1))
+        result: Tensor = (self.attend(q @ k.mT) @ v).transpose(1, 2).flatten(2)
+        return result
+
+
+class Attend(nn.Module):
+    """As x-transformers has it: without parameters, fused or not."""
+
+    def __init__(self, flash: bool) -> None:
+        super().__init__()
+        self.flash = flash
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fused(q, k, v) if self.flash else (q @ k.mT).softmax(-1) @ v
+
+
+class Projecting(nn.Module):
+    def __init__(self, flash: bool) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.attend = Attend(flash)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        result: Tensor = self.attend(q, k, v).transpose(1, 2).flatten(2)
+        return result
+
+
+@pytest.mark.parametrize("way", ["eager", "whole"])
+def test_a_class_of_another_name_and_a_core_without_parameters(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss = stack(OwnAttention(fused), Softmax(), Projecting(True), Projecting(False))
+    watched(model, loss, compiled(model, way), tmp_path)
+    said = words(caplog)
+    if way == "eager":
+        assert [one.split("train: ")[1].split(";")[0] for one in said] == ["3 (Projecting)", "1 (Softmax)"]
+    else:
+        assert all("seen in 1 alone of these" in one for one in said)
+        assert {"1 (Softmax)", "2, 3 (Projecting)"} == {one.split("train: ")[1].split(";")[0] for one in said}
+
+
 @pytest.mark.parametrize("way", ["eager", "whole"])
 def test_observe_shows_it(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, loss = stack(OwnAttention(fused), OwnAttention(plain))

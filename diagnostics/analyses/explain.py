@@ -291,7 +291,8 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
     else:
         yield "No row has a repeated maximum, so the published trigger of biased rounding is absent."
     if head.conditioning is None:
-        yield "Conditioning is not known without dO."
+        known = head.delta_source is not None
+        yield f"Conditioning is not known {'where the true dQ is 0' if known else 'without dO'}."
     else:
         yield (
             f"Conditioning, the size of delta's term in dQ over dQ itself, is {head.conditioning:.3g}: were every "
@@ -316,7 +317,10 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
 def _gradients(head: HeadDiagnosis) -> Iterator[str]:
     dq, dw_q = head.propagation.dq, head.propagation.dw_q
     if dq is None or dq.known_error is None:
-        yield "Nothing can be said of dQ and dW_Q: that needs dO."
+        if head.delta_source is None:
+            yield "Nothing can be said of dQ and dW_Q: that needs dO."
+        else:
+            yield "The true dQ is 0, as of rows that see a single key: no error is a part of it."
         return
     yield (
         "An error of delta in a row moves that row of dQ by -alpha P K times it (alpha the softmax scale, P K the keys "
@@ -361,7 +365,7 @@ def _unknown(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
     missing = []
     if head.delta_source is None:
         missing.append("delta's error, the noise factor and all gradients (dO was not captured, or O was not)")
-    elif head.propagation.dq is not None and head.propagation.dq.relative_error is None:
+    elif head.propagation.dq is not None and not any(q.quantity == "dq" for q in head.quantities):
         missing.append("the error of the kernel's own dQ (not captured; delta's prediction leaves its casts out)")
     if "lse" not in observation.outputs and not observation.emulated:
         missing.append("the error of the LSE (not captured)")

@@ -90,8 +90,8 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         worst = max(c.relative_error for c in checks)
         names = " and ".join(dict.fromkeys(_NAMES[c.output] for c in checks))
         agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
-        # Only O may be further off, and only so far as its own format makes it.
-        coarse = ", which correct rounding to O's own format explains" if worst > TOLERANCE else ""
+        # Only O may be further off, as far as its own format makes it, or in few rows.
+        coarse = ", which correct rounding to O's own format explains, or few rows have" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         if (near := next((c for c in checks if c.better is not None), None)) is not None:
             message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
@@ -129,7 +129,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device, tensors
         # Rows that attend to one key have O exactly: what is less than a rounding of O shows no other scale.
         rounding = torch.finfo(capture.tensors[capture.key(observation, "o")].dtype).eps / math.sqrt(48)
         # Nor does what one correct rounding of O leaves: under another scale it leaves as much.
-        seen = stated.error > max(rounding / 4, _ONE_ROUNDING * stated.rounding)
+        seen = not stated.few and stated.error > max(rounding / 4, _ONE_ROUNDING * stated.rounding)
         near = scaled_reading(capture, observation, device, stated.error / 2) if seen else None
         return _misfit(observation, stated, near)
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -129,7 +130,9 @@ def beside_well_rounded(
             return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
-    if found is not None and beyond > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
+    if found is None and len(chosen.error):  # a single row has no ratio with an interval
+        beyond = math.sqrt(float(chosen.error.sum()) / max(float(chosen.expected.sum()), 1e-300))
+    if beyond > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.
         fed_with = 0.0 if fed is None else float((fed - reference)[rows].square().sum())
         # Where dP and delta cancel exactly it may be none, and truncated sums break that.

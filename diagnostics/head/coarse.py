@@ -33,6 +33,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,8 @@ _NARROW = format_of(torch.bfloat16), format_of(torch.float16)
 TF32 = FloatFormat("tf32", 10, -126, (2 - 2.0**-10) * 2.0**127)
 # Errors of O of no more spacings are those of products in fp32; TF32's are from a thousand on.
 _FINE = 64
+# Of ln alpha, for a slope: its square is far below the slope's own size, and it is far above float64's roundings.
+_STEP = 2.0**-12
 # Of a number cut to p bits, of which all are alike likely in a binade: 1/6 - (ln 2 / 2)^2, over 4^p. To nearest: 1/24.
 _VARIANCE = 1 / 6 - math.log(2) ** 2 / 4
 
@@ -234,14 +237,16 @@ class TruncatedInputs:
             rows: Indices of the rows that count.
 
         Returns:
-            o and, with dO, delta in the operands' format whose errors O's follow; None where they follow none, as of
-            products in fp32, or of truncated operands.
+            o and, with dO, delta in the operands' format whose errors O's follow, of products in fp32 those of a scale
+            in fp32; None where they follow none, as of truncated operands.
         """
         error = (out - truth)[rows]
         cast = coarsest(self._head, self._fmt, self._stored)
         fine = error.square().mean() <= (_FINE * ulp(truth[rows], self._fmt)).square().mean()
-        if cast == self._fmt or bool(fine):
+        if cast == self._fmt:
             return None
+        if bool(fine):
+            return self._at_fp32_scale(error, rows)
         for name in dict.fromkeys((cast.name, "bf16")):
             found = reference_of(_cut(self._head, name), key_gradients=False)
             made = (found.out - truth)[rows]
@@ -249,6 +254,25 @@ class TruncatedInputs:
             if 0.5 < follows < 1.5:
                 return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
         return None
+
+    def _at_fp32_scale(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
+        """O and delta at the softmax scale that kernels have in fp32: of those known, at the one nearest to O's error.
+
+        Its rounding moves all scores alike, so that O has a mean error in every kernel, unless alpha is a power of two.
+        """
+        factors = _fp32_scales(self._head.scale)
+        if set(factors) == {1.0}:
+            return None
+        # An error of 2^-24 is lost in float64 beside the roundings of two references: the slope is taken.
+        up, down = (self.at_scale(1 + step) for step in (_STEP, -_STEP))
+        slope = {name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up}
+        along = slope["o"][rows]
+        fitted = float((error * along).sum() / along.square().sum().clamp(min=1e-300))
+        nearest = min(factors, key=lambda factor: abs(factor - 1 - fitted))
+        if nearest == 1:
+            return None
+        truth = self.at_scale(1.0)
+        return {name: truth[name] + (nearest - 1) * of_name for name, of_name in slope.items()}
 
     def ways(self, observed: Tensor | None = None, truth: Tensor | None = None) -> list[CoarseWay]:
         """Ways through BF16 that may make this head's errors; none of inputs that are no finer.
@@ -279,6 +303,14 @@ class TruncatedInputs:
     def at_scale(self, factor: float) -> dict[str, Tensor]:
         """The truth at another softmax scale."""
         return self._outputs_of(replace(self._head, scale=factor * self._head.scale))
+
+
+def _fp32_scales(scale: float) -> tuple[float, ...]:
+    """alpha as kernels have it over alpha: exact, in fp32, its root on q and on k (SDPA's math), in base 2."""
+    size, to_base_2 = np.float32(abs(scale)), np.float32(math.log2(math.e))
+    roots = {float(np.float32(abs(scale) ** 0.5)), float(np.sqrt(size))}
+    found = [abs(scale), float(size), *(root**2 for root in roots), float(size * to_base_2) / math.log2(math.e)]
+    return tuple(one / abs(scale) for one in found) if scale else (1.0,)
 
 
 def _cut(head: AttentionHead, how: str) -> AttentionHead:

@@ -1,7 +1,8 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
     S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
-                                      or the second, of which m is taken off before softmax: cast(S - m)
+                                      or the second, of which m is taken off before softmax: cast(S - m);
+                                      or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP
@@ -32,6 +33,8 @@ UNFUSED = (
     "unfused:q:cast",
     "unfused:q:fp32",
     "unfused:shifted:cast",
+    "unfused:root:cast",
+    "unfused:root:fp32",
 )
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
@@ -83,6 +86,10 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
 
     if alpha_in in ("q", "shifted"):
         scores = cast(cast(head.q * head.scale) @ head.k.T)
+    elif alpha_in == "root":
+        root = abs(head.scale) ** 0.5
+        low_q, low_k = cast(head.q * root), cast(head.k * root)
+        scores = cast(low_q @ low_k.T) * (1 if head.scale > 0 else -1)
     elif alpha_in == "scores":
         scores = cast(cast(head.q @ head.k.T) * head.scale)
     else:
@@ -113,6 +120,9 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores = cast(dscores)
     if alpha_in in ("q", "shifted"):
         dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
+    elif alpha_in == "root":
+        dscores = dscores * (1 if head.scale > 0 else -1)
+        dq, dk = cast(cast(dscores @ low_k) * root), cast(cast(dscores.T @ low_q) * root)
     else:
         dscores = dscores * head.scale if probs_of == "uncast" else cast(dscores * head.scale)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)

@@ -112,7 +112,7 @@ class Evidence:
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
     def dimensions(self, rows: Tensor) -> float:
-        """How many numbers the errors of some rows are.
+        """How many numbers the errors of some rows are, of as many rows as carry them in effect.
 
         A row that sees k keys lies in what their k vectors span; one that is too large by a factor is off by a single
         number, whatever makes the factor; delta's error moves a row of dQ along P K alone, and that of one query row
@@ -130,7 +130,10 @@ class Evidence:
             sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
             share = (error * along).sum(1).square() / sizes
             count = torch.minimum(count, 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0)))
-        total = float(count.sum())
+        # Rows without an error are no evidence: of one-hot rows, two of 256 may carry all of it.
+        sizes = error.square().sum(1).sqrt()
+        effective = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
+        total = min(float(count.sum()), effective * float((count * sizes).sum() / sizes.sum().clamp(min=1e-300)))
         if self.quantity in ("dk", "dv"):
             with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
             total = min(total, self.directions * with_gradient)

@@ -28,7 +28,8 @@ _STEPS = 3
 _MOST_NAMES = 6
 # What a user is told where nothing can be seen, by whoever watches.
 NOTHING = (
-    "no attention call was seen. It may be replayed from a CUDA graph that was recorded before (make the capture or "
+    "no attention call was seen. It may be the model's own products and softmax (have its function of q, k and v seen: "
+    "@attn_diag.observe), be replayed from a CUDA graph that was recorded before (make the capture or "
     "Monitor before the first step, or call torch._dynamo.reset() after it), be plain products and softmax, or a "
     "Triton kernel, inside a compiled graph (torch.compiler.disable leaves them out), run on the fast path of "
     "nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not "
@@ -39,8 +40,8 @@ FLEX = (
     "before the first step, or call torch._dynamo.reset() after it"
 )
 IN_EAGER = (
-    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen: "
-    "@attn_diag.observe"
+    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen "
+    "(code inside a forward has to become one): @attn_diag.observe"
 )
 OWN_IN_GRAPH = (
     "in a compiled graph it is no operator that is known. Have the function of q, k and v that it calls seen, outside "
@@ -77,6 +78,9 @@ ENGINES = {
 }
 # Who calls SDPA, or chooses between it and others by a table.
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# A module that has one of these of its own may attend, though its class is called otherwise; in_proj is Mamba's, too.
+_PROJECTIONS = frozenset(QUERY_NAMES + FUSED_NAMES) - {"in_proj"}
 _ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
 
 
@@ -214,7 +218,8 @@ class Unseen:
     def _candidates(self) -> list[_Candidate]:
         assert self._model is not None
         met = {type(m) for m in self._model.modules() if id(m) in self._places.met}
-        named = [(name, m) for name, m in self._model.named_modules() if is_attention_by_name(m)]
+        every = [(name, m) for name, m in self._model.named_modules() if not isinstance(m, _LISTS)]
+        named = [(name, m) for name, m in every if is_attention_by_name(m) or _projects(m)]
         # The calls of a graph that holds one of them are that one's.
         for root in (m for m in self._model.modules() if id(m) in self._places.most):
             inside = {m for _, m in named}.intersection(root.modules())
@@ -226,13 +231,15 @@ class Unseen:
         found: list[_Candidate] = []
         for name, module in named:
             queries = list(_queries(module))
-            if not (type(module) in met or (queries and _mentions(type(module)) & _ATTENDS)):
+            if not (type(module) in met or (queries and _mentioned(module) & _ATTENDS)):
                 continue
-            every = list(module.parameters())
+            weights = list(module.parameters())
             # A weight that two modules share says nothing of either.
             within = sum(any(below is module for below in other.modules()) for _, other in named)
-            own = [p for p in queries or every if p.requires_grad] or [p for p in every if p.requires_grad]
+            own = [p for p in queries or weights if p.requires_grad] or [p for p in weights if p.requires_grad]
             own = [p for p in own if owners[id(p)] <= within]
+            if not weights:  # the projections are of the module around it, which tells
+                continue
             found.append(_Candidate(self._places.name_of(module) or name, module, own))
         inner = {id(one.module) for one in found}
         return [one for one in found if not any(id(m) in inner for m in one.module.modules() if m is not one.module)]
@@ -302,6 +309,11 @@ def _queries(module: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
+def _projects(module: nn.Module) -> bool:
+    """Whether it has a query projection of its own, whatever its class is called."""
+    return any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
+
+
 def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
     """What this rank has of its gradient."""
     gradient: Any = parameter.grad
@@ -312,6 +324,11 @@ def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def _state(gradient: Tensor) -> tuple[StorageWeakRef, int]:
     return StorageWeakRef(gradient.untyped_storage()), gradient._version  # type: ignore[no-untyped-call]
+
+
+def _mentioned(module: nn.Module) -> frozenset[str]:
+    """Names in the code of a module's class, and of the modules in it: a softmax, or attention, may be one of these."""
+    return frozenset().union(*(_mentions(kind) for kind in {type(m) for m in module.modules()}))
 
 
 def _mentions(kind: type) -> frozenset[str]:

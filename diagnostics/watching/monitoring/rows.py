@@ -261,6 +261,9 @@ def _block(sample: Sample, sequence: int, heads: slice, rows: slice, k: Tensor, 
     found["dq"] = product(dscores, k)
     if sample.dq is not None:
         found["ds_cast"] = product(dscores.square(), k.square().sum(-1, keepdim=True))[..., 0]
+    if sample.sinks is None:
+        # P = 1 whatever the only score of a row is: dP - delta is 0, and what float64 leaves of it is no gradient.
+        found["dq"].masked_fill_((found["second"] == -torch.inf)[..., None], 0.0)
     found["probs_k"] = product(probs, k)
     return found
 

@@ -1,0 +1,84 @@
+"""Rows that see a single key, and single rows: a decoder's first token, T5's start token, one step of decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_monitor_metrics import made_call
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_diag
+from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.results.diagnosis import HeadDiagnosis
+from attn_diag.watching.monitoring.metrics import head_metrics
+
+
+def inspected(tensors: dict[str, Tensor]) -> tuple[attn_diag.Diagnosis, list[HeadDiagnosis]]:
+    found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors(tensors)])
+    return found, list(found.captures[0].observations[0].heads)
+
+
+def one_row(keys: int, seed: int, batch: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, 2, t, 64, generator=generator).bfloat16() for t in (1, keys, keys))
+    return {"q": q, "k": k, "v": v, "do": torch.randn(q.shape, generator=generator).bfloat16()}
+
+
+def test_the_reference_has_no_dq_and_dk_of_a_single_key() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(9, 24, generator=generator, dtype=torch.float64) for _ in range(4))
+    head = AttentionHead(q, k, v, do, 0.2, Masking(window=(0, 0)))
+    found = reference_head(head)
+    assert found.dq is not None
+    assert found.dk is not None
+    assert not found.dq.any()
+    assert not found.dk.any()
+    with_sinks = reference_head(replace(head, sink=0.0))
+    assert with_sinks.dq is not None
+    assert with_sinks.dq.abs().amax(1).gt(1e-6).all()  # the sink is a key more
+
+
+def test_the_monitor_has_no_share_of_a_dq_that_is_zero() -> None:
+    """Chronos-Bolt's decoder has one token: its dQ of 1e-16 alarmed as "more than the gradient itself"."""
+    call = made_call(window=(0, 0))
+    assert call.do is not None
+    wide = call.do * 2.0 ** torch.arange(-40, 40, 2.5)  # whose products with V no float64 sum holds
+    found = head_metrics(replace(call, do=wide.bfloat16()))
+    for name in ("dq_share", "dw_q_share", "conditioning", "dq_error"):
+        assert getattr(found, name).isnan().all(), name
+    assert head_metrics(made_call()).dq_share.isfinite().all()
+
+
+def test_a_dq_that_should_be_zero_is_told_so_and_judged() -> None:
+    x = one_row(1, 3)
+    found, heads = inspected({**x, "o": x["v"], "dq": torch.randn(x["q"].shape).bfloat16()})
+    assert all(head.verdict is not None and head.verdict.labels == ("wrong",) for head in heads)
+    words = " ".join(str(attn_diag.explain(found, 0)).split())
+    assert "The true dQ is 0" in words
+    assert "where the true dQ is 0" in words
+    assert "needs dO" not in words
+    assert "without dO" not in words
+    assert "the error of the kernel's own dQ" not in words
+
+
+@pytest.mark.parametrize("seed", [100, 101, 102])
+def test_one_row_is_no_bias(seed: int) -> None:
+    """Plain torch casts P, whose error all features of a row share: they are no independent clusters of its mean."""
+    for keys in (2, 3):
+        x = one_row(keys, seed)
+        scores = (x["q"] @ x["k"].mT) * 0.125
+        _, heads = inspected({**x, "o": scores.softmax(-1) @ x["v"]})
+        assert not any("biased" in head.verdict.labels for head in heads if head.verdict is not None)
+
+
+def test_one_row_of_a_sound_kernel_is_not_wrong() -> None:
+    for seed in range(4):
+        x = one_row(5, seed)
+        q, k, v = (x[name].requires_grad_() for name in "qkv")
+        o = scaled_dot_product_attention(q, k, v)
+        dq, dk, dv = torch.autograd.grad(o, (q, k, v), x["do"])
+        given = {name: t.detach() for name, t in x.items()} | {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+        assert all(head.verdict is None or "wrong" not in head.verdict.labels for head in inspected(given)[1])
