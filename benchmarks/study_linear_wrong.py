@@ -1,4 +1,4 @@
-"""Twenty-four mistakes in a chunked gated delta rule that nobody had in mind while faults were chosen to be named.
+"""Twenty-four mistakes in a chunked gated delta rule, made up before most of their names.
 
     python benchmarks/study_linear_wrong.py [--seeds 2] [--only NAME …] [--json FILE]
 
@@ -27,16 +27,18 @@ CHUNK, STEPS, PACKED, D = 64, 190, (70, 64, 56), 16
 ACCUSED = {"nonfinite", "wrong", "lossy", "biased"}
 # What a mistake is, and the causes by which naming it is right; none: there is no name for it.
 MISTAKES: dict[str, tuple[str, ...]] = {
-    "the gate after the update": (), "erased from the state before its decay": (), "beta of the write missing": (),
-    "beta of the erasure missing": (), "o of the state before the step": (), "exp2 of the natural log": (),
+    "the gate after the update": (), "erased from the state before its decay": (),
+    "beta of the write missing": ("write_without_beta",), "beta of the erasure missing": ("erase_without_beta",),
+    "o of the state before the step": ("diagonal_missing",), "exp2 of the natural log": ("decay_base_two",),
     "the chunk before's decay": (), "padding decays on": (), "padding writes on": (), "erases itself": (),
-    "an inverse of three terms": (), "states transposed between chunks": (), "sums of g go on": (),
-    "inter-chunk term not scaled": (), "the state goes on between sequences": ("sequences_run_on",),
-    "states of sequences turned": (),
+    "an inverse of three terms": (), "states transposed between chunks": ("state_transposed",), "sums of g go on": (),
+    "inter-chunk term not scaled": ("inter_not_scaled",),
+    "the state goes on between sequences": ("sequences_run_on",),
+    "states of sequences turned": ("of_another_sequence",),
     "initial state's gradient without decay": (), "k's gradient without the erasure's": (),
-    "beta's gradient without the erasure's": (), "g's gradient without that within chunks": (),
-    "the last state's gradient ignored": ("no_last_gradient",), "the norm's gradient left out": (), "another eps": (),
-    "first state of another": ("initial_state_of_another",),
+    "beta's gradient without the erasure's": ("beta_gradient_of_write",), "g's gradient without that within chunks": (),
+    "the last state's gradient ignored": ("no_last_gradient",), "the norm's gradient left out": ("no_norm_gradient",),
+    "another eps": (), "first state of another": ("initial_state_of_another",),
 }  # fmt: skip
 _PACKED = ("the state goes on between sequences", "states of sequences turned", "first state of another")
 _NORMALISED = ("the norm's gradient left out", "another eps")

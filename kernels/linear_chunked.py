@@ -20,11 +20,25 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels import linear_products as products
+from attn_diag.kernels.linear_faults import FAULTS
 from attn_diag.kernels.linear_inverse import inverse as triangular_inverse
 from attn_diag.kernels.linear_products import rounded_to
-from attn_diag.kernels.linear_recipe import LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 
 _EPSILON = 1e-10
+# Faults that carry another state from one chunk to the next, and those of which o alone reads another: of this chunk's
+# and the one's before.
+_CARRIED: dict[str | None, Callable[[Tensor], Tensor]] = {
+    "no_state_gradient": torch.detach,
+    "state_lost": torch.zeros_like,
+    "state_of_another_head": lambda state: state.roll(1, 0),
+    "state_transposed": lambda state: state.mT,
+}
+_READ: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+    "read_of_another_head": lambda state, _: state.roll(1, 0),
+    "read_of_chunk_before": lambda _, before: before,
+    "read_transposed": lambda state, _: state.mT,
+}
 # Of a chunk's start and number: values as the scores of their chunk take them, and as they are written to the state.
 Written = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -54,24 +68,26 @@ class LinearHeads:
     """So many heads, one behind the other, have the same q and k."""
 
 
-def run_linear(x: LinearHeads, recipe: LinearRecipe, fault: LinearFault | None = None) -> tuple[Tensor, Tensor]:
+def run_linear(x: LinearHeads, recipe: LinearRecipe, fault: str | None = None) -> tuple[Tensor, Tensor]:
     """Run the kernel.
 
     Args:
         x: Its arguments.
         recipe: What is rounded.
-        fault: What it gets wrong besides (initial states and dropped gradients are the caller's).
+        fault: What it gets wrong besides, of ``FAULTS`` (how it takes the call and dropped gradients are the caller's).
 
     Returns:
         o [N, T, V] and the last state [N, K, V], of a sequence without steps the first.
     """
-    return _Kernel(x, recipe, fault).run()
+    change = None if fault is None else FAULTS[fault].change
+    return _Kernel(x if change is None else change(x), recipe, fault).run()
 
 
 class _Kernel:
-    def __init__(self, x: LinearHeads, recipe: LinearRecipe, fault: LinearFault | None) -> None:
+    def __init__(self, x: LinearHeads, recipe: LinearRecipe, fault: str | None) -> None:
         self.x, self.recipe, self.fault = x, recipe, fault
         self.stored_format = recipe.stored or recipe.operands
+        self.diagonal = -1 if fault == "diagonal_missing" else 0
 
     def product(self, x: Tensor, y: Tensor, again: LinearFormat | None = None) -> Tensor:
         fmt = self.recipe.operands
@@ -126,7 +142,7 @@ class _Kernel:
         step = torch.zeros_like(q[..., :1]) if g is None else products.stored(g, self.recipe.log_steps, "fp32")
         log = step.cumsum(2)
         whole, k = k, self.part(k)
-        scores = self.scores(q, k, log, log)
+        scores = self.scores(q, k, log, log, self.diagonal)
         self.steps = self.chunks(x.steps)
         if self.steps is not None and self.recipe.stepped is None:
             v, self.steps = v * self.steps, None
@@ -138,7 +154,7 @@ class _Kernel:
             sources = [(k, scores, lambda _, c: (values[:, c], values[:, c]))]
             if x.a is not None and x.b is not None:
                 sources.append(self.low_rank(k, v, q, log, step))
-        return self.carried(q, log, sources, x.initial)
+        return self.carried(q, log, step, sources, x.initial)
 
     def scores(self, left: Tensor, right: Tensor, left_log: Tensor, right_log: Tensor, diagonal: int = 0) -> Tensor:
         """tril(sum_k left_ik right_jk e^(left_log_ik - right_log_jk)), [N, chunks, C, C]."""
@@ -203,35 +219,64 @@ class _Kernel:
         u = self.stored(self.product(products.product(inverse, other, applied, "fp32", applied, applied), v))
         multiplier = products.stored(inverse, self.recipe.inverse or self.stored_format, "fp32")
         w = self.stored(self.product(multiplier, self.scaled(a * self.decay(before))))
-        return b, self.scores(q, b, log, log), lambda state, c: self.new_values(u[:, c] + self.inter(w[:, c], state))
+        return (
+            b,
+            self.scores(q, b, log, log, self.diagonal),
+            lambda state, c: self.new_values(u[:, c] + self.inter(w[:, c], state)),
+        )
+
+    def sight(self, log: Tensor, step: Tensor) -> Tensor:
+        """The logarithm of the decay with which a chunk's steps see the state before it."""
+        if self.fault == "inter_not_decayed":
+            return torch.zeros_like(log)
+        return log - step if self.fault == "inter_decay_exclusive" else log
+
+    def carry(self, state: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+        """The state and the decay that multiplies it, over a chunk."""
+        if self.fault == "state_not_decayed":
+            decay = torch.ones_like(decay)
+        elif self.fault == "state_gradient_not_decayed":
+            bare = state / decay.detach().clamp(min=_EPSILON)
+            state = bare + (state - bare).detach()
+        return state, decay * decay if self.fault == "state_decayed_twice" else decay
 
     def carried(
-        self, q: Tensor, log: Tensor, sources: list[tuple[Tensor, Tensor, Written]], state: Tensor
+        self, q: Tensor, log: Tensor, step: Tensor, sources: list[tuple[Tensor, Tensor, Written]], state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The chunks one after the other."""
         outs, scale, sums = [self.x.v[:, :0]], self.x.scale, self.recipe.decay_sums
         # Kernels that go step by step read o from the state that they have just written.
         stepwise = self.recipe.chunk == 1 and self.fault is None
+        before = state
         for c in range(q.shape[1]):
             state = state if stepwise else self.stored(state, self.recipe.state)
+            if c and self.fault in _CARRIED:
+                state = _CARRIED[self.fault](state)
+            seen = _READ[self.fault](state, before) if self.fault in _READ else state
+            before = state
             last = log[:, c, -2 if self.fault == "boundary_decay" else -1, None]
             through = log[:, c].detach() if self.fault == "no_decay_gradient_of_states" else log[:, c]
             last = last.detach() if self.fault == "no_decay_gradient_of_states" else last
             here, rest = (
-                self.decay(through),
+                self.decay(self.sight(through, step[:, c])),
                 self.decay((last - through).clamp(max=0.0) if self.fault else last - through),
             )
             if self.by_channel:
-                out = self.inter(self.scaled(q[:, c] * here), state)
+                out = self.inter(self.scaled(q[:, c] * here), seen)
             else:
-                out = products.read(q[:, c], state, here, self.recipe)
+                out = products.read(q[:, c], seen, here, self.recipe)
+            out = out / scale if self.fault == "inter_not_scaled" else out
             steps = None if self.steps is None else self.steps[:, c]
             if self.fault == "no_inter_chunk":
                 out = torch.zeros_like(out)
-            after = products.decayed_state(state, self.decay(last).mT, sums, self.recipe.decay_terms or sums)
+            after = products.decayed_state(
+                *self.carry(state, self.decay(last).mT), sums, self.recipe.decay_terms or sums
+            )
             for keys, scores, written in sources:
                 values, put = written(state, c)
-                if steps is None:
+                if self.fault == "no_intra_chunk":
+                    pass
+                elif steps is None:
                     out = out + self.product(scores[:, c], values, self.recipe.score_weights)
                 else:
                     out = out + products.stepped(scores[:, c], values, steps, self.recipe)
@@ -271,7 +316,7 @@ def run_linear_call(
     *,
     do: Tensor | None,
     dfinal: Tensor | None,
-    fault: LinearFault | None = None,
+    fault: str | None = None,
 ) -> dict[str, Tensor]:
     """The kernel on an operator's own arguments, and the gradients of these.
 

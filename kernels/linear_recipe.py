@@ -1,4 +1,4 @@
-"""What a chunked kernel of linear attention rounds, and what it may get wrong."""
+"""What a chunked kernel of linear attention rounds."""
 
 from __future__ import annotations
 
@@ -6,25 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 LinearFormat = Literal["bf16", "fp16", "tf32", "fp32"]
-LinearFault = Literal[
-    "no_inter_chunk", "boundary_write", "boundary_decay", "no_initial_state", "initial_state_transposed",
-    "initial_state_of_another", "sequences_run_on", "no_last_gradient", "no_decay_gradient",
-    "no_decay_gradient_of_states",
-]  # fmt: skip
-
-LINEAR_FAULTS: dict[LinearFault, str] = {
-    "no_inter_chunk": "the inter-chunk term is missing: nothing of the state before its chunk reaches a step",
-    "boundary_write": "a chunk boundary is off by one: the last step of each chunk is not written to the state",
-    "boundary_decay": "a chunk boundary is off by one: the decay of each chunk's last step is not applied to the state",
-    "no_initial_state": "the initial state is not used",
-    "initial_state_transposed": "the initial state is used transposed ([V, K] for [K, V])",
-    "initial_state_of_another": "each sequence starts from the initial state of the one before it",
-    "sequences_run_on": "packed sequences are not told apart: each goes on from the state that the one before left",
-    "no_last_gradient": "the gradient of the last state is ignored",
-    "no_decay_gradient": "the gradient of the decay is dropped: it is zero",
-    "no_decay_gradient_of_states": "the gradient of the decay lacks what reaches it through the states between chunks",
-}
-"""What a kernel may get wrong, in words."""
 
 
 @dataclass(frozen=True)

@@ -183,13 +183,17 @@ class _Job:
     def judged(self, head: int, outputs: Mapping[str, Tensor]) -> LinearHead:
         quantities: list[LinearQuantity] = []
         forward = [name for name in LINEAR_OUTPUTS if name in outputs]
+        known = [n for n in outputs if n not in forward and n in self.reference.values]
+        there = [(n, p) for n in known if (p := self.run.place(n, head)) is not None]
+        self.causes.gradients = {n: (outputs[n].to(self.device)[p].double(), p) for n, p in there}
         for name in [*forward, *(n for n in outputs if n not in forward)]:
             place = self.run.place(name, head)
             if name in self.reference.values and place is not None:
                 wrong = [q.cause for q in quantities if q.quantity in forward and q.answer == "wrong"]
                 # A backward of its own may be wrong where the forward is right.
                 self.only = frozenset(c for c in wrong if c) if wrong and name not in forward else None
-                self.backward = "o" in forward and name not in forward and not wrong
+                sound = any(q.quantity == "o" and q.answer == "good" for q in quantities)
+                self.backward = sound and name not in forward and not wrong
                 self.unknown = name != "o" and any(
                     q.quantity == "o" and q.answer in ("wrong", "lossy") and q.cause is None for q in quantities
                 )
@@ -316,6 +320,8 @@ class _Job:
         localised = bool(outlying.any()) and rest is not None and rest.factor <= LOSSY
         if beyond or localised:
             cause = self.causes.of_wrong(name, observed, place, self.beside, self.only, backward=self.backward)
+            if cause is None and not beyond:
+                cause = self.causes.of_small(name, observed, place, self.beside, float(allowed.sum()))
             cause = self._sure(cause)
             if cause is not None and cause.is_rounding:
                 left = (1 - cause.explained) * float(squares.sum())
@@ -350,6 +356,8 @@ class _Job:
         # Of what cancelling terms may leave no bits are sought: sums along the sequence look alike by chance.
         too_large, beyond_terms = (r.factor > AS_GOOD and r.high > LOSSY for r in (ratio, beside))
         cause = self.causes.of_lossy(name, observed, place, float(allowed.sum()), beyond_terms) if too_large else None
+        if cause is None and too_large:
+            cause = self.causes.of_small(name, observed, place, self.beside, float(allowed.sum()))
         cause = self._sure(cause)
         if cause is not None and cause.is_rounding:
             said += f", as with {cause.words}: that explains {percent(cause.explained)} of it"

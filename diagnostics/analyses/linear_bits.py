@@ -14,9 +14,9 @@ from math import inf
 
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import SITE_EXPLAINS, Causes, with_rounded_decays
+from attn_diag.analyses.linear_causes import SITE_EXPLAINS, Causes
 from attn_diag.analyses.linear_choices import FINER, FP32
-from attn_diag.analyses.linear_noise import block_of, by_chance
+from attn_diag.analyses.linear_noise import block_of, by_chance, with_rounded_decays
 from attn_diag.analyses.linear_words import CAUSES, Cause
 from attn_diag.head.linear import LinearRun, Place
 from attn_diag.head.quality import LOSSY
@@ -64,6 +64,8 @@ class Bits:
         if cause is None or cause.explained < SITE_EXPLAINS:
             return q
         left = (1 - min(cause.explained, 1.0)) ** 0.5
+        if q.factor * left > LOSSY:
+            return q  # more than a sound kernel leaves is another cause's, of which the site may have a part by chance
         said = q.words.removesuffix(".").partition(", as with ")[0].partition(": it is ")[0]
         said = f"{said}, as with {cause.words}: that explains {percent(cause.explained)} of it"
         answer = q.answer

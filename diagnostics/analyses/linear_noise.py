@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,16 @@ def cancelled(run: LinearRun, name: str, place: Place) -> Tensor | float:
     ahead = torch.nn.functional.pad(total, (0, 0, 1, _CHUNK)).cumsum(1)
     found = (ahead[:, _CHUNK : _CHUNK + steps] - ahead[:, :steps]) * 4.0 ** -format_of(tensors["q"].dtype).precision / 3
     return found if by_channel else found[..., 0]
+
+
+def with_rounded_decays(run: LinearRun, cause: str) -> LinearRun:
+    """The call with its decays (``decay_step``) or their logarithms in the inputs' format, step by step."""
+    capture = run.capture
+    g, dtype = capture.tensors["g"].double(), capture.tensors["q"].dtype
+    g = (g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype)).float()
+    names = ("do", "dfinal_state", "cu_seqlens")
+    kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
+    return LinearRun(replace(capture, tensors=kept | {"g": g}), run.device)
 
 
 def near(rows: Tensor) -> Tensor:

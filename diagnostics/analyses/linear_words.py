@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_diag.kernels.linear_recipe import LINEAR_FAULTS, LINEAR_SITES
+from attn_diag.kernels.linear_faults import LINEAR_FAULTS, OF_GRADIENTS
+from attn_diag.kernels.linear_recipe import LINEAR_SITES
 
 STEPWISE = {
     "decay_step": "each step's decay in the inputs' format",
@@ -19,6 +20,13 @@ CAUSES: dict[str, str] = {
     "lost_write": "what one step writes does not reach the state",
     "lost_decay": "the decay of one step is not applied to the state",
     "transposed": "it is transposed ([V, K] for [K, V])",
+    "of_another_head": "it is that of another head",
+    "of_another_sequence": "each sequence has that of another",
+    "of_another_step": "each step has that of the step before or after it",
+    "of_another_gradient": "it is another gradient",
+    "of_decay_itself": "it is the gradient of the decay, not of its logarithm",
+    "not_summed": "it is not summed over the steps from each on",
+    "without_beta": "it is not multiplied by beta",
     "zero": "it is zero",
     "sign": "its sign is turned",
     "factor": "it is multiplied by a number",
@@ -26,7 +34,6 @@ CAUSES: dict[str, str] = {
 """Every cause that can be named, in words."""
 # With one boundary alone, they are one step's.
 ONE_STEP: dict[str, str] = {"boundary_write": "lost_write", "boundary_decay": "lost_decay"}
-_OF_GRADIENTS = ("no_last_gradient", "no_decay_gradient", "no_decay_gradient_of_states")
 
 
 def in_words(cause: str, *, backward: bool) -> str:
@@ -36,7 +43,7 @@ def in_words(cause: str, *, backward: bool) -> str:
         cause: A key of ``CAUSES``.
         backward: Of a gradient behind a forward that is right: what the fault says is so of the backward alone.
     """
-    alone = backward and cause in (*LINEAR_FAULTS, *ONE_STEP.values()) and cause not in _OF_GRADIENTS
+    alone = backward and cause in (*LINEAR_FAULTS, *ONE_STEP.values()) and cause not in OF_GRADIENTS
     return f"in the backward alone, {CAUSES[cause]}" if alone else CAUSES[cause]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_chunked import LinearHeads, run_linear_call
 from attn_diag.kernels.linear_products import rounded_to
-from attn_diag.kernels.linear_recipe import RELEASED, LinearFault, LinearFormat, LinearRecipe
+from attn_diag.kernels.linear_recipe import RELEASED, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
 from attn_diag.reference.linear import OF_HEADS, LinearReference, linear_reference
 
@@ -85,6 +86,27 @@ class LinearRun:
         """Whether the capture has what the backward starts from."""
         return "do" in self.capture.tensors or "dfinal_state" in self.capture.tensors
 
+    @property
+    def traits(self) -> frozenset[str]:
+        """What a fault may need: tensors by name, and what ``LinearFaultKind.needs`` has besides."""
+        capture, tensors = self.capture, self.capture.tensors
+        (_, _, few, keys), (_, _, heads, values) = tensors["q"].shape, tensors["v"].shape
+        own = {"g", "dt"} & {*tensors}
+        true = {
+            "decay": bool(own) or "g_gamma" in tensors or capture.operator == "retention",
+            "decay_gradient": bool(own),
+            "channels": "g" in tensors and tensors["g"].ndim == 4,
+            "heads": heads > 1,
+            "shared": few < heads,
+            "square": keys == values,
+            "sequences": len(capture.call.sequences) > 1,
+            "lengths": capture.l2norm,
+            "plain": not {"beta", "a"} & {*tensors},
+            "free": "a" in tensors,
+            "scale": capture.call.used_scale != 1,
+        }
+        return frozenset(tensors) | {name for name, there in true.items() if there}
+
     def has_site(self, site: str) -> bool:
         """Whether a kernel of the operator has the rounding site."""
         tensors = self.capture.tensors
@@ -119,9 +141,7 @@ class LinearRun:
         fmt = self.format or "fp32"
         return [{site: to or fmt for site, to in known.items() if self.has_site(site)} for known in sets]
 
-    def emulated(
-        self, recipe: LinearRecipe, fault: LinearFault | None = None, *, forward: bool = False
-    ) -> dict[str, Tensor]:
+    def emulated(self, recipe: LinearRecipe, fault: str | None = None, *, forward: bool = False) -> dict[str, Tensor]:
         """What a kernel returns for all sequences, by output, in the operator's layout; float64.
 
         Args:
@@ -133,12 +153,15 @@ class LinearRun:
         do, dfinal = (None if forward else self._moved(name) for name in ("do", "dfinal_state"))
         call = capture.call
         inputs = {name: t.to(self.device).float() for name, t in capture.inputs.items()}
-        if fault in ("no_initial_state", "initial_state_transposed", "initial_state_of_another"):
-            inputs["initial_state"] = _faulty(inputs["initial_state"], fault)
+        another = fault == "initial_state_of_another"
+        if another:
+            inputs["initial_state"] = inputs["initial_state"].roll(1, 0)
         dfinal = None if fault == "no_last_gradient" else dfinal
         sequences = call.sequences
         if fault == "sequences_run_on":
             sequences, dfinal = [(0, slice(0, sequences[-1][1].stop))], None if dfinal is None else dfinal[-1:]
+        elif fault in ("sequences_end_late", "sequences_end_early"):
+            sequences = _moved(sequences, 1 if fault == "sequences_end_late" else -1)
         parts: list[tuple[int, slice, dict[str, Tensor]]] = []
         for n, (b, steps) in enumerate(sequences):
             own = {
@@ -146,12 +169,14 @@ class LinearRun:
                 for name, t in inputs.items()
             }
             found = run_linear_call(
-                own, self._prepared, recipe, fault=fault,
+                own, partial(self._prepared, fault=fault), recipe, fault=fault,
                 do=None if do is None else do[b, steps].transpose(0, 1).float(),
                 dfinal=None if dfinal is None else dfinal[n].float(),
             )  # fmt: skip
             parts.append((b, steps, found | {"o": found["o"].transpose(0, 1)}))
         made = self._joined(parts, recipe)
+        if another and "dinitial_state" in made:
+            made["dinitial_state"] = made["dinitial_state"].roll(-1, 0)
         # Of sequences that are one there is one state.
         return made if len(parts) == len(call.sequences) else {n: x for n, x in made.items() if n not in STATES}
 
@@ -174,8 +199,8 @@ class LinearRun:
                 found[name] = rounded_to(whole.float(), fmt).double()
         return found
 
-    def _prepared(self, given: dict[str, Tensor]) -> LinearHeads:
-        """One sequence's arguments, [T, H, D], as the kernel takes them."""
+    def _prepared(self, given: dict[str, Tensor], fault: str | None = None) -> LinearHeads:
+        """One sequence's arguments, [T, H, D], as the kernel takes them, or one with a fault."""
         capture, v = self.capture, given["v"]
         heads = v.shape[1]
 
@@ -184,14 +209,19 @@ class LinearRun:
                 return None
             x = given[name]
             x = x if x.ndim == 3 else x[..., None]
-            return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)
+            group = heads // x.shape[1]
+            spread = x.repeat(1, group, 1) if fault == "heads_in_turns" else x.repeat_interleave(group, 1)
+            return spread.transpose(0, 1)
 
         q, k = of("q"), of("k")
         assert q is not None
         assert k is not None
-        if capture.l2norm:
+        if capture.l2norm and fault != "not_normalized":
             # fla normalises in a kernel of its own, which returns its inputs' format.
-            q, k = (x * torch.rsqrt(x.square().sum(2, keepdim=True) + 1e-6) for x in (q, k))
+            q, k = (
+                x if fault == f"{name}_not_normalized" else x * _inverse_length(x, fault)
+                for name, x in (("q", q), ("k", k))
+            )
             fmt = self.format or "fp32"
             q, k = (x + (rounded_to(x.detach(), fmt) - x.detach()) for x in (q, k))
         values, g, steps = v.transpose(0, 1), of("g"), None
@@ -223,9 +253,18 @@ def recipe_name(recipe: LinearRecipe, run: LinearRun) -> str:
     return ",".join([f"chunk={recipe.chunk}", *(f"{n}={getattr(recipe, n)}" for n in changed if n != "chunk")])
 
 
-def _faulty(initial: Tensor, fault: LinearFault) -> Tensor:
-    if fault == "no_initial_state":
-        return torch.zeros_like(initial)
-    if fault == "initial_state_transposed":
-        return initial.mT.contiguous()
-    return initial.roll(1, 0)
+def _inverse_length(x: Tensor, fault: str | None) -> Tensor:
+    """1 over the length of every row of [heads, T, K], or what a fault takes for it."""
+    squares = x.square()
+    if fault == "normalized_over_heads":
+        found = squares.sum(0, keepdim=True)
+    else:
+        found = squares.mean(2, keepdim=True) if fault == "normalized_in_mean" else squares.sum(2, keepdim=True)
+    inverse = torch.rsqrt(found + 1e-6)
+    return inverse.detach() if fault == "no_norm_gradient" else inverse
+
+
+def _moved(sequences: list[tuple[int, slice]], by: int) -> list[tuple[int, slice]]:
+    """Packed sequences whose borders are ``by`` steps later."""
+    ends = [0, *(s.stop + by for _, s in sequences[:-1]), sequences[-1][1].stop]
+    return [(0, slice(max(i, 0), max(i, j, 0))) for i, j in pairwise(ends)]
