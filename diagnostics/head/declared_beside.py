@@ -6,6 +6,10 @@ in INT8 on most inputs); with scales of their own they differ by about 2, as two
 that leaves at most ``EXACT``, or what these casts and sums make (drawn: all but q, k and v rounding stochastically),
 and a small part of what the recipe itself leaves, is what the kernel does.
 
+Less than that proves a hypothesis that changes few codes: O moves by d if it is true, by nothing if it is not, and by
+d / 2 on average if O's codes are neither the recipe's nor its, as all three then round alike. So what O is off the
+recipe is projected on d, and the projection compared with 1 / 2 over the rows (``BesideRecipe.moved``).
+
 Each element counts in units of its own noise (``smoothed_variance``, and the last cast's), so that a few rows or
 features that are much noisier than the rest, as of outliers, do not hide what the others show.
 """
@@ -33,6 +37,8 @@ from attn_diag.results.wording import runs_of
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
 EXACT, PART = 0.5, 0.25
 OPERANDS = ("q", "k", "v")
+# Of the way from one recipe to another O has gone all but a quarter; and is so many standard errors beyond half of it.
+_GONE, _SURE = 0.75, 4.0
 # So many rows tell scales apart.
 _ROWS = 64
 # Draws of the casts of P_bar and the sums.
@@ -66,15 +72,32 @@ class BesideRecipe:
         """The mean square of what O is off the recipe with these fields, in units of the noise's."""
         key = tuple(sorted(changed.items())), factors
         if key not in self._known:
-            self._known[key] = self._least(self.off(changed, factors))
+            self._known[key] = self.size(self.off(changed, factors))
         return self._known[key]
+
+    def moved(self, here: Sequence[Tensor], there: Sequence[Tensor]) -> bool:
+        """Whether O is a kernel's that leaves ``there`` rather than ``here`` or neither, as ``off`` has them."""
+        which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
+        units = self._units[self.rows].sqrt()
+        x, y = here[which] / units, there[which] / units
+        way = x - y
+        size = float(way.square().sum())
+        if not size or float((x * way).sum()) < _GONE * size or self.size(there) > self._limit:
+            return False
+        beyond = ((x - way / 2) * way).sum(1)
+        deviation = float(beyond.std(correction=1)) * len(beyond) ** 0.5 if len(beyond) > 1 else 0.0
+        return float(beyond.sum()) > _SURE * deviation
 
     def left_of_several(self, every: Sequence[Changes]) -> list[float]:
         """``left`` of each, side by side."""
         missing = [changed for changed in every if (tuple(sorted(changed.items())), None) not in self._known]
         for changed, off in zip(missing, self.off_of_several(missing), strict=True):
-            self._known[tuple(sorted(changed.items())), None] = self._least(off)
+            self._known[tuple(sorted(changed.items())), None] = self.size(off)
         return [self.left(changed) for changed in every]
+
+    def size(self, off: Sequence[Tensor]) -> float:
+        """The mean square of what is least off, of ``off``, in units of the noise's."""
+        return min(float((x.square() / self._units[self.rows]).mean()) for x in off) if len(self.rows) else 0.0
 
     def off(self, changed: Changes, factors: Factors | None = None) -> list[Tensor]:
         """What O is off in ``rows``, [R, Dv]: with the recipe's sums, and with fp32's where these are others."""
@@ -160,10 +183,6 @@ class BesideRecipe:
     @cached_property
     def _known(self) -> dict[tuple[tuple[tuple[str, str], ...], Factors | None], float]:
         return {}
-
-    def _least(self, off: Sequence[Tensor]) -> float:
-        """The mean square of what is least off, in units of the noise's."""
-        return min(float((x.square() / self._units[self.rows]).mean()) for x in off) if len(self.rows) else 0.0
 
     @cached_property
     def _units(self) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe
 from attn_diag.head.declared_factors import Factors
@@ -12,8 +14,14 @@ from attn_diag.head.declared_ways import Way, Ways
 from attn_diag.kernels import Recipe
 from attn_diag.results.wording import together
 
-# What leaves this part of what another hypothesis leaves is preferred to it; else both are named.
+# What leaves this part of what another hypothesis leaves, or is proven beside it, is preferred to it; else both are
+# named.
 _BETTER = 0.5
+# Less than this is left of O where sums alone are in another order.
+_NOTHING = 0.002
+
+# What explains more of what is left by less than this, and is not proven, is not there.
+_LESS = 0.9
 
 Others = list[Way]
 """Ways that O has together."""
@@ -61,12 +69,13 @@ class ScaleSearch:
         if not found:
             return None
         found.sort(key=lambda one: beside.left(one[1]))
-        alike = [words for words, changed in found if beside.left(changed) * _BETTER <= beside.left(found[0][1])]
+        first = beside.off(found[0][1])
+        alike = [words for words, changed in found if not _preferred(beside, first, beside.off(changed))]
         return Culprit(", or ".join(alike), self.beside.left(found[0][1]))
 
     def as_declared(self) -> bool:
-        """Whether O has the recipe's scales and roundings of q, k and v."""
-        return self.beside.left({}) <= EXACT * PART
+        """Whether O has the recipe's scales and roundings of q, k and v: there is nothing to look for."""
+        return self.beside.left({}) <= _NOTHING
 
     def with_factors(self, factors: Factors) -> float:
         """What the recipe leaves whose scores and O are multiplied by these."""
@@ -82,18 +91,27 @@ class ScaleSearch:
         return self._explaining(ways.all()) or self._explaining(ways.of_blocks())
 
     def _explaining(self, ways: Iterable[Way]) -> Others:
-        best, every = self.beside.left({}), list[Way]()
-        changed, found = dict[str, str](), list[Way]()
-        # What is left then is what casts and sums make.
-        while best > EXACT * PART:
+        beside, changed, found = self.beside, dict[str, str](), list[Way]()
+        here, every, proven = beside.off({}), list[Way](), True
+        while (best := beside.size(here)) > _NOTHING:
             every = every or list(ways)
             tried = [one for one in every if not set(one[1]) & set(changed)]
-            left = self.beside.left_of_several([changed | change for _, change in tried])
-            if not left or min(left) > 0.9 * best:
+            off = beside.off_of_several([changed | change for _, change in tried])
+            if not off:
                 break
-            best = min(left)
-            alike = [words for (words, _), one in zip(tried, left, strict=True) if one * _BETTER <= best]
-            first, change = tried[left.index(best)]
+            there = min(off, key=beside.size)
+            moved, much = beside.moved(here, there), beside.size(there) <= _LESS * best and best > EXACT * PART
+            if not (moved or much):
+                break
+            proven &= moved
+            alike = [words for (words, _), one in zip(tried, off, strict=True) if not _preferred(beside, there, one)]
+            first, change = next(way for way, one in zip(tried, off, strict=True) if one is there)
             found.append((", or ".join(dict.fromkeys([first, *alike])), change))
             changed |= change
-        return found if found and self.beside.explains(best) else []
+            here = there
+        return found if found and (proven or beside.explains(beside.size(here))) else []
+
+
+def _preferred(beside: BesideRecipe, first: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether what leaves ``first`` is O's cause, and what leaves ``other`` is not."""
+    return beside.size(first) < _BETTER * beside.size(other) or beside.moved(other, first)

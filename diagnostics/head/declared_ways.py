@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
 from attn_diag.kernels.formats import Mode, base, parse
-from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
+from attn_diag.kernels.quantizers import Integers, Quantizer, parse_quantizer
 
 Way = tuple[str, dict[str, str]]
 """In words, and the fields of a recipe."""
@@ -40,6 +40,7 @@ class Ways:
         for name, text, by in self.beside.quantizers():
             yield from self._wider(name, text, by)
             yield from _rounded(name, text, by)
+            yield from _shifted(name, text, by)
             if by.symmetric and not by.search:
                 yield from self._reaching(name, text, by)
                 yield from self._of_others(name, text, by)
@@ -51,12 +52,14 @@ class Ways:
         if (blocks := parse_quantizer(recipe.quantize_probs)) is not None:
             text = f"{recipe.quantize_probs} elements={base(blocks.elements)}:{Mode.TOWARD_ZERO} ties=even"
             yield f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest", {"quantize_probs": text}
+            text = f"{recipe.quantize_probs} masked=true"
+            yield "the scales of P_bar's blocks are those of keys that are masked as well", {"quantize_probs": text}
 
     def _wider(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
         """One scale for all, or for two or four blocks."""
         x = getattr(self.beside.head, name)
         shapes = {by.block_shape((len(x), x.shape[1]))}
-        for block in _wider_than(by.block):
+        for block in _wider_than(by.block, len(x)):
             rows, columns = replace(by, block=block).block_shape((len(x), x.shape[1]))
             if (shape := (min(rows, len(x)), min(columns, x.shape[1]))) not in shapes:
                 said = f"{name} has a scale for {_block(block)}, not for {_block(by.block)}"
@@ -64,21 +67,31 @@ class Ways:
             shapes.add(shape)
 
     def _reaching(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
-        """Scales of blocks of whole rows that other blocks' numbers make, as a quantiser's ``stale``."""
+        """Scales that the numbers of blocks of other rows make, as a quantiser's ``stale``."""
         for smooth in self._smoothings(name):
             amax, apart = self.beside.amax(name, by, smooth), by.row_groups
-            if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
+            x = getattr(self.beside.head, name)
+            across = -(-x.shape[1] // by.block_shape((len(x), x.shape[1]))[1])
+            # Blocks of one row of them, side by side; those of the next rows below.
+            grid = amax.view(-1, apart * across)
+            if not 1 < len(grid) or amax.numel() > _TOGETHER:
                 return
             # A block of zeros has any scale.
             own = torch.where(amax > 0, amax, torch.inf)
-            after = _parts(torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own)
-            so_far = _parts(amax.view(-1, apart).cummax(0).values.flatten() / own)
-            whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
+            below = torch.cat([grid[1:], grid[-1:]])
+            after = _parts(torch.maximum(grid, below).flatten() / own)
+            so_far = _parts(grid.cummax(0).values.flatten() / own)
+            to_come = _parts(grid.flip(0).cummax(0).values.flip(0).flatten() / own)
+            alone = by.whole_rows and len(amax) <= _BLOCKS
+            largest = (amax.max() / own).tolist() if alone else []
+            whole = {f"{block}:{part!r}": block for block, part in enumerate(largest) if part > 1}
             words = dict[str, str]()
             if after and after not in whole:
                 words[after] = f"{name} has scales of {_block(by.block)} and the block after it (later ones)"
             if so_far and so_far not in whole:
                 words[so_far] = f"{name} has scales of the largest number so far (a running amax)"
+            if to_come and to_come not in whole and to_come != after:
+                words[to_come] = f"{name} has scales of the largest number from there on (later ones)"
             for stale, block in whole.items():
                 of = "head"
                 of = "block after it, which is the head's" if stale == after else of
@@ -163,16 +176,27 @@ def _rounded(name: str, text: str, by: Quantizer) -> Iterator[Way]:
         yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
 
 
+def _shifted(name: str, text: str, by: Quantizer) -> Iterator[Way]:
+    """Integers that are multiplied back one too large or too small, as by a zero point."""
+    if isinstance(by.parsed_elements, Integers):
+        for by_one, said in ((1, "large"), (-1, "small")):
+            yield (
+                f"{name}'s integers are multiplied back one too {said} (a zero point off by one)",
+                {f"quantize_{name}": f"{text} code_offset={by_one}"},
+            )
+
+
 def _parts(of_blocks: Tensor) -> str:
     """Blocks whose number is not 1, as ``stale`` and ``descale`` of a quantiser have them."""
     return ",".join(f"{block}:{part!r}" for block, part in enumerate(of_blocks.tolist()) if part not in (0.0, 1.0))
 
 
-def _wider_than(block: str) -> list[str]:
-    """The blocks that are tried instead of one: all in one, twice and four times as large."""
+def _wider_than(block: str, rows: int) -> list[str]:
+    """The blocks that are tried instead of one of so many rows: all in one, twice and four times as large."""
     found = re.fullmatch(r"(\d+)(rows(?:/\d)?|x1)?", block)
     if found is None:
-        return {"column": ["tensor"], "row": ["tensor"]}.get(block, [])
+        more = {"column": [f"{rows}x2", f"{rows}x4"], "row": [f"{2**n}rows" for n in range(1, 8)]}
+        return ["tensor", *more.get(block, [])] if block in more else []
     size, kind = int(found[1]), found[2] or ""
     whole = {"": ["row"], "x1": ["column"]}.get(kind, ["tensor"])
     return whole + [f"{n * size}{kind}" for n in (2, 4)]
@@ -183,4 +207,6 @@ def _block(block: str) -> str:
     words = {"tensor": "the head", "row": "a row", "column": "a feature"}
     if block in words:
         return words[block]
+    if found := re.fullmatch(r"\d+x([2-9])", block):
+        return f"{found[1]} features"
     return re.sub(r"^(\d+)(rows.*|x1)?$", lambda m: f"{m[1]} {'rows' if m[2] else 'of a row'}", block)
