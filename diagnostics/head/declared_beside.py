@@ -16,9 +16,11 @@ features that are much noisier than the rest, as of outliers, do not hide what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch import Tensor
 from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_noise import dithered, drawn_noise, smoothed_variance
 from attn_diag.head.quality import LOSSY
-from attn_diag.kernels import Recipe, emulate_rows, emulate_rows_of_several
+from attn_diag.kernels import Recipe, emulate_forwards, emulate_rows
 from attn_diag.kernels.emulation_operands import Operands
 from attn_diag.kernels.formats import STORED, base
 from attn_diag.kernels.quantize import quantize, spread
@@ -48,6 +50,15 @@ Changes = Mapping[str, str]
 """Fields of a recipe, and what they are instead."""
 
 
+class Off(NamedTuple):
+    """What O and L are off some recipe's in R rows."""
+
+    out: Tensor
+    """[R, Dv]."""
+    lse: Tensor | None
+    """[R]; None where L was not captured."""
+
+
 @dataclass(frozen=True)
 class BesideRecipe:
     """O of one head beside the recipe's, in some of its rows.
@@ -58,6 +69,7 @@ class BesideRecipe:
         out: What was observed, [Tq, Dv].
         made: The recipe's O, [Tq, Dv].
         noise: ``drawn_noise`` of that, [N, Tq, Dv].
+        lse: L, [Tq]; None where it was not captured.
         worst: Half of the rows are those that are furthest off, not all of them evenly spread.
     """
 
@@ -66,6 +78,7 @@ class BesideRecipe:
     out: Tensor
     made: Tensor
     noise: Tensor
+    lse: Tensor | None = None
     worst: bool = False
 
     def left(self, changed: Changes, factors: Factors | None = None) -> float:
@@ -75,18 +88,18 @@ class BesideRecipe:
             self._known[key] = self.size(self.off(changed, factors))
         return self._known[key]
 
-    def moved(self, here: Sequence[Tensor], there: Sequence[Tensor]) -> bool:
+    def moved(self, here: Sequence[Off], there: Sequence[Off]) -> bool:
         """Whether O is a kernel's that leaves ``there`` rather than ``here`` or neither, as ``off`` has them."""
-        which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
-        units = self._units[self.rows].sqrt()
-        x, y = here[which] / units, there[which] / units
-        way = x - y
-        size = float(way.square().sum())
-        if not size or float((x * way).sum()) < _GONE * size or self.size(there) > self._limit:
+        if not len(self.rows) or self.size(there) > self._limit:
             return False
-        beyond = ((x - way / 2) * way).sum(1)
-        deviation = float(beyond.std(correction=1)) * len(beyond) ** 0.5 if len(beyond) > 1 else 0.0
-        return float(beyond.sum()) > _SURE * deviation
+        which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
+        units, (x, of_x), (y, of_y) = self.units[self.rows].sqrt(), here[which], there[which]
+        if _gone(x / units, y / units):
+            return True
+        # L has neither casts of P_bar nor of O: what is left of it is next to nothing.
+        if of_x is None or of_y is None or float(of_y.square().sum()) > PART * float(of_x.square().sum()):
+            return False
+        return _gone(of_x[:, None], of_y[:, None])
 
     def left_of_several(self, every: Sequence[Changes]) -> list[float]:
         """``left`` of each, side by side."""
@@ -95,23 +108,27 @@ class BesideRecipe:
             self._known[tuple(sorted(changed.items())), None] = self.size(off)
         return [self.left(changed) for changed in every]
 
-    def size(self, off: Sequence[Tensor]) -> float:
+    def size(self, off: Sequence[Off]) -> float:
         """The mean square of what is least off, of ``off``, in units of the noise's."""
-        return min(float((x.square() / self._units[self.rows]).mean()) for x in off) if len(self.rows) else 0.0
+        return min(float((x.square() / self.units[self.rows]).mean()) for x, _ in off) if len(self.rows) else 0.0
 
-    def off(self, changed: Changes, factors: Factors | None = None) -> list[Tensor]:
-        """What O is off in ``rows``, [R, Dv]: with the recipe's sums, and with fp32's where these are others."""
+    def off(self, changed: Changes, factors: Factors | None = None) -> list[Off]:
+        """What O and L are off in ``rows``: with the recipe's sums, and with fp32's where these are others."""
         by = Factors("") if factors is None else factors
-        head = replace(self.head, do=None, scale=self.head.scale * by.scores)
-        made = [emulate_rows(recipe, head, self.rows).double() for recipe in self._recipes(changed)]
-        return [self.out[self.rows] - by.out * x for x in made]
+        return self._off(self._recipes(changed), by)
 
-    def off_of_several(self, every: Sequence[Changes]) -> list[list[Tensor]]:
+    def off_of_several(self, every: Sequence[Changes]) -> list[list[Off]]:
         """``off`` of each, side by side."""
         recipes = [self._recipes(changed) for changed in every]
-        head = replace(self.head, do=None)
-        made = iter(emulate_rows_of_several([one for some in recipes for one in some], head, self.rows))
-        return [[self.out[self.rows] - next(made).double() for _ in some] for some in recipes]
+        off = iter(self._off([one for some in recipes for one in some], Factors("")))
+        return [[next(off) for _ in some] for some in recipes]
+
+    def _off(self, recipes: Sequence[Recipe], by: Factors) -> list[Off]:
+        head, lse = replace(self.head, do=None, scale=self.head.scale * by.scores), self.lse
+        return [
+            Off(self.out[self.rows] - by.out * o.double(), None if lse is None else lse[self.rows] - each.double())
+            for o, each in emulate_forwards(recipes, head, self.rows)
+        ]
 
     def explains(self, left: float) -> bool:
         """Whether so little is left that O is a kernel's with these fields."""
@@ -124,6 +141,10 @@ class BesideRecipe:
             by = parse_quantizer(text)
             if by is not None:
                 yield name, text, by
+
+    def symmetric(self) -> Iterator[tuple[str, str, Quantizer]]:
+        """Those whose scales are of an amax alone."""
+        yield from (one for one in self.quantizers() if one[2].symmetric and not one[2].search)
 
     def from_amax(self) -> Iterator[tuple[str, str, Quantizer]]:
         """Those that have scales in fp32 from an amax."""
@@ -167,7 +188,7 @@ class BesideRecipe:
         spread = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
         if not self.worst or count == len(rows):
             return spread
-        off = ((self.out - self.made).square() / self._units)[rows].mean(1)
+        off = ((self.out - self.made).square() / self.units)[rows].mean(1)
         first = rows[off.argsort(descending=True)[: count // 2]]
         chosen = torch.zeros(len(self.out), dtype=torch.bool, device=rows.device)
         chosen[torch.cat([first, spread[::2]])] = True
@@ -185,7 +206,7 @@ class BesideRecipe:
         return {}
 
     @cached_property
-    def _units(self) -> Tensor:
+    def units(self) -> Tensor:
         """The noise's mean square of each element, [Tq, Dv]; no less than the last cast's, which is not drawn."""
         cast = ulp(self.made.double(), format_of(STORED[base(self.recipe.out)])).square() / 12
         return smoothed_variance(self.noise) + cast
@@ -197,4 +218,15 @@ class BesideRecipe:
         head = replace(self.head, do=None)
         draws = [emulate_rows(dithered(self.recipe, n, kept), head, self.rows).double() for n in range(_DRAWS)]
         # The difference of two kernels has twice the variance of one.
-        return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self._units[self.rows]).mean()))
+        return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self.units[self.rows]).mean()))
+
+
+def _gone(x: Tensor, y: Tensor) -> bool:
+    """Whether what is off, [R, N], is of the way from x to y, by more than half of it, over the rows."""
+    way = x - y
+    size = float(way.square().sum())
+    if not size or abs(float((x * way).sum()) / size - 1) > 1 - _GONE:
+        return False
+    # Of rows that lie there, what is left is the chance; of rows half way it holds half of the way itself.
+    left = (y * way).sum(1)
+    return size / 2 + float(left.sum()) > _SURE * float(left.square().sum()) ** 0.5

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe
+from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe, Off
+from attn_diag.head.declared_clipped import ClippedSearch
 from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_stale import StaleSearch
 from attn_diag.head.declared_ways import Way, Ways
@@ -51,31 +50,50 @@ class ScaleSearch:
         name = f"{self.beside.recipe.name} with scales of powers of two"
         return replace(self.beside.recipe, name=name, **changed)  # type: ignore[arg-type]
 
-    def culprit(self) -> Culprit | None:
-        """What the kernel does otherwise; None where nothing that is tried explains O."""
+    def culprit(self, *, thorough: bool = True) -> Culprit | None:
+        """What the kernel does otherwise; None where nothing that is tried explains O.
+
+        Args:
+            thorough: Also a stale amax, scales of single blocks, and those that few rows feel.
+        """
+        if not thorough:
+            few = self._explaining(Ways(self.beside).all())
+            return self._named(self.beside, [self._joined(few)] if few else [])
         beside, search, others = self.beside, StaleSearch(self.beside), self._others()
         stale = search.named()
-        if not stale and not others and (wrapped := replace(search, wraps=True)).possible:
-            search, stale = wrapped, wrapped.named()
+        for other in search.others() if not stale and not others else ():
+            if stale := other.named():
+                search = other
+                break
         if not stale and not others:
             # Of a scale that few rows feel the other rows show nothing.
             beside = replace(self.beside, worst=True)
             search, others = StaleSearch(beside), ScaleSearch(beside)._others()
             stale = search.named_blocks()
+        if not stale and not others and (clipped := ClippedSearch(self.beside).named()) is not None:
+            return Culprit(clipped.words, clipped.left)
         found = [(search.words(stale), search.changed(stale))] if stale else []
-        if others:
-            changed = {name: value for _, change in others for name, value in change.items()}
-            found.append((together([words for words, _ in others]), changed))
+        return self._named(beside, found + ([self._joined(others)] if others else []))
+
+    @staticmethod
+    def _joined(others: Others) -> Way:
+        """All of them, as one."""
+        changed = {name: value for _, change in others for name, value in change.items()}
+        return together([words for words, _ in others]), changed
+
+    @staticmethod
+    def _named(beside: BesideRecipe, found: list[Way]) -> Culprit | None:
+        """The one that leaves least, and those that are not excluded beside it."""
         if not found:
             return None
         found.sort(key=lambda one: beside.left(one[1]))
         first = beside.off(found[0][1])
         alike = [words for words, changed in found if not _preferred(beside, first, beside.off(changed))]
-        return Culprit(", or ".join(alike), self.beside.left(found[0][1]))
+        return Culprit(", or ".join(alike), beside.left(found[0][1]))
 
     def as_declared(self) -> bool:
-        """Whether O has the recipe's scales and roundings of q, k and v: there is nothing to look for."""
-        return self.beside.left({}) <= _NOTHING
+        """Whether O has the recipe's scales and roundings of q, k and v, but for what few codes make."""
+        return self.beside.left({}) <= EXACT * PART
 
     def with_factors(self, factors: Factors) -> float:
         """What the recipe leaves whose scores and O are multiplied by these."""
@@ -93,7 +111,7 @@ class ScaleSearch:
     def _explaining(self, ways: Iterable[Way]) -> Others:
         beside, changed, found = self.beside, dict[str, str](), list[Way]()
         here, every, proven = beside.off({}), list[Way](), True
-        while (best := beside.size(here)) > _NOTHING:
+        while (best := beside.size(here)) > (EXACT * PART if found else _NOTHING):
             every = every or list(ways)
             tried = [one for one in every if not set(one[1]) & set(changed)]
             off = beside.off_of_several([changed | change for _, change in tried])
@@ -112,6 +130,6 @@ class ScaleSearch:
         return found if found and (proven or beside.explains(beside.size(here))) else []
 
 
-def _preferred(beside: BesideRecipe, first: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+def _preferred(beside: BesideRecipe, first: Sequence[Off], other: Sequence[Off]) -> bool:
     """Whether what leaves ``first`` is O's cause, and what leaves ``other`` is not."""
     return beside.size(first) < _BETTER * beside.size(other) or beside.moved(other, first)

@@ -216,6 +216,7 @@ def measure_effects(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> d
             way=way,
             declared=by_recipe,
             largest=largest_error,
+            scales="" if declared is None else declared.said_of_lse(lse),
         )
     if (delta := seen.outputs.get("delta")) is not None and reference.delta is not None and truth.probs_k is not None:
         assert head.do is not None
