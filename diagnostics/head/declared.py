@@ -126,7 +126,8 @@ class DeclaredKernel:
     def scales_of(self, out: Tensor, lse: Tensor | None = None) -> ScaleSearch:
         """What tells which scales made O [Tq, Dv] and L [Tq]."""
         noise = drawn_noise([self.draw(n)["o"] for n in range(DRAWS)])
-        return ScaleSearch(BesideRecipe(self.recipe, self._head, out, self.outputs()["o"], noise, lse))
+        beside = BesideRecipe(self.recipe, self._head, out, self.outputs()["o"], noise, lse)
+        return ScaleSearch(beside.in_own_tiles() if self.recipe.quantized else beside)
 
     def factors_of(self, out: Tensor, lse: Tensor | None, rows: Tensor) -> FactorSearch:
         """What tells by what O [Tq, Dv] and L [Tq] are multiplied, looked at in these rows."""

@@ -43,6 +43,8 @@ OPERANDS = ("q", "k", "v")
 _GONE, _SURE = 0.75, 4.0
 # So many rows tell scales apart.
 _ROWS = 64
+# Keys that kernels take at a time.
+_TILES = (32, 64, 128, 256)
 # Draws of the casts of P_bar and the sums.
 _DRAWS = 8
 
@@ -71,6 +73,7 @@ class BesideRecipe:
         noise: ``drawn_noise`` of that, [N, Tq, Dv].
         lse: L, [Tq]; None where it was not captured.
         worst: Half of the rows are those that are furthest off, not all of them evenly spread.
+        most: So many rows at most.
     """
 
     recipe: Recipe
@@ -80,6 +83,17 @@ class BesideRecipe:
     noise: Tensor
     lse: Tensor | None = None
     worst: bool = False
+    most: int = _ROWS
+
+    def in_own_tiles(self) -> BesideRecipe:
+        """The same beside the recipe that walks the keys as leaves least of O: casts of P_bar depend on that."""
+        schedule = self.recipe.schedule
+        ways = [(schedule.key_tile, schedule.order), *((n, o) for o in ("ascending", "descending") for n in _TILES)]
+        beside = [
+            replace(self, recipe=replace(self.recipe, schedule=replace(schedule, key_tile=n, order=o)))  # type: ignore[arg-type]
+            for n, o in ways
+        ]
+        return min(beside, key=lambda one: one.left({}))
 
     def left(self, changed: Changes, factors: Factors | None = None) -> float:
         """The mean square of what O is off the recipe with these fields, in units of the noise's."""
@@ -184,7 +198,7 @@ class BesideRecipe:
     def rows(self) -> Tensor:
         """The rows that are looked at."""
         rows = self.out.isfinite().all(1).nonzero()[:, 0]
-        count = min(_ROWS, len(rows))
+        count = min(self.most, len(rows))
         spread = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
         if not self.worst or count == len(rows):
             return spread

@@ -16,8 +16,10 @@ from attn_diag.results.wording import together
 # What leaves this part of what another hypothesis leaves, or is proven beside it, is preferred to it; else both are
 # named.
 _BETTER = 0.5
-# Less than this is left of O where sums alone are in another order.
-_NOTHING = 0.002
+# Where less than this is left, no way is looked for.
+_NOTHING = 1e-6
+# Rows that tell what few codes make.
+_ROWS_OF_FEW = 128
 
 # What explains more of what is left by less than this, and is not proven, is not there.
 _LESS = 0.9
@@ -57,8 +59,9 @@ class ScaleSearch:
             thorough: Also a stale amax, scales of single blocks, and those that few rows feel.
         """
         if not thorough:
-            few = self._explaining(Ways(self.beside).all())
-            return self._named(self.beside, [self._joined(few)] if few else [])
+            beside = replace(self.beside, most=_ROWS_OF_FEW)
+            few = ScaleSearch(beside)._explaining(Ways(beside).all())
+            return self._named(beside, [self._joined(few)] if few else [])
         beside, search, others = self.beside, StaleSearch(self.beside), self._others()
         stale = search.named()
         for other in search.others() if not stale and not others else ():

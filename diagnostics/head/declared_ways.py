@@ -24,6 +24,10 @@ Way = tuple[str, dict[str, str]]
 # So many blocks, each of which may have another scale alone, are looked through; and so many all together.
 _BLOCKS, _TOGETHER = 32, 4096
 _MODES = {Mode.TOWARD_ZERO: "toward zero", Mode.DOWN: "down"}
+_MODES_SAID = _MODES | {Mode.UP: "up", Mode.NEAREST_EVEN: "to the nearest"}
+_MODES_OF_SCALES = {
+    "e8m0": (Mode.UP, Mode.DOWN, Mode.NEAREST_EVEN), "e4m3": (Mode.UP, Mode.DOWN),
+}  # fmt: skip
 # Formats that are taken for another.
 _OTHER_ELEMENTS = {"e4m3": ("e5m2",), "int8": ("int4",)}
 
@@ -87,7 +91,10 @@ class Ways:
             whole = {f"{block}:{part!r}": block for block, part in enumerate(largest) if part > 1}
             words = dict[str, str]()
             if after and after not in whole:
-                words[after] = f"{name} has scales of {_block(by.block)} and the block after it (later ones)"
+                all_of_them = ", or all after it" if to_come == after else ""
+                words[after] = (
+                    f"{name} has scales of {_block(by.block)} and the block after it{all_of_them} (later ones)"
+                )
             if so_far and so_far not in whole:
                 words[so_far] = f"{name} has scales of the largest number so far (a running amax)"
             if to_come and to_come not in whole and to_come != after:
@@ -172,6 +179,10 @@ def _rounded(name: str, text: str, by: Quantizer) -> Iterator[Way]:
     for mode in (Mode.TOWARD_ZERO, Mode.DOWN):
         said = f"{name} is rounded {_MODES[mode]}, not to the nearest"
         yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
+    scale, colon, used = by.scale.partition(":")
+    for mode in _MODES_OF_SCALES.get(scale, ()) if by.symmetric else ():
+        if mode != (Mode(used) if colon else Mode.NEAREST_EVEN):
+            yield f"{name}'s scales are rounded {_MODES_SAID[mode]}", {field: f"{text} scale={scale}:{mode}"}
     for other in _OTHER_ELEMENTS.get(elements, ()):
         yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
 
