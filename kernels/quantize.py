@@ -49,8 +49,8 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
 
     Raises:
         TypeError: Another dtype.
-        ValueError: ``amax`` beside a zero point, a search or stale blocks; none though ``masked``; a stale block that is
-            not there.
+        ValueError: ``amax`` beside a zero point, a search or stale blocks; none where ``masked``; a stale block that
+            is not there.
     """
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize expects float64, fp32, BF16 or FP16, got {x.dtype}; convert it first")

@@ -16,7 +16,6 @@ features that are much noisier than the rest, as of outliers, do not hide what t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,8 +89,7 @@ class BesideRecipe:
         schedule = self.recipe.schedule
         ways = [(schedule.key_tile, schedule.order), *((n, o) for o in ("ascending", "descending") for n in _TILES)]
         beside = [
-            replace(self, recipe=replace(self.recipe, schedule=replace(schedule, key_tile=n, order=o)))  # type: ignore[arg-type]
-            for n, o in ways
+            replace(self, recipe=replace(self.recipe, schedule=replace(schedule, key_tile=n, order=o))) for n, o in ways
         ]
         return min(beside, key=lambda one: one.left({}))
 
@@ -243,4 +241,4 @@ def _gone(x: Tensor, y: Tensor) -> bool:
         return False
     # Of rows that lie there, what is left is the chance; of rows half way it holds half of the way itself.
     left = (y * way).sum(1)
-    return size / 2 + float(left.sum()) > _SURE * float(left.square().sum()) ** 0.5
+    return size / 2 + float(left.sum()) > _SURE * math.sqrt(float(left.square().sum()))

@@ -5,8 +5,8 @@ is off the recipe's,
 
     O - O_recipe = O(c) - O(1)        O(c): attention whose x of q, k or v is max(-c_b amax_b, min(x, c_b amax_b))
 
-with c_b the part of block b's amax, in float64, as factors are (``declared_factors``), in every other row that is looked
-at. Of most rows between, they must leave no more than the difference of two sound kernels, whose scales differ too.
+with c_b the part of block b's amax, in float64, as factors are (``declared_factors``), in every other row that is
+looked at. Of most rows between, they must leave no more than the difference of two sound kernels, whose scales differ.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Fit:
         return self._x.clamp(-reach, reach)
 
     def _changed(self, x: Tensor) -> AttentionHead:
-        return replace(self._head, **{self._name: x / self._unit})
+        return replace(self._head, **{self._name: x / self._unit})  # type: ignore[arg-type]
 
     def _attention(self, x: Tensor) -> Tensor:
         return reference_rows(self._changed(x), self.rows).out
@@ -148,10 +148,7 @@ class _Fit:
         if self._name == "v":
             found = torch.einsum("rk,kd,kn->rdn", block.probs, grows[keys], of[keys])
             return found / self._units[:, :, None]
-        if self._name == "k":
-            moved = head.q[self.rows] @ grows[keys].T
-        else:
-            moved = grows[self.rows] @ head.k[keys].T
+        moved = head.q[self.rows] @ grows[keys].T if self._name == "k" else grows[self.rows] @ head.k[keys].T
         moved = block.probs * moved * head.scale * (1.0 if block.slope is None else block.slope)
         away = head.v[keys][None] - block.out[:, None]  # [R, K, Dv]
         if self._name == "k":

@@ -78,7 +78,7 @@ class Ways:
             across = -(-x.shape[1] // by.block_shape((len(x), x.shape[1]))[1])
             # Blocks of one row of them, side by side; those of the next rows below.
             grid = amax.view(-1, apart * across)
-            if not 1 < len(grid) or amax.numel() > _TOGETHER:
+            if not len(grid) > 1 or amax.numel() > _TOGETHER:
                 return
             # A block of zeros has any scale.
             own = torch.where(amax > 0, amax, torch.inf)
