@@ -109,10 +109,22 @@ def odd(x: dict[str, Any]) -> bool:
     return bool(x["acts"] and (not x["named"] or x["misnamed"]))
 
 
+def counts_of(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Of each kind: calls, those that act, and what is said of these (of sound ones, of all)."""
+    counts: dict[str, Counter[str]] = {}
+    for x in found:
+        of_kind = counts.setdefault(x["kind"], Counter())
+        of_kind["calls"] += 1
+        for name in ("acts", "accused", "named", "hedged", "misnamed"):
+            of_kind[name] += x[name] and (x["acts"] or x["kind"] == "sound")
+    return {kind: dict(counted) for kind, counted in counts.items()}
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=11)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--sound", type=int, default=2, help="sound calls of each kernel and seed")
     parser.add_argument("--only", default="", help="recipes, faults or kinds that hold this, or one of several: a|b")
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
@@ -120,35 +132,23 @@ def main() -> None:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     calls = []
     for place, recipe in enumerate(RECIPES):
-        sound = {f"sound {n}": SOUND for n in range(2)}
+        sound = {f"sound {n}": SOUND for n in range(arguments.sound)}
         for at, (name, fault) in enumerate((sound | faults_of(recipe)).items()):
             if any(part in f"{recipe}: {name} ({fault.kind})" for part in parts):
                 # Few seeds have all families between the faults.
                 calls += [(recipe, name, fault, FAMILIES[(place + at + s) % len(FAMILIES)], s + at) for s in seeds]
     found: list[dict[str, Any]] = []
+    said = made_by() | {"families": FAMILIES, "first seed": arguments.first}
     with ProcessPoolExecutor(arguments.processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for one in [pool.submit(call, *each) for each in calls]:
             found.append(one.result())
             if odd(found[-1]):
                 print(found[-1], flush=True)
-    counts: dict[str, Counter[str]] = {}
-    for x in found:
-        of_kind = counts.setdefault(x["kind"], Counter())
-        of_kind["calls"] += 1
-        for name in ("acts", "accused", "named", "hedged", "misnamed"):
-            of_kind[name] += x[name] and (x["acts"] or x["kind"] == "sound")
-    for kind, counted in counts.items():
-        print(kind, dict(counted), flush=True)
-    save(
-        made_by()
-        | {
-            "families": FAMILIES,
-            "first seed": arguments.first,
-            "counts": counts,
-            "not as it should be": [x for x in found if odd(x)],
-        },
-        arguments.json,
-    )
+            save(
+                said | {"counts": counts_of(found), "not as it should be": [x for x in found if odd(x)]}, arguments.json
+            )
+    for kind, counted in counts_of(found).items():
+        print(kind, counted, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
+from attn_diag.kernels.formats import Mode, Rounding, parse, round_steps, round_to
 from attn_diag.kernels.quantizers import FRAGMENT_ROWS, Integers, Quantizer, scale_rounding
 from attn_diag.kernels.reciprocals import hopper_quotient
 
@@ -71,8 +71,9 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
         )
     out = x.dtype if x.dtype in (torch.float64, torch.float32) else torch.float32
     whole = blocks.joined
+    values = whole(found.values)
     return Quantized(
-        values=whole(found.values).to(out),
+        values=(values if by.values == "fp32" else round_to(values, parse(by.values))).to(out),
         codes=whole(found.codes).float(),
         scale=found.scale[..., 0, :, 0].float(),
         zero_point=None if found.zero_point is None else found.zero_point[..., 0, :, 0].float(),

@@ -126,6 +126,8 @@ class Quantizer:
     """Blocks, likewise, whose codes are multiplied back with so many times their scale: a planted fault."""
     wraps: bool = False
     """Integers that pass the largest wrap around (two's complement) instead of becoming it: a planted fault."""
+    values: str = "fp32"
+    """What codes times scales are rounded to, to nearest: fp32, or the bf16 or fp16 in which a cache is multiplied."""
     code_offset: float = 0.0
     """What is added to integers before they are multiplied back, such as 1 of a zero point off by one: a planted fault.
     """
@@ -167,6 +169,8 @@ class Quantizer:
                 )
         if self.wraps and not (self.symmetric and isinstance(elements, Integers)):
             raise ValueError(f"quantizer {self.name}: what wraps are integers without a zero point")
+        if self.values not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"quantizer {self.name}: values are fp32, bf16 or fp16, got {self.values!r}")
         if self.code_offset and not isinstance(elements, Integers):
             raise ValueError(f"quantizer {self.name}: code_offset is for integers, got elements {self.elements!r}")
         if not (0 < self.level < float("inf")) or (self.level != 1.0 and not self.tensor_scale):
@@ -181,6 +185,11 @@ class Quantizer:
             raise ValueError(
                 f"quantizer {self.name}: beside a tensor's scale blocks have one of e4m3, e5m2, bf16 or fp16"
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether an element is an unchanged code times its block's scale, of one level without a zero point."""
+        return self._one_level and self.values == "fp32" and not self.code_offset
 
     @property
     def _one_level(self) -> bool:

@@ -16,10 +16,11 @@ features that are much noisier than the rest, as of outliers, do not hide what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +40,12 @@ from attn_diag.results.wording import runs_of
 EXACT, PART = 0.5, 0.25
 OPERANDS = ("q", "k", "v")
 # Of the way from one recipe to another O has gone all but a quarter; and is so many standard errors beyond half of it.
-_GONE, _SURE = 0.75, 4.0
+_GONE, _SURE, _NEAR = 0.75, 4.0, 0.5
 # So many rows tell scales apart.
 _ROWS = 64
 # Keys that kernels take at a time.
 _TILES = (32, 64, 128, 256)
+_ORDERS: tuple[Literal["ascending", "descending"], ...] = ("ascending", "descending")
 # Draws of the casts of P_bar and the sums.
 _DRAWS = 8
 
@@ -85,12 +87,18 @@ class BesideRecipe:
     most: int = _ROWS
 
     def in_own_tiles(self) -> BesideRecipe:
-        """The same beside the recipe that walks the keys as leaves least of O: casts of P_bar depend on that."""
-        schedule = self.recipe.schedule
-        ways = [(schedule.key_tile, schedule.order), *((n, o) for o in ("ascending", "descending") for n in _TILES)]
+        """The same beside the recipe that walks the keys as leaves least of O: casts of P_bar depend on that.
+
+        A cache's k and v may be in 16 bits when they are multiplied.
+        """
+        recipe, schedule = self.recipe, self.recipe.schedule
+        in_16_bits = {f"quantize_{name}": f"{text} values={base(recipe.input)}" for name, text, _ in self.quantizers()}
+        ways: list[dict[str, str]] = [{}] if "quantize_q" in in_16_bits else [{}, in_16_bits]
+        walks = [schedule, *(replace(schedule, key_tile=n, order=o) for n in _TILES for o in _ORDERS)]
         beside = [
-            replace(self, recipe=replace(self.recipe, schedule=replace(schedule, key_tile=n, order=o))) for n, o in ways
-        ]
+            replace(self, recipe=replace(recipe, schedule=walk, **way))  # type: ignore[arg-type]
+            for walk in walks for way in ways
+        ]  # fmt: skip
         return min(beside, key=lambda one: one.left({}))
 
     def left(self, changed: Changes, factors: Factors | None = None) -> float:
@@ -100,13 +108,16 @@ class BesideRecipe:
             self._known[key] = self.size(self.off(changed, factors))
         return self._known[key]
 
-    def moved(self, here: Sequence[Off], there: Sequence[Off]) -> bool:
-        """Whether O is a kernel's that leaves ``there`` rather than ``here`` or neither, as ``off`` has them."""
+    def moved(self, here: Sequence[Off], there: Sequence[Off], *, neither: bool = True) -> bool:
+        """Whether O is a kernel's that leaves ``there``, not ``here`` nor, where it may be, ``neither``; of ``off``."""
         if not len(self.rows) or self.size(there) > self._limit:
             return False
         which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
         units, (x, of_x), (y, of_y) = self.units[self.rows].sqrt(), here[which], there[which]
-        if _gone(x / units, y / units):
+        x, y = x / units, y / units
+        # Of a kernel of neither as much is left as the way is long.
+        near = not neither or float(y.square().sum()) <= _NEAR * float((x - y).square().sum())
+        if near and _gone(x, y):
             return True
         # L has neither casts of P_bar nor of O: what is left of it is next to nothing.
         if of_x is None or of_y is None or float(of_y.square().sum()) > PART * float(of_x.square().sum()):

@@ -135,4 +135,4 @@ class ScaleSearch:
 
 def _preferred(beside: BesideRecipe, first: Sequence[Off], other: Sequence[Off]) -> bool:
     """Whether what leaves ``first`` is O's cause, and what leaves ``other`` is not."""
-    return beside.size(first) < _BETTER * beside.size(other) or beside.moved(other, first)
+    return beside.size(first) < _BETTER * beside.size(other) or beside.moved(other, first, neither=False)
