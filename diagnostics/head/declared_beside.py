@@ -39,8 +39,9 @@ from attn_diag.results.wording import runs_of
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
 EXACT, PART = 0.5, 0.25
 OPERANDS = ("q", "k", "v")
-# Of the way from one recipe to another O has gone all but a quarter; and is so many standard errors beyond half of it.
-_GONE, _SURE, _NEAR = 0.75, 4.0, 0.5
+# Of the way from one recipe to another O has gone all but a quarter, or a tenth where more than half as much as the way
+# is left; and is so many standard errors beyond half of it.
+_GONE, _ALL, _NEAR, _SURE = 0.75, 0.9, 0.5, 4.0
 # So many rows tell scales apart.
 _ROWS = 64
 # Keys that kernels take at a time.
@@ -115,14 +116,14 @@ class BesideRecipe:
         which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
         units, (x, of_x), (y, of_y) = self.units[self.rows].sqrt(), here[which], there[which]
         x, y = x / units, y / units
-        # Of a kernel of neither as much is left as the way is long.
+        # Of a kernel of neither as much is left as the way is long; where few codes differ, half of it may look more.
         near = not neither or float(y.square().sum()) <= _NEAR * float((x - y).square().sum())
-        if near and _gone(x, y):
+        if _gone(x, y, _GONE if near else _ALL):
             return True
         # L has neither casts of P_bar nor of O: what is left of it is next to nothing.
         if of_x is None or of_y is None or float(of_y.square().sum()) > PART * float(of_x.square().sum()):
             return False
-        return _gone(of_x[:, None], of_y[:, None])
+        return _gone(of_x[:, None], of_y[:, None], _GONE)
 
     def left_of_several(self, every: Sequence[Changes]) -> list[float]:
         """``left`` of each, side by side."""
@@ -244,11 +245,11 @@ class BesideRecipe:
         return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self.units[self.rows]).mean()))
 
 
-def _gone(x: Tensor, y: Tensor) -> bool:
-    """Whether what is off, [R, N], is of the way from x to y, by more than half of it, over the rows."""
+def _gone(x: Tensor, y: Tensor, much: float) -> bool:
+    """Whether what is off, [R, N], is so ``much`` of the way from x to y, and surely more than half, over the rows."""
     way = x - y
     size = float(way.square().sum())
-    if not size or abs(float((x * way).sum()) / size - 1) > 1 - _GONE:
+    if not size or abs(float((x * way).sum()) / size - 1) > 1 - much:
         return False
     # Of rows that lie there, what is left is the chance; of rows half way it holds half of the way itself.
     left = (y * way).sum(1)

@@ -128,10 +128,16 @@ class StaleSearch:
         clipped = {where: part for where, part in found.items() if part < (1.0 if self.wraps else _WHOLE)}
         if not clipped:
             return {}
-        return clipped if self.beside.explains(best) or self._moved(found) else {}
+        return clipped if (self.beside.explains(best) or self._moved({}, found)) and self._clips(found) else {}
 
-    def _moved(self, found: Mapping[Where, float]) -> bool:
-        return self.beside.moved(self.beside.off({}), self.beside.off(self.changed(found)))
+    def _moved(self, here: Mapping[Where, float], found: Mapping[Where, float]) -> bool:
+        return self.beside.moved(self.beside.off(self.changed(here)), self.beside.off(self.changed(found)))
+
+    def _clips(self, found: Mapping[Where, float]) -> bool:
+        """Whether it is not a wider scale that nothing passes: floats have the same digits with twice the scale."""
+        twice = {where: 2 * part for where, part in found.items()}
+        left, other = (self.beside.left(self.changed(parts)) for parts in (found, twice))
+        return self.wraps or left < _OTHER * other or self._moved(twice, found)
 
     @property
     def _parts(self) -> tuple[float, ...]:
