@@ -31,13 +31,14 @@ def faults_of(recipe: str) -> dict[str, Fault]:
     """The faults that are planted in one kernel, by name."""
     found: dict[str, Fault] = {}
     head, row = "256 rows|the head", "64 of a row|a row"
-    blocks = {
+    every: dict[str, dict[str, tuple[str, ...]]] = {
         "kv-int8": {"k": ("2 rows", "4 rows"), "v": ("2 rows", "4 rows")},
         "sage1": {"q": (head,), "k": ("128 rows", head)},
         "sage2": {"q": ("64 rows", "128 rows"), "k": ("128 rows", head), "v": ("2 features", "4 features")},
         "mxfp8-attention": {"q": (row,), "k": (row,), "v": ("64 rows", "128 rows")},
         "nvfp4-attention": {"q": ("32 of a row",), "k": ("32 of a row", row), "v": ("32 rows", "64 rows")},
-    }.get(recipe, {})
+    }
+    blocks = every.get(recipe, {})
     integers = {"kv-int8": "kv", "sage1": "qk", "sage2": "qk"}.get(recipe, "")
     for of, several in blocks.items():
         along = "wide along rows" if (of in "qk" and recipe[:2] in ("mx", "nv")) or "features" in several[0] else "wide"
