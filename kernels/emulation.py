@@ -214,10 +214,16 @@ def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
 
 def emulate_rows_of_several(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> list[Tensor]:
     """``emulate_rows`` of several recipes side by side: scores, softmax and products that they share are made once."""
-    found = [head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe)) for recipe in recipes]
+    return [out for out, _ in emulate_forwards(recipes, head, rows)]
+
+
+def emulate_forwards(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """O as of ``emulate_rows_of_several``, and L as of ``emulate_lse``."""
+    out = [head.q.new_empty(len(rows), head.v.shape[1], dtype=working_dtype(recipe)) for recipe in recipes]
+    lse = [head.q.new_empty(len(rows), dtype=working_dtype(recipe)) for recipe in recipes]
     for i, mine, made in _forwards(recipes, head, rows):
-        found[i][mine] = made.out
-    return [_stored(out, recipe.out) for out, recipe in zip(found, recipes, strict=True)]
+        out[i][mine], lse[i][mine] = made.out, made.lse
+    return [(_stored(o, recipe.out), each) for o, each, recipe in zip(out, lse, recipes, strict=True)]
 
 
 def emulate_lse(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:

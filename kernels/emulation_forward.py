@@ -22,10 +22,10 @@ from attn_diag.kernels.emulation_operands import (
     values_product,
     working_dtype,
 )
-from attn_diag.kernels.emulation_softmax import softmax_step
+from attn_diag.kernels.emulation_softmax import SoftmaxStep, exponential, softmax_step
 from attn_diag.kernels.formats import parse, round_to, rounds_monotonically
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import parse_quantizer
+from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 T = TypeVar("T")
@@ -184,8 +184,8 @@ def round_scores(recipe: Recipe, products: Tensor, scale: float, rounder: Rounde
     return rounder("scores", products if waits else products * scale, key)
 
 
-def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
-    """S as the recipe stores it, [R, K]; -inf where masked. Shared: not to be changed."""
+def masked_scores(recipe: Recipe, block: Block, keys: slice, *, masked: bool = True) -> Tensor:
+    """S as the recipe stores it, [R, K]; -inf where masked, if ``masked``. Shared: not to be changed."""
 
     def make(keys: slice) -> Tensor:
         rounder = Rounder(recipe, int(block.rows[0]))
@@ -198,8 +198,12 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice) -> Tensor:
             scores = rounder("scores", torch.tanh(scores / head.softcap) * head.softcap, keys.start, "softcap")
         if scores is products:
             scores = scores.clone()  # the product is shared
-        head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
+        if masked:
+            head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
         return scores
+
+    if not masked:
+        return make(keys)
 
     if not rounds_monotonically(recipe.scores):  # every range draws its own numbers
         return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), partial(make, keys))
@@ -246,9 +250,8 @@ def _one_split(
         follow = partial(softmax_step, recipe, scores, maxima, factor, rounder, keys.start)
         step = block.shared("softmax", recipe, _SOFTMAX, place, follow)
         maxima, rescale = step.maxima, step.rescale
-        cast = block.shared(
-            "cast", recipe, _PROBS, place, partial(_cast_probs, recipe, step.probs, rounder, keys.start)
-        )
+        follow_cast = partial(_cast_probs, recipe, block, step, rounder, keys)
+        cast = block.shared("cast", recipe, _PROBS, place, follow_cast)
         summed = step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale
         tile_sum = summed.sum(1, keepdim=True)
         if recipe.row_sum_clamp is not None:
@@ -311,12 +314,26 @@ def _with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
     return out * torch.exp(lse - whole)[:, None], whole
 
 
-def _cast_probs(recipe: Recipe, probs: Tensor, rounder: Rounder, key: int) -> Tensor:
+def _cast_probs(recipe: Recipe, block: Block, step: SoftmaxStep, rounder: Rounder, keys: slice) -> Tensor:
     """P_bar times ``probs_scale`` as it is multiplied with v, [R, K]."""
-    scaled = probs if recipe.probs_scale == 1.0 else probs * recipe.probs_scale
-    cast = rounder("probs", scaled, key)
+    scaled = step.probs if recipe.probs_scale == 1.0 else step.probs * recipe.probs_scale
+    cast = rounder("probs", scaled, keys.start)
     by = parse_quantizer(recipe.quantize_probs)
-    return cast if by is None else quantize(cast, by, seed=recipe.seed).values.to(cast.dtype)
+    if by is None:
+        return cast
+    amax = _before_the_mask(recipe, by, block, step, rounder, keys) if by.masked else None
+    return quantize(cast, by, amax=amax, seed=recipe.seed).values.to(cast.dtype)
+
+
+def _before_the_mask(
+    recipe: Recipe, by: Quantizer, block: Block, step: SoftmaxStep, rounder: Rounder, keys: slice
+) -> Tensor:
+    """The amax of P_bar's blocks, [R, blocks], with the keys that are masked afterwards."""
+    scores = masked_scores(recipe, block, keys, masked=False)
+    every = exponential(recipe, scores, step.maxima, block.operands.factor(recipe), rounder, keys.start)
+    width = min(by.block_shape((1, every.shape[1]))[1], every.shape[1])
+    parts = torch.nn.functional.pad(every * recipe.probs_scale, (0, -every.shape[1] % width))
+    return parts.view(len(every), -1, width).amax(2)
 
 
 def _range_pv(recipe: Recipe, cast: Tensor, v: Factor, rounder: Rounder, key: int) -> Tensor:

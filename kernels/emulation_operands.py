@@ -264,7 +264,7 @@ def _quantized(x: Tensor, by: Quantizer, seed: int, *, columns: bool) -> Factor:
     found = quantize(x, by, seed=seed)
     rows, width = by.block_shape((len(x), x.shape[1]))
     constant = rows >= len(x) if columns else width >= x.shape[1]
-    if not constant or found.zero_point is not None or found.tensor_scale is not None:
+    if not (constant and by.plain):
         return Factor(found.values.to(x.dtype))
     elements = by.parsed_elements
     every = spread(found.scale, (len(x), x.shape[1]), by)

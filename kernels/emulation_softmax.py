@@ -35,8 +35,8 @@ def softmax_step(
         key: The first key of the range.
     """
     new = rounder("row_max", _next_maximum(recipe, maxima, scores), key)
-    probs = _exponential(recipe, scores, new, factor, rounder, key)
-    return SoftmaxStep(new, _exponential(recipe, maxima, new, factor, rounder, key, "rescale"), probs)
+    probs = exponential(recipe, scores, new, factor, rounder, key)
+    return SoftmaxStep(new, exponential(recipe, maxima, new, factor, rounder, key, "rescale"), probs)
 
 
 def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
     return new
 
 
-def _exponential(
+def exponential(
     recipe: Recipe, scores: Tensor, maxima: Tensor, factor: float, rounder: Rounder, key: int, step: str = ""
 ) -> Tensor:
     """exp(factor (S - m)); a row without keys gives 0."""

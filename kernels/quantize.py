@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.formats import Mode, Rounding, round_steps, round_to
+from attn_diag.kernels.formats import Mode, Rounding, parse, round_steps, round_to
 from attn_diag.kernels.quantizers import FRAGMENT_ROWS, Integers, Quantizer, scale_rounding
 from attn_diag.kernels.reciprocals import hopper_quotient
 
@@ -49,12 +49,15 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
 
     Raises:
         TypeError: Another dtype.
-        ValueError: ``amax`` beside a zero point, a search or stale blocks; a stale block that is not there.
+        ValueError: ``amax`` beside a zero point, a search or stale blocks; none where ``masked``; a stale block that
+            is not there.
     """
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize expects float64, fp32, BF16 or FP16, got {x.dtype}; convert it first")
     if amax is not None and (not by.symmetric or by.search or by.stale):
         raise ValueError(f"quantizer {by.name}: amax is given only without a zero point, a search and stale blocks")
+    if by.masked and amax is None:
+        raise ValueError(f"quantizer {by.name}: masked wants the amax of P_bar before its mask; only P_bar has one")
     # Data made with the generator's own seed 0 would go with the draws of seed 0.
     seed = zlib.crc32(f"quantize {seed}".encode())
     wide = x.detach().to(torch.float64 if by.arithmetic == "exact" else torch.float32)
@@ -68,8 +71,9 @@ def quantize(x: Tensor, by: Quantizer, *, amax: Tensor | float | None = None, se
         )
     out = x.dtype if x.dtype in (torch.float64, torch.float32) else torch.float32
     whole = blocks.joined
+    values = whole(found.values)
     return Quantized(
-        values=whole(found.values).to(out),
+        values=(values if by.values == "fp32" else round_to(values, parse(by.values))).to(out),
         codes=whole(found.codes).float(),
         scale=found.scale[..., 0, :, 0].float(),
         zero_point=None if found.zero_point is None else found.zero_point[..., 0, :, 0].float(),
@@ -191,9 +195,11 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     target = by.largest if by.target is None else by.target
     if not by.tensor_scale:
         wanted = _by_number(amax, target, by)
+        if by.masked and isinstance(rounding := scale_rounding(by.scale), Rounding):
+            wanted = wanted.clamp(max=rounding.format.largest)
         scale = _rounded_scale(wanted, by, seed)
         codes, clipped = coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
-        scale = _taken(scale, by.descale, by)
+        scale, codes = _taken(scale, by.descale, by), codes + by.code_offset
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)
     assert isinstance(rounding, Rounding)
@@ -202,11 +208,11 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
     largest = target * rounding.format.largest
     if largest > torch.finfo(amax.dtype).max:  # 6 times the largest BF16 is no number of fp32
         whole = whole.double()
-    level = _by_number(whole, largest, by).float().to(amax.dtype)
+    level = _by_number(whole * by.level, largest, by).float().to(amax.dtype)
     level = torch.where(level == 0, 1.0, level)
     # One division where it shall be exact: target * level fits in float64.
     apart = amax / (target * level) if by.arithmetic == "exact" else _by_number(amax, target, by) / level
-    scale = _rounded_scale(apart, by, seed)
+    scale = _rounded_scale(apart.clamp(max=rounding.format.largest) if by.level < 1 else apart, by, seed)
     codes, clipped = coded(_divided(blocks.x, scale, by, level), by, seed)
     scale = _taken(scale, by.descale, by)
     return _Found(codes * (scale * level), codes, scale, None, level, clipped)
@@ -220,6 +226,7 @@ def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: i
     zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
     zero = zero.clamp(elements.lowest, elements.highest)
     codes, clipped = coded(_divided(blocks.x, scale, by), by, seed, zero)
+    codes = codes + by.code_offset
     return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
 
 

@@ -126,6 +126,16 @@ class Quantizer:
     """Blocks, likewise, whose codes are multiplied back with so many times their scale: a planted fault."""
     wraps: bool = False
     """Integers that pass the largest wrap around (two's complement) instead of becoming it: a planted fault."""
+    values: str = "fp32"
+    """What codes times scales are rounded to, to nearest: fp32, or the bf16 or fp16 in which a cache is multiplied."""
+    code_offset: float = 0.0
+    """What is added to integers before they are multiplied back, such as 1 of a zero point off by one: a planted fault.
+    """
+    level: float = 1.0
+    """So many times the tensor's amax is taken for it in its second scale; blocks' scales stay as large as their format
+    has them: a planted fault."""
+    masked: bool = False
+    """Of P_bar: its blocks' amax is made before scores are masked: a planted fault."""
     arithmetic: Arithmetic = "exact"
     """How is divided and multiplied."""
     ties: Literal["even", "away"] = "even"
@@ -159,6 +169,14 @@ class Quantizer:
                 )
         if self.wraps and not (self.symmetric and isinstance(elements, Integers)):
             raise ValueError(f"quantizer {self.name}: what wraps are integers without a zero point")
+        if self.values not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"quantizer {self.name}: values are fp32, bf16 or fp16, got {self.values!r}")
+        if self.code_offset and not isinstance(elements, Integers):
+            raise ValueError(f"quantizer {self.name}: code_offset is for integers, got elements {self.elements!r}")
+        if not (0 < self.level < float("inf")) or (self.level != 1.0 and not self.tensor_scale):
+            raise ValueError(f"quantizer {self.name}: level is a number above 0, of two levels, got {self.level}")
+        if self.masked and not self.symmetric:
+            raise ValueError(f"quantizer {self.name}: masked is without a zero point")
         if self.ties not in ("even", "away") or (self.ties == "away" and not self._nearest_integers):
             raise ValueError(f"quantizer {self.name}: ties are even, or of integers rounded to nearest away")
         self.block_shape((1, 1))
@@ -167,6 +185,11 @@ class Quantizer:
             raise ValueError(
                 f"quantizer {self.name}: beside a tensor's scale blocks have one of e4m3, e5m2, bf16 or fp16"
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether an element is an unchanged code times its block's scale, of one level without a zero point."""
+        return self._one_level and self.values == "fp32" and not self.code_offset
 
     @property
     def _one_level(self) -> bool:
@@ -278,6 +301,7 @@ def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
 
 
 NO_QUANTIZER = "none"
+_NUMBERS = ("target", "least_scale", "scale_offset", "code_offset", "level")
 
 
 @cache
@@ -295,7 +319,7 @@ def parse_quantizer(text: str) -> Quantizer | None:
         field, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"a quantizer is a name and field=value, such as 'int8 block=32', got {text!r}")
-        if field in ("symmetric", "narrow", "tensor_scale", "wraps"):
+        if field in ("symmetric", "narrow", "tensor_scale", "wraps", "masked"):
             if value not in ("true", "false"):
                 raise ValueError(f"{field} is true or false, got {value!r}")
             changes[field] = value == "true"
@@ -306,5 +330,5 @@ def parse_quantizer(text: str) -> Quantizer | None:
                 raise ValueError(f"{field} is a block's number and {of}, such as '3:0.5,7:0.6', got {value!r}")
             changes[field] = tuple((int(each[1]), float(each[2])) for each in found if each)
         else:
-            changes[field] = float(value) if field in ("target", "least_scale", "scale_offset") else value
+            changes[field] = float(value) if field in _NUMBERS else value
     return quantizer(name, **changes)

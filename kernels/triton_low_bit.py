@@ -189,7 +189,7 @@ def _spread(factor: Factor, axis: int) -> Tensor:
 def _codes(text: str, *, columns: bool) -> Operands:
     """The codes of a quantiser whose scale leaves the sum; "given" for others."""
     by = parse_quantizer(text)
-    if by is None or not by.symmetric or by.tensor_scale or not _leaves_the_sum(by, columns=columns):
+    if by is None or not (by.plain and _leaves_the_sum(by, columns=columns)):
         return "given"
     return "int8" if isinstance(by.parsed_elements, Integers) else "e4m3" if by.elements == "e4m3" else "given"
 

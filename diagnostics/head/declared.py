@@ -23,12 +23,13 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.counterfactual import Counterfactuals, returned_by
-from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.head.declared_beside import PART, BesideRecipe
 from attn_diag.head.declared_factors import CLIPPED, CLIPPED_VALUES, FACTOR, FACTOR_OF_SUMS, FactorSearch, beyond_chance
 from attn_diag.head.declared_noise import directions_of, dithered, drawn_noise, smoothed_variance
 from attn_diag.head.declared_scales import ScaleSearch
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, Drawn, QuantitySample, sample
 from attn_diag.kernels import LOW_BIT, Recipe, RecipeNotSupportedError, check_supported, preset
+from attn_diag.kernels.emulation_operands import Operands
 from attn_diag.kernels.quantizers import NO_QUANTIZER, parse_quantizer
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.reference import AttentionHead, FloatFormat
@@ -122,10 +123,11 @@ class DeclaredKernel:
         found.recipe, found._found = recipe, {}
         return found
 
-    def scales_of(self, out: Tensor) -> ScaleSearch:
-        """What tells which scales made O [Tq, Dv]."""
+    def scales_of(self, out: Tensor, lse: Tensor | None = None) -> ScaleSearch:
+        """What tells which scales made O [Tq, Dv] and L [Tq]."""
         noise = drawn_noise([self.draw(n)["o"] for n in range(DRAWS)])
-        return ScaleSearch(BesideRecipe(self.recipe, self._head, out, self.outputs()["o"], noise))
+        beside = BesideRecipe(self.recipe, self._head, out, self.outputs()["o"], noise, lse)
+        return ScaleSearch(beside.in_own_tiles() if self.recipe.quantized else beside)
 
     def factors_of(self, out: Tensor, lse: Tensor | None, rows: Tensor) -> FactorSearch:
         """What tells by what O [Tq, Dv] and L [Tq] are multiplied, looked at in these rows."""
@@ -145,6 +147,19 @@ class DeclaredKernel:
             },
             smoothed=self.recipe.smooth_k != "none",
         )
+
+    def said_of_lse(self, lse: Tensor) -> str:
+        """In words, what was made of k's mean in L [Tq] otherwise than stated; empty: nothing that L shows."""
+        if self.recipe.smooth_k == "none":
+            return ""
+        rows = lse.isfinite().nonzero()[:, 0]
+        shift = Operands(replace(self._head, do=None)).prepared(self.recipe).shift(self.recipe, rows).double()
+        off, size = (lse - self.outputs()["lse"])[rows], float(shift.square().sum())
+        said = {1: "the mean that is taken off k is not added back to it", -1: "k's mean is added to it twice"}
+        for times, words in said.items():
+            if float((off + times * shift).square().sum()) <= PART**2 * size:
+                return words
+        return ""
 
     def outputs(self, *, tensor_core: bool = False) -> dict[str, Tensor]:
         """As of ``run_counterfactual``."""
@@ -273,11 +288,9 @@ def with_scale_faults(
     lossy = ratio is not None and ratio.low > LOSSY
     suspect = lossy or bool(found.outlying.any())
     factors = declared.factors_of(observed, lse, rows).named(suspect=suspect)
-    search = declared.scales_of(observed)
-    if not factors.words and not suspect and search.as_declared():
-        return found
+    search = declared.scales_of(observed, lse)
     # What is clipped, or rounded toward zero, is smaller on average, which looks like a factor.
-    other = search.culprit()
+    other = search.culprit(thorough=bool(factors.words) or suspect or not search.as_declared())
     known = factors.words and factors.throughout and search.explained_by(factors)
     if other is None or (known and search.with_factors(factors) < other.left):
         less = CLIPPED if factors.smaller else CLIPPED_VALUES if factors.out < 1 else ""

@@ -6,15 +6,21 @@ in INT8 on most inputs); with scales of their own they differ by about 2, as two
 that leaves at most ``EXACT``, or what these casts and sums make (drawn: all but q, k and v rounding stochastically),
 and a small part of what the recipe itself leaves, is what the kernel does.
 
+Less than that proves a hypothesis that changes few codes: O moves by d if it is true, by nothing if it is not, and by
+d / 2 on average if O's codes are neither the recipe's nor its, as all three then round alike. So what O is off the
+recipe is projected on d, and the projection compared with 1 / 2 over the rows (``BesideRecipe.moved``).
+
 Each element counts in units of its own noise (``smoothed_variance``, and the last cast's), so that a few rows or
 features that are much noisier than the rest, as of outliers, do not hide what the others show.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +28,7 @@ from torch import Tensor
 from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_noise import dithered, drawn_noise, smoothed_variance
 from attn_diag.head.quality import LOSSY
-from attn_diag.kernels import Recipe, emulate_rows, emulate_rows_of_several
+from attn_diag.kernels import Recipe, emulate_forwards, emulate_rows
 from attn_diag.kernels.emulation_operands import Operands
 from attn_diag.kernels.formats import STORED, base
 from attn_diag.kernels.quantize import quantize, spread
@@ -33,13 +39,28 @@ from attn_diag.results.wording import runs_of
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
 EXACT, PART = 0.5, 0.25
 OPERANDS = ("q", "k", "v")
+# Of the way from one recipe to another O has gone all but a quarter, or a tenth where more than half as much as the way
+# is left; and is so many standard errors beyond half of it.
+_GONE, _ALL, _NEAR, _SURE = 0.75, 0.9, 0.5, 4.0
 # So many rows tell scales apart.
 _ROWS = 64
+# Keys that kernels take at a time.
+_TILES = (32, 64, 128, 256)
+_ORDERS: tuple[Literal["ascending", "descending"], ...] = ("ascending", "descending")
 # Draws of the casts of P_bar and the sums.
 _DRAWS = 8
 
 Changes = Mapping[str, str]
 """Fields of a recipe, and what they are instead."""
+
+
+class Off(NamedTuple):
+    """What O and L are off some recipe's in R rows."""
+
+    out: Tensor
+    """[R, Dv]."""
+    lse: Tensor | None
+    """[R]; None where L was not captured."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,9 @@ class BesideRecipe:
         out: What was observed, [Tq, Dv].
         made: The recipe's O, [Tq, Dv].
         noise: ``drawn_noise`` of that, [N, Tq, Dv].
+        lse: L, [Tq]; None where it was not captured.
         worst: Half of the rows are those that are furthest off, not all of them evenly spread.
+        most: So many rows at most.
     """
 
     recipe: Recipe
@@ -60,35 +83,76 @@ class BesideRecipe:
     out: Tensor
     made: Tensor
     noise: Tensor
+    lse: Tensor | None = None
     worst: bool = False
+    most: int = _ROWS
+
+    def in_own_tiles(self) -> BesideRecipe:
+        """The same beside the recipe that walks the keys as leaves least of O: casts of P_bar depend on that.
+
+        A cache's k and v may be in 16 bits when they are multiplied.
+        """
+        recipe, schedule = self.recipe, self.recipe.schedule
+        in_16_bits = {f"quantize_{name}": f"{text} values={base(recipe.input)}" for name, text, _ in self.quantizers()}
+        ways: list[dict[str, str]] = [{}] if "quantize_q" in in_16_bits else [{}, in_16_bits]
+        walks = [schedule, *(replace(schedule, key_tile=n, order=o) for n in _TILES for o in _ORDERS)]
+        beside = [
+            replace(self, recipe=replace(recipe, schedule=walk, **way))  # type: ignore[arg-type]
+            for walk in walks for way in ways
+        ]  # fmt: skip
+        return min(beside, key=lambda one: one.left({}))
 
     def left(self, changed: Changes, factors: Factors | None = None) -> float:
         """The mean square of what O is off the recipe with these fields, in units of the noise's."""
         key = tuple(sorted(changed.items())), factors
         if key not in self._known:
-            self._known[key] = self._least(self.off(changed, factors))
+            self._known[key] = self.size(self.off(changed, factors))
         return self._known[key]
+
+    def moved(self, here: Sequence[Off], there: Sequence[Off], *, neither: bool = True) -> bool:
+        """Whether O is a kernel's that leaves ``there``, not ``here`` nor, where it may be, ``neither``; of ``off``."""
+        if not len(self.rows) or self.size(there) > self._limit:
+            return False
+        which = min(range(len(there)), key=lambda i: self.size(there[i : i + 1]))
+        units, (x, of_x), (y, of_y) = self.units[self.rows].sqrt(), here[which], there[which]
+        x, y = x / units, y / units
+        # Of a kernel of neither as much is left as the way is long; where few codes differ, half of it may look more.
+        near = not neither or float(y.square().sum()) <= _NEAR * float((x - y).square().sum())
+        if _gone(x, y, _GONE if near else _ALL):
+            return True
+        # L has neither casts of P_bar nor of O: what is left of it is next to nothing.
+        if of_x is None or of_y is None or float(of_y.square().sum()) > PART * float(of_x.square().sum()):
+            return False
+        return _gone(of_x[:, None], of_y[:, None], _GONE)
 
     def left_of_several(self, every: Sequence[Changes]) -> list[float]:
         """``left`` of each, side by side."""
         missing = [changed for changed in every if (tuple(sorted(changed.items())), None) not in self._known]
         for changed, off in zip(missing, self.off_of_several(missing), strict=True):
-            self._known[tuple(sorted(changed.items())), None] = self._least(off)
+            self._known[tuple(sorted(changed.items())), None] = self.size(off)
         return [self.left(changed) for changed in every]
 
-    def off(self, changed: Changes, factors: Factors | None = None) -> list[Tensor]:
-        """What O is off in ``rows``, [R, Dv]: with the recipe's sums, and with fp32's where these are others."""
-        by = Factors("") if factors is None else factors
-        head = replace(self.head, do=None, scale=self.head.scale * by.scores)
-        made = [emulate_rows(recipe, head, self.rows).double() for recipe in self._recipes(changed)]
-        return [self.out[self.rows] - by.out * x for x in made]
+    def size(self, off: Sequence[Off]) -> float:
+        """The mean square of what is least off, of ``off``, in units of the noise's."""
+        return min(float((x.square() / self.units[self.rows]).mean()) for x, _ in off) if len(self.rows) else 0.0
 
-    def off_of_several(self, every: Sequence[Changes]) -> list[list[Tensor]]:
+    def off(self, changed: Changes, factors: Factors | None = None) -> list[Off]:
+        """What O and L are off in ``rows``: with the recipe's sums, and with fp32's where these are others."""
+        by = Factors("") if factors is None else factors
+        return self._off(self._recipes(changed), by)
+
+    def off_of_several(self, every: Sequence[Changes]) -> list[list[Off]]:
         """``off`` of each, side by side."""
         recipes = [self._recipes(changed) for changed in every]
-        head = replace(self.head, do=None)
-        made = iter(emulate_rows_of_several([one for some in recipes for one in some], head, self.rows))
-        return [[self.out[self.rows] - next(made).double() for _ in some] for some in recipes]
+        off = iter(self._off([one for some in recipes for one in some], Factors("")))
+        return [[next(off) for _ in some] for some in recipes]
+
+    def _off(self, recipes: Sequence[Recipe], by: Factors) -> list[Off]:
+        head, lse = replace(self.head, do=None, scale=self.head.scale * by.scores), self.lse
+        return [
+            Off(self.out[self.rows] - by.out * o.double(), None if lse is None else lse[self.rows] - each.double())
+            for o, each in emulate_forwards(recipes, head, self.rows)
+        ]
 
     def explains(self, left: float) -> bool:
         """Whether so little is left that O is a kernel's with these fields."""
@@ -101,6 +165,10 @@ class BesideRecipe:
             by = parse_quantizer(text)
             if by is not None:
                 yield name, text, by
+
+    def symmetric(self) -> Iterator[tuple[str, str, Quantizer]]:
+        """Those whose scales are of an amax alone."""
+        yield from (one for one in self.quantizers() if one[2].symmetric and not one[2].search)
 
     def from_amax(self) -> Iterator[tuple[str, str, Quantizer]]:
         """Those that have scales in fp32 from an amax."""
@@ -140,11 +208,11 @@ class BesideRecipe:
     def rows(self) -> Tensor:
         """The rows that are looked at."""
         rows = self.out.isfinite().all(1).nonzero()[:, 0]
-        count = min(_ROWS, len(rows))
+        count = min(self.most, len(rows))
         spread = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
         if not self.worst or count == len(rows):
             return spread
-        off = ((self.out - self.made).square() / self._units)[rows].mean(1)
+        off = ((self.out - self.made).square() / self.units)[rows].mean(1)
         first = rows[off.argsort(descending=True)[: count // 2]]
         chosen = torch.zeros(len(self.out), dtype=torch.bool, device=rows.device)
         chosen[torch.cat([first, spread[::2]])] = True
@@ -161,12 +229,8 @@ class BesideRecipe:
     def _known(self) -> dict[tuple[tuple[tuple[str, str], ...], Factors | None], float]:
         return {}
 
-    def _least(self, off: Sequence[Tensor]) -> float:
-        """The mean square of what is least off, in units of the noise's."""
-        return min(float((x.square() / self._units[self.rows]).mean()) for x in off) if len(self.rows) else 0.0
-
     @cached_property
-    def _units(self) -> Tensor:
+    def units(self) -> Tensor:
         """The noise's mean square of each element, [Tq, Dv]; no less than the last cast's, which is not drawn."""
         cast = ulp(self.made.double(), format_of(STORED[base(self.recipe.out)])).square() / 12
         return smoothed_variance(self.noise) + cast
@@ -178,4 +242,15 @@ class BesideRecipe:
         head = replace(self.head, do=None)
         draws = [emulate_rows(dithered(self.recipe, n, kept), head, self.rows).double() for n in range(_DRAWS)]
         # The difference of two kernels has twice the variance of one.
-        return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self._units[self.rows]).mean()))
+        return max(EXACT, 2 * LOSSY**2 * float((drawn_noise(draws).double().square() / self.units[self.rows]).mean()))
+
+
+def _gone(x: Tensor, y: Tensor, much: float) -> bool:
+    """Whether what is off, [R, N], is so ``much`` of the way from x to y, and surely more than half, over the rows."""
+    way = x - y
+    size = float(way.square().sum())
+    if not size or abs(float((x * way).sum()) / size - 1) > 1 - much:
+        return False
+    # Of rows that lie there, what is left is the chance; of rows half way it holds half of the way itself.
+    left = (y * way).sum(1)
+    return size / 2 + float(left.sum()) > _SURE * math.sqrt(float(left.square().sum()))

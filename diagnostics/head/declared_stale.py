@@ -7,7 +7,8 @@ with each block's scale too small, one after the other, and its part of amax is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -39,11 +40,13 @@ class StaleSearch:
     beside: BesideRecipe
     wraps: bool = False
     """Integers that pass the largest wrap around instead of becoming it."""
+    level: Literal["", "tensor", "blocks"] = ""
+    """Of two levels of scales: the tensor's alone, or the blocks' alone."""
 
-    @property
-    def possible(self) -> bool:
-        """Whether there is what may be clipped, or wrap."""
-        return bool(self._tensors())
+    def others(self) -> Iterator[StaleSearch]:
+        """Searches of integers that wrap, and of one of two levels of scales."""
+        every = [replace(self, wraps=True), replace(self, level="blocks"), replace(self, level="tensor")]
+        yield from (one for one in every if one._tensors())
 
     def named(self) -> dict[Where, float]:
         """The parts of amax that the scales of q, k and v reach, or of their blocks, where O has been clipped so."""
@@ -57,7 +60,7 @@ class StaleSearch:
             return {}
 
         def suspects(found: Mapping[Where, float]) -> list[Where]:
-            off = min(self.beside.off(self.changed(found)), key=lambda x: float(x.square().sum()))
+            off = min((x for x, _ in self.beside.off(self.changed(found))), key=lambda x: float(x.square().sum()))
             along = {
                 where: float((off * shape).sum().square() / shape.square().sum().clamp(min=1e-300))
                 for where, shape in shapes.items() if where not in found
@@ -69,11 +72,13 @@ class StaleSearch:
     def changed(self, parts: Mapping[Where, float]) -> dict[str, str]:
         """The recipe's fields with scales of so many times amax."""
         changed = dict[str, str]()
-        for name, text, by in self.beside.from_amax():
+        for name, text, by in self.beside.symmetric():
             largest = by.largest if by.target is None else by.target
-            whole = f" target={largest / parts[name, None]!r}" if (name, None) in parts else ""
-            whole += " wraps=true" if whole and self.wraps else ""
             of_all = parts.get((name, None), 1.0)
+            # A second level is made for as large numbers as the first reaches.
+            whole = "" if self.level == "tensor" else f" target={largest / of_all!r}"
+            whole += {"tensor": f" level={of_all!r}", "blocks": f" level={1 / of_all!r}", "": ""}[self.level]
+            whole = whole + " wraps=true" * self.wraps if (name, None) in parts else ""
             some = [
                 f"{block}:{part / of_all!r}" for (of, block), part in parts.items() if of == name and block is not None
             ]
@@ -84,20 +89,23 @@ class StaleSearch:
 
     def words(self, parts: Mapping[Where, float]) -> str:
         """In words: "the largest number of k is taken for 0.6 times what it is, …"."""
-        by = {name: found for name, _, found in self.beside.from_amax()}
+        by = {name: found for name, _, found in self.beside.symmetric()}
         said = []
         last = max((block for _, block in parts if block is not None), default=0) + 1
         for (name, block), part in sorted(
             parts.items(), key=lambda item: (item[0][0], last if item[0][1] is None else item[0][1])
         ):
             rest = " elsewhere" if sum(of == name for of, _ in parts) > 1 else ""
+            rest = {"": rest, "tensor": " as a whole", "blocks": "'s blocks"}[self.level]
             where = rest if block is None else f" in {self.beside.place(name, by[name], block)}"
             said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
         beyond = "wraps around" if self.wraps else "is clipped (a stale amax)"
         return f"the largest number of {together(said)}, and what lies beyond {beyond}"
 
     def _tensors(self) -> list[tuple[str, str, Quantizer]]:
-        every = list(self.beside.from_amax())
+        every = list(self.beside.symmetric())
+        if self.level:
+            return [one for one in every if one[2].tensor_scale]
         return [one for one in every if isinstance(one[2].parsed_elements, Integers)] if self.wraps else every
 
     def _found(self, suspects: Callable[[Mapping[Where, float]], list[Where]], most: int) -> dict[Where, float]:
@@ -118,7 +126,18 @@ class StaleSearch:
                 for step, count in _SCANS:
                     best = self._scan(found, where, step, count)
         clipped = {where: part for where, part in found.items() if part < (1.0 if self.wraps else _WHOLE)}
-        return clipped if clipped and self.beside.explains(best) else {}
+        if not clipped:
+            return {}
+        return clipped if (self.beside.explains(best) or self._moved({}, found)) and self._clips(found) else {}
+
+    def _moved(self, here: Mapping[Where, float], found: Mapping[Where, float]) -> bool:
+        return self.beside.moved(self.beside.off(self.changed(here)), self.beside.off(self.changed(found)))
+
+    def _clips(self, found: Mapping[Where, float]) -> bool:
+        """Whether it is not a wider scale that nothing passes: floats have the same digits with twice the scale."""
+        twice = {where: 2 * part for where, part in found.items()}
+        left, other = (self.beside.left(self.changed(parts)) for parts in (found, twice))
+        return self.wraps or left < _OTHER * other or self._moved(twice, found)
 
     @property
     def _parts(self) -> tuple[float, ...]:
@@ -147,7 +166,7 @@ class StaleSearch:
 
     def _shapes(self) -> Iterator[tuple[Where, Tensor]]:
         """What O is off in the beside's rows with one block's scale too small, [R, Dv], of every block."""
-        plain = self.beside.off({})[0]
+        plain = self.beside.off({})[0].out
         for name, _, by in self.beside.from_amax():
             each = self.beside.blocks(name, by)
             count = int(each.max()) + 1
@@ -155,6 +174,6 @@ class StaleSearch:
                 continue
             every = [self.changed({(name, block): _ABOUT}) for block in range(count)]
             for block, off in enumerate(self.beside.off_of_several(every)):
-                shape = off[0] - plain
+                shape = off[0].out - plain
                 if shape.any():
                     yield (name, block), shape

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
 from attn_diag.kernels.formats import Mode, base, parse
-from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
+from attn_diag.kernels.quantizers import Integers, Quantizer, parse_quantizer
 
 Way = tuple[str, dict[str, str]]
 """In words, and the fields of a recipe."""
@@ -24,6 +24,10 @@ Way = tuple[str, dict[str, str]]
 # So many blocks, each of which may have another scale alone, are looked through; and so many all together.
 _BLOCKS, _TOGETHER = 32, 4096
 _MODES = {Mode.TOWARD_ZERO: "toward zero", Mode.DOWN: "down"}
+_MODES_SAID = _MODES | {Mode.UP: "up", Mode.NEAREST_EVEN: "to the nearest"}
+_MODES_OF_SCALES = {
+    "e8m0": (Mode.UP, Mode.DOWN, Mode.NEAREST_EVEN), "e4m3": (Mode.UP, Mode.DOWN),
+}  # fmt: skip
 # Formats that are taken for another.
 _OTHER_ELEMENTS = {"e4m3": ("e5m2",), "int8": ("int4",)}
 
@@ -40,6 +44,7 @@ class Ways:
         for name, text, by in self.beside.quantizers():
             yield from self._wider(name, text, by)
             yield from _rounded(name, text, by)
+            yield from _shifted(name, text, by)
             if by.symmetric and not by.search:
                 yield from self._reaching(name, text, by)
                 yield from self._of_others(name, text, by)
@@ -51,12 +56,14 @@ class Ways:
         if (blocks := parse_quantizer(recipe.quantize_probs)) is not None:
             text = f"{recipe.quantize_probs} elements={base(blocks.elements)}:{Mode.TOWARD_ZERO} ties=even"
             yield f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest", {"quantize_probs": text}
+            text = f"{recipe.quantize_probs} masked=true"
+            yield "the scales of P_bar's blocks are those of keys that are masked as well", {"quantize_probs": text}
 
     def _wider(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
         """One scale for all, or for two or four blocks."""
         x = getattr(self.beside.head, name)
         shapes = {by.block_shape((len(x), x.shape[1]))}
-        for block in _wider_than(by.block):
+        for block in _wider_than(by.block, len(x)):
             rows, columns = replace(by, block=block).block_shape((len(x), x.shape[1]))
             if (shape := (min(rows, len(x)), min(columns, x.shape[1]))) not in shapes:
                 said = f"{name} has a scale for {_block(block)}, not for {_block(by.block)}"
@@ -64,21 +71,34 @@ class Ways:
             shapes.add(shape)
 
     def _reaching(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
-        """Scales of blocks of whole rows that other blocks' numbers make, as a quantiser's ``stale``."""
+        """Scales that the numbers of blocks of other rows make, as a quantiser's ``stale``."""
         for smooth in self._smoothings(name):
             amax, apart = self.beside.amax(name, by, smooth), by.row_groups
-            if not apart < len(amax) <= _BLOCKS or not by.whole_rows:
+            x = getattr(self.beside.head, name)
+            across = -(-x.shape[1] // by.block_shape((len(x), x.shape[1]))[1])
+            # Blocks of one row of them, side by side; those of the next rows below.
+            grid = amax.view(-1, apart * across)
+            if not len(grid) > 1 or amax.numel() > _TOGETHER:
                 return
             # A block of zeros has any scale.
             own = torch.where(amax > 0, amax, torch.inf)
-            after = _parts(torch.maximum(amax, torch.cat([amax[apart:], amax[-apart:]])) / own)
-            so_far = _parts(amax.view(-1, apart).cummax(0).values.flatten() / own)
-            whole = {f"{block}:{part!r}": block for block, part in enumerate((amax.max() / own).tolist()) if part > 1}
+            below = torch.cat([grid[1:], grid[-1:]])
+            after = _parts(torch.maximum(grid, below).flatten() / own)
+            so_far = _parts(grid.cummax(0).values.flatten() / own)
+            to_come = _parts(grid.flip(0).cummax(0).values.flip(0).flatten() / own)
+            alone = by.whole_rows and len(amax) <= _BLOCKS
+            largest = (amax.max() / own).tolist() if alone else []
+            whole = {f"{block}:{part!r}": block for block, part in enumerate(largest) if part > 1}
             words = dict[str, str]()
             if after and after not in whole:
-                words[after] = f"{name} has scales of {_block(by.block)} and the block after it (later ones)"
+                all_of_them = ", or all after it" if to_come == after else ""
+                words[after] = (
+                    f"{name} has scales of {_block(by.block)} and the block after it{all_of_them} (later ones)"
+                )
             if so_far and so_far not in whole:
                 words[so_far] = f"{name} has scales of the largest number so far (a running amax)"
+            if to_come and to_come not in whole and to_come != after:
+                words[to_come] = f"{name} has scales of the largest number from there on (later ones)"
             for stale, block in whole.items():
                 of = "head"
                 of = "block after it, which is the head's" if stale == after else of
@@ -159,8 +179,22 @@ def _rounded(name: str, text: str, by: Quantizer) -> Iterator[Way]:
     for mode in (Mode.TOWARD_ZERO, Mode.DOWN):
         said = f"{name} is rounded {_MODES[mode]}, not to the nearest"
         yield said, {field: f"{text} elements={elements}:{mode} ties=even"}
+    scale, colon, used = by.scale.partition(":")
+    for mode in _MODES_OF_SCALES.get(scale, ()) if by.symmetric else ():
+        if mode != (Mode(used) if colon else Mode.NEAREST_EVEN):
+            yield f"{name}'s scales are rounded {_MODES_SAID[mode]}", {field: f"{text} scale={scale}:{mode}"}
     for other in _OTHER_ELEMENTS.get(elements, ()):
         yield f"{name} is in {other}, not in {elements}", {field: f"{text} elements={other}"}
+
+
+def _shifted(name: str, text: str, by: Quantizer) -> Iterator[Way]:
+    """Integers that are multiplied back one too large or too small, as by a zero point."""
+    if isinstance(by.parsed_elements, Integers):
+        for by_one, said in ((1, "large"), (-1, "small")):
+            yield (
+                f"{name}'s integers are multiplied back one too {said} (a zero point off by one)",
+                {f"quantize_{name}": f"{text} code_offset={by_one}"},
+            )
 
 
 def _parts(of_blocks: Tensor) -> str:
@@ -168,11 +202,12 @@ def _parts(of_blocks: Tensor) -> str:
     return ",".join(f"{block}:{part!r}" for block, part in enumerate(of_blocks.tolist()) if part not in (0.0, 1.0))
 
 
-def _wider_than(block: str) -> list[str]:
-    """The blocks that are tried instead of one: all in one, twice and four times as large."""
+def _wider_than(block: str, rows: int) -> list[str]:
+    """The blocks that are tried instead of one of so many rows: all in one, twice and four times as large."""
     found = re.fullmatch(r"(\d+)(rows(?:/\d)?|x1)?", block)
     if found is None:
-        return {"column": ["tensor"], "row": ["tensor"]}.get(block, [])
+        more = {"column": [f"{rows}x2", f"{rows}x4"], "row": [f"{2**n}rows" for n in range(1, 8)]}
+        return ["tensor", *more.get(block, [])] if block in more else []
     size, kind = int(found[1]), found[2] or ""
     whole = {"": ["row"], "x1": ["column"]}.get(kind, ["tensor"])
     return whole + [f"{n * size}{kind}" for n in (2, 4)]
@@ -183,4 +218,6 @@ def _block(block: str) -> str:
     words = {"tensor": "the head", "row": "a row", "column": "a feature"}
     if block in words:
         return words[block]
+    if found := re.fullmatch(r"\d+x([2-9])", block):
+        return f"{found[1]} features"
     return re.sub(r"^(\d+)(rows.*|x1)?$", lambda m: f"{m[1]} {'rows' if m[2] else 'of a row'}", block)

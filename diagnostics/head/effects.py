@@ -97,9 +97,13 @@ def _of_lse(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
             ways[h] = _lse_through_bf16(stack, h, error[h], budget[h])
     found = _effects(stack, apart, torch.expm1(-error).square() * size, noise, budget, by_recipe)
     sizes = error.abs().amax(1).tolist()
+    said = [
+        "" if one is None else one.said_of_lse(seen.outputs["lse"])
+        for one, seen in zip(declared, stack.seen, strict=True)
+    ]
     return [
-        replace(one, exact=fine, in_bf16=narrow, way=way, largest=most)
-        for one, fine, narrow, way, most in zip(found, exact, in_bf16, ways, sizes, strict=True)
+        replace(one, exact=fine, in_bf16=narrow, way=way, largest=most, scales=scales)
+        for one, fine, narrow, way, most, scales in zip(found, exact, in_bf16, ways, sizes, said, strict=True)
     ]
 
 

@@ -197,6 +197,7 @@ class RowEffect:
     in_bf16: bool = False
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
     way: str = ""  # as of ``QuantitySample``
+    scales: str = ""  # likewise, of LSE
 
 
 def sample(

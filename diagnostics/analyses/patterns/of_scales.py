@@ -15,10 +15,15 @@ _OF_SCORES = re.compile(r"\b[qk]\b")
 
 
 def with_scales(verdict: QuantityVerdict, parts: Sequence[HeadMeasurement]) -> QuantityVerdict:
-    """LSE's verdict, with the scales or roundings of q or k that O's bits show in a head's sequences ``parts``.
+    """LSE's verdict, with what L itself shows of k's mean in a head's sequences ``parts``, else with O's bits.
 
     Where k alone is quantised otherwise, L may show it first.
     """
+    own = next((p.effects["lse"].scales for p in parts if "lse" in p.effects and p.effects["lse"].scales), "")
+    if verdict.quantity == "lse" and own and verdict.answer != "nonfinite":
+        pattern = Pattern("scale", f"as where {own}")
+        words = f"{verdict.words.removesuffix('.')}, {pattern.words}."
+        return replace(verdict, words=words, patterns=(pattern, *verdict.patterns))
     scales = next((p.quality["o"].scales for p in parts if "o" in p.quality and p.quality["o"].scales), "")
     if verdict.quantity != "lse" or verdict.answer not in ("wrong", "lossy") or not _OF_SCORES.search(scales):
         return verdict
