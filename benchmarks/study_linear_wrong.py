@@ -34,7 +34,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "an inverse of three terms": (), "states transposed between chunks": ("state_transposed",), "sums of g go on": (),
     "inter-chunk term not scaled": ("inter_not_scaled",),
     "the state goes on between sequences": ("sequences_run_on",),
-    "states of sequences turned": ("of_another_sequence",),
+    "states of sequences turned": (),
     "initial state's gradient without decay": (), "k's gradient without the erasure's": (),
     "beta's gradient without the erasure's": ("beta_gradient_of_write",), "g's gradient without that within chunks": (),
     "the last state's gradient ignored": ("no_last_gradient",), "the norm's gradient left out": ("no_norm_gradient",),

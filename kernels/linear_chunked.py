@@ -14,13 +14,13 @@ computation, operands of their products rounded alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels import linear_products as products
 from attn_diag.kernels.linear_faults import FAULTS
+from attn_diag.kernels.linear_heads import LinearHeads
 from attn_diag.kernels.linear_inverse import inverse as triangular_inverse
 from attn_diag.kernels.linear_products import rounded_to
 from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
@@ -41,31 +41,6 @@ _READ: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
 }
 # Of a chunk's start and number: values as the scores of their chunk take them, and as they are written to the state.
 Written = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class LinearHeads:
-    """N heads of one sequence, fp32; ``g`` [N, T, K], [N, T, 1] or None, ``beta`` [N, T, 1], all else [N, T, D]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    initial: Tensor
-    """[N, K, V]."""
-    scale: float
-    normalize: bool = False
-    skip: Tensor | None = None
-    """What is added to o before it is rounded, [N, T, V]."""
-    normalized: bool = False
-    """Whether another kernel made q and k of length 1, and takes their gradients."""
-    steps: Tensor | None = None
-    """What v is multiplied with, [N, T, 1] (Mamba-2's dt)."""
-    sharing: int = 1
-    """So many heads, one behind the other, have the same q and k."""
 
 
 def run_linear(x: LinearHeads, recipe: LinearRecipe, fault: str | None = None) -> tuple[Tensor, Tensor]:

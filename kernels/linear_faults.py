@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from attn_diag.kernels.linear_chunked import LinearHeads
+from attn_diag.kernels.linear_heads import LinearHeads
 
-Change = Callable[["LinearHeads"], "LinearHeads"]
+Change = Callable[[LinearHeads], LinearHeads]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attn_diag.kernels.linear_chunked import LinearHeads, run_linear
+from attn_diag.kernels.linear_chunked import run_linear
+from attn_diag.kernels.linear_heads import LinearHeads
 from attn_diag.kernels.linear_recipe import LinearRecipe
 
 VOCABULARY, WIDTH, HEADS, DIM = 64, 64, 2, 32

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.linear import LinearCapture
-from attn_diag.kernels.linear_chunked import LinearHeads, run_linear_call
+from attn_diag.kernels.linear_chunked import run_linear_call
+from attn_diag.kernels.linear_heads import LinearHeads
 from attn_diag.kernels.linear_products import rounded_to
 from attn_diag.kernels.linear_recipe import RELEASED, LinearFormat, LinearRecipe
 from attn_diag.reference import format_of
