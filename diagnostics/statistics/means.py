@@ -8,8 +8,7 @@ sequence share K and V, so sequences are the clusters where there are enough of 
   feature d, and share that. Hence two ways of clustering at once: argmax keys and features.
 - O's excess, what lies beyond its correct rounding: argmax keys.
 - delta's excess, dQ, LSE: rows.
-- Where all rows have one argmax key (an attention sink): features alone for O and delta, of eight rows or more, and
-  rows for O's excess.
+- Where all rows have one argmax key (a sink): features alone for O and delta (of 8 rows and more), rows for O's excess.
 - Where attention is nearly uniform, O is nearly the same number in all rows: the excesses are clustered both ways, too.
 
 Rows that several sequences have in common count once, and sequences that look at the same keys are one
@@ -49,7 +48,7 @@ PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
 # 3 * 4 - 2 = 10 degrees of freedom (see ``_detectable``) and is itself uncertain by over 22 %.
 MIN_EFFECTIVE = 4
 MIN_SEQUENCES = 8
-# So many rows, where features alone are the clusters: with fewer, plain torch was biased in 20 of 144 heads (one row).
+# So many rows, where features alone are the clusters: what those of a row share averages out over rows alone.
 MIN_FOR_FEATURES = 8
 # A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
 _VANISHED = 2.0**-40
@@ -148,9 +147,8 @@ def estimate_bias(
         with_drift: Also keep the running sum over the rows.
 
     Returns:
-        The estimate; the test's fields are None with fewer than two clusters (or, where features alone are the
-        clusters, fewer than eight rows), and where every error is zero; all but
-        standard_error and p_value also where all clusters have the same mean error.
+        The estimate; the test's fields are None with fewer than two clusters, or eight rows clustered by feature alone,
+        and where every error is zero; all but standard_error and p_value also where all clusters have the same mean.
     """
     return estimate_biases([BiasCase(errors, clusters, with_drift)], level)[0]
 
@@ -198,11 +196,10 @@ class _Untested:
         self.sizes = np.full(rows, float(errors.count))
         if case.clusters is not None:
             self.sums, self.sizes = (_by_cluster(case.clusters, values) for values in (self.sums, self.sizes))
-        alone = self.shared is not None and len(self.sums) < 2
-        if self.shared is not None and alone:
-            self.sums, self.sizes, self.shared = self.shared.sums, self.shared.sizes, None
-        # What the features of a row share (a cast of P that misses 1, an error of l) averages out over rows alone.
-        self.testable = len(self.sums) > 1 and errors.nonzero > 0 and (rows >= MIN_FOR_FEATURES or not alone)
+        few = False
+        if self.shared is not None and len(self.sums) < 2:
+            self.sums, self.sizes, self.shared, few = self.shared.sums, self.shared.sizes, None, rows < MIN_FOR_FEATURES
+        self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
         self.known = {
             "n": self.n,
             "n_clusters": len(self.sums),
