@@ -133,7 +133,8 @@ def test_calls_are_captured_as_sequences_of_their_own(
 def test_decoding(kept: bool, backend: ModuleType, tmp_path: Path) -> None:
     if kept:  # as SGLang's backend does: the function is out of reach, those inside it are not
         inner, backend = backend, ModuleType("kept")
-        vars(backend)["decode_attention_fwd"] = torch.compiler.disable(inner.decode_attention_fwd)
+        disable: Any = torch.compiler.disable
+        vars(backend)["decode_attention_fwd"] = disable(inner.decode_attention_fwd)
     layer = Layer(backend, decode, logit_cap=5.0)
     (c,), dropped = captured(layer, tmp_path)
     assert not dropped

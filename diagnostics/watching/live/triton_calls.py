@@ -147,7 +147,7 @@ def _of_borders(q: Tensor, borders: Tensor) -> str | None:
 
 def _after(cached: Tensor, new: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
     """Each sequence's cached keys, then its new ones."""
-    parts = zip(cached.split(keys.tolist()), new.split(rows.tolist()), strict=True)
+    parts = zip(torch.split(cached, keys.tolist()), torch.split(new, rows.tolist()), strict=True)
     return torch.cat([t for pair in parts for t in pair])
 
 
