@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import attn_diag
 from attn_diag.captures.capture import Capture
+from attn_diag.watching.live.backlog import Backlog
 
 H, KV, D, SIZE = 4, 2, 16, 8
 ROWS, LENGTHS = torch.tensor([0, 24, 56, 80], dtype=torch.int32), torch.tensor([70, 32, 55], dtype=torch.int32)
@@ -146,6 +147,15 @@ def test_decoding(kept: bool, backend: ModuleType, tmp_path: Path) -> None:
             layer(drawn(80, H, D))
     assert monitor.metrics(wait=True)["attn/nonfinite_rate/max"] == 0
     assert not monitor.alarms
+
+
+def test_calls_all_by_name_are_told_of_while_others_are_recorded(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backlog, "open", property(lambda _: True, lambda *_: None), raising=False)
+    captures, dropped = captured(Layer(backend, vllm), tmp_path)
+    assert not dropped
+    assert len(captures) == 1
 
 
 @pytest.mark.parametrize("run", [vllm, unified, extend, decode])

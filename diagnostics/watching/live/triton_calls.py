@@ -49,12 +49,14 @@ def of_vllm(given: Given) -> dict[str, Any]:
     found = _stated(given, causal, left)
     if not causal and right >= 0:
         found["refused"] = found["refused"] or "a window without causality is not captured"
+    borders, lengths = given.get("cu_seqlens_q"), given.get("seqused_k")
+    if not isinstance(borders, Tensor) or not isinstance(lengths, Tensor) or given.get("block_table") is None:
+        return found | {"refused": found["refused"] or "a version without borders, lengths and pages is not captured"}
     if _is_captured(given["q"]):
         return found | {"refused": _CAPTURED}
-    borders, lengths = given["cu_seqlens_q"], given["seqused_k"]
     why = _of_borders(given["q"], borders) or (None if len(lengths) == len(borders) - 1 else "seqused_k of other calls")
     slopes = {} if given.get("alibi_slopes") is None else {"alibi_origin": "row"}
-    kept = {name: given[name] for name in ("cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes")}
+    kept = {name: given.get(name) for name in ("cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes")}
     return found | kept | slopes | {"refused": found["refused"] or why}
 
 
