@@ -5,6 +5,7 @@ in BF16. FlexAttention has no backward on a CPU, so it is not among them.
 
     python benchmarks/study_healthy_layouts.py --seeds 3 --json benchmarks/results/healthy_layouts_cpu.json
     python benchmarks/study_healthy_layouts.py --models bloom mpt --json …   # these alone; the other rows stay
+    python benchmarks/study_healthy_layouts.py --models gemma-2 --fp32 --json …   # the same with S, P, dP, dS in fp32
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -88,6 +91,25 @@ def batch_of(generator: torch.Generator, *, flattened: bool) -> dict[str, Tensor
     return dict(flatten()(documents))
 
 
+@contextmanager
+def inside_in_fp32(model: torch.nn.Module) -> Iterator[None]:
+    """The model's eager attention from the same BF16 q, k and v to a BF16 O, with nothing rounded to BF16 between."""
+    home = vars(sys.modules[type(model).__module__])
+    inner = home["eager_attention_forward"]
+
+    def eager_attention_forward(module: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            q, k, v = (t.bfloat16().float() for t in (q, k, v))
+            o, probs = inner(module, q, k, v, *given, **options)
+        return o.bfloat16(), probs
+
+    home["eager_attention_forward"] = eager_attention_forward
+    try:
+        yield
+    finally:
+        home["eager_attention_forward"] = inner
+
+
 def trained(name: str, mode: str, seed: int, steps: int, every: int, rate: float) -> dict[str, Any]:
     """One run under the monitor."""
     said: list[str] = []
@@ -130,6 +152,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--rates", nargs="*", type=float, default=[1e-3, 3e-3])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--fp32", action="store_true", help="eager attention in fp32 inside")
     options = parser.parse_args()
     import transformers
 
@@ -137,9 +160,10 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
     for rate, seed, mode, name in product(options.rates, range(options.seeds), options.modes, options.models):
-        which = {"model": name, "mode": mode, "rate": rate, "seed": seed}
-        runs = [r for r in runs if {key: r[key] for key in which} != which]
-        runs.append(trained(name, mode, seed, options.steps, options.every, rate))
+        which = {"model": name, "mode": mode, "rate": rate, "seed": seed} | ({"fp32": True} if options.fp32 else {})
+        runs = [r for r in runs if {key: r.get(key) for key in which} != which or r.get("fp32", False) != options.fp32]
+        with inside_in_fp32(model_of(name, seed)) if options.fp32 else nullcontext():
+            runs.append(which | trained(name, mode, seed, options.steps, options.every, rate))
         print(runs[-1], file=sys.stderr, flush=True)
         save({**made_by(), "transformers": transformers.__version__, "runs": runs}, options.json)
 

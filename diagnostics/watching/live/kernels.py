@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_diag.captures.metadata import AlibiOrigin
-from attn_diag.watching.live import flashinfer_calls
+from attn_diag.watching.live import flashinfer_calls, triton_calls
 from attn_diag.watching.live.fused_dropout import kept_by_efficient, kept_by_flash
 from attn_diag.watching.live.paged_calls import of_kvcache, without_pages
 
@@ -77,6 +77,8 @@ class FusedOperator:
     what it was given and returned; None: nobody can."""
     returns: Callable[[Sequence[Any], Given], Sequence[Any]] | None = None
     """Makes what ``o`` and ``lse`` say of its results and of what it was given by name; None: they are that."""
+    written: str = ""
+    """The argument that it writes O into, where it returns nothing."""
 
     @property
     def is_function(self) -> bool:
@@ -287,6 +289,10 @@ def _of_flashinfer(name: str, reads: Callable[[Given], Given]) -> FusedOperator:
     return replace(_of_tokens(f"flashinfer.{name}", "FlashInfer", "", reads), returns=flashinfer_calls.results)
 
 
+def _of_triton(module: str, name: str, kernel: str, written: str, reads: Callable[[Given], Given]) -> FusedOperator:
+    return replace(_of_tokens(f"{module}:{name}", kernel, "", reads), written=written)
+
+
 OPERATORS = (
     _of_torch("_scaled_dot_product_flash_attention", "flash", "CUDA", causal="bottom-right", kept=kept_by_flash),
     _of_torch("_scaled_dot_product_efficient_attention", "efficient", "CUDA", kept=kept_by_efficient),
@@ -325,6 +331,7 @@ OPERATORS = (
     _of_flashinfer("prefill:BatchPrefillWithPagedKVCacheWrapper.run", flashinfer_calls.of_pages),
     _of_flashinfer("prefill:BatchPrefillWithRaggedKVCacheWrapper.run", flashinfer_calls.of_ragged),
     _of_flashinfer("decode:BatchDecodeWithPagedKVCacheWrapper.run", flashinfer_calls.of_pages),
+    *(_of_triton(*function) for function in triton_calls.FUNCTIONS),
     _of_tokens("xformers_flash::flash_fwd", "xformers flash", "xformers_flash::flash_bwd"),
     _of_tokens("xformers_flash3::flash_fwd", "xformers flash 3", "xformers_flash3::flash_bwd"),
     _of_tokens(

@@ -46,6 +46,8 @@ class OperatorCall:
     ) -> None:
         self.operator = operator
         results: Sequence[Any] = result if isinstance(result, (list, tuple)) else (result,)
+        if operator.written:
+            results = ({**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}[operator.written],)
         if operator.returns is not None:
             results = operator.returns(results, kwargs)
         self._results = results

@@ -188,7 +188,8 @@ class OperatorOverrides:
         backlog = self._backlog
 
         def records(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-            return backlog.open and backlog.ran(operator, arguments, args, kwargs, result)
+            # Functions may be given all by name, and are told of at once.
+            return backlog.open and not operator.is_function and backlog.ran(operator, arguments, args, kwargs, result)
 
         return self._outermost(operator, kernel, tell, records)
 

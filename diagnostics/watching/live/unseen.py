@@ -69,9 +69,10 @@ IN_A_FUNCTION = (
 )
 # Engines that keep keys where no call names them: what of theirs is met, and what is not.
 ENGINES = {
-    "vllm": "vLLM's unified_attention_with_output is given the new keys alone: choose its FLASH_ATTN backend, whose "
-    "kernels are met",
-    "sglang": "SGLang's RadixAttention is given the new keys alone: choose its fa3 backend, whose kernel is met",
+    "vllm": "vLLM's unified_attention_with_output is given the new keys alone: choose its FLASH_ATTN or "
+    "TRITON_ATTN backend, whose kernels are met",
+    "sglang": "SGLang's RadixAttention is given the new keys alone: choose its fa3 backend, whose kernel is met "
+    "(of its triton backend decoding alone)",
     "flashinfer": "of FlashInfer its wrappers' run() is met where it is called by that name (not run_return_lse, nor "
     "where it was taken from the wrapper before), and single_prefill_with_kv_cache and single_decode_with_kv_cache; "
     "not its MLA, nor functions of one backend",
