@@ -38,6 +38,8 @@ def culprit(recipe: str, fault: Fault, family: str, seed: int, *, thorough: bool
          "k has a scale for a row, not for 32 of a row"),
         ("mxfp8-attention", Fault(of="p", what="masked"), "blocks alike",
          "the scales of P_bar's blocks are those of keys that are masked as well"),
+        ("nvfp4-attention", Fault(of="p", what="wide along rows", number=2), "blocks alike",
+         "P_bar has a scale for 32 of a row, not for 16 of a row"),
         ("nvfp4-attention", Fault(of="q", what="scale cut"), "peaked", "q's scales are rounded down"),
     ],
     ids=lambda x: f"{x.of} {x.what}" if isinstance(x, Fault) else "",
