@@ -4,7 +4,9 @@ Nothing of the emulation is used: groups, scales, codes, softmax and P_bar are w
 recipes' papers, in other tiles than the recipes'. Every trial is one call; a fault acts where O's bits change.
 
     python benchmarks/study_scale_adversary.py sound 0 10 out.jsonl
-    python benchmarks/study_scale_adversary.py faults 0 10 out.jsonl
+    python benchmarks/study_scale_adversary.py faults 0 159 out.jsonl 1000
+
+From the first to before the last call; what is added to the seeds comes last. What is read of the lines is by hand.
 """
 
 from __future__ import annotations
@@ -109,14 +111,16 @@ def rounded(x: Tensor, elements: str, ties: str, how: str) -> Tensor:
     return (torch.floor(x / step) if how == "floor" else torch.trunc(x / step)) * step
 
 
-def quantized(x: Tensor, rule: Rule | None, fault: Fault, name: str, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantized(
+    x: Tensor, rule: Rule | None, fault: Fault, name: str, masked: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of x, float32, by ``rule``, with ``fault`` where it is of this operand."""
     if rule is None:
         return x, torch.ones_like(x)
     mine = fault if fault.operand == name else NONE
     rows, columns = rule.rows, rule.columns
     if mine.kind == "shared":
-        if rows != 1 and rows or not columns:
+        if (rows != 1 and rows) or not columns:
             rows = int(rows * mine.amount) if mine.amount else 0
         else:
             columns = int(columns * mine.amount) if mine.amount else 0
@@ -157,7 +161,9 @@ def how_of(fault: Fault) -> str:
     return ("floor" if fault.amount < 0 else "zero") if fault.kind == "floor" else "nearest"
 
 
-def kernel(recipe: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: Fault = NONE, tile: int = 64) -> tuple[Tensor, Tensor]:
+def kernel(
+    recipe: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: Fault = NONE, tile: int = 64
+) -> tuple[Tensor, Tensor]:
     """O [T, D] in BF16 and L [T] of one head."""
     q, k, v = q.float(), k.float(), v.float()
     of_q, of_k, of_v, of_p = RULES[recipe]
@@ -194,7 +200,7 @@ def kernel(recipe: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: Fa
     scores = scores + beside
     scores = scores / LOG2_E if in_q else scores * alpha
     seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)) if causal else torch.ones_like(scores) > 0
-    if recipe in ("fa3-fp8", "kv-int8", "kv-fp8") or not of_v or of_v.columns == 1 and of_v.rows == 0:
+    if recipe in ("fa3-fp8", "kv-int8", "kv-fp8") or not of_v or (of_v.columns == 1 and of_v.rows == 0):
         vc, vs = quantized(v, of_v, fault, "v")
         if recipe.startswith("kv"):
             vc, vs = (vc * vs), torch.ones_like(vs)
@@ -219,7 +225,9 @@ def kernel(recipe: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: Fa
                 # The block's scale is made before the mask.
                 raw = torch.exp2((s - new).clamp(max=0) * LOG2_E) * factor
                 c, sc = quantized(raw, of_p, NONE, "p")
-                c = torch.where(sc > 0, rounded(torch.where(sc > 0, given / sc, 0), of_p.elements, "even", "nearest"), 0)
+                c = torch.where(
+                    sc > 0, rounded(torch.where(sc > 0, given / sc, 0), of_p.elements, "even", "nearest"), 0
+                )
                 cast = c * sc
             else:
                 c, sc = quantized(given, of_p, fault, "p")
@@ -333,6 +341,7 @@ def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dic
 def main() -> None:
     """Run a slice of the calls."""
     what, first, last, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    more = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     torch.set_num_threads(1)
     if what == "sound":
         every = [(r, i, n, NONE) for n, i in enumerate(INPUTS) for r in RULES]
@@ -343,7 +352,7 @@ def main() -> None:
     for recipe, kind, seed, fault in every[first:last]:
         causal = fault.kind in ("masked", "future", "delayed") or seed % 3 != 0
         with out.open("a") as file:
-            file.write(json.dumps(judged(recipe, kind, seed, fault, causal)) + "\n")
+            file.write(json.dumps(judged(recipe, kind, seed + more, fault, causal)) + "\n")
 
 
 if __name__ == "__main__":

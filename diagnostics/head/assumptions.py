@@ -24,9 +24,11 @@ from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
+from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
+from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
 from attn_diag.kernels import emulate_lse, emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 from attn_diag.results.diagnosis import Assumptions, Misfit
@@ -39,11 +41,11 @@ TOLERANCE = 0.05
 _NAMES = {"o": "O", "lse": "LSE"}
 _ROWS = 48
 _HEADS = 4
-# Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
-USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
 # nothing.
 _EXPLAINS = 0.25
+# And, however coarse a declared recipe, where it leaves less of O than it explains.
+_HALF = math.sqrt(0.5)
 # O is as far off as one rounding where its error is at most so many times that. A scale that leaves half of the error
 # and a rounding itself takes away sqrt(3) roundings or more, and the error is two.
 _ONE_ROUNDING = 1.5
@@ -170,7 +172,9 @@ def _unseen_dropout(capture: Capture, observation: str, device: torch.device) ->
 
 def _explained(stated: OutputFit, other: OutputFit) -> float:
     """How large the error under another reading may be that explains the stated one's."""
-    return min(_EXPLAINS * stated.error + other.rounding, stated.error)
+    # Sound kernels of one declared recipe may differ by ``LOSSY``: what leaves no less shows no other reading.
+    most = min(stated.error / LOSSY, _HALF) if other.declared else stated.error
+    return min(_EXPLAINS * stated.error + other.rounding, most)
 
 
 def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:
@@ -310,12 +314,6 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
         yield replace(capture, metadata=replace(stated, softcap=cap)), said
 
 
-def usual_windows(k_length: int) -> list[int]:
-    """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
-    powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
-    return sorted({left for power in powers for left in (power - 1, power) if left})
-
-
 def _sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
     """Some heads of the first and the last sequence."""
     heads = torch.linspace(0, capture.q_heads - 1, min(capture.q_heads, _HEADS)).long().tolist()
@@ -356,11 +354,13 @@ class OutputFit:
 
     error: float
     rounding: float
+    declared: bool = False
+    """Whether a recipe is declared: kernels with scales of their own are sound up to ``LOSSY`` times its error."""
 
     @property
     def ok(self) -> bool:
         """Whether roundings can explain the error."""
-        return self.error <= TOLERANCE + self.rounding
+        return self.error <= TOLERANCE + (LOSSY if self.declared else 1.0) * self.rounding
 
 
 def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
@@ -379,7 +379,8 @@ def out_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
         return None
     if not right:
         return OutputFit(math.inf if wrong else 0.0, 0.0)
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right))
+    declared = declared_recipe(capture) is not None
+    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), declared)
 
 
 def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputFit | None:
@@ -394,4 +395,5 @@ def lse_fit(capture: Capture, observation: str, device: torch.device) -> OutputF
         right += float(truth.square().sum())
         rounding += 0.0 if made is None else float((made - truth).square().sum())
         compared += len(truth)
-    return OutputFit(math.sqrt(wrong / max(right, 1.0)), math.sqrt(rounding / max(right, 1.0))) if compared else None
+    declared, size = declared_recipe(capture) is not None, max(right, 1.0)
+    return OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared) if compared else None
