@@ -111,9 +111,7 @@ def rounded(x: Tensor, elements: str, ties: str, how: str) -> Tensor:
     return (torch.floor(x / step) if how == "floor" else torch.trunc(x / step)) * step
 
 
-def quantized(
-    x: Tensor, rule: Rule | None, fault: Fault, name: str, masked: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, rule: Rule | None, fault: Fault, name: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of x, float32, by ``rule``, with ``fault`` where it is of this operand."""
     if rule is None:
         return x, torch.ones_like(x)
@@ -321,9 +319,8 @@ def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dic
     o, lse = (torch.stack([one[i] for one in outs])[None] for i in (0, 1))
     plain = torch.stack([one[0] for one in sound])[None]
     group = len(q)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        q[None].double(), k[None].double().expand(-1, group, -1, -1), v[None].double().expand(-1, group, -1, -1), is_causal=causal
-    )  # fmt: skip
+    every = [x[None].double().expand(-1, group, -1, -1) for x in (k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(q[None].double(), *every, is_causal=causal)
     own = float((plain.double() - exact).square().mean().sqrt())
     change = float((o.double() - plain.double()).square().mean().sqrt()) / own
     began = time.time()
