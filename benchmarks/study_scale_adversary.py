@@ -181,7 +181,7 @@ def kernel(
     beside = torch.zeros(len(q), len(k))
     if recipe in ("sage2-int4", "sage3"):
         size = 128
-        parts = [part.sum(0) / size if recipe == "sage3" else part.mean(0) for part in q_in.split(size)]
+        parts = [part.sum(0) / size if recipe == "sage3" else part.mean(0) for part in torch.split(q_in, size)]
         means = torch.stack(parts)[torch.arange(len(q)) // size]
         q_in = q_in - means
         if recipe == "sage3":
@@ -319,8 +319,8 @@ def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dic
     o, lse = (torch.stack([one[i] for one in outs])[None] for i in (0, 1))
     plain = torch.stack([one[0] for one in sound])[None]
     group = len(q)
-    every = [x[None].double().expand(-1, group, -1, -1) for x in (k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(q[None].double(), *every, is_causal=causal)
+    keys, values = (x[None].double().expand(-1, group, -1, -1) for x in (k, v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q[None].double(), keys, values, is_causal=causal)
     own = float((plain.double() - exact).square().mean().sqrt())
     change = float((o.double() - plain.double()).square().mean().sqrt()) / own
     began = time.time()

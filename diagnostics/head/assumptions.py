@@ -92,7 +92,7 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         names = " and ".join(dict.fromkeys(_NAMES[c.output] for c in checks))
         agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
         # Only O may be further off, and only so far as its own format makes it.
-        by = "correct rounding to O's own format" if capture.metadata.declared is None else "the declared recipe's error"
+        by = "the declared recipe's error" if capture.metadata.declared else "correct rounding to O's own format"
         coarse = f", which {by} explains" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         if (near := next((c for c in checks if c.better is not None), None)) is not None:
