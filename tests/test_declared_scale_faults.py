@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import study_scale_adversary
 import torch
 from scale_faults import SOUND, Fault, Kernel, inputs
 
 import attn_diag
+from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.declared_scales import Culprit
 from attn_diag.kernels import preset
@@ -38,6 +40,8 @@ def culprit(recipe: str, fault: Fault, family: str, seed: int, *, thorough: bool
          "k has a scale for a row, not for 32 of a row"),
         ("mxfp8-attention", Fault(of="p", what="masked"), "blocks alike",
          "the scales of P_bar's blocks are those of keys that are masked as well"),
+        ("nvfp4-attention", Fault(of="p", what="wide along rows", number=2), "blocks alike",
+         "P_bar has a scale for 32 of a row, not for 16 of a row"),
         ("nvfp4-attention", Fault(of="q", what="scale cut"), "peaked", "q's scales are rounded down"),
     ],
     ids=lambda x: f"{x.of} {x.what}" if isinstance(x, Fault) else "",
@@ -76,6 +80,21 @@ def test_an_lse_without_the_mean_of_k() -> None:
         found = attn_diag.inspect(*shaped[:3], o=shaped[3], lse=shaped[4], causal=True, declared="sage1", device="cpu")
         (verdict,) = [x for x in found.heads[0].quantities if x.quantity == "lse"]
         assert ("the mean that is taken off k is not added back" in verdict.words) == (times == 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "what", "amount"), [("outliers", 51, "shared", 2.0), ("sink", 55, "stale", 0.6)]
+)
+def test_a_scale_fault_in_int4_is_no_other_softmax_scale(family: str, seed: int, what: str, amount: float) -> None:
+    # The recipe itself is 62 % to 112 % off here: under another softmax scale O is no nearer than that to anything.
+    q, k, v = study_scale_adversary.made(family, seed, "sage2-int4")
+    fault = study_scale_adversary.Fault(what, "k", amount)
+    causal = seed % 3 != 0
+    out, lse = study_scale_adversary.kernel("sage2-int4", q[0], k[0], v[0], causal, fault)
+    tensors = {"q": q[None], "k": k[None], "v": v[None], "o": out[None, None], "lse": lse[None, None]}
+    capture = attn_diag.Capture.from_tensors(tensors, causal="top-left" if causal else "none", declared="sage2-int4")
+    found = check_assumptions(capture, ["observed"], torch.device("cpu"))
+    assert found.ok, found.message
 
 
 def test_planted_faults_of_quantisers() -> None:

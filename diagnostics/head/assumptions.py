@@ -25,19 +25,21 @@ from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import TOLERANCE, OutputFit, lse_fit, out_fit, sampled_heads
+from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadTensors, read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
+from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import format_of
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
 
 _NAMES = {"o": "O", "lse": "LSE"}
-# Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
-USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
 # nothing.
 _EXPLAINS = 0.25
+# And, however coarse a declared recipe, where it leaves less of O than it explains.
+_HALF = math.sqrt(0.5)
 # O is as far off as one rounding where its error is at most so many times that. A scale that leaves half of the error
 # and a rounding itself takes away sqrt(3) roundings or more, and the error is two.
 _ONE_ROUNDING = 1.5
@@ -91,7 +93,8 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         names = " and ".join(dict.fromkeys(_NAMES[c.output] for c in checks))
         agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
         # Only O may be further off, as far as its own format makes it, or in few rows.
-        coarse = ", which correct rounding to O's own format explains, or few rows have" if worst > TOLERANCE else ""
+        by = "the declared recipe's error" if capture.metadata.declared else "correct rounding to O's own format"
+        coarse = f", which {by} explains, or few rows have" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         if (near := next((c for c in checks if c.better is not None), None)) is not None:
             message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
@@ -171,7 +174,9 @@ def _unseen_dropout(capture: Capture, observation: str, device: torch.device) ->
 
 def _explained(stated: OutputFit, other: OutputFit) -> float:
     """How large the error under another reading may be that explains the stated one's."""
-    return min(_EXPLAINS * stated.error + other.rounding, stated.error)
+    # Sound kernels of one declared recipe may differ by ``LOSSY``: what leaves no less shows no other reading.
+    most = min(stated.error / LOSSY, _HALF) if other.declared else stated.error
+    return min(_EXPLAINS * stated.error + other.rounding, most)
 
 
 def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:
@@ -309,9 +314,3 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
             continue
         said = "no softcap" if cap is None else f"softcap={cap:g}"
         yield replace(capture, metadata=replace(stated, softcap=cap)), said
-
-
-def usual_windows(k_length: int) -> list[int]:
-    """Powers of two below the number of keys, and one less: a window of W keys reaches W - 1 back."""
-    powers = [2**i for i in range(k_length.bit_length()) if 2**i < k_length]
-    return sorted({left for power in powers for left in (power - 1, power) if left})

@@ -56,8 +56,18 @@ class Ways:
         if (blocks := parse_quantizer(recipe.quantize_probs)) is not None:
             text = f"{recipe.quantize_probs} elements={base(blocks.elements)}:{Mode.TOWARD_ZERO} ties=even"
             yield f"P_bar is rounded {_MODES[Mode.TOWARD_ZERO]}, not to the nearest", {"quantize_probs": text}
+            yield from self._wider_probs(blocks)
             text = f"{recipe.quantize_probs} masked=true"
             yield "the scales of P_bar's blocks are those of keys that are masked as well", {"quantize_probs": text}
+
+    def _wider_probs(self, by: Quantizer) -> Iterator[Way]:
+        """One scale of P_bar for more of a row's keys, at most those of a key tile."""
+        recipe = self.beside.recipe
+        for block in _wider_than(by.block, recipe.schedule.key_tile) if by.block.isdigit() else ():
+            if block == "row" or int(block) < recipe.schedule.key_tile:
+                of = "a key tile" if block == "row" else _block(block)
+                said = f"P_bar has a scale for {of}, not for {_block(by.block)}"
+                yield said, {"quantize_probs": f"{recipe.quantize_probs} block={block}"}
 
     def _wider(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
         """One scale for all, or for two or four blocks."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.declared import declared_recipe
+from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadTensors, NonFiniteCensus, inputs_of
 from attn_diag.kernels import emulate_lse, emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
@@ -75,11 +76,13 @@ class OutputFit:
     error: float
     rounding: float
     few: bool = False
+    declared: bool = False
+    """Whether a recipe is declared: kernels with scales of their own are sound up to ``LOSSY`` times its error."""
 
     @property
     def ok(self) -> bool:
         """Whether roundings can explain the error."""
-        return self.few or self.error <= TOLERANCE + self.rounding
+        return self.few or self.error <= TOLERANCE + (LOSSY if self.declared else 1.0) * self.rounding
 
 
 def out_fit(
@@ -103,7 +106,8 @@ def out_fit(
     if not right:
         return OutputFit(math.inf if wrong else 0.0, 0.0)
     few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few)
+    declared = declared_recipe(capture) is not None
+    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few, declared)
 
 
 def lse_fit(
@@ -120,7 +124,8 @@ def lse_fit(
     if not compared:
         return None
     wrong, right, rounding = _added(sums, 3)
-    return OutputFit(math.sqrt(wrong / max(right, 1.0)), math.sqrt(rounding / max(right, 1.0)))
+    declared, size = declared_recipe(capture) is not None, max(right, 1.0)
+    return OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared=declared)
 
 
 def _added(sums: Sequence[Tensor], each: int) -> list[float]:

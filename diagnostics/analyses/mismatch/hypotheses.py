@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import Blocks, HeadSemantics, blocks_of, out_of_few
-from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
 from attn_diag.head.bounded_mask import Leak, words_of
 from attn_diag.head.scale_fit import scale_derivative
+from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.mismatch import CauseKind
 from attn_diag.results.wording import number, plural

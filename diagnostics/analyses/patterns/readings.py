@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 
 from attn_diag.analyses.patterns.evidence import Evidence
-from attn_diag.head.assumptions import USUAL_SOFTCAPS, usual_windows
+from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.reference.masking import Causal
 
