@@ -151,7 +151,7 @@ def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: s
             Plan("int8", "future keys in a scale"),
             "one huge key",
             "k has a scale for 128 rows, not for 64 rows, "
-            "or k has scales of 64 rows and the block after it (later ones)",
+            "or k has scales of 64 rows and the block after it, or all after it (later ones)",
         ),
         (Plan("int8", "running amax"), "one huge key", "k has scales of the largest number so far (a running amax)"),
         (Plan("int8", "amax of the group before"), "gaussian", "k has the scale of the block before"),
@@ -166,7 +166,8 @@ def test_other_blocks_and_roundings_are_named(plan: Plan, declared: str, said: s
         (Plan("int8", "k's scales for v"), "outliers in v",
          "v has k's scales, or v has the scale of the first feature throughout"),
         (Plan("mxfp8", "all of q's scales halved"), "gaussian",
-         "all scales of q are half of what they should be, and what lies beyond is clipped"),
+         "the largest number of q is taken for 0.49 times what it is, and what lies beyond is clipped (a stale amax), "
+         "or all scales of q are half of what they should be, and what lies beyond is clipped"),
         (Plan("nvfp4", "transposed scales"), "gaussian", "k is multiplied back with its scales transposed"),
     ],
     ids=lambda x: x.fault if isinstance(x, Plan) else "",

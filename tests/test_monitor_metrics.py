@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -242,6 +243,15 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{name} waits")
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self) -> Any:
+        self.lists = patch.object(torch.Tensor, "tolist", side_effect=RuntimeError("tolist waits"))  # no operator
+        self.lists.start()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: object) -> Any:
+        self.lists.stop()
+        return super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
 
 def with_projection(call: AttentionCall, channels: int = 48, seed: int = 1) -> AttentionCall:
     """The same call with x and w_q, q being their product."""
@@ -257,6 +267,7 @@ def test_nothing_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     call = with_projection(made_call(**OPTIONS["additive mask"]), channels=300)
     past = torch.ones(4, 32, 256)
     sketch(torch.ones(1, 300, dtype=torch.float64))  # the signs are drawn once
+    assert BF16.rounds_to_one < 0  # so is this
     with NoWaiting():  # type: ignore[no-untyped-call]
         head_metrics(call, rows=50, past=past)
     real = round_nearest_even

@@ -74,6 +74,11 @@ def check_observation(
     lse = None
     if "lse" in captured and (out is None or out.ok):
         lse = _check_lse(capture, observation, device, tensors)
+    if lse is not None and not lse.ok and out is not None:
+        # Then it is no rounding in few rows that O is off by: sinks take most of rows that see few keys.
+        again = _check_out(capture, observation, device, tensors, few=False)
+        if again is not None and not again.ok:
+            out, lse = again, None
     return tuple(check for check in (out, lse) if check is not None)
 
 
@@ -124,10 +129,14 @@ def _message(check: Misfit) -> str:
     return f"{found} {check.better} fits within {near}: correct the metadata or pass it as an option."
 
 
-def _check_out(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
+def _check_out(
+    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None, *, few: bool = True
+) -> Misfit | None:
+    """``few``: whether an error that few rows have is none of the metadata's."""
     stated = out_fit(capture, observation, device, tensors)
     if stated is None:
         return None
+    stated = replace(stated, few=stated.few and few)
     if stated.ok:
         # Rows that attend to one key have O exactly: what is less than a rounding of O shows no other scale.
         rounding = torch.finfo(capture.tensors[capture.key(observation, "o")].dtype).eps / math.sqrt(48)
@@ -138,7 +147,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device, tensors
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()
     for cut in cuts:
         other = None if cut is None else out_fit(cut.of(capture), observation, device)
-        if cut is not None and other is not None and other.ok and other.error <= _explained(stated, other):
+        if cut is not None and other is not None and other.fits and other.error <= _explained(stated, other):
             return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
     others: dict[str, Iterator[tuple[str, Capture]]] = {
         "sinks": with_other_sinks(capture, observation, device),
@@ -147,7 +156,7 @@ def _check_out(capture: Capture, observation: str, device: torch.device, tensors
     }
     for field, captures in others.items():
         fits = [(out_fit(c, observation, device), words) for words, c in captures]
-        known = [(f.error, words) for f, words in fits if f is not None and f.ok and f.error <= _explained(stated, f)]
+        known = [(f.error, words) for f, words in fits if f is not None and f.fits and f.error <= _explained(stated, f)]
         if known:
             error, words = min(known)
             said: dict[str, Any] = {field: words}
@@ -222,7 +231,7 @@ def better_reading(capture: Capture, observation: str, device: torch.device, sta
     found = capture
     for reading, words in _readings(capture):
         other = out_fit(reading, observation, device)
-        fits = other is not None and other.ok and other.error <= _explained(stated, other)
+        fits = other is not None and other.fits and other.error <= _explained(stated, other)
         if other is not None and fits and (best is None or other.error < 0.9 * best.error):
             best = OtherMetadata(reading.metadata, words, other.error)
             found = reading
@@ -243,7 +252,7 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
         return None
     metadata = replace(capture.metadata, scale=fit.scale)
     other = out_fit(replace(capture, metadata=metadata), observation, device)
-    if other is None or not other.ok or not other.error < below:
+    if other is None or not other.fits or not other.error < below:
         return None
     # Where O has nothing of the scores (k or q became zeros in the kernel) a fit runs toward 0, which nobody stated.
     none = out_fit(replace(capture, metadata=replace(metadata, scale=_NO_SCALE * capture.scale)), observation, device)

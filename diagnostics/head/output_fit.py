@@ -84,6 +84,11 @@ class OutputFit:
         """Whether roundings can explain the error."""
         return self.few or self.error <= TOLERANCE + (LOSSY if self.declared else 1.0) * self.rounding
 
+    @property
+    def fits(self) -> bool:
+        """Whether all rows are as the metadata make them: what another reading must show to be named."""
+        return self.error <= TOLERANCE + self.rounding
+
 
 def out_fit(
     capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None

@@ -163,6 +163,8 @@ class BiasCase:
     """[n], cluster number of each row; None for every row its own."""
     with_drift: bool = True
     """Also keep the running sum over the rows."""
+    attention: bool = True
+    """Whether rows are a kernel's, whose features share what its casts of P leave, so that a few rows are no test."""
 
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
@@ -198,7 +200,12 @@ class _Untested:
             self.sums, self.sizes = (_by_cluster(case.clusters, values) for values in (self.sums, self.sizes))
         few = False
         if self.shared is not None and len(self.sums) < 2:
-            self.sums, self.sizes, self.shared, few = self.shared.sums, self.shared.sizes, None, rows < MIN_FOR_FEATURES
+            self.sums, self.sizes, self.shared, few = (
+                self.shared.sums,
+                self.shared.sizes,
+                None,
+                case.attention and rows < MIN_FOR_FEATURES,
+            )
         self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
         self.known = {
             "n": self.n,

@@ -40,7 +40,7 @@ from attn_diag.head.signed_errors import by_feature, of_elements
 from attn_diag.printing import printable
 from attn_diag.reference import format_of, round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.statistics.means import MIN_SEQUENCES, estimate_bias, holm
+from attn_diag.statistics.means import MIN_SEQUENCES, BiasCase, estimate_biases, holm
 
 Clusters = Tensor | np.ndarray | Sequence[int]
 
@@ -226,7 +226,7 @@ def _estimate(values: Tensor, spacing: float, keys: Tensor, level: float) -> Bia
     errors = of_elements(values, spacing)
     if values.shape[1] >= MIN_SEQUENCES:
         errors = by_feature(errors, values, keys.to(values.device))
-    return estimate_bias(errors, keys.numpy(), level, with_drift=False)
+    return estimate_biases([BiasCase(errors, keys.numpy(), with_drift=False, attention=False)], level)[0]
 
 
 def _largest(values: Tensor, spacing: Tensor, rows: Sequence[int]) -> tuple[str, ...]:

@@ -130,10 +130,12 @@ class Evidence:
             sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
             share = (error * along).sum(1).square() / sizes
             count = torch.minimum(count, 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0)))
-        # Rows without an error are no evidence: of one-hot rows, two of 256 may carry all of it.
-        sizes = error.square().sum(1).sqrt()
-        effective = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
-        total = min(float(count.sum()), effective * float((count * sizes).sum() / sizes.sum().clamp(min=1e-300)))
+        total = float(count.sum())
+        if self.quantity in ("o", "dq"):
+            # Rows without an error are no evidence: of one-hot rows, two of 256 may carry all of it.
+            sizes = error.square().sum(1).sqrt()
+            effective = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
+            total = min(total, effective * float((count * sizes).sum() / sizes.sum().clamp(min=1e-300)))
         if self.quantity in ("dk", "dv"):
             with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
             total = min(total, self.directions * with_gradient)
