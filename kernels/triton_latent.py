@@ -180,6 +180,21 @@ def _attend(task, HALF: gl.constexpr, R: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def barriers_of_places():
+    """Of two places for tiles, and of the block's own rows: what has come; of the places: what both warpgroups are done
+    with, and what one has handed over."""
+    arrived = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(2), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(ready.index(i), count=1)
+    return arrived, free, ready
+
+
+@gluon.jit
 def latent_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, stride_ot, heads, group,
     q_length, k_length, shift, left, right, slopes_ptr, stride_slopes, scale, softcap, R: gl.constexpr,
@@ -194,15 +209,7 @@ def latent_kernel(
     probs = gl.allocate_shared_memory(FORMAT, [ROWS, ROWS], SHARED)
     maxima = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     sums = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    # Of k's two places and of q: what has come; of the places: what both warpgroups are done with, what is handed over.
-    arrived = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived.index(2), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(arrived.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-        mbarrier.init(ready.index(i), count=1)
+    arrived, free, ready = barriers_of_places()
     # The last query blocks see the most keys under causality: they go first.
     start = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
     b = gl.program_id(1) // heads

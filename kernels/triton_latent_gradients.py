@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from attn_diag.kernels.geometry import Geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_gradients import row_statistics, score_gradients
-from attn_diag.kernels.triton_latent import PART, REST, ROWS, SHARED, WIDE, pieces_of
+from attn_diag.kernels.triton_latent import PART, REST, ROWS, SHARED, WIDE, barriers_of_places, pieces_of
 from attn_diag.kernels.triton_math import as_operand, round_to
 from attn_diag.kernels.triton_sequences import head_slope
 from attn_diag.kernels.triton_tiles import backward_lse, backward_scores, key_tiles, query_tiles
@@ -243,15 +243,7 @@ def gradient_kernel(
     u = gl.allocate_shared_memory(FORMAT, [2, TILE, WIDE], SHARED)
     u_rest = gl.allocate_shared_memory(FORMAT, [2, TILE, REST], SHARED)
     handed = gl.allocate_shared_memory(FORMAT, [ROWS, TILE], gl.NVMMASharedLayout(64, 16))
-    # As in ``triton_latent``.
-    arrived = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived.index(2), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(arrived.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-        mbarrier.init(ready.index(i), count=1)
+    arrived, free, ready = barriers_of_places()
     y = x
     w = u
     if WANT == "dq":

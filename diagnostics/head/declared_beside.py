@@ -64,6 +64,16 @@ class Off(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Culprit:
+    """What a kernel does otherwise than its recipe."""
+
+    words: str
+    """In words, "the largest number of k is …"."""
+    left: float
+    """The mean square of what O is off then, in units of the noise's."""
+
+
+@dataclass(frozen=True)
 class BesideRecipe:
     """O of one head beside the recipe's, in some of its rows.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.head.declared_beside import BesideRecipe, Culprit
 from attn_diag.head.quality import LOSSY
 from attn_diag.kernels.emulation_operands import Operands
 from attn_diag.reference import AttentionHead, reference_rows
@@ -37,26 +37,16 @@ _PRODUCTS = 2**24
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """What is clipped."""
-
-    words: str
-    """In words."""
-    left: float
-    """The mean square of what O is off then, in units of the noise's."""
-
-
-@dataclass(frozen=True)
 class ClippedSearch:
     """O of one head beside the recipe's, q, k or v clipped."""
 
     beside: BesideRecipe
 
-    def named(self) -> Clipped | None:
+    def named(self) -> Culprit | None:
         """What explains O; None where nothing does."""
         return min(self._tried(), key=lambda one: one.left, default=None)
 
-    def _tried(self) -> Iterator[Clipped]:
+    def _tried(self) -> Iterator[Culprit]:
         beside = replace(self.beside, most=_ROWS)
         for name, _, by in beside.quantizers():
             if not by.symmetric or not by.whole_rows:
@@ -75,7 +65,7 @@ class ClippedSearch:
                 explained = left <= min(2 * LOSSY**2, _HALF * off)
                 if explained and len(clipped) and float(clipped.min()) >= _LEAST:
                     by_part = f"{number(float(clipped.min()), 2)} to {number(float(clipped.max()), 2)}"
-                    yield Clipped(
+                    yield Culprit(
                         f"the largest number of {name} is taken for {by_part} times what it is in {len(clipped)} of "
                         f"{count} blocks, each by its own, and what lies beyond is clipped (a stale amax)",
                         left,

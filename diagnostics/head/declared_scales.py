@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe, Off
+from attn_diag.head.declared_beside import EXACT, PART, BesideRecipe, Culprit, Off
 from attn_diag.head.declared_clipped import ClippedSearch
 from attn_diag.head.declared_factors import Factors
 from attn_diag.head.declared_stale import StaleSearch
@@ -26,16 +26,6 @@ _LESS = 0.9
 
 Others = list[Way]
 """Ways that O has together."""
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """What a kernel does otherwise than its recipe."""
-
-    words: str
-    """In words, "the largest number of k is …"."""
-    left: float
-    """The mean square of what O is off then, in units of the noise's."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class ScaleSearch:
             search, others = StaleSearch(beside), ScaleSearch(beside)._others()
             stale = search.named_blocks()
         if not stale and not others and (clipped := ClippedSearch(self.beside).named()) is not None:
-            return Culprit(clipped.words, clipped.left)
+            return clipped
         found = [(search.words(stale), search.changed(stale))] if stale else []
         return self._named(beside, found + ([self._joined(others)] if others else []))
 
