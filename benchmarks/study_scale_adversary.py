@@ -1,24 +1,22 @@
-"""Scale faults planted in attention of this file's own arithmetic, in plain torch, and what ``inspect`` says of them.
+"""Scale faults planted in attention of an adversary's own arithmetic, and whether ``inspect`` names them.
 
-Nothing of the emulation is used: groups, scales, codes, softmax and P_bar are written out here from issue 26 and the
-recipes' papers, in other tiles than the recipes'. Every trial is one call; a fault acts where O's bits change.
+As ``study_scale_faults``, by somebody who had not read it, nor the search: groups, scales, codes, softmax and P_bar are
+written out here after the recipes' papers, in other tiles than the recipes'. A trial is one call; a fault acts where
+O's bits change. "named" counts a right name among several that are joined by "or".
 
-    python benchmarks/study_scale_adversary.py sound 0 10 out.jsonl
-    python benchmarks/study_scale_adversary.py faults 0 159 out.jsonl 1000
-
-From the first to before the last call; what is added to the seeds comes last. What is read of the lines is by hand.
+    python benchmarks/study_scale_adversary.py --first 1000 --json benchmarks/results/scale_adversary_cpu.json
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import time
+import re
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
+from measuring import made_by, options_of, save
 from torch import Tensor
 
 import attn_diag
@@ -308,8 +306,39 @@ def plans() -> list[tuple[str, Fault]]:
     return found
 
 
-def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dict[str, object]:
-    """One call: whether the fault acts, and what inspect says."""
+# What a report says of a tensor X where it names the fault; a scale of the block before or after makes the same numbers
+# as a wider one now and then.
+SAID = {
+    "shared": r"\bX has a scale for|which is the head",
+    "floor": r"\bX is rounded (toward zero|down)",
+    "stale": r"largest number of X .{0,30}is taken for",
+    "delayed": r"\bX has the scale of the block before|running amax|\bX has a scale for",
+    "future": r"later ones|from there on|\bX has a scale for",
+    "zero point": r"\bX's integers.*zero point",
+    "masked": r"keys that are masked as well",
+}
+# And where it names anything.
+NAMES = (
+    r"\b[qkv] has (a|the) scales? |\b[qkv] has scales|P_bar has a scale|scales of P_bar's blocks|\b[qkv] is rounded"
+    r"|P_bar is rounded|[qkv]'s integers|\b[qkv] is (multiplied|divided)|largest number of [qkv]|all scales of"
+    r"|scores are multiplied|[OL] is multiplied by|MASK OR SCALE|[qkv]'s scales are|\b[qkv] is in|the mean is not taken"
+)
+
+
+def outcome(fault: Fault, text: str) -> str:
+    """In a word what a report says."""
+    told = " ".join(text.split())
+    if not fault.kind:
+        silent = told.startswith(("PASS", "NOTHING")) and "Not as declared" not in told
+        return "sound" if silent and not re.search(NAMES, told) else "accused"
+    named = re.search(SAID[fault.kind].replace("X", {"p": "P_bar"}.get(fault.operand, fault.operand)), told)
+    if named or re.search(NAMES, told):
+        return "named" if named else "wrong culprit"
+    return {"PASS": "passed", "NOTH": "undecided"}.get(told[:4], "told without a name")
+
+
+def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dict[str, Any]:
+    """One call: whether the fault acts, how much further off O is, and what inspect says."""
     q, k, v = made(kind, seed, recipe)
     outs, sound = [], []
     for head in range(len(q)):
@@ -323,33 +352,47 @@ def judged(recipe: str, kind: str, seed: int, fault: Fault, causal: bool) -> dic
     exact = torch.nn.functional.scaled_dot_product_attention(q[None].double(), keys, values, is_causal=causal)
     own = float((plain.double() - exact).square().mean().sqrt())
     change = float((o.double() - plain.double()).square().mean().sqrt()) / own
-    began = time.time()
     capture = attn_diag.Capture.from_tensors(
         {"q": q[None], "k": k[None], "v": v[None], "o": o, "lse": lse}, causal="top-left" if causal else "none"
     )
     result = attn_diag.inspect(capture, declared=recipe)
+    text = result.report()
+    said = outcome(fault, text) if not fault.kind or bool((o != plain).any()) else "does not act"
+    words = {} if said in ("named", "sound") else {"report": " ".join(text.split())[:400]}
+    planted = " ".join(str(x) for x in (fault.kind, fault.operand, fault.amount) if x)
     return {
-        "recipe": recipe, "inputs": kind, "seed": seed, "fault": [fault.kind, fault.operand, fault.amount],
-        "causal": causal, "differs": float((o != plain).float().mean()), "change": round(change, 3),
-        "text": result.report(), "seconds": round(time.time() - began, 1),
-    }  # fmt: skip
+        "recipe": recipe,
+        "inputs": kind,
+        "seed": seed,
+        "fault": planted,
+        "O's change": round(change, 3),
+        "is": said,
+    } | words
 
 
 def main() -> None:
-    """Run a slice of the calls."""
-    what, first, last, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    more = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    """Run all calls, and save what was said."""
+    parser = options_of(__doc__)
+    parser.add_argument("--first", type=int, default=1000, help="added to the seeds")
+    parser.add_argument("--sound", type=int, default=6, help="of how many kinds of inputs sound calls are made")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if what == "sound":
-        every = [(r, i, n, NONE) for n, i in enumerate(INPUTS) for r in RULES]
-    else:
-        every = [(r, INPUTS[(7 * n + n // 9) % len(INPUTS)], n, f) for n, (r, f) in enumerate(plans())]
-        order = torch.randperm(len(every), generator=torch.Generator().manual_seed(1)).tolist()
-        every = [every[i] for i in order]
-    for recipe, kind, seed, fault in every[first:last]:
+    every = [(r, i, n, NONE) for n, i in enumerate(INPUTS[: arguments.sound]) for r in RULES]
+    every += [(r, INPUTS[(7 * n + n // 9) % len(INPUTS)], n, f) for n, (r, f) in enumerate(plans())]
+    counts: dict[str, Counter[str]] = {}
+    odd = []
+    for recipe, kind, seed, fault in every:
         causal = fault.kind in ("masked", "future", "delayed") or seed % 3 != 0
-        with out.open("a") as file:
-            file.write(json.dumps(judged(recipe, kind, seed + more, fault, causal)) + "\n")
+        found = judged(recipe, kind, seed + arguments.first, fault, causal)
+        # An amax that is too large clips nothing.
+        group = "amax too large" if fault.kind == "stale" and fault.amount > 1 else fault.kind or "sound calls"
+        counts.setdefault(group, Counter())[found["is"]] += 1
+        if "report" in found:
+            odd.append(found)
+            print(found, flush=True)
+        save(made_by() | {"first": arguments.first, "counts": counts, "not as it should be": odd}, arguments.json)
+    for group, counted in counts.items():
+        print(group, dict(counted), flush=True)
 
 
 if __name__ == "__main__":
