@@ -12,7 +12,7 @@ from scale_faults import SOUND, Fault, Kernel, inputs
 import attn_diag
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.declared import DeclaredKernel
-from attn_diag.head.declared_scales import Culprit
+from attn_diag.head.declared_beside import Culprit
 from attn_diag.kernels import preset
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import quantizer
