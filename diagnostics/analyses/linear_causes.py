@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,8 +97,8 @@ class Causes:
         alone = [one for one in faults if backward and one[0] in OF_GRADIENTS]
         fault = self._best(alone, name, observed, place, _WHOLE, contradicted)
         fault = fault or self._best(faults, name, observed, place, FAULT_EXPLAINS, contradicted)
-        noise = self._outputs("", CHUNKS[-2], forward=forward)[name][place] - reference
-        fact = fact_of(self._run, name, observed, place, float(noise.square().sum()))
+        noise = float((self._outputs("", CHUNKS[-2], forward=forward)[name][place] - reference).square().sum())
+        fact = fact_of(self._run, name, observed, place, noise)
         if fact is not None and (fault is None or (only is None and fact.explained > fault.explained)):
             return fact
         if fault is None and not forward:
@@ -134,9 +133,13 @@ class Causes:
             return stored
         observed = observed.double()
         site = self._best(self._sites(), name, observed, place, SITE_EXPLAINS)
-        factor = self.factor(name, observed, place)
-        found = [c for c in (site, factor) if c is not None]
-        return max(found, key=lambda c: c.explained) if found else self._decay_sums(name, observed, place)
+        if (factor := self.factor(name, observed, place)) is None:
+            return site or self._decay_sums(name, observed, place)
+        if site is not None:
+            return max(site, factor, key=lambda c: c.explained)
+        # A site may make an output larger, and too few bits tell so.
+        like = (self._explained(one, name, observed, place, proven=False) for one in self._sites())
+        return factor if max(like, default=0.0) <= factor.explained else None
 
     def _simple(self, observed: Tensor, reference: Tensor) -> Cause | None:
         """Zero, a turned sign, or a factor."""
@@ -174,10 +177,10 @@ class Causes:
 
     def _decay_sums(self, name: str, observed: Tensor, place: Place) -> Cause | None:
         """Coarse sums over the state, which bits do not tell: by the size of what is one error in a chunk."""
-        if name not in ("dg", "ddt") or not self._run.has_site("decay_sums") or self._run.format is None:
+        has = self._run.has_site
+        # What is closed with leaves one error in a chunk as well.
+        if name not in ("dg", "ddt") or not has("decay_sums") or has("closing") or self._run.format is None:
             return None
-        if self._run.has_site("closing"):
-            return None  # which leaves one error in a chunk as well
         true = self._run.reference.values[name][place]
         fits = []
         for chunk in self._run.chunks:
@@ -221,9 +224,8 @@ class Causes:
             squared: The head's squared error.
             place: Where the head is in the quantity's tensor.
         """
-        if ("state_step", 1) not in self._sites():
-            return False
-        made = self._outputs("state_step", 1, forward=name in LINEAR_OUTPUTS)
+        there = ("state_step", 1) in self._sites()
+        made = self._outputs("state_step", 1, forward=name in LINEAR_OUTPUTS) if there else {}
         if name not in made:
             return False
         other = made[name][place] - self._run.reference.values[name][place]
@@ -233,9 +235,8 @@ class Causes:
         """Whether decays of another size, as many faults make them, are these: gradients tell, or all of the error."""
         if one[0] not in _OF_SIZES:
             return False
-        if self.gradients:
-            return self._contradicted(one, self.gradients)
-        return self._explained(one, name, observed, place) < _WHOLE
+        of_gradients = self._contradicted(one, self.gradients) if self.gradients else None
+        return self._explained(one, name, observed, place) < _WHOLE if of_gradients is None else of_gradients
 
     def _contradicted(self, one: tuple[str, int], beside: Beside) -> bool:
         """Whether another output is plainly not what the fault would make of it."""
@@ -278,9 +279,10 @@ class Causes:
         longest = max(steps.stop - steps.start for _, steps in self._run.capture.call.sequences)
         return ONE_STEP.get(cause, cause) if longest <= 2 * chunk else cause
 
-    def _explained(self, one: tuple[str, int], name: str, observed: Tensor, place: Place) -> float:
-        cause, chunk = one
-        forward = name in LINEAR_OUTPUTS
+    def _explained(
+        self, one: tuple[str, int], name: str, observed: Tensor, place: Place, *, proven: bool = True,
+    ) -> float:  # fmt: skip
+        (cause, chunk), forward = one, name in LINEAR_OUTPUTS
         made = self._outputs(cause, chunk, forward=forward)
         if name not in made:
             return 0.0
@@ -301,9 +303,8 @@ class Causes:
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
         explained, noise = common**2 / size / total, float((sound - reference).square().sum())
-        if cause in _DECAYS and (1 - explained) * total > BEYOND**2 * noise:
-            return 0.0
-        return explained if self._in_bits(error, change, reference, name) else 0.0
+        doubtful = cause in _DECAYS and (1 - explained) * total > BEYOND**2 * noise
+        return 0.0 if doubtful or (proven and not self._in_bits(error, change, reference, name)) else explained
 
     def _in_bits(self, error: Tensor, change: Tensor, reference: Tensor, name: str) -> bool:
         """Whether a change is in an error by more than a factor of what is true, and by more than chance.
@@ -389,8 +390,7 @@ class Causes:
             return run.emulated(replace(recipe, state=fmt), forward=forward)
         if cause in STEPWISE:
             return with_rounded_decays(run, cause).emulated(recipe, forward=forward)
-        changed: dict[str, Any] = {cause: fmt}
-        return run.emulated(replace(recipe, **changed), forward=forward)
+        return run.emulated(replace(recipe, **{cause: fmt}), forward=forward)  # type: ignore[arg-type]
 
 
 def _beside(x: Tensor, reference: Tensor) -> Tensor:
