@@ -75,13 +75,22 @@ HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
 
 
 def factors_of(
-    by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0, limit: float = 0.02
-) -> Factors:
-    """What is said of an O whose scores and which itself are multiplied by these, beside noise of 2 % of O."""
-    made = reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row)).out * out
-    off = made - reference_head(HEAD).out
-    noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=torch.Generator().manual_seed(1))
-    search = FactorSearch(HEAD, off + noise[0], noise[1:], None, torch.arange(128), limit, {"q": None, "k": None})
+    by_key: Tensor | float = 1.0, by_row: Tensor | float = 1.0, out: Tensor | float = 1.0, limit: float = 0.02,
+    of_lse: float | None = None,
+) -> Factors:  # fmt: skip
+    """What is said of an O whose scores and which itself are multiplied by these, beside noise of 2 % of O.
+
+    ``of_lse``: what the scores of L are multiplied by, which has 0.1 of noise; None: L was not captured.
+    """
+    true, made = reference_head(HEAD), reference_head(replace(HEAD, k=HEAD.k * by_key, q=HEAD.q * by_row))
+    off = made.out * out - true.out
+    generator = torch.Generator().manual_seed(1)
+    noise = 0.02 * off.new_empty(17, *off.shape).normal_(generator=generator)
+    lse = None
+    if of_lse is not None:
+        drawn = 0.1 * off.new_empty(17, 128).normal_(generator=generator)
+        lse = reference_head(replace(HEAD, k=HEAD.k * of_lse)).lse - true.lse + drawn[0], drawn[1:]
+    search = FactorSearch(HEAD, off + noise[0], noise[1:], lse, torch.arange(128), limit, {"q": None, "k": None})
     return search.named(suspect=True)
 
 
@@ -94,6 +103,11 @@ def test_a_factor_is_not_named_beside_another_fault() -> None:
     rows[100:102] = 0.0  # two rows that hold nothing
     assert factors_of(out=rows).words == ""
     assert factors_of(1.07, out=rows).words == ""
+
+
+def test_a_factor_of_scores_that_lse_denies_is_not_named() -> None:
+    assert factors_of(1.1, of_lse=1.1).words.startswith("its scores are multiplied by 1.1 throughout")
+    assert factors_of(1.1, of_lse=1.0).words == ""
 
 
 def test_a_factor_of_some_keys_or_rows_is_not_one_throughout() -> None:

@@ -157,6 +157,8 @@ class _Fitted:
             if not wrong.any():
                 return Factors("")
             scores, out = (1 + self.whole.found).tolist()
+            if wrong[0] and self._denied():
+                wrong[0], scores = False, 1.0
             said = [f"its scores are multiplied by {scores:.3g} throughout, as by {_CULPRIT['all']}"] * bool(wrong[0])
             said = [f"it is multiplied by {out:.3g} throughout, as by {_CULPRIT['v']}"] * bool(wrong[1]) + said
             return Factors("; ".join(said), scores, out, smaller=bool(wrong[0]) and scores < 1)
@@ -178,6 +180,13 @@ class _Fitted:
         own = fit.found[:-1][self._wrong(fit)[:-1]]
         smaller = bool(len(own) and (own < 0).all())
         return Factors(self._of_blocks(of, each, fit), throughout=False, smaller=smaller)
+
+    def _denied(self) -> bool:
+        """Whether L is nearer without the scores' factor: only a constant would undo what the factor makes of it."""
+        factors = 1 + self.whole.found
+        off, _ = self._model("k", torch.zeros(len(self._head.k), dtype=torch.long, device=factors.device), factors)
+        of_lse = self._apart[self._size :]
+        return bool((of_lse - off[self._size :]).square().sum() > of_lse.square().sum())
 
     def _of_blocks(self, of: Of, each: Tensor, fit: _Fit) -> str:
         """In words, the blocks with a wrong factor."""
