@@ -70,6 +70,19 @@ def test_a_stale_amax_is_found_with_its_size(parts: dict[str, float]) -> None:
     assert found == pytest.approx({(name, None): part for name, part in parts.items()}, rel=0.01)
 
 
+def test_an_amax_that_is_too_large_is_found_with_its_size() -> None:
+    """As a history of amax leaves it: nothing is clipped, and O's bits alone tell."""
+    q, k, v, _ = inputs("outliers", 2)
+    found = search("fa3-fp8", clipped(q, k, v, {"k": 1.37}), "outliers", 2)
+    assert StaleSearch(found).named() == {}
+    assert StaleSearch(found, wider=True).named() == pytest.approx({("k", None): 1.37}, rel=0.01)
+    culprit = ScaleSearch(found).culprit()
+    assert culprit is not None
+    assert culprit.words == "the largest number of k is taken for 1.4 times what it is (a stale amax)"
+    sound = search("fa3-fp8", clipped(q, k, v, {}), "outliers", 2)
+    assert StaleSearch(sound, wider=True).named() == {}
+
+
 _Q, _K, _V = torch.randn(3, 128, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 HEAD = AttentionHead(_Q, _K, _V, None, 0.25, Masking("top-left"))
 

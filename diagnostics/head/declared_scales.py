@@ -58,6 +58,10 @@ class ScaleSearch:
             if stale := other.named():
                 search = other
                 break
+        if not stale and beside.left({}) > EXACT:
+            # A scale that reaches too far leaves codes unused, as a rounding toward zero does.
+            search = StaleSearch(beside, wider=True)
+            stale = search.named()
         if not stale and not others:
             # Of a scale that few rows feel the other rows show nothing.
             beside = replace(self.beside, worst=True)

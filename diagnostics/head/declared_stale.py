@@ -1,5 +1,8 @@
 """A stale amax in a declared kernel: scales of q, k or v that do not reach its largest numbers, which are clipped.
 
+Or, as the amax of a history leaves them, scales that reach further, and leave codes unused: those of all alike. They
+show in O's bits alone, so that every scale is tried that rounds otherwise.
+
 All scales of one of them, or those of some blocks alone: a block whose scale is stale is looked for along what O is off
 with each block's scale too small, one after the other, and its part of amax is then searched as that of all is.
 """
@@ -19,6 +22,10 @@ from attn_diag.results.wording import number, together
 # Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What
 # is clipped shows from afar; of FP8 a scale that is 1 % off is as good as any other, as every number rounds elsewhere.
 _PARTS, _SCANS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), ((0.01, 10), (0.002, 5))
+# Parts above 1, up to 4: a scale that is half of 1 % off leaves most of 8 bits' codes as they are. Floats have the same
+# digits with twice the scale.
+_WIDER = tuple(1.01**n for n in range(3, 140))
+_OCTAVE = 2.0
 # A part that is nearer to 1 clips next to nothing.
 _WHOLE = 0.97
 # What explains more of what is left by less than this is not there.
@@ -42,6 +49,8 @@ class StaleSearch:
     """Integers that pass the largest wrap around instead of becoming it."""
     level: Literal["", "tensor", "blocks"] = ""
     """Of two levels of scales: the tensor's alone, or the blocks' alone."""
+    wider: bool = False
+    """Scales that reach further than amax."""
 
     def others(self) -> Iterator[StaleSearch]:
         """Searches of integers that wrap, and of one of two levels of scales."""
@@ -99,6 +108,8 @@ class StaleSearch:
             rest = {"": rest, "tensor": " as a whole", "blocks": "'s blocks"}[self.level]
             where = rest if block is None else f" in {self.beside.place(name, by[name], block)}"
             said.append(f"{name}{where} is taken for {number(part, 2)} times what it is")
+        if self.wider:
+            return f"the largest number of {together(said)} (a stale amax)"
         beyond = "wraps around" if self.wraps else "is clipped (a stale amax)"
         return f"the largest number of {together(said)}, and what lies beyond {beyond}"
 
@@ -112,7 +123,7 @@ class StaleSearch:
         best = self.beside.left({})
         found = dict[Where, float]()
         while len(found) < most:
-            tried = [(where, part) for where in suspects(found) for part in self._parts]
+            tried = [(where, part) for where in suspects(found) for part in self._parts_of(where)]
             left = self.beside.left_of_several([self.changed(found | {where: part}) for where, part in tried])
             if not left or min(left) > _LESS * best:
                 break
@@ -125,22 +136,26 @@ class StaleSearch:
             for where in found:
                 for step, count in _SCANS:
                     best = self._scan(found, where, step, count)
-        clipped = {where: part for where, part in found.items() if part < (1.0 if self.wraps else _WHOLE)}
-        if not clipped:
+        other = {where: part for where, part in found.items() if self.wider or part < (1.0 if self.wraps else _WHOLE)}
+        if not other:
             return {}
-        return clipped if (self.beside.explains(best) or self._moved({}, found)) and self._clips(found) else {}
+        return other if (self.beside.explains(best) or self._moved({}, found)) and self._clips(found) else {}
 
     def _moved(self, here: Mapping[Where, float], found: Mapping[Where, float]) -> bool:
         return self.beside.moved(self.beside.off(self.changed(here)), self.beside.off(self.changed(found)))
 
     def _clips(self, found: Mapping[Where, float]) -> bool:
         """Whether it is not a wider scale that nothing passes: floats have the same digits with twice the scale."""
+        if self.wraps or self.wider:
+            return True
         twice = {where: 2 * part for where, part in found.items()}
         left, other = (self.beside.left(self.changed(parts)) for parts in (found, twice))
-        return self.wraps or left < _OTHER * other or self._moved(twice, found)
+        return left < _OTHER * other or self._moved(twice, found)
 
-    @property
-    def _parts(self) -> tuple[float, ...]:
+    def _parts_of(self, where: Where) -> tuple[float, ...]:
+        if self.wider:
+            whole = isinstance({name: by for name, _, by in self._tensors()}[where[0]].parsed_elements, Integers)
+            return tuple(part for part in _WIDER if whole or part < _OCTAVE)
         # An amax that is divided by 128, not 127, has a code of 128.
         return (127 / 128, *_PARTS) if self.wraps else _PARTS
 
@@ -159,7 +174,8 @@ class StaleSearch:
 
     def _scan(self, parts: dict[Where, float], where: Where, step: float, count: int) -> float:
         """Move one part to the best one about it; returns what is left."""
-        near = [part for i in range(-count, count + 1) if 0 < (part := parts[where] + i * step) < 1]
+        near = [parts[where] + i * step for i in range(-count, count + 1)]
+        near = [part for part in near if 0 < part != 1 and (part > 1) == self.wider]
         left = self.beside.left_of_several([self.changed(parts | {where: part}) for part in near])
         parts[where] = near[left.index(min(left))]
         return min(left)
