@@ -53,8 +53,9 @@ def fitted(diagnosis: Diagnosis, limit: int) -> Any:
     even so is returned all the same.
     """
     sample, times = _sample(diagnosis)
-    hopeful = [detail for detail in _DETAILS if times * _written(sample, detail, math.inf)[1] <= limit]
-    for detail in _DETAILS[_DETAILS.index(hopeful[0]) if hopeful else -1 :]:
+    last = len(_DETAILS) - 1
+    first = next((i for i in range(last) if times * _written(sample, _DETAILS[i], math.inf)[1] <= limit), last)
+    for detail in _DETAILS[first:]:
         data, size = _written(diagnosis, detail, limit if detail == _DETAILS[-1] else math.inf)
         if size <= limit:
             break

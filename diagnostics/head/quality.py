@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.arrays import dense
-from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
+from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
 AS_GOOD, LOSSY = 1.1, 1.25
@@ -146,13 +146,25 @@ class QuantitySample:
 
     def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
         """Observed over the larger of counterfactual and floor, of some rows or all."""
-        return self._ratio_of_all if kept is None else self._ratio(kept)
+        return self._ratios[0] if kept is None else paired_ratios([self._case(kept)])[0]
+
+    @property
+    def typical_ratio(self) -> RatioEstimate | None:
+        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+        return self._ratios[1]
 
     @cached_property
-    def _ratio_of_all(self) -> RatioEstimate | None:
-        return self._ratio(None)
+    def _ratios(self) -> list[RatioEstimate | None]:
+        return paired_ratios([self._case(None), self._typical_case()])
 
-    def _ratio(self, kept: npt.NDArray[np.bool_] | None) -> RatioEstimate | None:
+    @staticmethod
+    def find_ratios(several: Sequence[QuantitySample]) -> None:
+        """Compute both ratios of some samples side by side, before they are asked for."""
+        found = paired_ratios([case for one in several for case in (one._case(None), one._typical_case())])
+        for i, one in enumerate(several):
+            one.__dict__["_ratios"] = found[2 * i : 2 * i + 2]
+
+    def _case(self, kept: npt.NDArray[np.bool_] | None) -> RatioCase:
         part = slice(None) if kept is None else kept
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
         clusters = self.clusters
@@ -161,17 +173,13 @@ class QuantitySample:
         if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
             # All rows copy few keys, and share their rounding: features are what is left to count.
             error, other, floor = self.features
-            return paired_ratio(error, other if other.sum() > floor.sum() else floor)
-        return paired_ratio(self.error[part], yardstick[part], clusters, self.carriers)
+            return RatioCase(error, other if other.sum() > floor.sum() else floor)
+        return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
 
-    @cached_property
-    def typical_ratio(self) -> RatioEstimate | None:
-        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    def _typical_case(self) -> RatioCase:
         unit = np.maximum(self.expected, 1e-300)
         other, floor = self.counterfactual / unit, self.floor / unit
-        return paired_ratio(
-            self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers
-        )
+        return RatioCase(self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers)
 
 
 @dataclass(frozen=True)
@@ -279,18 +287,18 @@ def samples(
 
     def of_head(h: int) -> QuantitySample:
         known, (row, feature, ulps, beyond) = directions[h], worst[h]
-        drawn = known if isinstance(known, Drawn) else None
-        sums, size, draws = by_row[:, h], sizes[h], None if drawn is None else drawn.draws
+        drawn, sums, size = known if isinstance(known, Drawn) else None, by_row[:, h], sizes[h]
+        draws = None if drawn is None else drawn.draws
 
         def of_rows(found: Tensor) -> Tensor | Array:
             own = known if drawn is None else drawn.rows
             return np.ones(len(found)) if own is None else own(rows[h, found])  # type: ignore[operator]
 
-        def of_columns(found: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+        def of_columns(found: Tensor, unit: Tensor | None) -> Tensor:
             if drawn is not None:
                 return drawn.features(found)
             # Rows' errors are independent of each other.
-            of_rows = noise()[:, found]
+            of_rows = (expected[h] if unit is None else expected[h] / unit[h])[:, found]
             return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
 
         stands_out = np.zeros((0, 2), dtype=np.int64)
@@ -310,10 +318,8 @@ def samples(
             features=by_feature[:3, h],
             bad_rows=_outlying(sums, of_rows, truth.device, draws),
             bad_features=np.maximum(
-                _outlying(by_feature[:, h], partial(of_columns, noise=lambda: expected[h]), truth.device, draws),
-                _outlying(
-                    in_units[:, h], partial(of_columns, noise=lambda: expected[h] / unit[h]), truth.device, draws
-                ),
+                _outlying(by_feature[:, h], partial(of_columns, unit=None), truth.device, draws),
+                _outlying(in_units[:, h], partial(of_columns, unit=unit), truth.device, draws),
             ),
             bad_elements=np.stack([places[h][stands_out[:, 0]], stands_out[:, 1]], 1),
             in_outlying_element=marked,
