@@ -110,8 +110,7 @@ class QuantitySample:
     carriers: Carriers | None
     """The query rows that all keys of dK share."""
     site: str | None = None
-    """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
-    or none does."""
+    """The recipe's field by which another published kernel's explains the error; None: not looked for, or none does."""
     made_by_site: float = 0.0
     """What of the squared error the rounding at that site makes by itself, where its bits tell; else 0."""
     copied: npt.NDArray[np.int64] | None = None
@@ -129,8 +128,7 @@ class QuantitySample:
     declared: str = ""
     """The recipe below 16 bits that the kernel is declared to be, and that the counterfactual is; empty: none."""
     factors: str = ""
-    """Where one is declared, what O or its scores are multiplied by that they should not be, in words; empty: nothing.
-    """
+    """Where one is declared, what wrongly multiplies O or its scores, in words; empty: nothing."""
     scales: str = ""
     """Where one is declared, which other scales of q, k and v make O as it is, in words; empty: not known."""
     beyond_backward: float = 0.0
