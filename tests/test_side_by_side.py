@@ -1,105 +1,142 @@
-"""What is computed of several heads, captures or cases at once is what each of them gives alone."""
+"""Heads measured side by side are what each of them is alone: figures, verdicts, and every sentence."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from builders import stored
-from scipy.special import stdtrit
+from test_fused_inspect import differences
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.head import output_fit
-from attn_diag.head.output_fit import OutputFit, out_fit, out_fits
-from attn_diag.reference import Alibi, AttentionHead, Masking, reference_rows
-from attn_diag.reference.heads import out_and_lse
-from attn_diag.statistics.ratios import Carriers, RatioCase, RatioEstimate, paired_ratios
+from attn_diag.analyses.inspection import groups, joint
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from attn_diag.captures.capture import Capture
+from attn_diag.head import head_stack, signed_errors
+from attn_diag.head.measure import measure_heads
+from attn_diag.reference import certificate
+from attn_diag.results.diagnosis import Diagnosis
 
-
-def jackknife(case: RatioCase) -> RatioEstimate | None:
-    """``paired_ratio``, one group left out after the other."""
-    observed, yardstick = case.by_group()
-    a, b, n = float(observed.sum()), float(yardstick.sum()), len(observed)
-    if not b > 0 or not math.isfinite(a) or n < 2:
-        return None
-    groups = min(float(x.sum() ** 2 / np.square(x).sum()) if x.any() else n for x in (observed, yardstick))
-    if case.carriers is not None and case.carriers.share > 0.5:
-        groups = min(groups, case.carriers.count)
-    if not a:
-        return RatioEstimate(0.0, 0.0, 0.0, groups)
-    rest = [((a - x), (b - y)) for x, y in zip(observed, yardstick, strict=True)]
-    factor = math.sqrt(a / b)
-    if any(x <= 0 or y <= 0 for x, y in rest):
-        return RatioEstimate(factor, 0.0, math.inf, groups)
-    logs = np.array([0.5 * (math.log(x) - math.log(y)) for x, y in rest])
-    variance = (n - 1) * float(logs.var())
-    if (shared := case.carriers) is not None:
-        variance += shared.share**2 * max(1 - shared.correlation**2, 0.0) / max(shared.count, 1.0)
-    half = float(stdtrit(max(groups - 1, 1.0), 0.975)) * math.sqrt(variance)
-    return RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(half), groups)
+HEADS = 5
 
 
-def test_ratios_of_several_sets_of_errors() -> None:
-    rng = np.random.default_rng(0)
-
-    def errors(n: int) -> np.ndarray:
-        return rng.standard_normal(n) ** 2
-
-    one = np.zeros(8)
-    one[3] = 1.0
-    cases = [RatioCase(errors(n), errors(n)) for n in (8, 8, 33, 1, 0)]
-    cases += [RatioCase(np.zeros(8), errors(8)), RatioCase(errors(8), np.zeros(8)), RatioCase(one, errors(8))]
-    cases += [RatioCase(errors(8) * np.inf, errors(8)), RatioCase(errors(64), errors(64), np.arange(64) // 8)]
-    cases += [RatioCase(errors(8), errors(8), None, Carriers(count, 0.7, 0.3)) for count in (1.5, 40.0)]
-    found = paired_ratios(cases)
-    for got, case in zip(found, cases, strict=True):
-        expected = jackknife(case)
-        assert (got is None) == (expected is None)
-        if got is not None and expected is not None:
-            pairs = [(getattr(x, n) for x in (got, expected)) for n in ("factor", "low", "high", "groups")]
-            assert all(math.isclose(x, y, rel_tol=1e-12) for x, y in pairs), (got, expected)
-    # What lies beside a case does not change it.
-    assert found == [paired_ratios([case])[0] for case in cases]
+def taken(seed: int, spoil: Callable[[dict[str, Tensor]], object], *, batch: int = 1, dtype: torch.dtype) -> Capture:
+    """Heads of different kinds: N(0,1), peaked, nearly uniform, a repeated maximum, V of one sign."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(batch, HEADS, 40, 16, generator=generator) for _ in range(4))
+    q[:, 1], q[:, 2], k[:, 3, 9] = 8 * q[:, 1], q[:, 2] / 50, k[:, 3, 5]
+    v[:, 4], v[:, 2] = v[:, 4].abs(), v[:, 2] + 1
+    inputs = {"q": q, "k": k, "v": v, "do": do}
+    tensors = {name: t.to(dtype) for name, t in inputs.items()}
+    spoil(tensors)
+    exact = [tensors[name].double().requires_grad_() for name in "qkv"]
+    out = scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
+    dq, dk, dv = torch.autograd.grad(out, exact, tensors["do"].double())
+    outputs = {"o": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    tensors |= {name: t.to(dtype) for name, t in outputs.items()}
+    scores = exact[0].detach() @ exact[1].detach().mT / 4
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    tensors["lse"] = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).float()
+    return Capture.from_tensors(tensors, causal="top-left", scale=0.25)
 
 
-VARIANTS: dict[str, tuple[Masking, float | None, bool]] = {
-    "causal": (Masking("top-left"), None, False),
-    "window, softcap": (Masking("bottom-right", (40, 0)), 5.0, False),
-    "sink": (Masking(), None, True),
-    "alibi": (Masking("bottom-right", alibi=Alibi(0.25)), None, False),
-    "mask": (Masking(mask=torch.arange(333 * 300).view(300, 333) % 7 > 0), None, False),
+def without_gradients(tensors: dict[str, Tensor]) -> None:
+    tensors["do"][0, 1, 20:] = 0
+    tensors["do"][0, 3] = 0
+
+
+def shared_prompt(tensors: dict[str, Tensor]) -> None:
+    for name in "qkv":
+        tensors[name][1, :, :25] = tensors[name][0, :, :25]
+
+
+def wrong_in_some() -> Capture:
+    found = taken(3, lambda _: None, dtype=torch.bfloat16)
+    o, dq, lse = (found.tensors[name][:].clone() for name in ("o", "dq", "lse"))
+    o[0, 1, 7] *= 1.5
+    o[0, 2, 3, 4] = torch.nan
+    dq[0, 4, :, 3] = 0
+    dq[0, 0] *= 1.02
+    lse[0, 3, 11] += 1
+    return Capture.from_tensors({**found.tensors, "o": o, "dq": dq, "lse": lse}, causal="top-left", scale=0.25)
+
+
+CAPTURES: dict[str, Callable[[], Capture]] = {
+    "healthy": lambda: taken(0, lambda _: None, dtype=torch.bfloat16),
+    "fp16": lambda: taken(1, lambda _: None, dtype=torch.float16),
+    "fp32": lambda: taken(2, lambda _: None, dtype=torch.float32),
+    "wrong in some": wrong_in_some,
+    "rows without a gradient": lambda: taken(4, without_gradients, dtype=torch.bfloat16),
+    "a shared prompt": lambda: taken(5, shared_prompt, batch=2, dtype=torch.bfloat16),
+    "nan in some": lambda: taken(6, lambda t: t["q"][0, 1, 3].fill_(torch.nan), dtype=torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_rows_of_several_heads(name: str) -> None:
-    masking, softcap, sink = VARIANTS[name]
-    generator = torch.Generator().manual_seed(0)
-    heads = []
-    for i in range(3):
-        q, k, v = (torch.randn(n, 32, generator=generator).double() for n in (300, 333, 333))
-        own = replace(masking, alibi=Alibi(0.25 * (i + 1))) if masking.alibi else masking
-        heads.append(AttentionHead(q, k, v, None, 0.17, own, softcap, 0.5 * i if sink else None))
-    rows = torch.tensor([0, 7, 150, 299])
-    out, lse = out_and_lse(heads, rows)
-    for head, of_head, of_rows in zip(heads, out, lse, strict=True):
-        block = reference_rows(head, rows)
-        torch.testing.assert_close(of_head, block.out, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(of_rows, block.lse, rtol=1e-12, atol=1e-14)
+def inspected(capture: Capture, at_once: int, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: at_once)
+    return inspect_captures([capture], device="cpu")
 
 
-def test_outputs_of_several_captures_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = [stored(name) for name in ("gqa_T200", "gpt2_step731_L2H4", "gqa_T200")]
-    asked = [(c, next(n for n, found in c.observations.items() if "o" in found), None) for c in captures]
-    device = torch.device("cpu")
-    alone = [out_fit(c, name, device) for c, name, _ in asked]
-    monkeypatch.setattr(output_fit, "_at_once", lambda *_: 64)
-    together = out_fits(asked, device)
-    for one, other in zip(alone, together, strict=True):
-        assert isinstance(one, OutputFit)
-        assert isinstance(other, OutputFit)
-        assert math.isclose(one.error, other.error, rel_tol=1e-12)
-        assert math.isclose(one.rounding, other.rounding, rel_tol=1e-12)
-        assert one.few == other.few
+@pytest.mark.parametrize("name", CAPTURES)
+def test_heads_side_by_side_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CAPTURES[name]()
+    alone = inspected(capture, 1, monkeypatch)
+    assert not differences(alone, inspected(capture, 2 * HEADS, monkeypatch), 1e-10, drawn=False)
+
+
+def of_the_next(values: Tensor) -> Tensor:
+    return values.roll(1, 0)
+
+
+MIXED_UP: dict[str, tuple[object, str, Callable[..., Tensor]]] = {
+    "sums of squares": (signed_errors, "inner", lambda a, b: of_the_next((a * b).flatten(1).sum(1))),
+    "rows": (head_stack, "stacked", lambda tensors: of_the_next(torch.stack(list(tensors)))),
+    "bounds": (certificate, "upper_norm", lambda x, dim: of_the_next(torch.linalg.vector_norm(x, dim=dim))),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_UP)
+def test_heads_that_are_mixed_up_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CAPTURES["healthy"]()
+    alone = inspected(capture, 1, monkeypatch)
+    monkeypatch.setattr(*MIXED_UP[name])
+    found = inspected(capture, HEADS, monkeypatch).to_json(), alone.to_json()
+    assert found[0] != found[1]
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_heads_take_hardly_more_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's host takes about as long for an operation on one head as for one on all: those of one head alone, as its
+    comparison with other kernels where rows are few, are not to be most of them."""
+    found = taken(5, lambda _: None, dtype=torch.bfloat16)
+    kept = {name: t for name, t in found.tensors.items() if name not in ("dk", "dv")}
+    counts: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        with Counted() as operations:
+            result = measure_heads(*arguments)
+        counts.append(operations.count)
+        return result
+
+    monkeypatch.setattr(joint, "measure_heads", counted)
+    monkeypatch.setattr(groups, "_heads_at_once", lambda *_: HEADS)
+    for heads in ([0, 1], range(HEADS)):
+        some = {name: t[:, list(heads)] for name, t in kept.items()}
+        inspect_captures([replace(found, tensors=some)], device="cpu")
+    two, five = counts
+    assert five < 1.5 * two
