@@ -10,9 +10,11 @@ import pytest
 import torch
 from builders import stored
 from scipy.special import stdtrit
+from test_side_by_side import Counted
 
 from attn_diag.head import output_fit
 from attn_diag.head.output_fit import OutputFit, out_fit, out_fits
+from attn_diag.head.read import HeadTensors
 from attn_diag.reference import Alibi, AttentionHead, Masking, reference_rows
 from attn_diag.reference.heads import out_and_lse
 from attn_diag.statistics.ratios import Carriers, RatioCase, RatioEstimate, paired_ratios
@@ -103,3 +105,18 @@ def test_outputs_of_several_captures_are_checked_together(monkeypatch: pytest.Mo
         assert math.isclose(one.error, other.error, rel_tol=1e-12)
         assert math.isclose(one.rounding, other.rounding, rel_tol=1e-12)
         assert one.few == other.few
+
+
+def test_more_captures_take_hardly_more_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All heads are recomputed at once; what is left for each is to take its rows, and the head's own inputs."""
+    monkeypatch.setattr(output_fit, "_at_once", lambda *_: 64)
+    capture, counts = stored("gqa_T200"), list[int]()
+    name = next(n for n, found in capture.observations.items() if "o" in found)
+    places = [(0, head) for head in range(capture.q_heads)]
+    tensors = HeadTensors(capture, places, torch.device("cpu"))
+    for times in (1, 1, 9):  # the first reads
+        with Counted() as operations:
+            out_fits([(capture, name, tensors)] * times, torch.device("cpu"))
+        counts.append(operations.count)
+    _, one, nine = counts
+    assert nine < 5 * one

@@ -195,9 +195,10 @@ class _Untested:
         self.known: dict[str, Any] = {}
         if not self.n:
             return
-        self.sizes = np.full(rows, float(errors.count))
-        if case.clusters is not None:
-            self.sums, self.sizes = (_by_cluster(case.clusters, values) for values in (self.sums, self.sizes))
+        if case.clusters is None:
+            self.sizes = np.full(rows, float(errors.count))
+        else:  # whole numbers, and so exact
+            self.sums, self.sizes = _by_cluster(case.clusters, self.sums), np.bincount(case.clusters) * errors.count * 1.0
         few = False
         if self.shared is not None and len(self.sums) < 2:
             self.sums, self.sizes, self.shared, few = (
