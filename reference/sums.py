@@ -25,8 +25,9 @@ def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
     if count < 2:
         return weights @ values
     whole = count * SUM_KEYS
-    left = weights[..., :whole].unflatten(-1, (count, SUM_KEYS)).transpose(-3, -2)  # [..., C, R, 128]
-    result = (left @ values[..., :whole, :].unflatten(-2, (count, SUM_KEYS))).sum(-3)
+    left = weights[..., :whole].view(*weights.shape[:-1], count, SUM_KEYS).transpose(-3, -2)  # [..., C, R, 128]
+    right = values[..., :whole, :].view(*values.shape[:-2], count, SUM_KEYS, values.shape[-1])
+    result = (left @ right).sum(-3)
     return result.add_(weights[..., whole:] @ values[..., whole:, :]) if whole < keys else result
 
 
