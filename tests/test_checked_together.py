@@ -92,13 +92,12 @@ def test_rows_of_several_heads(name: str) -> None:
         torch.testing.assert_close(of_rows, block.lse, rtol=1e-12, atol=1e-14)
 
 
-def test_outputs_of_several_captures_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_several_captures_are_checked_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [stored(name) for name in ("gqa_T200", "gpt2_step731_L2H4", "gqa_T200")]
     asked = [(c, next(n for n, found in c.observations.items() if "o" in found), None) for c in captures]
-    device = torch.device("cpu")
-    alone = [out_fit(c, name, device) for c, name, _ in asked]
+    alone = [out_fit(c, name, torch.device("cpu")) for c, name, _ in asked]
     monkeypatch.setattr(output_fit, "_at_once", lambda *_: 64)
-    together = out_fits(asked, device)
+    together = out_fits(asked, torch.device(device))
     for one, other in zip(alone, together, strict=True):
         assert isinstance(one, OutputFit)
         assert isinstance(other, OutputFit)
