@@ -125,16 +125,16 @@ def _sums(
     ``sums``: from format, observed, true and made values of H heads, [H, ...], several numbers of each, [H].
     """
     sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, *of_one, output, device))
-    alike: dict[tuple[torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    alike: dict[tuple[int, torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for first in sampled:
         some = [first, *islice(sampled, _at_once(first) - 1)]
         for places in batches([one.inputs.head for one in some]):
             beside = [some[i] for i in places]
             for one, truth in zip(beside, _recomputed(beside, output), strict=True):
                 compared = one.compared(truth)
-                alike.setdefault((compared[0].shape, one.fmt), []).append((one.asked, compared))
+                alike.setdefault((len(compared), compared[0].shape, one.fmt), []).append((one.asked, compared))
     found: list[tuple[int, list[float]]] = [(0, []) for _ in asked]
-    for (shape, fmt), group in alike.items():
+    for (_, shape, fmt), group in alike.items():
         values = [stacked(tensors) for tensors in zip(*(compared for _, compared in group), strict=True)]
         for (i, _), of_head in zip(group, numbers(*sums(fmt, *values)), strict=True):
             count, before = found[i]
