@@ -102,7 +102,7 @@ class AttentionHead:
     def apply_mask(
         self, scores: Tensor, rows: Rows, keys: slice, unit: float = 1.0, *, least: int | None = None
     ) -> None:
-        """Set ``scores`` [R, K] of invisible keys to -inf and add an additive mask and ALiBi's bias, in place.
+        """Set ``scores`` [..., R, K] of invisible keys to -inf and add an additive mask and ALiBi's bias, in place.
 
         ``unit``: alpha, where the scores still lack it; an additive mask is taken to be in the same units. ``least``:
         the smallest position of the rows, where the host knows it.
@@ -115,7 +115,7 @@ class AttentionHead:
             begin = min(max(least + right + 1, keys.start), keys.stop)
         hidden = self.masking.hidden(positions, slice(begin, keys.stop))
         if hidden is not None:
-            scores[:, begin - keys.start :].masked_fill_(hidden, -torch.inf)
+            scores[..., begin - keys.start :].masked_fill_(hidden, -torch.inf)
         if self.masking.mask is not None:
             mask = self.masking.mask[rows, keys]
             if mask.dtype == torch.bool:
@@ -231,7 +231,7 @@ class HeadReference:
     @cached_property
     def out(self) -> Tensor:
         """O = O_bar / l, [Tq, Dv]; zero in fully masked rows."""
-        return self.unnormalised_out * _inverse(self.row_sum, self.fully_masked)[:, None]
+        return self.unnormalised_out * inverse_of(self.row_sum, self.fully_masked)[:, None]
 
 
 def row_blocks(
@@ -311,7 +311,7 @@ def reference_head(
 def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_sums: bool) -> RowBlock:
     keys = head.visible_span(rows)
     k, v = head.k[keys], head.v[keys]
-    scores = scaled_products(head, rows, keys)
+    scores = scaled_products(head.q[rows], k, head.scale)
     slope = softcap_(head, scores)
     head.apply_mask(scores, rows, keys)
 
@@ -336,7 +336,7 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
         top_key=top_key.add_(keys.start),
         unnormalised_probs=probs,
         row_sum=row_sum,
-        inverse_row_sum=_inverse(row_sum, fully_masked),
+        inverse_row_sum=inverse_of(row_sum, fully_masked),
         unnormalised_out=product_in_parts(head.drop(probs, rows, keys), v),
         fully_masked=fully_masked,
         sink=head.sink,
@@ -365,11 +365,10 @@ def _row_block(head: AttentionHead, rows: Rows, *, keep_dprobs: bool, gradient_s
     return block
 
 
-def scaled_products(head: AttentionHead, rows: Rows, keys: slice) -> Tensor:
-    """alpha q.k of some rows and keys, [R, K]."""
+def scaled_products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """alpha q.k of some rows and keys, [..., R, K]."""
     # A power of two costs no rounding; another scale waits for the product, which is often exact.
-    q, k = head.q[rows], head.k[keys]
-    return (q * head.scale) @ k.T if is_power_of_two(head.scale) else (q @ k.T).mul_(head.scale)
+    return (q * scale) @ k.mT if is_power_of_two(scale) else (q @ k.mT).mul_(scale)
 
 
 def softcap_(head: AttentionHead, scores: Tensor) -> Tensor | None:
@@ -383,13 +382,13 @@ def softcap_(head: AttentionHead, scores: Tensor) -> Tensor | None:
     return slope
 
 
-def _inverse(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
+def inverse_of(row_sum: Tensor, fully_masked: Tensor) -> Tensor:
     """1/l, and 0 in fully masked rows; [R]."""
     return row_sum.reciprocal().masked_fill_(fully_masked, 0.0)
 
 
-def lse_of(row_max: Tensor, row_sum: Tensor, sink: float | None) -> Tensor:
-    """L = m + ln l of any rows; ``sink``: the logit of their head's, None without one."""
+def lse_of(row_max: Tensor, row_sum: Tensor, sink: float | Tensor | None) -> Tensor:
+    """L = m + ln l of any rows; ``sink``: the logit of their head's (or of each row's), None without one."""
     found = row_max + row_sum.log()
     # Where exp(s - m) overflows nothing but the sink is left of l.
-    return found if sink is None else found.masked_fill_(row_sum == torch.inf, sink)
+    return found if sink is None else torch.where(row_sum == torch.inf, sink, found)

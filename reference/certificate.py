@@ -85,6 +85,7 @@ _VANISHES = 746.0
 # An underflow loses less than 2**-1022.
 _SMALL = 2.0**-1018
 _TOO_LARGE = 0.05
+_NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
 class BoundCollector:
@@ -92,13 +93,20 @@ class BoundCollector:
 
     def __init__(self, head: AttentionHead) -> None:
         self._head = head
-        every = head.q.new_zeros(8, len(head.q)).unbind()
         # ||P_bar||_2, the largest additive mask that counts, and the row's block: its keys and the lengths of its sums.
+        # The kernels bring their own.
+        self._norm = self._mask = self._keys = self._product_depth = self._sum_depth = self._rises = _NOTHING
+        self._gradient: tuple[Tensor, ...] | None = None
+
+    def _begin(self) -> None:
+        every = self._head.q.new_zeros(8, len(self._head.q)).unbind()
         self._norm, self._mask, self._keys, self._product_depth, self._sum_depth, self._rises = every[:6]
-        self._gradient: tuple[Tensor, ...] | None = every[6:] if head.do is not None else None
+        self._gradient = every[6:] if self._head.do is not None else None
 
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference, its scores unchanged."""
+        if self._norm is _NOTHING:
+            self._begin()
         rows = block.rows
         self._norm[rows] = torch.linalg.vector_norm(block.unnormalised_probs, dim=1)
         keys = block.keys.stop - block.keys.start
@@ -141,6 +149,9 @@ class BoundCollector:
     @staticmethod
     def each(collectors: Sequence[BoundCollector], references: Sequence[HeadReference]) -> list[HeadBounds]:
         """The same of several heads of one shape, scale and masking, side by side."""
+        for one in collectors:
+            if one._norm is _NOTHING:  # no rows, and so no block
+                one._begin()
         with torch.no_grad():
             return _bounds(collectors, references)
 

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import AttentionHead, HeadReference, scaled_products, softcap_
+from attn_diag.reference.attention import (
+    AttentionHead,
+    HeadReference,
+    inverse_of,
+    lse_of,
+    scaled_products,
+    softcap_,
+)
 from attn_diag.reference.masking import Masking
+from attn_diag.reference.sums import product_in_parts, sum_in_parts
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -30,7 +38,7 @@ def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor], keys: slic
     """
     first, some = heads[0], [(head, of_head) for head, of_head in zip(heads, rows, strict=True) if len(of_head)]
     with torch.no_grad(), torch.autocast(first.q.device.type, enabled=False):
-        parts = [scaled_products(head, of_head, keys) for head, of_head in some]
+        parts = [scaled_products(head.q[of_head], head.k[keys], head.scale) for head, of_head in some]
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         softcap_(first, found)
         if first.masking.alibi is None:
@@ -39,6 +47,34 @@ def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor], keys: slic
             for (head, of_head), part in zip(some, torch.split(found, [len(r) for _, r in some]), strict=True):
                 head.apply_mask(part, of_head, keys, least=least)
     return found
+
+
+def out_and_lse(heads: Sequence[AttentionHead], rows: Tensor) -> tuple[Tensor, Tensor]:
+    """O and L of some rows ([R] indices) of H heads of one shape, scale and masking, without dropout.
+
+    Returns:
+        [H, R, Dv] and [H, R]: as ``reference_rows``, up to the order in which products add.
+    """
+    first = heads[0]
+    keys, least = first.visible_span(rows), int(first.positions[rows].min())
+    with torch.no_grad(), torch.autocast(first.q.device.type, enabled=False):
+        q, k, v = (stacked([getattr(h, n)[at] for h in heads]) for n, at in (("q", rows), ("k", keys), ("v", keys)))
+        scores = scaled_products(q, k, first.scale)
+        softcap_(first, scores)
+        if first.masking.alibi is None:
+            first.apply_mask(scores, rows, keys, least=least)
+        else:  # every head has a slope of its own
+            for head, own in zip(heads, scores, strict=True):
+                head.apply_mask(own, rows, keys, least=least)
+        row_max = scores.amax(2) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
+        masked = row_max == -torch.inf
+        probs = scores.sub_(row_max.masked_fill(masked, 0.0)[..., None]).exp_()
+        row_sum, sinks = sum_in_parts(probs.flatten(0, 1)).view_as(row_max), None
+        if first.sink is not None:
+            sinks = row_max.new_tensor([head.sink for head in heads])[:, None]
+            row_sum = row_sum + (sinks - row_max).exp()
+        out = product_in_parts(probs, v) * inverse_of(row_sum, masked)[..., None]
+        return out, lse_of(row_max, row_sum, sinks)
 
 
 @dataclass(frozen=True)

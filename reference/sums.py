@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 # Keys that one product sums; longer sums go by parts. It divides the bound of a long sum's error by up to 8 at 0 to
@@ -20,14 +19,16 @@ def is_power_of_two(value: float) -> bool:
 
 
 def product_in_parts(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights`` [R, K] times ``values`` [K, D], 128 keys at a time: no sum of more than 128 + K/128 terms."""
-    count = weights.shape[1] // SUM_KEYS
+    """``weights`` [..., R, K] times ``values`` [..., K, D], 128 keys at a time: no sum of over 128 + K/128 terms."""
+    keys = weights.shape[-1]
+    count = keys // SUM_KEYS
     if count < 2:
         return weights @ values
     whole = count * SUM_KEYS
-    left = weights[:, :whole].view(len(weights), count, SUM_KEYS).transpose(0, 1)  # [C, R, 128]
-    result = torch.bmm(left, values[:whole].view(count, SUM_KEYS, values.shape[1])).sum(0)
-    return result.add_(weights[:, whole:] @ values[whole:]) if whole < len(values) else result
+    left = weights[..., :whole].view(*weights.shape[:-1], count, SUM_KEYS).transpose(-3, -2)  # [..., C, R, 128]
+    right = values[..., :whole, :].view(*values.shape[:-2], count, SUM_KEYS, values.shape[-1])
+    result = (left @ right).sum(-3)
+    return result.add_(weights[..., whole:] @ values[..., whole:, :]) if whole < keys else result
 
 
 def sum_in_parts(values: Tensor) -> Tensor:

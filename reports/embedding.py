@@ -11,6 +11,7 @@ import base64
 import gzip
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -53,8 +54,12 @@ def fitted(diagnosis: Diagnosis, limit: int) -> Any:
     even so is returned all the same.
     """
     sample, times = _sample(diagnosis)
-    hopeful = [detail for detail in _DETAILS if times * _written(sample, detail, math.inf)[1] <= limit]
-    for detail in _DETAILS[_DETAILS.index(hopeful[0]) if hopeful else -1 :]:
+
+    def hopeful(detail: Detail) -> bool:
+        return times * _written(sample, detail, math.inf)[1] <= limit
+
+    # Less detail takes less room.
+    for detail in _DETAILS[bisect_left(_DETAILS, True, hi=len(_DETAILS) - 1, key=hopeful) :]:
         data, size = _written(diagnosis, detail, limit if detail == _DETAILS[-1] else math.inf)
         if size <= limit:
             break

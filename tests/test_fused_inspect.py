@@ -16,7 +16,7 @@ from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head import propagation, streaming
+from attn_diag.head import output_fit, propagation, streaming
 from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
@@ -70,6 +70,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """All heads of a capture go through the kernels together, however small they are."""
     monkeypatch.setattr(streaming, "fuses", lambda *_: True)
     monkeypatch.setattr(groups, "_heads_at_once", lambda *_: 8)
+    monkeypatch.setattr(output_fit, "_at_once", lambda *_: 8)
 
 
 def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from builders import CAPTURES, some, stored
+from builders import CAPTURES, some, stored, true_o
 from command_line import Run
 from torch import Tensor
 
@@ -488,3 +488,21 @@ def test_a_row_whose_heavy_keys_weight_crosses_is_no_flaw() -> None:
         attn_diag.Capture.from_tensors(tensors | {"o": o[None, None].bfloat16()}, causal="bottom-right")
     )
     assert (found.outcome, found.recipes) == ("identified", ("fa2",))
+
+
+def test_an_output_that_is_nothing_but_rounded_is_no_kernel_below_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to the rounded truth only those are run that round q and k alone; others are run where O is far off it."""
+    tried = list[bool]()
+
+    def seen(*_: object, scores_alone: bool) -> tuple[list[search.Trial], int]:
+        tried.append(scores_alone)
+        return [], 0
+
+    monkeypatch.setattr(search, "low_bit_trials", seen)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16() for _ in range(3))
+    exact = true_o(q, k, v)
+    for o in (exact, exact + 0.01 * torch.randn(exact.shape, generator=generator)):
+        capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o.bfloat16()}, causal="top-left")
+        assert recognise(capture, "observed", 0, 0) is None
+    assert tried == [True, False]

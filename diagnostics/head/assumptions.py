@@ -63,20 +63,27 @@ def check_assumptions(capture: Capture, observations: Sequence[str], device: tor
 
 
 def check_observation(
-    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
+    capture: Capture,
+    observation: str,
+    device: torch.device,
+    tensors: HeadTensors | None = None,
+    fit: OutputFit | None = None,
 ) -> tuple[Misfit, ...]:
     """The check of O, then that of LSE unless O already fails; only where there are rows to compare.
 
-    ``tensors``: of heads that are read for others too.
+    ``tensors``: of heads that are read for others too. ``fit``: how well O fits, where that is known.
     """
     captured = {output for output in _NAMES if capture.key(observation, output) in capture.tensors}
-    out = _check_out(capture, observation, device, tensors) if "o" in captured else None
+    stated = fit
+    if stated is None and "o" in captured:
+        stated = out_fit(capture, observation, device, tensors)
+    out = _check_out(capture, observation, device, stated)
     lse = None
     if "lse" in captured and (out is None or out.ok):
         lse = _check_lse(capture, observation, device, tensors)
     if lse is not None and not lse.ok and out is not None:
         # Then it is no rounding in few rows that O is off by: sinks take most of rows that see few keys.
-        again = _check_out(capture, observation, device, tensors, few=False)
+        again = _check_out(capture, observation, device, stated, few=False)
         if again is not None and not again.ok:
             out, lse = again, None
     return tuple(check for check in (out, lse) if check is not None)
@@ -130,10 +137,9 @@ def _message(check: Misfit) -> str:
 
 
 def _check_out(
-    capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None, *, few: bool = True
+    capture: Capture, observation: str, device: torch.device, stated: OutputFit | None, *, few: bool = True
 ) -> Misfit | None:
     """``few``: whether an error that few rows have is none of the metadata's."""
-    stated = out_fit(capture, observation, device, tensors)
     if stated is None:
         return None
     stated = replace(stated, few=stated.few and few)

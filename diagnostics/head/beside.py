@@ -15,10 +15,10 @@ from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED, explained
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, FROM_CAST_P, RECIPE, Counterfactuals
+from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
     BEYOND,
-    GROUP_LIMIT,
     LOSSY,
     Directions,
     QuantitySample,

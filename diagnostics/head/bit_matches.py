@@ -20,9 +20,14 @@ class Match:
     equal: Tensor
 
     @cached_property
+    def by_row(self) -> Tensor:
+        """How many elements of each row are equal, int64 [R]."""
+        return self.equal.sum(1)
+
+    @cached_property
     def agreement(self) -> float:
         """Fraction of equal elements."""
-        return float(self.equal.double().mean())
+        return int(self.by_row.sum()) / self.equal.numel() if self.equal.numel() else math.nan
 
     @property
     def standard_error(self) -> float | None:
@@ -32,12 +37,13 @@ class Match:
 
     def compare(self, other: Match) -> BitComparison:
         """Where the two differ, and how likely that is if ``other`` is in truth right as often."""
-        difference = (self.equal.sum(1) - other.equal.sum(1))[(self.equal != other.equal).any(1)]
+        disputed, ahead = (self.equal != other.equal).sum(1).tolist(), (self.by_row - other.by_row).tolist()
+        every, balance = sum(disputed), sum(ahead)
         return BitComparison(
-            won=int((self.equal & ~other.equal).sum()),
-            lost=int((other.equal & ~self.equal).sum()),
-            rows=len(difference),
-            p_value=_sign_flip(difference[difference != 0].tolist()),
+            won=(every + balance) // 2,
+            lost=(every - balance) // 2,
+            rows=sum(d > 0 for d in disputed),
+            p_value=_sign_flip([d for d in ahead if d]),
         )
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.propagation import sloped
-from attn_diag.head.quality import ELEMENT_LIMIT, GROUP_LIMIT, LOSSY
+from attn_diag.head.quality import ELEMENT_LIMIT, LOSSY
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.head.recipe_changes import SITES, rounded
 from attn_diag.head.unfused import UNFUSED, WORDS, named, unfused

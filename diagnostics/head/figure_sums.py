@@ -276,7 +276,10 @@ def _runs(batches: Sequence[int], rows: Sequence[Ints]) -> RowRuns:
     row: list[int] = []
     count = 0
     for item, kept in zip(batches, rows, strict=True):
-        starts = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
+        if len(kept) and kept[-1] - kept[0] == len(kept) - 1:  # as ever: they follow each other
+            starts = np.zeros(1, dtype=np.int64)
+        else:
+            starts = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
         first += (starts + count).tolist()
         batch += [item] * len(starts)
         row += kept[starts].tolist()
@@ -316,7 +319,7 @@ def _alignment(sums: Sequence[Floats | None]) -> Alignment | None:
     known = [part for part in sums if part is not None]
     if len(known) < len(sums):
         return None
-    positive, nonzero, contribution = np.sum(known, axis=0)
+    positive, nonzero, contribution = known[0] if len(known) == 1 else np.sum(known, axis=0)
     fractions = (p / n if n else None for p, n in zip(positive.tolist(), nonzero.tolist(), strict=True))
     return Alignment(tuple(fractions), tuple(contribution.tolist()))
 

@@ -64,7 +64,7 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
         clusters = [dense(keys) for keys in stack.top_key.cpu().numpy()] if name == "o" else [None] * len(found)
         firsts: list[QuantitySample | None] = [None] * len(found)
         if stack.passes[0].declared(stack.seen[0]) is None:
-            firsts[:] = samples(
+            beside = samples(
                 observed,
                 stack.of(partial(_true, name)),
                 stack.chosen([passed.counterfactuals.outputs()[name] for passed in stack.passes]),
@@ -75,10 +75,10 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
                 fed=None if fed[0] is None else stack.chosen(fed),
                 directions=[_directions(passed, name) for passed in stack.passes],
             )
+            firsts[:] = known = [replace(one, clusters=c) for one, c in zip(beside, clusters, strict=True)]
+            QuantitySample.find_ratios(known)
         for h, (passed, seen) in enumerate(zip(stack.passes, stack.seen, strict=True)):
-            first = firsts[h]
-            first = None if first is None else replace(first, clusters=clusters[h])
-            found[h][name] = _quality(name, passed, seen, stack.indices[h], fed[h], clusters[h], first)
+            found[h][name] = _quality(name, passed, seen, stack.indices[h], fed[h], clusters[h], firsts[h])
     return found
 
 

@@ -14,6 +14,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.identification import IdentifiedHead, identify_head
+from attn_diag.head.output_fit import OutputFit
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, read_head, read_outputs
 from attn_diag.head.scale_fit import fit_scale
@@ -72,6 +73,7 @@ class OpenCapture:
     """Indices in the capture, not the model's numbers."""
     tensors: HeadTensors | None = None
     """These heads' tensors, where they are read once for all who ask."""
+    _fits: dict[str, OutputFit | None] = field(default_factory=dict)
     _checks: dict[str, tuple[Misfit, ...]] = field(default_factory=dict)
     _recognised: dict[tuple[str, int, int], Recognised | None] = field(default_factory=dict)
     _identified: dict[tuple[str, int, int], IdentifiedHead | None] = field(default_factory=dict)
@@ -91,8 +93,13 @@ class OpenCapture:
         """Whether these observations agree with the metadata; see ``check_assumptions``."""
         for name in observations:
             if name not in self._checks:
-                self._checks[name] = check_observation(self.capture, name, self.device, self.tensors)
+                fit = self._fits.get(name)
+                self._checks[name] = check_observation(self.capture, name, self.device, self.tensors, fit)
         return judge_checks(self.capture, observations, [c for name in observations for c in self._checks[name]])
+
+    def take_fit(self, observation: str, found: OutputFit | None) -> None:
+        """Know how well an observation's O fits the metadata, which ``assumptions`` would ask for."""
+        self._fits[observation] = found
 
     def require_assumptions(self, observation: str | None) -> None:
         """Raise InputError where the metadata contradict an observation."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.quality import LOSSY
-from attn_diag.head.read import HeadTensors, NonFiniteCensus, inputs_of
-from attn_diag.kernels import emulate_lse, emulate_rows
-from attn_diag.reference import format_of, reference_rows, round_nearest_even
+from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of
+from attn_diag.head.stacks import numbers
+from attn_diag.kernels import Recipe, emulate_lse, emulate_rows
+from attn_diag.reference import FloatFormat, format_of, reference_rows, round_nearest_even
+from attn_diag.reference.fused import batches
+from attn_diag.reference.heads import out_and_lse, stacked
 
 # Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
 # O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
@@ -25,6 +28,8 @@ _ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no
 _HEADS = 4
 # Up to this size (T * D) the heads are read together.
 _SMALL = 2**20
+# Scores that are recomputed at once on a GPU, in float64.
+_SCORES = 2**24
 
 
 def sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
@@ -33,15 +38,52 @@ def sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
     yield from product({0, capture.batch - 1}, heads)
 
 
-def _sample(
-    capture: Capture, observation: str, output: str, device: torch.device, known: HeadTensors | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
+# A capture, one of its observations, and heads of the capture that are read already.
+Asked = tuple[Capture, str, HeadTensors | None]
 
-    Third the output as the declared recipe makes it; None where none is declared.
-    """
-    recipe, emulate = declared_recipe(capture), emulate_rows if output == "o" else emulate_lse
-    places, key = list(sampled_heads(capture)), capture.key(observation, output)
+
+@dataclass
+class _Sampled:
+    """An output of one head in some rows."""
+
+    asked: int
+    """For whom."""
+    inputs: HeadInputs
+    """Without dO."""
+    rows: Tensor
+    """Indices of the rows, [R]."""
+    observed: Tensor
+    """As stored, [R, Dv] or [R]."""
+    fmt: FloatFormat
+    """In which it was."""
+    sound: bool
+    """Whether all that was read is finite."""
+    recipe: Recipe | None
+    """The declared one."""
+
+    def compared(self, truth: Tensor) -> tuple[Tensor, ...]:
+        """Those rows that can be compared: as observed, as recomputed and, where a recipe is declared, as it makes it.
+
+        ``truth``: of all of them.
+        """
+        found = [self.observed, truth]
+        if self.recipe is not None:
+            emulate = emulate_rows if truth.ndim == 2 else emulate_lse
+            found.append(emulate(self.recipe, self.inputs.head, self.rows).double())
+        if self.sound and truth.ndim == 2:
+            return tuple(found)
+        finite = self.observed.isfinite()
+        finite = finite.all(1) if truth.ndim == 2 else finite & truth.isfinite()
+        usable = ~self.inputs.unusable[self.rows] & finite
+        return tuple(x[usable] for x in found)
+
+
+def _sample(
+    asked: int, capture: Capture, observation: str, known: HeadTensors | None, output: str, device: torch.device
+) -> Iterator[_Sampled]:
+    """Some heads of one capture, one after the other."""
+    recipe, places, key = declared_recipe(capture), list(sampled_heads(capture)), capture.key(observation, output)
+    fmt = format_of(capture.tensors[key].dtype)
     # Small heads are read together.
     step = len(places) if max(capture.q_length, capture.k_length) * capture.head_dim <= _SMALL else 1
     for start in range(0, len(places), step):
@@ -52,15 +94,52 @@ def _sample(
             rows = torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
             inputs, stored = inputs_of(tensors, batch, head, census), tensors.read(key, batch, head)
             assert stored is not None
-            block = reference_rows(replace(inputs.head, do=None), rows)
-            inputs.mark_rows(block)
-            observed, truth = stored[0][rows], block.out if output == "o" else block.lse
-            made = None if recipe is None else emulate(recipe, replace(inputs.head, do=None), rows).double()
-            if not (output == "o" and inputs.sound and stored[1]):  # else all rows can be compared
-                finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
-                usable = ~inputs.unusable[rows] & finite
-                observed, truth, made = observed[usable], truth[usable], None if made is None else made[usable]
-            yield observed, truth, made
+            inputs = replace(inputs, head=replace(inputs.head, do=None))
+            yield _Sampled(asked, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
+
+
+def _recomputed(some: Sequence[_Sampled], output: str) -> Iterator[Tensor]:
+    """The output of heads that are alike in these rows; of sound ones side by side."""
+    if len(some) > 1 and all(one.sound for one in some):
+        out, lse = out_and_lse([one.inputs.head for one in some], some[0].rows)
+        yield from out if output == "o" else lse
+        return
+    for one in some:
+        block = reference_rows(one.inputs.head, one.rows)
+        one.inputs.mark_rows(block)
+        yield block.out if output == "o" else block.lse
+
+
+def _at_once(first: _Sampled) -> int:
+    """How many heads are recomputed side by side: on a CPU one, as more would leave its cache."""
+    head = first.inputs.head
+    side_by_side = head.q.is_cuda and head.dropout is None
+    return max(1, _SCORES // max(len(first.rows) * len(head.k), 1)) if side_by_side else 1
+
+
+def _sums(
+    asked: Sequence[Asked], output: str, device: torch.device, sums: Callable[..., list[Tensor]]
+) -> list[tuple[int, list[float]]]:
+    """For each who asked, how many rows were compared, and sums over its heads; none where there are none.
+
+    ``sums``: from format, observed, true and made values of H heads, [H, ...], several numbers of each, [H].
+    """
+    sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, *of_one, output, device))
+    alike: dict[tuple[int, torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    for first in sampled:
+        some = [first, *islice(sampled, _at_once(first) - 1)]
+        for places in batches([one.inputs.head for one in some]):
+            beside = [some[i] for i in places]
+            for one, truth in zip(beside, _recomputed(beside, output), strict=True):
+                compared = one.compared(truth)
+                alike.setdefault((len(compared), compared[0].shape, one.fmt), []).append((one.asked, compared))
+    found: list[tuple[int, list[float]]] = [(0, []) for _ in asked]
+    for (_, shape, fmt), group in alike.items():
+        values = [stacked(tensors) for tensors in zip(*(compared for _, compared in group), strict=True)]
+        for (i, _), of_head in zip(group, numbers(*sums(fmt, *values)), strict=True):
+            count, before = found[i]
+            found[i] = count + shape[0], [a + b for a, b in zip(before, of_head, strict=True)] if before else of_head
+    return found
 
 
 @dataclass(frozen=True)
@@ -97,22 +176,32 @@ def out_fit(
 
     ``tensors``: of heads of this capture that are read already.
     """
-    fmt = format_of(capture.tensors[capture.key(observation, "o")].dtype)
-    sums, compared = list[Tensor](), 0
-    for observed, truth, made in _sample(capture, observation, "o", device, tensors):
+    return out_fits([(capture, observation, tensors)], device)[0]
+
+
+def out_fits(asked: Sequence[Asked], device: torch.device) -> list[OutputFit | None]:
+    """``out_fit`` of several."""
+
+    def sums(fmt: FloatFormat, observed: Tensor, truth: Tensor, made: Tensor | None = None) -> list[Tensor]:
         # A finite O past the largest number was clamped to it.
         rounded = round_nearest_even(truth if made is None else made, fmt, wait=False).clamp(-fmt.largest, fmt.largest)
-        squares = (observed - truth).square().sum(1)
-        sums += [squares.sum(), squares.sqrt().sum(), truth.square().sum(), (rounded - truth).square().sum()]
-        compared += len(truth)
-    if not compared:
-        return None
-    wrong, by_row, right, rounding = _added(sums, 4)
-    if not right:
-        return OutputFit(math.inf if wrong else 0.0, 0.0)
-    few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
-    declared = declared_recipe(capture) is not None
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few, declared)
+        squares = (observed - truth).square().sum(2)
+        sizes = [x.square().flatten(1).sum(1) for x in (truth, rounded - truth)]
+        return [squares.sum(1), squares.sqrt().sum(1), *sizes]
+
+    found = list[OutputFit | None]()
+    for (capture, _, _), (compared, of_all) in zip(asked, _sums(asked, "o", device, sums), strict=True):
+        if not compared:
+            found.append(None)
+            continue
+        wrong, by_row, right, rounding = of_all
+        few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
+        declared = declared_recipe(capture) is not None
+        if right:
+            found.append(OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few, declared))
+        else:
+            found.append(OutputFit(math.inf if wrong else 0.0, 0.0))
+    return found
 
 
 def lse_fit(
@@ -122,17 +211,13 @@ def lse_fit(
 
     What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
     """
-    sums, compared = list[Tensor](), 0
-    for observed, truth, made in _sample(capture, observation, "lse", device, tensors):
-        sums += [x.square().sum() for x in (observed - truth, truth, (truth if made is None else made) - truth)]
-        compared += len(truth)
+
+    def sums(_: FloatFormat, observed: Tensor, truth: Tensor, made: Tensor | None = None) -> list[Tensor]:
+        return [x.square().sum(1) for x in (observed - truth, truth, (truth if made is None else made) - truth)]
+
+    ((compared, of_all),) = _sums([(capture, observation, tensors)], "lse", device, sums)
     if not compared:
         return None
-    wrong, right, rounding = _added(sums, 3)
+    wrong, right, rounding = of_all
     declared, size = declared_recipe(capture) is not None, max(right, 1.0)
     return OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared=declared)
-
-
-def _added(sums: Sequence[Tensor], each: int) -> list[float]:
-    """Sums over heads, from ``each`` of every head one after the other; copied from their device at once."""
-    return [sum(of_heads) for of_heads in zip(*torch.stack(list(sums)).view(-1, each).tolist(), strict=True)]

@@ -1,10 +1,10 @@
 """One quantity of one head beside a well-rounded kernel's: squared errors by row and feature, and what stands out.
 
 A group of elements (a row, a feature) stands out where its error is beyond what any sane kernel of this format leaves
-there: above ``GROUP_LIMIT`` times the largest of the counterfactual's error, the noise floor of one correct rounding,
-its expected noise and, of a gradient, what the casts of a backward make that is fed with the captured O and LSE; and
-above the quantile of that noise itself, however few directions it has. An element stands out where its error exceeds
-the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
+there: above ``outlying.GROUP_LIMIT`` times the largest of the counterfactual's error, the noise floor of one correct
+rounding, its expected noise and, of a gradient, what the casts of a backward make that is fed with the captured O and
+LSE; and above the quantile of that noise itself, however few directions it has. An element stands out where its error
+exceeds the counterfactual's by ``ELEMENT_LIMIT`` standard deviations of that noise.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.outlying import OF_FEATURE, OF_ROW, times_limit, too_far_off
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.arrays import dense
-from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioEstimate, paired_ratio
+from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
 AS_GOOD, LOSSY = 1.1, 1.25
-# Measured on healthy kernels: rows of O at most 1.9, and 3.1 where V has one direction; a row that sees one key too
-# many 4.0 (benchmarks/study_verdicts.py).
-GROUP_LIMIT = 2.5
 # Healthy elements exceed the counterfactual's error by at most 5.3 standard deviations; their noise is bounded.
 ELEMENT_LIMIT = 8.0
 # Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost;
@@ -35,19 +33,12 @@ ELEMENT_LIMIT = 8.0
 _FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
 # fp32's smallest normal number: of every row's term, with the other operand about 1, so much may be lost in any case.
 _SMALLEST_NORMAL = 2.0**-126
-# One of so many healthy groups may exceed the quantile of its noise.
-_CHANCE = 1e-9
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
 BEYOND = 3.0
 
 # A row of zeros was not rounded to them where it is so many times what any sane kernel leaves; elements of a row of so
 # many do not all round to zero by chance.
 _LOST, _LOST_ELEMENTS = 16.0, 8
-
-# A kernel may be coarse everywhere. A group is too far off for it too where its error is so large a part of itself and
-# of the median group, and so many times the median group's error, each in units of its yardstick; among so many groups.
-# Few rows of dK can carry the error of a coarse delta (14 % of themselves, where V has a mean); features share it.
-_OF_ROW, _OF_FEATURE, _OTHERS, _GROUPS = 1.0, 1 / 8, 16.0, 16
 
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
@@ -110,8 +101,7 @@ class QuantitySample:
     carriers: Carriers | None
     """The query rows that all keys of dK share."""
     site: str | None = None
-    """The field of a recipe that explains the error where another published kernel's recipe does; None: not looked for,
-    or none does."""
+    """The recipe's field by which another published kernel's explains the error; None: not looked for, or none does."""
     made_by_site: float = 0.0
     """What of the squared error the rounding at that site makes by itself, where its bits tell; else 0."""
     copied: npt.NDArray[np.int64] | None = None
@@ -129,8 +119,7 @@ class QuantitySample:
     declared: str = ""
     """The recipe below 16 bits that the kernel is declared to be, and that the counterfactual is; empty: none."""
     factors: str = ""
-    """Where one is declared, what O or its scores are multiplied by that they should not be, in words; empty: nothing.
-    """
+    """Where one is declared, what wrongly multiplies O or its scores, in words; empty: nothing."""
     scales: str = ""
     """Where one is declared, which other scales of q, k and v make O as it is, in words; empty: not known."""
     beyond_backward: float = 0.0
@@ -146,13 +135,25 @@ class QuantitySample:
 
     def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
         """Observed over the larger of counterfactual and floor, of some rows or all."""
-        return self._ratio_of_all if kept is None else self._ratio(kept)
+        return self._ratios[0] if kept is None else paired_ratios([self._case(kept)])[0]
+
+    @property
+    def typical_ratio(self) -> RatioEstimate | None:
+        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+        return self._ratios[1]
 
     @cached_property
-    def _ratio_of_all(self) -> RatioEstimate | None:
-        return self._ratio(None)
+    def _ratios(self) -> list[RatioEstimate | None]:
+        return paired_ratios([self._case(None), self._typical_case()])
 
-    def _ratio(self, kept: npt.NDArray[np.bool_] | None) -> RatioEstimate | None:
+    @staticmethod
+    def find_ratios(several: Sequence[QuantitySample]) -> None:
+        """Compute both ratios of some samples side by side, before they are asked for."""
+        found = paired_ratios([case for one in several for case in (one._case(None), one._typical_case())])
+        for i, one in enumerate(several):
+            one.__dict__["_ratios"] = found[2 * i : 2 * i + 2]
+
+    def _case(self, kept: npt.NDArray[np.bool_] | None) -> RatioCase:
         part = slice(None) if kept is None else kept
         yardstick = self.counterfactual if self.counterfactual[part].sum() > self.floor[part].sum() else self.floor
         clusters = self.clusters
@@ -161,17 +162,13 @@ class QuantitySample:
         if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
             # All rows copy few keys, and share their rounding: features are what is left to count.
             error, other, floor = self.features
-            return paired_ratio(error, other if other.sum() > floor.sum() else floor)
-        return paired_ratio(self.error[part], yardstick[part], clusters, self.carriers)
+            return RatioCase(error, other if other.sum() > floor.sum() else floor)
+        return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
 
-    @cached_property
-    def typical_ratio(self) -> RatioEstimate | None:
-        """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    def _typical_case(self) -> RatioCase:
         unit = np.maximum(self.expected, 1e-300)
         other, floor = self.counterfactual / unit, self.floor / unit
-        return paired_ratio(
-            self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers
-        )
+        return RatioCase(self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers)
 
 
 @dataclass(frozen=True)
@@ -277,57 +274,67 @@ def samples(
     sizes, of_features, zeros = (t.cpu().numpy() for t in (true.sum(2), true.sum(1), (observed == 0).all(2)))
     places, worst = rows.cpu().numpy(), _worst(deviations, error, spacing)
 
+    drawn = [known if isinstance(known, Drawn) else None for known in directions]
+
+    def of_rows(h: int, found: Tensor) -> Tensor | Array:
+        own = directions[h]
+        if isinstance(own, Drawn):
+            return own.rows(rows[h, found])
+        return np.ones(len(found)) if own is None else own(rows[h, found])
+
+    def of_columns(h: int, found: Tensor, *, in_units: bool) -> Tensor:
+        if (own := drawn[h]) is not None:
+            return own.features(found)
+        # Rows' errors are independent of each other.
+        noise = (expected[h] / unit[h] if in_units else expected[h])[:, found]
+        return noise.sum(0).square() / noise.square().sum(0).clamp(min=1e-300)
+
+    draws = [None if one is None else one.draws for one in drawn]
+    outlying = partial(times_limit, device=truth.device, draws=draws)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        bad_rows = outlying(by_row, of_rows)
+        bad_features = np.maximum(
+            outlying(by_feature, partial(of_columns, in_units=False)),
+            outlying(in_units, partial(of_columns, in_units=True)),
+        )
+        error, other, _, noise, _ = by_row
+        zeroed = zeros & (error > _LOST**2 * by_row[1:].max(0)) & (truth.shape[2] >= _LOST_ELEMENTS)
+        zeroed &= sizes > _NEXT_TO_NOTHING**2 * sizes.max(1, initial=0.0)[:, None]
+        not_zero = (sizes <= _ZERO**2 * noise) & (other <= _ZERO * noise) & (error > _SPEAKS * noise)
+        misplaced, misplaced_features = (
+            too_far_off(by_row, sizes, OF_ROW),
+            too_far_off(by_feature, of_features, OF_FEATURE),
+        )
+
     def of_head(h: int) -> QuantitySample:
-        known, (row, feature, ulps, beyond) = directions[h], worst[h]
-        drawn = known if isinstance(known, Drawn) else None
-        sums, size, draws = by_row[:, h], sizes[h], None if drawn is None else drawn.draws
-
-        def of_rows(found: Tensor) -> Tensor | Array:
-            own = known if drawn is None else drawn.rows
-            return np.ones(len(found)) if own is None else own(rows[h, found])  # type: ignore[operator]
-
-        def of_columns(found: Tensor, noise: Callable[[], Tensor]) -> Tensor:
-            if drawn is not None:
-                return drawn.features(found)
-            # Rows' errors are independent of each other.
-            of_rows = noise()[:, found]
-            return of_rows.sum(0).square() / of_rows.square().sum(0).clamp(min=1e-300)
-
+        row, feature, ulps, beyond = worst[h]
         stands_out = np.zeros((0, 2), dtype=np.int64)
         if not beyond <= ELEMENT_LIMIT:  # NaN too: another element may stand out.
             stands_out = (deviations[h] > ELEMENT_LIMIT).nonzero().cpu().numpy()
-        marked = np.zeros(len(size), dtype=bool)
+        marked = np.zeros(len(places[h]), dtype=bool)
         marked[stands_out[:, 0]] = True
-        zeroed = zeros[h] & (sums[0] > _LOST**2 * sums[1:].max(0)) & (truth.shape[2] >= _LOST_ELEMENTS)
-        silent = (size <= _ZERO**2 * sums[3]) & (sums[1] <= _ZERO * sums[3])
         return QuantitySample(
             rows=places[h],
-            error=sums[0],
-            counterfactual=sums[1],
-            floor=sums[2],
-            expected=sums[3],
-            reference=size,
+            error=error[h],
+            counterfactual=other[h],
+            floor=by_row[2, h],
+            expected=noise[h],
+            reference=sizes[h],
             features=by_feature[:3, h],
-            bad_rows=_outlying(sums, of_rows, truth.device, draws),
-            bad_features=np.maximum(
-                _outlying(by_feature[:, h], partial(of_columns, noise=lambda: expected[h]), truth.device, draws),
-                _outlying(
-                    in_units[:, h], partial(of_columns, noise=lambda: expected[h] / unit[h]), truth.device, draws
-                ),
-            ),
+            bad_rows=bad_rows[h],
+            bad_features=bad_features[h],
             bad_elements=np.stack([places[h][stands_out[:, 0]], stands_out[:, 1]], 1),
             in_outlying_element=marked,
-            not_zero=silent & (sums[0] > _SPEAKS * sums[3]),
-            zeroed=zeroed & (size > _NEXT_TO_NOTHING**2 * size.max(initial=0.0)),
-            misplaced=_misplaced(sums, size, _OF_ROW),
-            misplaced_features=_misplaced(by_feature[:, h], of_features[h], _OF_FEATURE),
-            largest=(int(places[h][row]) if len(size) else 0, feature, ulps, beyond),
+            not_zero=not_zero[h],
+            zeroed=zeroed[h],
+            misplaced=misplaced[h],
+            misplaced_features=misplaced_features[h],
+            largest=(int(places[h][row]) if len(places[h]) else 0, feature, ulps, beyond),
             clusters=None,
             carriers=None,
         )
 
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        return [of_head(h) for h in range(len(rows))]
+    return [of_head(h) for h in range(len(rows))]
 
 
 def _beyond(error: Tensor, lost: Tensor) -> Tensor:
@@ -343,54 +350,3 @@ def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int
     ulps = (error.flatten(1).gather(1, at[:, None]).abs() / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
     numbers = zip(at.tolist(), *torch.stack([ulps, most]).tolist(), strict=True)
     return [(*divmod(place, deviations.shape[2]), in_ulps, beyond) for place, in_ulps, beyond in numbers]
-
-
-def _misplaced(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:
-    """Which groups' errors (``sums`` [5, groups], as of ``_outlying``) are too large for this kernel, however coarse
-    it is."""
-    ratio, there = sums[0] / np.maximum(sums[1:].max(0), 1e-300), sizes > 0
-    # The median counts as 1 at least.
-    if int(there.sum()) < _GROUPS or not (ratio > _OTHERS**2).any():
-        return np.zeros(len(ratio), bool)
-    usual, size = max(_median(ratio[there]), 1.0), np.maximum(sizes, _median(sizes[there]))
-    return np.asarray((ratio > _OTHERS**2 * usual) & (sums[0] > part**2 * size))
-
-
-def _median(values: Array) -> float:
-    """The lower of the two in the middle."""
-    middle = (len(values) - 1) // 2
-    return float(np.partition(values, middle)[middle])
-
-
-def _outlying(
-    sums: Array, directions: Callable[[Tensor], Tensor | Array], device: torch.device, draws: int | None
-) -> Array:
-    """How many times its limit each group's error is, where that is above 1; else 0.
-
-    Args:
-        sums: [5, groups], each group's squared error, and those that any sane kernel may leave there.
-        directions: How many directions the noise of some groups has.
-        device: Where that is asked.
-        draws: As of ``quantile``.
-    """
-    ratio = np.sqrt(sums[0] / np.maximum(sums[1:].max(0), 1e-300))
-    found, result = np.flatnonzero(ratio > GROUP_LIMIT), np.zeros(len(ratio))
-    if len(found):
-        counts = directions(torch.from_numpy(found).to(device))
-        limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(float(n))), draws) for n in counts])
-        times = ratio[found] / limits
-        result[found] = np.where(times > 1, times, 0.0)
-    return result
-
-
-@cache
-def quantile(directions: int, draws: int | None = None) -> float:
-    """Above it the root mean square of so many normal numbers lies with probability ``_CHANCE``.
-
-    Their standard deviation is 1 or, with ``draws``, what so many draws of them make of it.
-    """
-    from scipy.special import chdtri, fdtri
-
-    if draws is not None:
-        return float(np.sqrt(fdtri(directions, draws * directions, 1 - _CHANCE)))
-    return float(np.sqrt(chdtri(directions, _CHANCE) / directions))

@@ -320,7 +320,8 @@ def read_head(
     capture: Capture, batch: int, head: int, device: torch.device, census: NonFiniteCensus | None = None
 ) -> HeadInputs:
     """Read q, k, v and dO of one query head, its key head included; NaN and Inf are added to ``census``."""
-    return inputs_of(HeadTensors(capture, [(batch, head)], device), batch, head, census or NonFiniteCensus())
+    tensors = HeadTensors(capture, [(batch, head)], device, ("q", "k", "v", "do"))
+    return inputs_of(tensors, batch, head, census or NonFiniteCensus())
 
 
 def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus) -> HeadInputs:

@@ -195,9 +195,11 @@ class _Untested:
         self.known: dict[str, Any] = {}
         if not self.n:
             return
-        self.sizes = np.full(rows, float(errors.count))
-        if case.clusters is not None:
-            self.sums, self.sizes = (_by_cluster(case.clusters, values) for values in (self.sums, self.sizes))
+        if case.clusters is None:
+            self.sizes = np.full(rows, float(errors.count))
+        else:
+            self.sums = np.bincount(case.clusters, self.sums).astype(np.float64)
+            self.sizes = (np.bincount(case.clusters) * errors.count).astype(np.float64)
         few = False
         if self.shared is not None and len(self.sums) < 2:
             self.sums, self.sizes, self.shared, few = (
@@ -263,10 +265,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
         adjusted[i] = largest
     return adjusted
-
-
-def _by_cluster(index: npt.NDArray[np.int64], values: Array) -> Array:
-    return np.bincount(index, values).astype(np.float64)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

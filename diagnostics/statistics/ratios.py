@@ -7,10 +7,13 @@ jackknife of the log ratio over groups of rows, in which what both have in commo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from attn_diag.statistics.arrays import side_by_side
 
 Array = npt.NDArray[np.float64]
 
@@ -45,6 +48,27 @@ class Carriers:
     """Of both kernels' errors of delta."""
 
 
+@dataclass(frozen=True)
+class RatioCase:
+    """Two sets of paired errors, see ``paired_ratio``."""
+
+    observed: Array
+    """[n], squared errors by row."""
+    yardstick: Array
+    """[n], those that they are compared with."""
+    clusters: npt.NDArray[np.int64] | None = None
+    """[n], group of every row, from 0 without gaps; None: every row its own."""
+    carriers: Carriers | None = None
+    """What rows share, which the jackknife over them does not see."""
+
+    def by_group(self) -> tuple[Array, Array]:
+        """Both sums of squares of every group."""
+        if self.clusters is None:
+            return self.observed, self.yardstick
+        observed, yardstick = (np.bincount(self.clusters, x) for x in (self.observed, self.yardstick))
+        return observed.astype(np.float64), yardstick.astype(np.float64)
+
+
 def paired_ratio(
     observed: Array,
     yardstick: Array,
@@ -63,36 +87,57 @@ def paired_ratio(
     Returns:
         None where the yardstick is 0 or there are fewer than two groups.
     """
-    if clusters is not None:
-        observed = np.bincount(clusters, observed).astype(np.float64)
-        yardstick = np.bincount(clusters, yardstick).astype(np.float64)
-    a, b = float(observed.sum()), float(yardstick.sum())
-    if not b > 0 or not math.isfinite(a) or len(observed) < 2:
-        return None
-    groups = min(_effective(observed), _effective(yardstick))
-    if carriers is not None and carriers.share > 0.5:
-        groups = min(groups, carriers.count)
-    if not a > 0:
-        return RatioEstimate(0.0, 0.0, 0.0, groups)
-    factor = math.sqrt(a / b)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        left_out = 0.5 * (np.log(np.maximum(a - observed, 0.0)) - np.log(np.maximum(b - yardstick, 0.0)))
-    if not np.isfinite(left_out).all():
-        return RatioEstimate(factor, 0.0, math.inf, groups)  # one group has all the error
-    n = len(left_out)
-    variance = (n - 1) / n * float(np.square(left_out - left_out.mean()).sum())
-    if carriers is not None:
-        variance += carriers.share**2 * max(1 - carriers.correlation**2, 0.0) / max(carriers.count, 1.0)
+    return paired_ratios([RatioCase(observed, yardstick, clusters, carriers)])[0]
+
+
+def paired_ratios(cases: Sequence[RatioCase]) -> list[RatioEstimate | None]:
+    """``paired_ratio`` of several cases; those with as many groups are computed together."""
+    groups, found = [case.by_group() for case in cases], list[RatioEstimate | None]([None] * len(cases))
+    for places, observed in side_by_side([of_case for of_case, _ in groups]):
+        if observed.shape[1] > 1:
+            yardstick = np.stack([groups[i][1] for i in places])
+            carriers = [cases[i].carriers for i in places]
+            for i, one in zip(places, _side_by_side(observed, yardstick, carriers), strict=True):
+                found[i] = one
+    return found
+
+
+def _side_by_side(
+    observed: Array, yardstick: Array, carriers: Sequence[Carriers | None]
+) -> Iterator[RatioEstimate | None]:
+    """Of m cases with n groups each, [m, n]."""
     from scipy.special import stdtrit
 
-    half = float(stdtrit(max(groups - 1, 1.0), 1 - _LEVEL / 2)) * math.sqrt(variance)
-    return RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), groups)
+    n = observed.shape[1]
+    with np.errstate(all="ignore"):
+        a, b = (np.log(np.maximum(x.sum(1)[:, None] - x, 0.0)) for x in (observed, yardstick))
+        left_out = 0.5 * (a - b)
+        spread = np.square(left_out - left_out.mean(1)[:, None]).sum(1).tolist()
+        counts = [*map(min, _effective(observed), _effective(yardstick))]
+    for i, shared in enumerate(carriers):
+        if shared is not None and shared.share > 0.5:
+            counts[i] = min(counts[i], shared.count)
+    points = stdtrit(np.maximum(np.array(counts) - 1, 1.0), 1 - _LEVEL / 2).tolist()
+    whole = np.isfinite(left_out).all(1).tolist()
+    sums = zip(observed.sum(1).tolist(), yardstick.sum(1).tolist(), carriers, strict=True)
+    for i, (one, other, shared) in enumerate(sums):
+        if not other > 0 or not math.isfinite(one):
+            yield None
+        elif not one > 0:
+            yield RatioEstimate(0.0, 0.0, 0.0, counts[i])
+        elif not whole[i]:  # one group has all the error
+            yield RatioEstimate(math.sqrt(one / other), 0.0, math.inf, counts[i])
+        else:
+            factor, variance = math.sqrt(one / other), (n - 1) / n * spread[i]
+            if shared is not None:
+                variance += shared.share**2 * max(1 - shared.correlation**2, 0.0) / max(shared.count, 1.0)
+            half = points[i] * math.sqrt(variance)
+            yield RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), counts[i])
 
 
-def _effective(squares: Array) -> float:
-    """How many groups carry a sum of squares: ``effective`` of their roots."""
-    largest = squares.max(initial=0.0)
-    if not largest > 0:
-        return float(len(squares))
-    shares = squares / largest
-    return float(shares.sum() ** 2 / np.square(shares).sum())
+def _effective(squares: Array) -> list[float]:
+    """How many groups carry each sum of squares, [m, n]: ``effective`` of their roots."""
+    largest = squares.max(1, initial=0.0)
+    shares = squares / largest[:, None]
+    sums = zip(shares.sum(1).tolist(), np.square(shares).sum(1).tolist(), (largest > 0).tolist(), strict=True)
+    return [total**2 / of_squares if some else float(squares.shape[1]) for total, of_squares, some in sums]

@@ -22,7 +22,7 @@ from attn_diag.analyses.inspection.groups import (
     together,
 )
 from attn_diag.analyses.inspection.joint import measured
-from attn_diag.analyses.inspection.pooled_errors import PooledErrors, pooled_biases
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors, noise_factors, pooled_biases
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
@@ -303,11 +303,10 @@ class CaptureJob:
         # The pooled entry of a single head repeats it, see ``result``.
         every = [[part for parts in measured.values() for part in parts]] if len(measured) > 1 else []
         pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), *every)]
-        biases = pooled_biases(pooled, self.level)
+        tests = list(zip(pooled, pooled_biases(pooled, self.level), noise_factors(pooled), strict=True))
         entries = [
             pool(
-                errors,
-                of_head,
+                *tested,
                 layer=c.metadata.layer,
                 head=head + c.metadata.head_offset,
                 dw_q=None if (found := dw_q[head]) is None else found.sums,
@@ -322,13 +321,12 @@ class CaptureJob:
                 quantities=quantities[head],
                 missing=missing,
             )
-            for (head, parts), errors, of_head in zip(measured.items(), pooled, biases, strict=False)
+            for (head, parts), tested in zip(measured.items(), tests, strict=False)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
         entries += [replace(entries[0])] if not every else [
             pool(
-                pooled[-1],
-                biases[-1],
+                *tests[-1],
                 layer=c.metadata.layer,
                 head=None,
                 dw_q=GradientSums.pool(known) if len(known) == len(measured) else None,

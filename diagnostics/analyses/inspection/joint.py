@@ -24,6 +24,7 @@ from attn_diag.head.certification import Certify
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
+from attn_diag.head.output_fit import out_fits
 from attn_diag.head.read import HeadTensors
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
@@ -131,6 +132,19 @@ def recognise_ahead(jobs: Sequence[Job]) -> None:
             job.opened.take_recognised(name, batch, head, recognised)
 
 
+def check_ahead(jobs: Sequence[Job]) -> None:
+    """Compare O of captures that are ``alike`` with what their metadata make it, in the rows that are looked at."""
+    asked = [(job, name) for job in jobs for name in job.captured if "o" in job.capture.observations[name]]
+    if len(jobs) < 2:
+        return
+    try:
+        found = out_fits([(job.capture, name, job.opened.tensors) for job, name in asked], jobs[0].device)
+    except _OF_ONE_CAPTURE:
+        return
+    for (job, name), fit in zip(asked, found, strict=True):
+        job.opened.take_fit(name, fit)
+
+
 def measure_ahead(jobs: Sequence[Job]) -> None:
     """Measure captures that are ``alike``, and begun, together where their recipes are the same too.
 
@@ -202,7 +216,9 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
     ahead(recognise_ahead, jobs)
     step = jobs_at_once(jobs[0].capture, jobs[0].device)
     for start in range(0, len(jobs), step):
-        ready = [job for job in jobs[start : start + step] if usable(job, job.begin)]
+        some = jobs[start : start + step]
+        ahead(check_ahead, some)
+        ready = [job for job in some if usable(job, job.begin)]
         ahead(measure_ahead, ready)
         found.ran += [job for job in ready if usable(job, partial(run, job))]
     return found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.results.diagnosis import BiasEstimate
+from attn_diag.statistics.arrays import Array
 from attn_diag.statistics.means import MIN_SEQUENCES, BiasCase, SignedErrors, estimate_bias, estimate_biases
+from attn_diag.statistics.ratios import RatioCase, paired_ratios
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,34 @@ def pooled_biases(several: Sequence[PooledErrors], level: float) -> list[dict[st
     cases = [one.cases() for one in several]
     found = iter(estimate_biases([case for of_one in cases for case in of_one], level))
     return [one.settled([next(found) for _ in of_one], level) for one, of_one in zip(several, cases, strict=True)]
+
+
+@dataclass(frozen=True)
+class NoiseFactor:
+    """How many times delta's noise floor its errors are; None: unknown."""
+
+    factor: float | None
+    ci95: tuple[float, float] | None
+    """Its 95 % interval; None where it cannot be told."""
+
+
+def noise_factors(several: Sequence[PooledErrors]) -> list[NoiseFactor]:
+    """The noise factor of each."""
+    squares = list[Array]()
+    for one in several:
+        noise = [p.noise for p in one.parts if p.noise is not None]
+        squares.append(np.concatenate(noise) if len(noise) == len(one.parts) else np.zeros(0))
+    cases = [
+        RatioCase(of_rows, np.ones(len(of_rows)), one.clusters.of("delta") if len(of_rows) else None)
+        for of_rows, one in zip(squares, several, strict=True)
+    ]
+    return [
+        NoiseFactor(
+            math.sqrt(of_rows.mean()) if len(of_rows) else None,
+            None if found is None or not math.isfinite(found.high) else (found.low, found.high),
+        )
+        for of_rows, found in zip(squares, paired_ratios(cases), strict=True)
+    ]
 
 
 def _with_drift(name: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_diag.analyses.inspection.pooled_errors import PooledErrors
+from attn_diag.analyses.inspection.pooled_errors import NoiseFactor, PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.means import beyond_reference, well_rounded_mean
 from attn_diag.analyses.verdict import judge
@@ -43,7 +43,6 @@ from attn_diag.statistics.means import (
     adjust,
     estimate_bias,
 )
-from attn_diag.statistics.ratios import paired_ratio
 
 _TOP_ROWS = 5
 
@@ -126,8 +125,8 @@ def adjust_family(entries: list[Entry], ranks: Ranks) -> tuple[list[dict[str, fl
 
 
 def pool(
-    pooled: PooledErrors, biases: dict[str, BiasEstimate], *, layer: int | None, head: int | None, sequences: int,
-    dw_q: GradientSums | None, extra: Propagation, figures: HeadFigures | None = None,
+    pooled: PooledErrors, biases: dict[str, BiasEstimate], noise: NoiseFactor, *, layer: int | None, head: int | None,
+    sequences: int, dw_q: GradientSums | None, extra: Propagation, figures: HeadFigures | None = None,
     quantities: Sequence[QuantityVerdict] = (), missing: tuple[str, ...] = (),
 ) -> Entry:  # fmt: skip
     """One entry from the measurements of one head's sequences, or of all heads.
@@ -135,6 +134,7 @@ def pool(
     Args:
         pooled: The measurements, with their errors joined.
         biases: Of these errors, by ``pooled_biases``.
+        noise: Of them, by ``noise_factors``.
         layer, head: The model's numbers, for the entry.
         sequences: Batch size analysed.
         dw_q: Already summed over the batch.
@@ -143,7 +143,7 @@ def pool(
         quantities: Each captured one, judged.
         missing: Those that were not captured.
     """
-    parts, errors, clusters, independent = pooled.parts, pooled.errors, pooled.clusters, pooled.independent
+    parts, errors, independent = pooled.parts, pooled.errors, pooled.independent
     sums = _mean_sums(parts)
     declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
     compared = sums.keys() - declared.keys()
@@ -155,8 +155,6 @@ def pool(
         )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
-    noise = [p.noise for p in parts if p.noise is not None]
-    squares = np.concatenate(noise) if len(noise) == len(parts) else np.zeros(0)
     conditioning = [p.conditioning for p in parts if p.conditioning is not None]
     dq_sums = [p.dq for p in parts if p.dq is not None]
     swamped = [p.swamped for p in parts if p.swamped is not None]
@@ -176,8 +174,8 @@ def pool(
         rounding_bias=RoundingBias(biases.get("rounding_o"), biases.get("rounding_delta")),
         delta_source=parts[0].delta_source,  # type: ignore[arg-type]
         delta_rounding=_pool_delta_rounding(parts),
-        noise_factor=math.sqrt(squares.mean()) if len(squares) else None,
-        noise_factor_ci95=_interval(squares, clusters.of("delta")),
+        noise_factor=noise.factor,
+        noise_factor_ci95=noise.ci95,
         conditioning=_condition(conditioning),
         propagation=replace(extra, dq=dq, dw_q=None if dw_q is None else dw_q.result()),
         top_rows=_top_rows(parts, errors.get("delta")),
@@ -269,12 +267,6 @@ def _uniform_words(found: HeadDiagnosis, level: float) -> tuple[str, ...]:
         f"the same way each time, so that correct rounding itself has a mean ({', '.join(biased)}), which is no fault "
         "of the kernel.",
     )
-
-
-def _interval(squares: npt.NDArray[np.float64], clusters: npt.NDArray[np.int64] | None) -> tuple[float, float] | None:
-    """The 95 % interval of the noise factor, from its terms by row; None where it cannot be told."""
-    found = paired_ratio(squares, np.ones(len(squares)), clusters) if len(squares) else None
-    return None if found is None or not math.isfinite(found.high) else (found.low, found.high)
 
 
 def _row_maxima(parts: list[HeadMeasurement], analysed: int, eligible: int) -> RowMaxima:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.counterfactual import NoiseCollector
-from attn_diag.head.quality import ELEMENT_LIMIT, GROUP_LIMIT
+from attn_diag.head.outlying import GROUP_LIMIT
+from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of, reference_head, ulp
 from attn_diag.results.invariance import PathDifference
 from attn_diag.testing.case_inputs import CaseInputs

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from attn_diag.errors import InputError
-from attn_diag.head.quality import BEYOND, GROUP_LIMIT
+from attn_diag.head.outlying import GROUP_LIMIT
+from attn_diag.head.quality import BEYOND
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.monitoring.record import MEASURED, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.stacks import Key

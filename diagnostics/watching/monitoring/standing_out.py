@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attn_diag.head.quality import GROUP_LIMIT, quantile
+from attn_diag.head.outlying import GROUP_LIMIT, quantile
 from attn_diag.watching.monitoring.record import MEASURED, LayerCheck, Values
 
 
