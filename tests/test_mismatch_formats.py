@@ -28,13 +28,16 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
         self.spread: Callable[[Tensor], Tensor] = lambda t: t.repeat_interleave(2, 1)
         self.scale = (WIDTH // HEADS) ** -0.5
+        self.mask: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         q, k, v = (
             f(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
         )
-        o = functional.scaled_dot_product_attention(q, self.spread(k), self.spread(v), is_causal=True, scale=self.scale)
+        o = functional.scaled_dot_product_attention(
+            q, self.spread(k), self.spread(v), attn_mask=self.mask, is_causal=self.mask is None, scale=self.scale
+        )
         made: Tensor = x + self.o_proj(o.transpose(1, 2).flatten(2))
         return made
 
@@ -135,3 +138,27 @@ def test_tokens_are_the_same_though_the_first_v_is_not(
 def test_other_tokens_are_told(tmp_path: Path) -> None:
     with pytest.raises(attn_diag.InputError, match="share no sequence of tokens"):
         compared(run(tmp_path / "a"), run(tmp_path / "b", change=_first_values, ids=tokens(1)))
+
+
+def packed(lengths: tuple[int, ...]) -> Tensor:
+    """The causal mask of documents that lie one after the other."""
+    of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return (of[:, None] == of).tril()
+
+
+def test_documents_that_a_mask_keeps_apart_are_sequences(tmp_path: Path) -> None:
+    """Without the mask their rows see keys that the other run lacks: of what O differs by then is told, too."""
+    ids = tokens()
+
+    def apart(layers: list[Attention]) -> None:
+        for layer in layers:
+            layer.mask = packed((LENGTH, LENGTH))
+
+    alone = run(tmp_path / "alone", ids=ids)
+    found = compared(run(tmp_path / "packed", change=apart, ids=ids.reshape(1, -1)), alone)
+    assert found.tokens == 2 * LENGTH
+    assert not found.causes
+    assert not found.notes
+    mixed = compared(run(tmp_path / "mixed", ids=ids[[1, 0]].reshape(1, -1)), run(tmp_path / "one", ids=ids[:1]))
+    assert [(cause.layer, cause.kind) for cause in mixed.causes] == [(0, "mask"), (1, "mask")]
+    assert mixed.layers[0].difference > 0.5

@@ -99,7 +99,8 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
     for name, run, taken in (("train", train, used[0]), ("rollout", rollout, used[1])):
         if left := len(run.sequences) - len(taken):
             notes.append(
-                f"{left} of {len(run.sequences)} sequences of {name} have no counterpart with the same tokens."
+                f"{left} of {len(run.sequences)} sequences of {name} have no counterpart of their own with the same "
+                "tokens."
             )
     return result, notes
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_diag.errors import InputError
+from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.kernels import Recipe
-from attn_diag.results.check import ARRANGED, CheckedCase, Failure
+from attn_diag.results.check import ARRANGED, CheckedCase, Failure, Kind
 from attn_diag.results.invariance import Invariance, PathFinding
 from attn_diag.results.wording import listed
 from attn_diag.testing.again import Again
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES
 from attn_diag.testing.invariance.invariance import invariance
+from attn_diag.testing.invariance.ruling import worst_of
 from attn_diag.testing.regression.cases import Asked
 from attn_diag.testing.target import DTYPES, Attention
 
@@ -73,10 +75,15 @@ class Arranging:
         for name in found.failed:
             paths = [p for p in found.paths if p.arrangement == name and p.status in ("bits", "fault")]
             path = next((p for p in paths if p.status == "fault"), paths[0])
-            first = next(d.quantity for d in path.differences if d.differing)
+            first = worst_of([d for d in path.differences if d.differing]).quantity
             words = f"{ARRANGED}: {name}, {path.path}: {path.words}"
             failures.append(Failure("invariance", ARRANGED, first, words, look_closer=self._closer(name)))
-        if not failures and not found.passed:
+        if found.wrong_itself:
+            far = (e.quantity for e in found.errors if e.of_noise is None or e.of_noise > ELEMENT_LIMIT)
+            quantity = next(far, "o")
+            kind: Kind = "fit" if quantity == "o" else "wrong"
+            failures.insert(0, Failure(kind, ARRANGED, quantity, f"{ARRANGED}: {found.headline}"))
+        elif not failures and not found.passed:
             failures.append(Failure("fit", ARRANGED, "o", f"{ARRANGED}: {found.headline}"))
         return failures
 
