@@ -20,7 +20,6 @@ from attn_diag.results.wording import listed
 from attn_diag.testing.again import Again
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES
 from attn_diag.testing.invariance.invariance import invariance
-from attn_diag.testing.invariance.ruling import worst_of
 from attn_diag.testing.regression.cases import Asked
 from attn_diag.testing.target import DTYPES, Attention
 
@@ -72,10 +71,10 @@ class Arranging:
     def _failures(self, found: Invariance) -> list[Failure]:
         """One an arrangement, as its worst path has it, the likeliest cause first."""
         failures = []
+        first = _first_beyond(found)
         for name in found.failed:
             paths = [p for p in found.paths if p.arrangement == name and p.status in ("bits", "fault")]
             path = next((p for p in paths if p.status == "fault"), paths[0])
-            first = worst_of([d for d in path.differences if d.differing]).quantity
             words = f"{ARRANGED}: {name}, {path.path}: {path.words}"
             failures.append(Failure("invariance", ARRANGED, first, words, look_closer=self._closer(name)))
         if found.wrong_itself:
@@ -104,3 +103,11 @@ class Arranging:
         asked = self.asked
         again = Again(named, DTYPES[asked.dtype], asked.causal, asked.scale, (*_SHAPE, asked.head_dim))
         return again.command("invariance", [f"--only {','.join(names)}"])
+
+
+def _first_beyond(found: Invariance) -> str:
+    """The quantity from which the others are made, of those that move further than rounding; else that moves at all."""
+    failed = [d for p in found.paths if p.status in ("bits", "fault") for d in p.differences if d.differing]
+    beyond = [d for d in failed if d.nonfinite or (d.of_limit or 0.0) > 1.0] or failed
+    order = [e.quantity for e in found.errors]
+    return min((d.quantity for d in beyond), key=lambda name: order.index(name) if name in order else 0, default="o")
