@@ -537,7 +537,8 @@ class Assisted(nn.Module):
 
     def generate(self, ids: Tensor) -> Tensor:
         self.other[0](ids)
-        return self(ids)
+        made: Tensor = self(ids)
+        return made
 
 
 @torch.no_grad()

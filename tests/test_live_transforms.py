@@ -161,7 +161,7 @@ def test_under_vmap_the_forward_is_captured_and_gradients_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nano_gpt(layers=1).model
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def of_one(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
         made: Tensor = torch.func.functional_call(model, parameters, (ids[None],))

@@ -140,14 +140,15 @@ def _aligned(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
 def _directions(values: Tensor) -> Tensor:
     """Of every token its values, [T, N], divided by their norm."""
     flat = values.flatten(1)
-    return flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    unit: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return unit
 
 
 def _repeating_alike(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
     """As ``_aligned`` of two sequences that begin together, where tokens come again at the same places in both."""
     count = min(a.length, b.length, _LOOKED_AT)
     one, other = (_first_of_each(s.values[:count]) for s in (a, b))
-    different = len(one.unique())
+    different = len(set(one.tolist()))
     alike = torch.equal(one, other) and different >= _TELLING and count - different >= _TELLING
     return (0, min(a.length, b.length)) if alike else None
 

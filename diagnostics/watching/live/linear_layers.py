@@ -299,7 +299,8 @@ def own_weight(layer: nn.Module) -> Tensor | None:
     """The weight [N, C] that this rank has of a linear layer; None where it is none, or is known by its codes alone."""
     weight: Any = layer.weight.detach()  # type: ignore[operator]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight
-    if is_traceable_wrapper_subclass(weight):  # torchao's codes and scales, say: the numbers that they stand for
+    wrapped: bool = is_traceable_wrapper_subclass(weight)
+    if wrapped:  # torchao's codes and scales, say: the numbers that they stand for
         with suppress(NotImplementedError, RuntimeError):
             weight = weight.dequantize()
     if weight.dim() != 2 or _in_codes(weight):
@@ -310,7 +311,7 @@ def own_weight(layer: nn.Module) -> Tensor | None:
 
 def in_codes(layer: nn.Module) -> bool:
     """Whether the weight is stored in a form from which its numbers cannot be read."""
-    return not hasattr(layer.weight, "to_local") and _in_codes(layer.weight.detach())  # type: ignore[operator, arg-type]
+    return not hasattr(layer.weight, "to_local") and _in_codes(layer.weight.detach())
 
 
 def _in_codes(weight: Tensor) -> bool:
