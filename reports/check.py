@@ -103,7 +103,9 @@ def _as_good(found: CheckReport) -> str:
     """What a kernel is that fails nothing: as good as a well-rounded one, unless it is surely coarser."""
     coarser: dict[str, float] = {}
     for q in (q for case in found.cases for q in case.quantities if q.quantity not in case.documented):
-        if q.factor is not None and q.factor_ci95 is not None and q.factor_ci95[0] > _AS_GOOD:
+        # Of a gradient in which a well-rounded kernel has no digit right a factor says nothing.
+        told = q.relative_error_well_rounded is None or q.relative_error_well_rounded < 1
+        if told and q.factor is not None and q.factor_ci95 is not None and q.factor_ci95[0] > _AS_GOOD:
             coarser[q.quantity] = max(coarser.get(q.quantity, 0.0), q.factor)
     if not coarser:
         return f"as good as {yardstick(found.declared)}"

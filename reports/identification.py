@@ -57,10 +57,10 @@ def identifications_renderables(found: Identifications) -> Iterator[RenderableTy
 def identification_renderables(found: Identification, *, legend: bool = True) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
     verdict, said = _what(found)
-    following = (
-        f"attn-diag identify {source_argument(found.source)} {' '.join(found.options)}" if found.options else None
-    )
-    if following is None and (verdict in ("FAIL", "UNKNOWN") or {*found.recipes} & {*_COARSE}):
+    following, in_file = None, found.source != "memory"  # tensors have no command
+    if found.options and in_file:
+        following = f"attn-diag identify {source_argument(found.source)} {' '.join(found.options)}"
+    elif in_file and (verdict in ("FAIL", "UNKNOWN") or {*found.recipes} & {*_COARSE}):
         following = f"attn-diag inspect {source_argument(found.source)}"
     what = f"{file_name(found.source)}, {found.observation}, {head_name(found.layer, found.head)}"
     yield from lead(verdict, f"{what}: {said}", [found.verdict], following, _RANK[verdict])

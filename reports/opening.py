@@ -41,14 +41,14 @@ def headline(diagnosis: Diagnosis) -> str:
         return " ".join([_nothing_judged(diagnosis), *_unread(diagnosis)])
     open_ = [e for e in entries if "clean" not in label_names(e[2])]
     if 2 * len(open_) > len(entries):
-        heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {_count(entries)}"
+        heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {_all(entries)}"
         said = [f"NOTHING FOUND, BUT TOO LITTLE TO DECIDE: {heads} could be neither passed nor faulted."]
     else:
         passed = [e for e in entries if "clean" in label_names(e[2])]
         said = [f"PASS: {_good(passed)}."]
         if open_:
             named = ", ".join(_name(e) for e in open_[:_MOST_NAMED]) + " and others" * (len(open_) > _MOST_NAMED)
-            said.append(f"Of {_count(entries)} {len(open_)} {'is' if len(open_) == 1 else 'are'} undecided: {named}.")
+            said.append(f"Of {_all(entries)} {len(open_)} {'is' if len(open_) == 1 else 'are'} undecided: {named}.")
         said += _not_judged(passed)
     return " ".join([*said, *_not_as_declared(entries), *rest])
 
@@ -181,6 +181,12 @@ def _count(entries: Sequence[Entry]) -> str:
         return plural(len(entries), "head")
     in_all = "" if len(entries) == heads * steps else f" ({len(entries)} in all)"
     return f"{plural(heads, 'head')} at {steps} steps{in_all}"
+
+
+def _all(entries: Sequence[Entry]) -> str:
+    """How many judgements a number is of: "8 heads", "24 (8 heads at 3 steps)"."""
+    several = len({e[0].metadata.get("step") for e in entries}) > 1
+    return f"{len(entries)} ({_count(entries).partition(' (')[0]})" if several else _count(entries)
 
 
 def _others(diagnosis: Diagnosis, entries: Sequence[Entry], found: Sequence[SharedFinding]) -> Iterator[str]:

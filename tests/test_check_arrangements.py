@@ -8,6 +8,7 @@ from typing import Any
 import invariance_kernels as kernels
 import pytest
 from builders import some
+from torch import Tensor
 
 import attn_diag
 from attn_diag.errors import InputError
@@ -58,6 +59,18 @@ def test_what_a_call_depends_on_fails_but_no_schedule(kernel: Any, causal: str, 
         assert f"only=['{named}']" in some(found.failures[0].look_closer)
     elif kernel is kernels.batch_split:
         assert "other bits, by rounding alone, in batch-size" in found.notes[0]
+
+
+def without_the_last_tile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys behind the last whole tile of 64 are lost, which padding to whole tiles brings back."""
+    whole = k.shape[2] - k.shape[2] % 64
+    return kernels.plain_causal(q, k[:, :, :whole], v[:, :, :whole])
+
+
+def test_what_is_wrong_by_itself_is_no_arrangements_fault() -> None:
+    found = attn_diag.check(without_the_last_tile, causal="top-left", cases=["arrangements"], device="cpu")
+    told = " ".join(found.report().split())
+    assert "(certain): the call itself: it never sees keys 128-172 of 173" in told
 
 
 def test_arrangements_are_of_kernels_that_are_run(tmp_path: Path) -> None:

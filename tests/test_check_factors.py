@@ -102,6 +102,17 @@ def test_what_is_a_documented_kernels_own_factor_is_no_bias() -> None:
         assert figures._documented(biases, {"dk_factor": 0.0}, sizes, case, other, CPU) == expected
 
 
+@pytest.mark.parametrize("factor", [8.0, 2.5, -1.0, 0.0])
+def test_a_gradient_that_is_many_times_too_long_is_no_documented_error(factor: float) -> None:
+    """What is left beside a published kernel's is measured by that one's length, not by the wrong one's."""
+    case = draw("normal", 0, dtype=torch.bfloat16, causal="top-left", head_dim=32, scale=0.2)
+    assert case.do is not None
+    case = replace(case, q=case.q[:1], k=case.k[:1], v=case.v[:1], do=case.do[:1])
+    other = emulate(preset("fa2"), case, CPU)
+    wrong = [QuantityVerdict("dk", "wrong", "dK is wrong.", relative_error=abs(factor - 1))]
+    assert documented.explained(wrong, case, {**other, "dk": factor * other["dk"]}, CPU) == {}
+
+
 @pytest.mark.parametrize(
     ("quantity", "kind", "target", "command"),
     [

@@ -209,9 +209,18 @@ def test_what_is_wrong_with_linear_attention_comes_before_a_site_of_what_is_coar
     assert first.startswith("FAIL fn (certain): the log decay's gradient is wrong"), first
 
 
-@pytest.mark.parametrize(("low", "said"), [(1.05, "as good as"), (1.2, "no failure, but errors of O 1.24 times")])
-def test_a_kernel_that_is_surely_coarser_is_not_called_as_good(failed: CheckReport, low: float, said: str) -> None:
-    o = QuantityVerdict(quantity="o", answer="undecided", words="", factor=1.24, factor_ci95=(low, 1.28))
+@pytest.mark.parametrize(
+    ("low", "other", "said"),
+    [
+        (1.05, 0.01, "as good as"),
+        (1.2, 0.01, "no failure, but errors of O 1.24 times"),
+        (1.2, 1.5, "as good as"),  # of an error that a well-rounded kernel's whole result is
+    ],
+)
+def test_a_kernel_that_is_surely_coarser_is_not_called_as_good(
+    failed: CheckReport, low: float, other: float, said: str
+) -> None:
+    o = QuantityVerdict("o", "undecided", "", factor=1.24, factor_ci95=(low, 1.28), relative_error_well_rounded=other)
     case = replace(failed.cases[1], quantities=(o,), deterministic=True)
     found = replace(failed, source="fn", baseline=None, baseline_key=None, failures=(), cases=(case,))
     first = " ".join(found.report(80).partition("bias")[0].split())

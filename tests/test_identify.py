@@ -144,6 +144,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_other_kernels_are_unknown(case: str) -> None:
     result = attn_diag.identify(emulated(UNKNOWN[case]), device="cpu")
+    assert "Next: attn-diag" not in result.report()  # tensors are in no file
     assert (result.outcome, result.recipes) == ("unknown", ())
     assert result.best.agreement < result.threshold
     assert "not modelled may be missing" in result.verdict

@@ -522,3 +522,29 @@ def test_a_loop_without_an_optimizer_is_told(tmp_path: Path, caplog: pytest.LogC
             recorder.end_step()
     assert not caplog.text
     assert {c.metadata.step for c in written(recorder)} == {0, 1}
+
+
+class Assisted(nn.Module):
+    """As generate() of transformers with an assistant: a method calls another model, and this one."""
+
+    def __init__(self, model: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = model, [other]  # not one of its modules
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = self.model(ids)
+        return made
+
+    def generate(self, ids: Tensor) -> Tensor:
+        self.other[0](ids)
+        made: Tensor = self(ids)
+        return made
+
+
+@torch.no_grad()
+def test_another_model_that_a_method_calls_is_another_model(tmp_path: Path) -> None:
+    model = Assisted(nano_gpt(layers=1).model, nano_gpt(layers=2).model)
+    with attn_diag.capture(model, tmp_path, calls=None) as recorder:
+        model.generate(tokens())
+    assert only(recorder).metadata.layer == 0
+    assert only(recorder).metadata.extra["module"] == "model.h.0.attn"

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from builders import holds, some
 from command_line import Programs
 from tiny_models import nano_gpt, steps, written
-from torch import nn
+from torch import Tensor, nn
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -379,6 +380,43 @@ def test_choices_that_fit_nothing_are_told(
         steps(tiny, 2)
     assert files(tmp_path) == []
     assert re.search(words, caplog.text)
+
+
+class Fails(nn.Module):
+    """Before it attends, if it ever does."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.weight, self.passes = nn.Parameter(torch.ones(())), after
+
+    def forward(self) -> Tensor:
+        if not self.passes:
+            raise ZeroDivisionError
+        self.passes -= 1
+        return self.weight
+
+
+@pytest.mark.parametrize("watch", [attn_diag.Monitor, attn_diag.capture])
+def test_a_model_that_fails_is_not_said_to_have_no_attention(
+    watch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def watched(after: int, number: int) -> None:
+        folder = () if watch is attn_diag.Monitor else (tmp_path / str(number),)
+        model = Fails(after)
+        with suppress(ZeroDivisionError), watch(model, *folder):
+            model()
+            model()
+
+    watched(0, 0)
+    assert not caplog.records
+    watched(1, 1)  # a whole pass without attention
+    assert "no attention call was seen" in caplog.text
+    caplog.clear()
+    try:
+        tmp_path.joinpath("missing").read_bytes()
+    except FileNotFoundError:  # an exception of before is none of the model's
+        watched(2, 2)
+    assert "no attention call was seen" in caplog.text
 
 
 STARTED = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import some
-from tiny_models import nano_gpt, tokens
+from tiny_models import nano_gpt, only, tokens
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -155,3 +155,20 @@ def test_a_model_that_is_compiled_after_a_capture_has_its_gradients(tmp_path: Pa
     torch.autograd.backward(other.loss(run))
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(some(a.grad), some(b.grad))
+
+
+def test_under_vmap_the_forward_is_captured_and_gradients_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nano_gpt(layers=1).model
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+    def of_one(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+        made: Tensor = torch.func.functional_call(model, parameters, (ids[None],))
+        return made.square().sum()
+
+    with attn_diag.capture(model, tmp_path) as recorder:
+        torch.vmap(torch.func.grad(of_one), in_dims=(None, 0))(parameters, tokens())
+    assert not caplog.records
+    capture = only(recorder)
+    assert set(capture.tensors) == {"q", "k", "v", "o", "lse"}

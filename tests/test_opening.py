@@ -27,6 +27,7 @@ from attn_diag.reports.finding_words import matters, sure, what, when, where
 from attn_diag.reports.opening import command, headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis
+from attn_diag.results.estimates import Label
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.wording import chance, in_units
 
@@ -259,7 +260,7 @@ def test_without_an_output_no_kernel_passes() -> None:
 
 @cache
 def several_steps(labels: str) -> Diagnosis:
-    """A head of one layer at steps 0, 10, …: l lossy, w wrong, b biased, . clean."""
+    """A head of one layer at steps 0, 10, …: l lossy, w wrong, b biased, u undecided, . clean."""
     kinds = {
         "l": inspected("failing_step500_L2H7"),
         ".": inspected("gpt2_step637_L2H6"),
@@ -267,10 +268,11 @@ def several_steps(labels: str) -> Diagnosis:
     (lossy,), (clean,) = kinds["l"].captures, kinds["."].captures
     captures = []
     for place, letter in enumerate(labels):
-        model = clean if letter == "." else lossy
+        model = clean if letter in ".u" else lossy
         head = replace(model.observations[0].heads[0], layer=2, head=0)
-        if letter in "wb":
-            verdict = replace(some(head.verdict), labels=("wrong",) if letter == "w" else ("biased",))
+        if letter in "wbu":
+            label: dict[str, Label] = {"w": "wrong", "b": "biased", "u": "undecided"}
+            verdict = replace(some(head.verdict), labels=(label[letter],))
             head = replace(head, verdict=verdict)
         observation = replace(clean.observations[0], heads=(head, replace(head, head=None)))
         stated = clean.metadata | {"step": str(10 * place)}
@@ -295,6 +297,13 @@ def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
     diagnosis = several_steps(labels)
     assert len(diagnosis.findings) == 1
     assert headline(diagnosis).partition(": ")[2].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"), [("uuu.", "3 of 4 (1 head at 4 steps) could"), ("u...", "Of 4 (1 head at 4 steps) 1 is")]
+)
+def test_heads_at_several_steps_are_counted_at_each(labels: str, said: str) -> None:
+    assert said in headline(several_steps(labels))
 
 
 def test_what_became_graver_is_one_finding() -> None:

@@ -66,6 +66,10 @@ class PathFinding:
     """The recipe and order of keys that made O, or those nearest; null where they were not looked for."""
 
 
+# How a headline begins that blames no arrangement.
+ITSELF = "the call itself"
+
+
 @dataclass(frozen=True)
 class OwnError:
     """A quantity of the call itself, beside the truth."""
@@ -120,6 +124,11 @@ class Invariance(Result):
     def passed(self) -> bool:
         """Whether nothing failed."""
         return self.outcome == "pass"
+
+    @property
+    def wrong_itself(self) -> bool:
+        """Whether the call is wrong before anything is arranged."""
+        return self.outcome == "fail" and self.headline.startswith(ITSELF)
 
     @property
     def failed(self) -> tuple[str, ...]:

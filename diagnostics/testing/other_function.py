@@ -59,6 +59,8 @@ class OtherFunction:
     """The options of the command that say so, such as "--causal top-left"; empty where it has none for it."""
     call: str | None = None
     """What says so in Python, where the command has no option for it."""
+    of_mask: bool = False
+    """Whether it is keys that are hidden, or shown, of the call by itself."""
 
     def sentence(self, case: CaseInputs) -> str:
         """All of it, of that case."""
@@ -97,9 +99,9 @@ def fit_of(
     words = None if target is None else mask_fault(case, target)
     if target is not None and words is not None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
-    return stated.error, OtherFunction(
-        stated.error, words or (_pattern_words(capture, device) if patterns else _UNEXPLAINED)
-    )
+    if words is not None:
+        return stated.error, OtherFunction(stated.error, words, of_mask=True)
+    return stated.error, OtherFunction(stated.error, _pattern_words(capture, device) if patterns else _UNEXPLAINED)
 
 
 def _whole_mask(case: CaseInputs) -> str:

@@ -235,8 +235,8 @@ def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLa
         return None
     return "stream", (
         f"{worst} differs by {percent(size)}, where q, k, v and O of layer {before.layer} differ by {percent(came_in)} "
-        "at most: something between (projection, bias, norm, position encoding, MLP) is another; not told which "
-        "(the attention's input x was not captured)"
+        "at most: something between (projection, bias, norm, position encoding, order of heads, MLP) is another; not "
+        "told which (the attention's input x was not captured)"
     )
 
 
@@ -259,7 +259,7 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
     if size > max(limit, _JUMP * (result.x or 0.0)):
         beside = "" if result.x is None else f", x by {percent(result.x)}"
         return "projection", (
-            f"{worst} differs by {percent(size)}{beside}: the projection (weights, bias, norm or position encoding) is "
-            "another; not told which"
+            f"{worst} differs by {percent(size)}{beside}: the projection (weights, bias, norm, position encoding or "
+            "the order of heads) is another; not told which"
         )
     return None

@@ -106,7 +106,9 @@ class Partials:
             scores = block.scores.new_full((len(at), visible.shape[1]), -torch.inf)
             scores[:, block.keys] = block.scores
             first = int(rows.cached[at[0]]) if len(at) else 0
-            if size is not None and bool((rows.cached[at] == first).all()) and not bool(visible[at, :first].any()):
+            # A cache that begins before the first token, with padding or another document, is cut within the tokens.
+            whole = size is not None and first >= 0 and bool((rows.cached[at] == first).all())
+            if whole and size is not None and not bool(visible[at, :first].any()):
                 several = -(-(visible.shape[1] - first) // size)
                 o[:several, at], lse[:several, at] = _in_runs(scores[:, first:], head.v[first:], size)
                 continue

@@ -77,8 +77,13 @@ class ComparedLayer:
     """By pair of sequences x of both, [T, C] each, NaN in rows that not both have; None: not captured."""
     stream: float | None
     """||x_b - x_a|| / ||x_a||."""
-    unit: float
-    """Half the spacing of q's format at 1: the largest relative error of one rounding."""
+    units: tuple[float, float]
+    """Half the spacing of q's format at 1 in either run: the largest relative error of one rounding."""
+
+    @property
+    def unit(self) -> float:
+        """The larger of the units."""
+        return max(self.units)
 
     @property
     def stated(self) -> HeadOfBoth:
@@ -119,11 +124,11 @@ def compare_layer(
         for pair in matched
     )
     streams = [(a[a[:, 0].isfinite()], b[b[:, 0].isfinite()]) for a, b in filter(None, entering)]
-    unit = 2.0 ** -(format_of(captures[0].tensors["q"].dtype).precision + 1)
+    units = tuple(2.0 ** -(format_of(capture.tensors["q"].dtype).precision + 1) for capture in captures)
     return ComparedLayer(
         layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights,
-        find_norm(streams, [h.rows for h in heads], unit), _storage(heads), _stray(captures[0], found, splits),
-        entering, _stream(streams), unit,
+        find_norm(streams, [h.rows for h in heads], max(units)), _storage(heads), _stray(captures, found, splits),
+        entering, _stream(streams), (units[0], units[1]),
     )  # fmt: skip
 
 
@@ -144,9 +149,9 @@ def _storage(heads: Sequence[HeadOfBoth]) -> CoarseStorage | None:
     return find_storage(both[0], both[1])
 
 
-def _stray(capture: Capture, heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead]) -> StrayRow | None:
+def _stray(captures: Sequence[Capture], heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead]) -> StrayRow | None:
     both = [(h.head, h.rows, h.semantics, split) for h, split in zip(heads, splits, strict=True)]
-    return find_stray(both, format_of(capture.tensors["q"].dtype), format_of(_out(capture)))
+    return find_stray(both, [(format_of(c.tensors["q"].dtype), format_of(_out(c))) for c in captures])
 
 
 def _out(capture: Capture) -> torch.dtype:
@@ -175,9 +180,12 @@ def _split(head: HeadOfBoth, rotations: Sequence[PositionShift]) -> SplitHead:
 
 
 def _weights(run: TokenRun, layer: int) -> Tensor | None:
+    """w_q as it is multiplied: autocast rounds what is stored in fp32."""
     for capture in run.calls[layer].values():
         if "w_q" in capture.tensors:
-            return capture.tensors["w_q"][...]
+            stored = capture.tensors["w_q"][...]
+            used = capture.tensors["x" if "x" in capture.tensors else "q"].dtype
+            return stored.to(used) if format_of(used).precision < format_of(stored.dtype).precision else stored
     return None
 
 

@@ -103,8 +103,9 @@ def compare_runs(
     notes = [*runs[0].notes, *runs[1].notes, *notes]
     if not matched:
         raise InputError(
-            "train and rollout share no sequence of tokens: no v of the first layer they both have agrees; capture the "
-            "same tokens in both"
+            f"train and rollout share no sequence of tokens that could be told: no v of layer {layers[0]}, the first "
+            "that both have, agrees. Capture the same tokens in both; if they are the same, what makes v of them is "
+            "another (the embedding, the norm, v's projection)"
         )
     results: list[MismatchLayer] = []
     compared: list[ComparedLayer] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,15 @@ from torch import Tensor
 from attn_diag.analyses.mismatch.rows import RunRows, head_rows
 from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
 
-# v of the first layer follows from the token alone. Of one token two runs differ by a few per cent, by a tenth where
-# weights are quantised to four bits; two tokens by 140 %.
+# v of the first layer follows from the token alone. Of one token two runs' directions differ by a few per cent, by a
+# tenth where weights are quantised to four bits; of two tokens by 140 %. v's length is the norm's before it.
 SAME_TOKEN = 0.5
+# In one run v of a token that comes again differs by what rounding makes in another batch.
+_AGAIN = 0.05
+# Sequences in which so many tokens come again, and so many are different ones, do so at the same places by no chance.
+_TELLING = 4
+# Of longer sequences the beginning tells.
+_LOOKED_AT = 2048
 # So many tokens from the beginning decide where one sequence lies in the other.
 _HEAD = 32
 
@@ -66,14 +73,14 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
     Returns:
         The pairs, and in sentences what has no counterpart.
     """
-    tried = []
-    for i, a in enumerate(train.sequences):
-        for j, b in enumerate(rollout.sequences):
-            if (found := _aligned(a, b)) is not None:
-                same_place = a.parts[0].item == b.parts[0].item
-                tried.append((found[1], same_place, -i, -j, found))
+    tried, notes = _tried(train, rollout, _aligned), []
+    if not tried and (tried := _tried(train, rollout, _repeating_alike)):
+        notes.append(
+            "No v of the first layer, by which tokens are told, agrees in the two runs: sequences are paired by the "
+            "places at which their tokens come again, which are the same."
+        )
     used: tuple[set[int], set[int]] = (set(), set())
-    result, notes = [], []
+    result = []
     for _, _, i, j, (shift, count) in sorted(tried, reverse=True):
         if -i in used[0] or -j in used[1]:
             continue
@@ -92,9 +99,23 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
     for name, run, taken in (("train", train, used[0]), ("rollout", rollout, used[1])):
         if left := len(run.sequences) - len(taken):
             notes.append(
-                f"{left} of {len(run.sequences)} sequences of {name} have no counterpart with the same tokens."
+                f"{left} of {len(run.sequences)} sequences of {name} have no counterpart of their own with the same "
+                "tokens."
             )
     return result, notes
+
+
+def _tried(
+    train: TokenRun, rollout: TokenRun, align: Callable[[TokenSequence, TokenSequence], tuple[int, int] | None]
+) -> list[tuple[int, bool, int, int, tuple[int, int]]]:
+    """The pairs of sequences that can be laid upon each other: how many tokens are the same, and which, for sorting."""
+    tried = []
+    for i, a in enumerate(train.sequences):
+        for j, b in enumerate(rollout.sequences):
+            if (found := align(a, b)) is not None:
+                same_place = a.parts[0].item == b.parts[0].item
+                tried.append((found[1], same_place, -i, -j, found))
+    return tried
 
 
 def _aligned(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
@@ -103,18 +124,39 @@ def _aligned(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
     heads = math.gcd(one.shape[1], other.shape[1])
     if one.shape[2] != other.shape[2]:
         return None
-    one, other = (v[:, :: v.shape[1] // heads].flatten(1) for v in (one, other))
+    one, other = (_directions(v[:, :: v.shape[1] // heads]) for v in (one, other))
     best: tuple[int, int] | None = None
     for shift in _shifts(one, other):
         x, y = one[max(shift, 0) :], other[max(-shift, 0) :]
         count = min(len(x), len(y))
-        away = (x[:count] - y[:count]).norm(dim=1)
-        other_token = away > SAME_TOKEN * x[:count].norm(dim=1)
+        other_token = (x[:count] - y[:count]).norm(dim=1) > SAME_TOKEN
         same = int(other_token.int().argmax()) if bool(other_token.any()) else count
         if same and (best is None or same > best[1]):
             best = shift, same
     # A token or two are the same by chance.
     return best if best is not None and best[1] >= min(4, len(one), len(other)) else None
+
+
+def _directions(values: Tensor) -> Tensor:
+    """Of every token its values, [T, N], divided by their norm."""
+    flat = values.flatten(1)
+    unit: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return unit
+
+
+def _repeating_alike(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
+    """As ``_aligned`` of two sequences that begin together, where tokens come again at the same places in both."""
+    count = min(a.length, b.length, _LOOKED_AT)
+    one, other = (_first_of_each(s.values[:count]) for s in (a, b))
+    different = len(set(one.tolist()))
+    alike = torch.equal(one, other) and different >= _TELLING and count - different >= _TELLING
+    return (0, min(a.length, b.length)) if alike else None
+
+
+def _first_of_each(values: Tensor) -> Tensor:
+    """For every token the first one with its values, int64 [T]."""
+    directions = _directions(values).float()
+    return (torch.cdist(directions, directions) < _AGAIN).int().argmax(1)
 
 
 def _shifts(one: Tensor, other: Tensor) -> list[int]:

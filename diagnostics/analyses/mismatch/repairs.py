@@ -60,7 +60,7 @@ def _repairs(
     # What nothing explains is no rounding.
     if not any(cause.kind == "unnamed-o" for cause in causes):
         yield SAME_KERNEL, every, {"rounding": 0.0}
-        if all(layer.unit == BF16_UNIT for layer in layers):
+        if all(unit == BF16_UNIT for layer in layers for unit in layer.units):
             yield FP16, every, {"rounding": FP16_LEAVES}
 
 

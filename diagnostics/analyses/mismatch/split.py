@@ -3,7 +3,8 @@
     O_b - O_a = [R_a(in_b) - R_a(in_a)] + [R_b(in_b) - R_a(in_b)] + [(O_b - R_b(in_b)) - (O_a - R_a(in_a))]
                  came in with q, k, v       another semantics          rounding and schedule
 
-R_x is attention in float64 as run x computes it: its scale, mask, window, sink and softcap, stated or found.
+R_x is attention in float64 as run x computes it: its scale, mask, window, sink and softcap, stated or found. Where run
+b lacks keys that run a's mask shows, R_a(in_b) is not known, and all but rounding is of semantics.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def split_head(a: RunRows, b: RunRows, semantics: tuple[HeadSemantics, HeadSeman
     ]
     same = _same(*semantics)
     crossed = own_b if same else evaluate(semantics[0], b)
+    lacking = own_a.isfinite() & own_b.isfinite() & ~crossed.isfinite()
+    crossed = torch.where(lacking, own_a, crossed)
     rounding = (b.o - own_b) - (a.o - own_a)
     parts = {"inputs": crossed - own_a, "semantics": own_b - crossed, "rounding": rounding}
     usable = torch.stack([part.isfinite().all(1) for part in parts.values()]).all(0)

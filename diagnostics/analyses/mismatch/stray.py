@@ -37,15 +37,13 @@ class StrayRow:
 
 def find_stray(
     heads: Sequence[tuple[int, tuple[RunRows, RunRows], tuple[HeadSemantics, HeadSemantics], SplitHead]],
-    fmt: FloatFormat,
-    out: FloatFormat,
+    formats: Sequence[tuple[FloatFormat, FloatFormat]],
 ) -> StrayRow | None:
     """The row whose difference is beyond ``ELEMENT_LIMIT`` times rounding, and times what is usual in its head.
 
     Args:
         heads: Index, rows of train and rollout, what either computes, and how their difference splits.
-        fmt: The format of the inputs.
-        out: O's.
+        formats: Of train and rollout, the inputs' and O's.
     """
     worst: StrayRow | None = None
     for head, rows, semantics, split in heads:
@@ -56,8 +54,8 @@ def find_stray(
         relative = part[usable] / sizes[usable].clamp(min=1e-300)
         furthest = usable[relative.topk(_FURTHEST).indices].sort().values
         spread = usable[torch.linspace(0, len(usable) - 1, _USUAL, device=usable.device).long()]
-        usual = float(_times(part, spread, rows, semantics, fmt, out).median().clamp(min=1.0))
-        times = _times(part, furthest, rows, semantics, fmt, out)
+        usual = float(_times(part, spread, rows, semantics, formats).median().clamp(min=1.0))
+        times = _times(part, furthest, rows, semantics, formats)
         at = int(times.argmax())
         found, row = float(times[at]), int(furthest[at])
         if found > ELEMENT_LIMIT * usual and (worst is None or found > worst.times):
@@ -68,10 +66,10 @@ def find_stray(
 
 def _times(
     part: Tensor, at: Tensor, rows: tuple[RunRows, RunRows], semantics: tuple[HeadSemantics, HeadSemantics],
-    fmt: FloatFormat, out: FloatFormat,
+    formats: Sequence[tuple[FloatFormat, FloatFormat]],
 ) -> Tensor:  # fmt: skip
     """The difference of some rows over what rounding gives both runs there, [n]."""
     expected = torch.zeros_like(part[at])
-    for run, computes in zip(rows, semantics, strict=True):
+    for run, computes, (fmt, out) in zip(rows, semantics, formats, strict=True):
         expected += expected_square(computes.of_rows(at), run.select(at), fmt, out)
     return (part[at] / expected.clamp(min=1e-300)).sqrt()

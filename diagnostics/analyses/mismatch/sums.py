@@ -23,7 +23,7 @@ from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.reduced import JudgedSum, SumFault, judged, multiple_of
 from attn_diag.analyses.mismatch.split import LayerSums
 from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
-from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
+from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights, rounded_alike
 from attn_diag.captures.capture import Capture
 from attn_diag.reference import format_of
 from attn_diag.results.mismatch import (
@@ -316,8 +316,8 @@ def _other_weights(a: Sequence[ProjectionCall], b: Sequence[ProjectionCall]) -> 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether weights are equal, in the narrower of their formats, but for what is below ``_LAST_BITS``."""
-    if a.shape != b.shape:
-        return False
+    if a.shape != b.shape or rounded_alike(a, b):
+        return a.shape == b.shape
     a, b = _of_one_format(a, b)
     return torch.equal(a, b) or bool((a.double() - b.double()).norm() < _LAST_BITS * a.double().norm())
 

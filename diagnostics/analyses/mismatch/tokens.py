@@ -10,7 +10,7 @@ left does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -111,8 +111,7 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> T
     for key, capture in calls[guide].items():
         taken: set[int] = set()
         for item in range(capture.batch):
-            part = _part(capture, key, item, device)
-            if part is not None:
+            for part in _parts(capture, key, item, device):
                 _append(sequences, part, partial(_values, capture, item, heads, device), taken)
     if not sequences:
         raise InputError(f"{captures[0].source}: no row of layer {guide} sees a key; expected the rows of a run")
@@ -186,21 +185,27 @@ def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Ten
     return bias
 
 
-def _part(capture: Capture, key: CallKey, item: int, device: torch.device) -> SequencePart | None:
-    """The rows of a batch item that are tokens; None where none is."""
+def _parts(capture: Capture, key: CallKey, item: int, device: torch.device) -> Iterator[SequencePart]:
+    """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart."""
     visible = bias_of(capture, item, 0, device) > -torch.inf
     seen = visible.any(1)
     if not bool(seen.any()):
-        return None
+        return
     last = own_keys(visible)
     rows = seen.nonzero()[:, 0]
     # Rows of padding behind a sequence see its last token, whose own row comes first.
     fresh = torch.ones_like(rows, dtype=torch.bool)
     fresh[1:] = last[rows][1:] > last[rows][:-1]
     rows = rows[fresh]
-    first = int(visible[rows].int().argmax(1).min())
-    own = last[rows]
-    return SequencePart(key, item, rows.cpu(), own.cpu(), slice(first, int(own[-1]) + 1), -first)
+    first, own = visible[rows].int().argmax(1), last[rows]
+    # A sequence begins where a row sees its own key alone, before which no later row sees any.
+    earliest = first.flip(0).cummin(0).values.flip(0)
+    begins = ((first == own) & (earliest == own)).nonzero()[:, 0].tolist()
+    ends = [begin for begin in begins if begin] + [len(rows)]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        of = slice(begin, end)
+        start = int(first[of].min())
+        yield SequencePart(key, item, rows[of].cpu(), own[of].cpu(), slice(start, int(own[of][-1]) + 1), -start)
 
 
 def own_keys(visible: Tensor) -> Tensor:

@@ -47,11 +47,20 @@ class OtherWeights:
 
 
 def compare_weights(a: Tensor | None, b: Tensor | None) -> OtherWeights | None:
-    """Compare w_q of two runs as stored, [D heads, C] each; None where they are equal or either is missing."""
-    if a is None or b is None or a.shape != b.shape or torch.equal(a.double(), b.double()):
+    """Compare the weights of two runs, [D heads, C] each; None where they are the same, or either is missing."""
+    if a is None or b is None or a.shape != b.shape or torch.equal(a.double(), b.double()) or rounded_alike(a, b):
         return None
     difference = float((b.double() - a.double()).norm() / a.double().norm())
     return OtherWeights(difference, (quantizer_of(a), quantizer_of(b)))
+
+
+def rounded_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether weights of two formats may be the same ones, rounded to either: no element is further apart."""
+    if a.dtype == b.dtype:
+        return False
+    wide = a.double(), b.double()
+    room = sum(ulp(w, format_of(t.dtype)) for w, t in zip(wide, (a, b), strict=True)) / 2
+    return bool(((wide[1] - wide[0]).abs() <= room).all())
 
 
 def quantizer_of(w: Tensor) -> str | None:

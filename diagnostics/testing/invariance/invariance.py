@@ -20,7 +20,7 @@ from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
-from attn_diag.results.invariance import Invariance, OwnError, PathFinding
+from attn_diag.results.invariance import ITSELF, Invariance, OwnError, PathFinding
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.again import Again
 from attn_diag.testing.case_inputs import CaseInputs
@@ -262,15 +262,19 @@ class _Run:
         if names := sorted(self.calls.overwritten):
             return "fail", f"it changes its input {together(names)} in place, which its caller still needs"
         failed = list(dict.fromkeys(p.arrangement for p in found if p.status in ("bits", "fault")))
+        if other is not None and other.of_mask and "run-to-run" not in failed:
+            # Keys that the call by itself does not see come back in arrangements.
+            also = f"; it moves in {listed(failed, 4)}" if failed else ""
+            return "fail", f"{ITSELF}: it {other.words}{also}"
         if failed:
             of_first = [p for p in found if p.arrangement == failed[0] and p.status in ("bits", "fault")]
             worst = next((p for p in of_first if p.status == "fault"), of_first[0])
             also = f"; also {listed(failed[1:], 4)}" if len(failed) > 1 else ""
             return "fail", f"{failed[0]}, {worst.path}: {worst.words}{also}"
         if other is not None:
-            return "fail", f"the call itself: it {other.words}"
+            return "fail", f"{ITSELF}: it {other.words}"
         if wrong:
-            return "fail", f"the call itself: {together(wrong)}"
+            return "fail", f"{ITSELF}: {together(wrong)}"
         ran = [p for p in found if p.status not in ("not-run", "refused")]
         if not ran:
             return "fail", f"nothing was compared: {found[0].words}" if found else "nothing was compared"

@@ -87,6 +87,11 @@ class Rulings:
         return not (of_forward if quantity in _FORWARD else self.unsteady)
 
 
+def worst_of(differences: Sequence[PathDifference]) -> PathDifference:
+    """The one that moves furthest beyond rounding."""
+    return max(differences, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
+
+
 def words_of(item: Change, status: Status, differences: Sequence[PathDifference]) -> str:
     """What a path shows, in words.
 
@@ -100,7 +105,7 @@ def words_of(item: Change, status: Status, differences: Sequence[PathDifference]
         return "same bits" if differences else "nothing to compare"
     if status == "unsteady":
         return "no more than the same call again changes"
-    worst = max(moved, key=lambda d: (d.nonfinite > 0, d.of_limit or 0.0))
+    worst = worst_of(moved)
     (b, h, row), name = worst.first or (0, 0, 0), EVERY_SYMBOL[worst.quantity]
     place = f"item {b}, head {h}, {_ROWS.get(worst.quantity, 'row')} {row}"
     if status == "fault" and worst.nonfinite:

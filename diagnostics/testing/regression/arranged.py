@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_diag.errors import InputError
+from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.kernels import Recipe
-from attn_diag.results.check import ARRANGED, CheckedCase, Failure
+from attn_diag.results.check import ARRANGED, CheckedCase, Failure, Kind
 from attn_diag.results.invariance import Invariance, PathFinding
 from attn_diag.results.wording import listed
 from attn_diag.testing.again import Again
@@ -70,13 +71,18 @@ class Arranging:
     def _failures(self, found: Invariance) -> list[Failure]:
         """One an arrangement, as its worst path has it, the likeliest cause first."""
         failures = []
+        first = _first_beyond(found)
         for name in found.failed:
             paths = [p for p in found.paths if p.arrangement == name and p.status in ("bits", "fault")]
             path = next((p for p in paths if p.status == "fault"), paths[0])
-            first = next(d.quantity for d in path.differences if d.differing)
             words = f"{ARRANGED}: {name}, {path.path}: {path.words}"
             failures.append(Failure("invariance", ARRANGED, first, words, look_closer=self._closer(name)))
-        if not failures and not found.passed:
+        if found.wrong_itself:
+            far = (e.quantity for e in found.errors if e.of_noise is None or e.of_noise > ELEMENT_LIMIT)
+            quantity = next(far, "o")
+            kind: Kind = "fit" if quantity == "o" else "wrong"
+            failures.insert(0, Failure(kind, ARRANGED, quantity, f"{ARRANGED}: {found.headline}"))
+        elif not failures and not found.passed:
             failures.append(Failure("fit", ARRANGED, "o", f"{ARRANGED}: {found.headline}"))
         return failures
 
@@ -97,3 +103,11 @@ class Arranging:
         asked = self.asked
         again = Again(named, DTYPES[asked.dtype], asked.causal, asked.scale, (*_SHAPE, asked.head_dim))
         return again.command("invariance", [f"--only {','.join(names)}"])
+
+
+def _first_beyond(found: Invariance) -> str:
+    """The quantity from which the others are made, of those that move further than rounding; else that moves at all."""
+    failed = [d for p in found.paths if p.status in ("bits", "fault") for d in p.differences if d.differing]
+    beyond = [d for d in failed if d.nonfinite or (d.of_limit or 0.0) > 1.0] or failed
+    order = [e.quantity for e in found.errors]
+    return min((d.quantity for d in beyond), key=lambda name: order.index(name) if name in order else 0, default="o")

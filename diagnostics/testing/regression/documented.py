@@ -64,10 +64,13 @@ def explained(
         return found
     for words, made in _published(inputs, where, run, gradients="dq" in outputs):
         for name, verdict in bad.items():
-            seen = outputs[name].double()
-            left = float((made[name].double() - seen).norm()) if name in made else float("inf")
-            # ||seen|| is the reference's to within its error.
-            if name not in found and left <= _LEFT * (verdict.relative_error or 0.0) * float(seen.norm()):
+            if name not in made or name in found:
+                continue
+            # ||published|| is the reference's to within its error, which is a rounding's; what is judged may be
+            # many times as long.
+            published = made[name].double()
+            left = float((published - outputs[name].double()).norm())
+            if left <= _LEFT * (verdict.relative_error or 0.0) * float(published.norm()):
                 found[name] = words
     return found
 

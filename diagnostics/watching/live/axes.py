@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,13 @@ def mask_with_four_axes(mask: Tensor, q: Tensor) -> Tensor:
     if q.dim() > 4 and mask.dim() > 3:
         return mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
     return mask[:, None] if q.dim() == 3 and mask.dim() > 2 else mask
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether torch.vmap hides an axis of it, so that its numbers cannot be read."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(t):
+        if functorch.is_batchedtensor(t):
+            return True
+        t = functorch.get_unwrapped(t)
+    return False

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from attn_diag.watching.live.axes import is_batched
 from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
 # Rotations leave the norm of a row as it is; BF16 changes it by less than this.
@@ -118,7 +120,7 @@ class Projections:
         self._handles = {layer: layer.register_forward_hook(guarded(self._ran)) for layer in self._names}
 
     def _ran(self, layer: nn.Module, args: tuple[Any, ...], y: Any) -> None:
-        if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor):
+        if self.recording and args and isinstance(args[0], Tensor) and isinstance(y, Tensor) and not is_batched(y):
             self.recent.append(_Seen(layer, self._names[layer], args[0], y))
 
     def settle(self) -> None:
@@ -294,13 +296,27 @@ _WRAPPING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def own_weight(layer: nn.Module) -> Tensor | None:
-    """The weight [N, C] that this rank has of a linear layer; None where it is none."""
+    """The weight [N, C] that this rank has of a linear layer; None where it is none, or is known by its codes alone."""
     weight: Any = layer.weight.detach()  # type: ignore[operator]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight
-    if weight.dim() != 2:
+    wrapped: bool = is_traceable_wrapper_subclass(weight)
+    if wrapped:  # torchao's codes and scales, say: the numbers that they stand for
+        with suppress(NotImplementedError, RuntimeError):
+            weight = weight.dequantize()
+    if weight.dim() != 2 or _in_codes(weight):
         return None
     # transformers' Conv1D keeps its weight as [C, N].
     return weight.T if _is_conv1d(layer) else weight  # type: ignore[no-any-return]
+
+
+def in_codes(layer: nn.Module) -> bool:
+    """Whether the weight is stored in a form from which its numbers cannot be read."""
+    return not hasattr(layer.weight, "to_local") and _in_codes(layer.weight.detach())
+
+
+def _in_codes(weight: Tensor) -> bool:
+    """Integers, FP8 without the scales that the layer keeps elsewhere, or no plain tensor at all."""
+    return type(weight) is not Tensor or not weight.is_floating_point() or weight.dtype.itemsize < 2
 
 
 def is_linear(layer: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from attn_diag.watching.live.axes import is_batched
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.hops import RingHops
@@ -211,6 +212,9 @@ class Pending:
 
     def _take(self, do: Tensor | None, grads: Sequence[Tensor | None]) -> None:
         c = self.call
+        if do is not None and is_batched(do):
+            c.notes.append(BATCHED)
+            do, grads = None, [None for _ in grads]
         c.do = _trimmed(do, c.o)
         c.dq, c.dk, c.dv = (_trimmed(g, like) for g, like in zip(grads, (c.q, c.k, c.v), strict=False))
         if self._slice is not None and self._forward is None:
@@ -226,7 +230,7 @@ class Pending:
         dtype = given.dtype
 
         def arrived(grad: Tensor | None) -> None:
-            if name in self._spoilt or grad is None:
+            if name in self._spoilt or grad is None or is_batched(grad):
                 self._arrived(name)
                 return
             setattr(self.call, name, lay_out(grad.detach()).to(dtype))
@@ -256,6 +260,7 @@ class Pending:
         self._handles.clear()
 
 
+BATCHED = "gradients are left out: torch.vmap hides an axis of theirs"
 # What a gradient is of, where its last letter does not say it.
 _OF = {"dsinks": "sinks", "dmask": "mask"}
 # A parameter that calls may share (sinks, a bias) by its identity -> who waits for its gradient.

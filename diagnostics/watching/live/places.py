@@ -35,6 +35,7 @@ from attn_diag.watching.live.kernels import is_forward
 from attn_diag.watching.live.linear_layers import clean
 
 _ATTENTION = re.compile("atten|attn", re.IGNORECASE)
+_CALL = nn.Module._call_impl.__code__
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 
 
@@ -165,7 +166,7 @@ class CallPlaces:
                     self._no_modules.add(number)
                 elif isinstance(owner, GraphModule) and compiled:
                     pass  # the graph itself
-                elif (own := self._own(owner)) is not None:
+                elif (own := self._own(owner)) is not None and (not foreign or self._passes(frame)):
                     stated = self._below(own, module)
                     at = tuple(site) if compiled else None
                     return Caller(own, at, differentiated, foreign=False, module=stated, pooled=pooled)
@@ -174,6 +175,19 @@ class CallPlaces:
             frame = frame.f_back
         stated = self._below(self._model, module)
         return Caller(None, tuple(site) if compiled else None, differentiated, foreign, stated, pooled)
+
+    def _passes(self, frame: FrameType | None) -> bool:
+        """Whether a forward pass of the model runs in a frame, or below it.
+
+        What else calls another model's, as generate() does with an assistant's, makes none of this model's calls.
+        """
+        while frame is not None:
+            if frame.f_code is _CALL or frame.f_code.co_name == "forward":
+                module = frame.f_locals.get("self")
+                if isinstance(module, nn.Module) and self._own(module) is not None:
+                    return True
+            frame = frame.f_back
+        return False
 
     def seen_from_here(self, caller: Caller) -> Caller:
         """A caller that another watch has read, perhaps of a model that is not this one's."""

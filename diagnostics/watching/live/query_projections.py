@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from attn_diag.watching.live import products
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.graph_projections import GraphProjections
-from attn_diag.watching.live.linear_layers import MadeWith, MadeWithLayer, Projections
+from attn_diag.watching.live.linear_layers import MadeWith, MadeWithLayer, Projections, in_codes
 from attn_diag.watching.live.met import Met
 from attn_diag.watching.live.pending import Pending
 from attn_diag.watching.live.untraced import passed_by
 
 SHARDED = "w_q is left out: the weight is sharded over ranks while attention runs"
+STORED_OTHERWISE = "w_q is left out: the projection stores no numbers of 16 bits or more from which it could be read"
 NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
 # Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
 _COMPILER = "torch._functorch.aot_autograd"
@@ -147,7 +148,7 @@ class QueryProjections:
             projection, x, y = found
             call.x, call.x_dtype, call.w_q = x.detach(), y.dtype, projection.weight(y.shape[-1])
             if call.w_q is None:
-                call.notes.append(SHARDED)
+                call.notes.append(STORED_OTHERWISE if in_codes(projection.layer) else SHARDED)
             if pending is not None:
                 pending.follow_projection(y, projection)
         elif name is not None and module is not None and (in_graph := self._in_graphs.find(module, call.q)) is not None:

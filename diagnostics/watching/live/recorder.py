@@ -254,6 +254,7 @@ class Recorder:
 
     def failed(self, error: Exception) -> None:
         """Count it; the watch has told of it."""
+        self._chosen = True
         self._losses.add(reason_of(error), told=True)
 
     def forward(self, call: AttentionCall) -> None:

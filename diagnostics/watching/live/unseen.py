@@ -110,18 +110,24 @@ class Unseen:
         model: Whose; None: nobody's.
         places: Who was met.
         warn: Tells the user, of the same thing only once.
+
+    Attributes:
+        passed: Whether a forward pass of the model has come to its end.
     """
 
     def __init__(self, model: nn.Module | None, places: CallPlaces, warn: Callable[[str], None]) -> None:
         self._model, self._places, self._warn = model, places, warn
         self._blind_steps = self._judged = 0
         self._said = self._blind = False
+        self.passed = False
+        self._handled = 0
         self._flex_calls: int | None = intercept.flex_calls
         # Gradients that were there before the first step: where each is, and its version.
         self._before: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def begin(self) -> None:
-        """Note which gradients are there already."""
+        """Note which gradients are there already, and which exception is being handled."""
+        self._handled = id(sys.exc_info()[1])
         for parameter in () if self._model is None else self._model.parameters():
             if (gradient := _own_gradient(parameter)) is not None:
                 self._before[id(parameter)] = _state(gradient)
@@ -132,6 +138,7 @@ class Unseen:
         Args:
             seen: Whether there was any call until now: a graph that is loaded may be another model's.
         """
+        self.passed = True
         if self._flex_calls is not None:
             if not seen and self._flex_calls == intercept.flex_calls and flex_graphs.blind() and self._names_flex():
                 self._said = True
@@ -167,6 +174,12 @@ class Unseen:
                 self._warn(word)
             self._places.met.clear()
             self._places.most.clear()
+
+    def at_end(self) -> None:
+        """Say, at the end, that no call was seen, unless the first forward pass was ended by an exception."""
+        raised = sys.exc_info()[1]
+        if self.passed or raised is None or id(raised) == self._handled:
+            self.nothing()
 
     def nothing(self) -> None:
         """Say that no call was seen."""

@@ -144,9 +144,9 @@ class Watch:
         return self._looked or intercept.looks(self)
 
     def tell_of_nothing(self) -> bool:
-        """Say, at the end, if there was no call although there was a look; whether so."""
+        """Say, at the end, if there was no call although there was a look; returns whether so."""
         if blind := self.looked and not self.calls_seen:
-            self._unseen.nothing()
+            self._unseen.at_end()
         return blind
 
     def warn_once(self, message: str, about: str = "") -> None:
@@ -371,6 +371,7 @@ class Watch:
     def _forward_ended(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ARG002
         # What the last linear layers hold, logits among it, is not kept through the backward.
         self.projections.forget()
+        self._unseen.passed = True
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a hook's signature
         if in_cuda_graph():  # it steps when that is replayed
