@@ -37,12 +37,13 @@ they were larger in the healthy run than in the failing one at its alarm.
 Attention that is not fused (plain torch) has the same rule, with dQ's measured error in 1, and what the casts of dS and
 dQ add in the expectation: x has a mean of 1 at most there too. In 2 and 3 not all of that error counts alike. share was
 frozen on errors of delta, which move row t of dQ along (P K)_t, the mean of its keys, so that the row's dS no longer
-add up to 0. Casts of scores and P leave them adding up to 0, as autograd has the P of the forward that ran: many small
-errors of all signs. So the part of the error that lies along (P K)_t in each row, of norm d over dQ's, counts as share
-does. The rest, of norm s at most, changes what a step gains by its mean along the gradient, which is 0 for errors of
-all signs, and by the variance that it adds, s^2 of |g|^2, which costs what a smaller batch does. So d + s^2 takes the
-place of share: 3 % of what a step does, in both. Of BF16 scores d was a quarter to a half of s, which may thus come to
-5 to 9 %, and to 17 % in no case. An error with a mean along the gradient (dQ times 1.05) no rounding makes: see below.
+add up to 0. Rounded scores leave them adding up to 0, as autograd has the P of the forward that ran: what is off is
+many small errors of all signs. So the part of the error that lies along (P K)_t in each row, of norm d over dQ's,
+counts as share does. The rest, of norm s at most, changes what a step gains by its mean along the gradient g, which is
+0 for errors of all signs, and by the variance that it adds, s^2 of |g|^2, which costs what a smaller batch does. So
+d + s^2 takes the place of share: 3 % of what a step does, in both. Of BF16 scores d was a quarter to a half of s, which
+may thus come to 5 to 9 %, and to 17 % in no case. An error with a mean along the gradient (dQ times 1.05) is none that
+rounding makes: see below. ``benchmarks/study_plain_torch_faults.py`` counts what is found.
 
 Linear attention has no delta, and attention that is declared to run below 16 bits another yardstick: each check judges
 a head as ``inspect`` does. It alarms where two looks in a row find the same: "wrong" (no rounding makes the error) or
