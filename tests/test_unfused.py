@@ -243,12 +243,10 @@ def test_gpt_oss_takes_a_maximum_off_that_may_be_the_sink_and_has_a_gradient(sin
     combined = torch.cat([scores, torch.full((64, 1), sink, dtype=torch.bfloat16)], 1)
     combined = combined - combined.max(-1, keepdim=True).values
     o = combined.softmax(-1, dtype=torch.bfloat16)[:, :-1] @ v
-    o.backward(do)
+    torch.autograd.backward(o, do)
+    q_in, k_in, v_in, do_in = (t.detach().double() for t in (q, k, v, do))
     stored = float(torch.tensor(sink).bfloat16())
-    tensors = {"q": q.detach(), "k": k, "v": v, "do": do}
-    head = AttentionHead(
-        **{n: t.double() for n, t in tensors.items()}, scale=0.25, masking=Masking("top-left"), sink=stored
-    )
+    head = AttentionHead(q_in, k_in, v_in, do_in, scale=0.25, masking=Masking("top-left"), sink=stored)
     found = unfused(head, format_of(torch.bfloat16), "unfused:shifted:cast")
     assert q.grad is not None
     for name, seen in (("o", o.detach()), ("dq", q.grad)):
