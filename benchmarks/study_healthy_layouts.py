@@ -6,6 +6,10 @@ in BF16. FlexAttention has no backward on a CPU, so it is not among them.
     python benchmarks/study_healthy_layouts.py --seeds 3 --json benchmarks/results/healthy_layouts_cpu.json
     python benchmarks/study_healthy_layouts.py --models bloom mpt --json …   # these alone; the other rows stay
     python benchmarks/study_healthy_layouts.py --models gemma-2 --fp32 --json …   # the same with S, P, dP, dS in fp32
+    python benchmarks/study_healthy_layouts.py --first 20 --seeds 2 --json …      # seeds 20 and 21
+
+"counted" is the largest averaged share that condition 2 of the alarm saw, "off" the largest error of dQ where it was
+measured, and "whole" the alarms of "rounding" if all of that error counted.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -24,6 +29,8 @@ from measuring import made_by, options_of, save
 from torch import Tensor
 
 import attn_diag
+from attn_diag.watching.monitoring.alarm import AlarmState, replay
+from attn_diag.watching.monitoring.record import MonitorCheck
 
 VOCABULARY, LENGTH, BATCH = 97, 64, 4
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -110,8 +117,28 @@ def inside_in_fp32(model: torch.nn.Module) -> Iterator[None]:
         home["eager_attention_forward"] = inner
 
 
-def trained(name: str, mode: str, seed: int, steps: int, every: int, rate: float) -> dict[str, Any]:
-    """One run under the monitor."""
+def figures(checks: Iterable[MonitorCheck]) -> dict[str, Any]:
+    """What the rule saw, and what it would have said if all of a measured error counted."""
+    state, counted, off, whole = AlarmState(), 0.0, 0.0, list[MonitorCheck]()
+    for check in checks:
+        state.update(check)
+        counted = max(counted, state.share)
+        layers = [layer for layer in check.layers if not layer.is_judged]
+        for layer in layers:
+            measured = layer.values["dq_share"][layer.values["measured"] > 0]
+            off = max([off, *measured[measured > 0].tolist()])
+        without = [
+            replace(one, values={n: v for n, v in one.values.items() if "share_delta" not in n}) for one in layers
+        ]
+        whole.append(replace(check, layers=tuple(without)))
+    before = [f"step {a.step}, layer {a.layer}, head {a.head}" for a in replay(whole) if a.kind == "rounding"]
+    return {"counted": round(counted, 4), "off": round(off, 4), "whole": before}
+
+
+def trained(
+    name: str, mode: str, seed: int, steps: int, every: int, rate: float, begins: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """One run under the monitor; ``begins`` is told of each step."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -125,6 +152,7 @@ def trained(name: str, mode: str, seed: int, steps: int, every: int, rate: float
     began = time.perf_counter()
     with attn_diag.Monitor(model, every=every) as monitor:
         for step in range(steps):
+            begins(step)
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (step + 1) / 20)
             with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
@@ -140,7 +168,7 @@ def trained(name: str, mode: str, seed: int, steps: int, every: int, rate: float
         "layers": sorted({str(layer.module) for check in monitor.history for layer in check.layers}),
         "first loss": round(sum(losses[:5]) / 5, 3), "last loss": round(sum(losses[-5:]) / 5, 3),
         "alarms": [f"step {a.step}, layer {a.layer}, head {a.head}: {a.reason}" for a in monitor.alarms],
-        "said": said, "seconds": round(time.perf_counter() - began, 1),
+        **figures(monitor.history), "said": said, "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
 
@@ -152,6 +180,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--rates", nargs="*", type=float, default=[1e-3, 3e-3])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--fp32", action="store_true", help="eager attention in fp32 inside")
     options = parser.parse_args()
     import transformers
@@ -159,7 +188,8 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
-    for rate, seed, mode, name in product(options.rates, range(options.seeds), options.modes, options.models):
+    seeds = range(options.first, options.first + options.seeds)
+    for rate, seed, mode, name in product(options.rates, seeds, options.modes, options.models):
         which = {"model": name, "mode": mode, "rate": rate, "seed": seed} | ({"fp32": True} if options.fp32 else {})
         runs = [r for r in runs if {key: r.get(key) for key in which} != which or r.get("fp32", False) != options.fp32]
         with inside_in_fp32(model_of(name, seed)) if options.fp32 else nullcontext():

@@ -149,6 +149,23 @@ def test_missing_metrics_do_no_harm() -> None:
     assert [(a.kind, a.head) for a in replay(seen)] == [("rounding", 7)]
 
 
+@pytest.mark.parametrize(
+    ("share", "of_delta", "alarms"),
+    [(0.05, 0.05, True), (0.05, 0.02, False), (0.16, 0.002, False), (0.18, 0.002, True), (0.05, math.nan, True)],
+    ids=["all of delta", "some of delta", "of all signs", "of all signs, large", "a log of before"],
+)
+def test_of_a_measured_error_what_is_of_delta_counts_and_the_square_of_all(
+    share: float, of_delta: float, alarms: bool
+) -> None:
+    grown = np.array([[0.001]] * 6 + [[1.0]] * 8)
+    values = {"dq_share": share * grown, "dq_share_delta": of_delta * grown, "dq_over_floor": 1e3 * grown}
+    values["measured"] = np.ones_like(grown)
+    found = replay(checks(np.arange(14.0) * 5, **values))
+    assert [a.kind for a in found] == ["rounding"] * alarms
+    if alarms and of_delta == share:
+        assert "dQ is off by 0.05 of its norm, by 0.05 as an error of delta makes it" in found[0].reason
+
+
 def test_facts_that_need_no_statistics() -> None:
     share = np.array([[0.1, 1.5], [0.1, 0.9], [0.1, 1.1], [0.1, 1.2], [0.1, 3.0]])
     broken = np.array([[0, 0], [0, 0], [0.25, 0], [0.5, 0], [0, 0]])

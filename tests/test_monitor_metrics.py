@@ -522,6 +522,18 @@ def test_of_attention_that_is_not_fused_the_error_of_dq_is_measured(coarse: bool
     errors, wholes = (torch.einsum("hrd,rc->hdc", of, x[0].double()) for of in (off, dq))
     ratio = errors.norm(dim=(1, 2)) / wholes.norm(dim=(1, 2))
     torch.testing.assert_close(found.dw_q_share, ratio, rtol=CLOSE, atol=0)
+    # Of it, what an error of delta could make: along P K, row by row.
+    unit = torch.nn.functional.normalize(probs @ k, dim=-1)
+    off_delta = unit * (off * unit).sum(-1, keepdim=True)
+    torch.testing.assert_close(
+        found.dq_share_delta, off_delta.norm(dim=(1, 2)) / dq.norm(dim=(1, 2)), rtol=CLOSE, atol=0
+    )
+    error = torch.einsum("hrd,rc->hdc", off_delta, x[0].double())
+    ratio = error.norm(dim=(1, 2)) / wholes.norm(dim=(1, 2))
+    torch.testing.assert_close(found.dw_q_share_delta, ratio, rtol=CLOSE, atol=0)
+    # Rows of dS that do not add up to 0 are all of it, whatever the rest of the error.
+    biased = replace(call, dq=(dq - 0.1 * (probs @ k) * 32**-0.5)[None])
+    torch.testing.assert_close((planted := head_metrics(biased)).dq_share_delta, planted.dq_share, rtol=CLOSE, atol=0)
     assert (found.measured == 1).all()
     assert found.dq_share_lse.isnan().all()
     over = found.dq_over_floor / found.dq_expected_over_floor
@@ -531,6 +543,8 @@ def test_of_attention_that_is_not_fused_the_error_of_dq_is_measured(coarse: bool
     assert (head_metrics(replace(call, notes=[TOTALS])).measured == 0).all()
     fused = head_metrics(replace(call, kernel="test"))
     assert (fused.measured == 0).all()
+    assert fused.dq_share_delta.isnan().all()
+    assert fused.dw_q_share_delta.isnan().all()
     predicted = head_metrics(replace(exact, o=call.o, dq=None))
     torch.testing.assert_close(fused.dq_share, predicted.dq_share, rtol=0, atol=0)
 

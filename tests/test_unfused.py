@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_diag
+from attn_diag.head.unfused import unfused
+from attn_diag.reference import AttentionHead, Masking, format_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.probing.search import row_factor
@@ -227,3 +229,26 @@ def test_alphas_root_on_q_and_k_is_plain_torch_too() -> None:
     capture = attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left")
     (verdict,) = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads[0].quantities
     assert (verdict.answer, verdict.site) == ("lossy", "unfused")
+
+
+@pytest.mark.parametrize("sink", [-0.14, 6.0])
+def test_gpt_oss_takes_a_maximum_off_that_may_be_the_sink_and_has_a_gradient(sink: float) -> None:
+    """Its eager attention: small probabilities are off by per cents in BF16, which is rounding."""
+    g = torch.Generator().manual_seed(8)
+    q, k, v, do = (torch.randn(64, 16, generator=g).bfloat16() for _ in range(4))
+    k *= 3
+    q.requires_grad_()
+    later = torch.ones(64, 64, dtype=torch.bool).triu(1)
+    scores = (q @ k.T * 0.25).masked_fill(later, torch.finfo(torch.bfloat16).min)
+    combined = torch.cat([scores, torch.full((64, 1), sink, dtype=torch.bfloat16)], 1)
+    combined = combined - combined.max(-1, keepdim=True).values
+    o = combined.softmax(-1, dtype=torch.bfloat16)[:, :-1] @ v
+    torch.autograd.backward(o, do)
+    q_in, k_in, v_in, do_in = (t.detach().double() for t in (q, k, v, do))
+    stored = float(torch.tensor(sink).bfloat16())
+    head = AttentionHead(q_in, k_in, v_in, do_in, scale=0.25, masking=Masking("top-left"), sink=stored)
+    found = unfused(head, format_of(torch.bfloat16), "unfused:shifted:cast")
+    assert q.grad is not None
+    for name, seen in (("o", o.detach()), ("dq", q.grad)):
+        # torch's sums are fp32 here, and move a cast now and then.
+        assert (found[name] == seen.double()).double().mean() > 0.98, name

@@ -1,7 +1,8 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
     S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
-                                      or the second, of which m is taken off before softmax: cast(S - m);
+                                      or the second, of which m is taken off before softmax: cast(S - m), and
+                                      cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
     O  = cast(P V)
@@ -98,12 +99,16 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         scores = head.softcap * (scores / head.softcap).tanh()
         scores = scores if alpha_in == "fp32" else cast(scores)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    sink = None if head.sink is None else torch.full_like(scores[:, 0], head.sink)
     if alpha_in == "shifted":
-        largest = scores.amax(1)
-        scores = cast(scores - largest.masked_fill(largest.isneginf(), 0.0)[:, None])
+        largest, top = scores.max(1)
+        by_key = None if sink is None else largest >= sink
+        largest = largest if sink is None else torch.maximum(largest, sink)
+        shift = largest.masked_fill(largest.isneginf(), 0.0)
+        scores, sink = cast(scores - shift[:, None]), None if sink is None else cast(sink - shift)
     lse = scores.logsumexp(1)
-    if head.sink is not None:
-        lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink)
     wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     probs = cast(wide)
     kept = dropped(probs)
@@ -118,6 +123,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
     if probs_of != "uncast":
         dscores = cast(dscores)
+    if alpha_in == "shifted" and sink is not None and by_key is not None:
+        # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
+        of_sink = cast(-cast((sink - lse).exp()) * delta)
+        moved = cast(dscores.sum(1) + of_sink).where(by_key, 0.0)
+        dscores = cast(dscores.scatter_add(1, top[:, None], -moved[:, None]))
     if alpha_in in ("q", "shifted"):
         dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
     elif alpha_in == "root":

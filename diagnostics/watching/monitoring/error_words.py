@@ -18,9 +18,13 @@ def error_words(kind: str, of: str, lowest_at: int, values: Mapping[str, float])
     matrix = "dW_Q" if of == "dw_q" else "dQ"
     # A wrong O, too, is more than correct rounding makes: what made its error is for ``inspect`` to say.
     parts = [f"the error of O is predicted to put {share:.2g} of {matrix}'s norm in error"]
+    averaged = "averaged over checks"
     if values.get("measured"):
         # Logs of before it do not have it.
         parts = [f"{matrix} is off by {share:.2g} of its norm"]
+        if (part := values.get(f"{of}_share_delta")) is not None:
+            parts = [f"{parts[0]}, by {part:.2g} as an error of delta makes it"]
+            averaged = "that and the square of the whole, averaged over checks,"
     elif (dq_error := values.get("dq_error")) is not None:
         parts.append(f"dQ is off by {dq_error:.2g} of its norm")
     over = values.get(f"{of}_over_floor")
@@ -31,7 +35,7 @@ def error_words(kind: str, of: str, lowest_at: int, values: Mapping[str, float])
     if kind == "rounding":
         # Averages, as the rule compares them: the check at that step may itself have been off by more.
         average, lowest = values["share_average"], values["share_lowest"]
-        parts.append(f"averaged over checks {average:.2g}, lowest {lowest:.2g} at step {lowest_at}")
+        parts.append(f"{averaged} {average:.2g}, lowest {lowest:.2g} at step {lowest_at}")
     elif kind == "overwhelmed":
         parts.append("more than the gradient itself in two checks on end")
     told = {"coherence": "coherence", "noise_factor": "noise factor", "max_logit": "max logit", "w_q_norm": "|W_Q|"}

@@ -43,7 +43,10 @@ class HeadMetrics:
     measured: Tensor
     """Share of rows whose error of dQ is measured: 1 where attention is not fused, else 0."""
     dq_share_lse: Tensor
-    """The same ratio, predicted from delta and LSE."""
+    """The same ratio, predicted from delta and LSE; of attention that is not fused unknown."""
+    dq_share_delta: Tensor
+    """Of attention that is not fused, the part of the measured error that lies along (P K)_t in each row, as an error
+    of delta does, over the reference's norm. Of fused attention ``dq_share`` is all of delta, and this is unknown."""
     dq_over_floor: Tensor
     """That error's norm (from delta) over what one correct rounding of O would leave if rows erred independently."""
     dq_expected_over_floor: Tensor
@@ -52,6 +55,8 @@ class HeadMetrics:
     """As ``dq_share``, of dW_Q."""
     dw_q_share_lse: Tensor
     """As ``dq_share_lse``, of dW_Q."""
+    dw_q_share_delta: Tensor
+    """As ``dq_share_delta``, of dW_Q."""
     dw_q_over_floor: Tensor
     """As ``dq_over_floor``, of dW_Q."""
     dw_q_expected_over_floor: Tensor
@@ -102,7 +107,7 @@ _OF_W_Q = frozenset(name for name in METRICS if name.startswith(("dw_q", "cohere
 # What adds up over heads' sequences, and over ranks; one column each.
 SUMS = (
     "rows", "seen", "entropy", "ties", "units", "lse_rows", "unity",
-    "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_lse", "dq_floor",
+    "noise", "noise_rows", "delta_dq", "dq", "dq_delta", "dq_part", "dq_floor",
     "bias", "bias_sigma", "bias_variance", "groups", "group_squares", "group_products", "group_sizes",
     "dq_expected", "dw_q_expected", "atoms", "dw_q_floor", "misfit", "q", "past_dot", "past_variance",
     "measured", "o_off", "o_size", "o_expected", "dq_off", "dq_size", "dq_left",
@@ -111,8 +116,9 @@ SUMS = (
 # What the largest counts of; one column each.
 NONFINITE = tuple(f"{name}_nonfinite" for name in ("o", "dq", "dk", "dv", "came"))
 MAXIMA = ("max_logit", "w_q_norm", "o_row", "dq_row", *NONFINITE)
-# Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several.
-NORMS = ("dw_q_delta", "dw_q", "dw_q_lse")
+# Squared norms of matrices, which themselves add up: exact for one rank, from the sketches of several. "part" is E as
+# predicted from delta and LSE, and where it was measured its part along P K.
+NORMS = ("dw_q_delta", "dw_q", "dw_q_part")
 
 
 @dataclass
@@ -124,7 +130,7 @@ class HeadSums:
     maxima: Tensor
     """[Hq, len(MAXIMA)] float64: the largest counts over ranks; of rows, squares."""
     norms: Tensor
-    """[Hq, 3] float64: squared norms of E, of dW_Q, and of E with LSE's part, of this rank alone."""
+    """[Hq, 3] float64: squared norms of E, of dW_Q, and of "part" (``NORMS``), of this rank alone."""
     sketches: Tensor | None
     """[1 or 3, Hq, D, c] fp32: these matrices, or E alone, projected; None where there is no dW_Q."""
 
@@ -135,7 +141,7 @@ class HeadSums:
             past: average of earlier checks' E, [Hq, D, c]; the one with which ``head_sums`` was called.
         """
         s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
-        dw_q_delta, dw_q, dw_q_lse = self.norms.unbind(1)
+        dw_q_delta, dw_q, dw_q_part = self.norms.unbind(1)
         nan = torch.full_like(dw_q, torch.nan)
         length = nan
         if past is not None and self.sketches is not None:
@@ -145,11 +151,13 @@ class HeadSums:
             "noise_factor": (s["noise"], s["noise_rows"]),
             "conditioning": (s["delta_dq"], s["dq"]),
             "dq_share": (s["dq_delta"], s["dq"]),
-            "dq_share_lse": (s["dq_lse"], s["dq"]),
+            "dq_share_lse": (s["dq_part"], torch.where(s["measured"] > 0, nan, s["dq"])),
+            "dq_share_delta": (s["dq_part"], torch.where(s["measured"] > 0, s["dq"], nan)),
             "dq_over_floor": (s["dq_delta"], s["dq_floor"]),
             "dq_expected_over_floor": (s["dq_expected"], s["dq_floor"]),
             "dw_q_share": (dw_q_delta, dw_q),
-            "dw_q_share_lse": (dw_q_lse, dw_q),
+            "dw_q_share_lse": (dw_q_part, torch.where(s["measured"] > 0, nan, dw_q)),
+            "dw_q_share_delta": (dw_q_part, torch.where(s["measured"] > 0, dw_q, nan)),
             "dw_q_over_floor": (dw_q_delta, s["dw_q_floor"]),
             "dw_q_expected_over_floor": (s["dw_q_expected"], s["dw_q_floor"]),
         }

@@ -3,7 +3,7 @@
 They are those of ``attn_diag.inspect`` (``attn_diag.results.diagnosis``), over all heads at once and on sampled rows.
 With e_t = -alpha Delta_delta,t (P K)_t the first-order error of dQ in row t and x_t the projection's input, the
 predicted error of dW_Q is E = sum e_t (x) x_t. Plain torch's backward has P as the forward rounded it and no delta from
-O: there e_t is dQ's measured error. See ``HeadMetrics`` for each figure's definition.
+O: there e_t is dQ's measured error, and its part along (P K)_t a figure of its own. See ``HeadMetrics``.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class _FewHeads:
         self._heads = slice(kv_heads.start * group, kv_heads.stop * group)
         self._totals: dict[str, Tensor] = {}
         self._keys = False
+        self._measured = sample.dq is not None and not sample.fused
 
     def run(self, past: Tensor | None) -> HeadSums:
         sample, heads = self._sample, self._heads
@@ -132,7 +133,7 @@ class _FewHeads:
             left = by_layer(joined(lefts, 2), 1, sample.layers)
             norms = _squares(left, joined(rights, 1), self._temporaries)
             sketches = _products(left[: self._sketches], joined(sketched, 1)).float().flatten(1, 2)
-            if sample.lse is None:
+            if sample.lse is None and not self._measured:
                 norms[:, 2] = torch.nan
         weight = unknown if projection is None else projection.norms
         sums = torch.stack([self._totals.get(name, unknown) for name in SUMS], 1)
@@ -218,7 +219,7 @@ class _FewHeads:
         return missed
 
     def _add_backward(self, found: SampledRows, x: Tensor | None, lse_factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds what needs dO, and x [L, R, C]; returns e, dQ, and e with LSE's part, [3, h, R, D], and the clusters.
+        """Adds what needs dO, and x [L, R, C]; returns e, dQ, and "part" (``NORMS``), [3, h, R, D], and the clusters.
 
         They are zero in unusable rows.
         """
@@ -231,13 +232,15 @@ class _FewHeads:
         relative = torch.where(judged, error / floor, 0.0)
         dq, probs_k = torch.where(known, gradient.dq, 0.0), torch.where(known, gradient.probs_k, 0.0)
         direction = probs_k.square().sum(-1) * scale**2  # ||alpha (P K)_t||^2
-        measured = gradient.dq_error is not None and not self._sample.fused
         off = probs_k * (-scale * error)[..., None]
-        if gradient.dq_error is not None and measured:
+        part = off
+        if lse_factor is not None:
+            part = off + lse_factor[..., None] * (dq + off)
+        if measured := self._measured:
+            assert gradient.dq_error is not None
             off = torch.where(known, gradient.dq_error, 0.0)
-        left = torch.stack([off, dq, off])
-        if lse_factor is not None and not measured:
-            left[2] += lse_factor[..., None] * (dq + off)
+            part = _along(off, probs_k)
+        left = torch.stack([off, dq, part])
         squares = left.square().sum((2, 3))
         clusters = dense_clusters(found.top_key, usable)
         contributions = torch.where(known, gradient.contributions, 0.0)
@@ -264,8 +267,8 @@ class _FewHeads:
             group_products=bias * rows,
             group_sizes=rows.square(),
         )
-        if lse_factor is not None:
-            self._add(dq_lse=squares[2])
+        if measured or lse_factor is not None:
+            self._add(dq_part=squares[2])
         if x is not None:
             length = x.square().sum(2).repeat_interleave(len(error) // len(x), 0)  # [h, R]
             lengths = (off.square().sum(2) * length).sum(1)
@@ -279,6 +282,12 @@ class _FewHeads:
         products = (error * by_past.view(*past.shape[:2], -1).mT).sum(2)
         by_key = torch.zeros_like(products).scatter_add_(1, clusters, products)
         self._add(past_dot=products.sum(1), past_variance=by_key.square().sum(1))
+
+
+def _along(error: Tensor, direction: Tensor) -> Tensor:
+    """Each row's part of ``error`` along ``direction``, [h, R, D] both; 0 where that is 0."""
+    size = direction.square().sum(-1, keepdim=True).clamp(min=1e-300)
+    return direction * ((error * direction).sum(-1, keepdim=True) / size)
 
 
 def _together(sizes: Tensor, clusters: Tensor, alike: Tensor) -> Tensor:
