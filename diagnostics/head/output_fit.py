@@ -14,6 +14,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadTensors, NonFiniteCensus, inputs_of
+from attn_diag.head.rounded_scores import moved_by_scores
 from attn_diag.kernels import emulate_lse, emulate_rows
 from attn_diag.reference import format_of, reference_rows, round_nearest_even
 
@@ -34,14 +35,22 @@ def sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _sample(
-    capture: Capture, observation: str, output: str, device: torch.device, known: HeadTensors | None
+    capture: Capture,
+    observation: str,
+    output: str,
+    device: torch.device,
+    known: HeadTensors | None,
+    *,
+    coarse: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Head by head the output as observed and as recomputed, in those sampled rows where both can be compared.
 
-    Third the output as the declared recipe makes it; None where none is declared.
+    Third the output as the declared recipe makes it; None where none is declared. ``coarse``: instead how far scores in
+    16 bits may move each row of O, [n].
     """
     recipe, emulate = declared_recipe(capture), emulate_rows if output == "o" else emulate_lse
     places, key = list(sampled_heads(capture)), capture.key(observation, output)
+    inputs_format = format_of(capture.tensors["q"].dtype)
     # Small heads are read together.
     step = len(places) if max(capture.q_length, capture.k_length) * capture.head_dim <= _SMALL else 1
     for start in range(0, len(places), step):
@@ -55,7 +64,11 @@ def _sample(
             block = reference_rows(replace(inputs.head, do=None), rows)
             inputs.mark_rows(block)
             observed, truth = stored[0][rows], block.out if output == "o" else block.lse
-            made = None if recipe is None else emulate(recipe, replace(inputs.head, do=None), rows).double()
+            made = None
+            if coarse:
+                made = moved_by_scores(inputs.head, block, inputs_format)
+            elif recipe is not None:
+                made = emulate(recipe, replace(inputs.head, do=None), rows).double()
             if not (output == "o" and inputs.sound and stored[1]):  # else all rows can be compared
                 finite = observed.isfinite().all(1) if output == "o" else observed.isfinite() & truth.isfinite()
                 usable = ~inputs.unusable[rows] & finite
@@ -69,8 +82,8 @@ class OutputFit:
 
     Where a recipe is declared, the second is that recipe's.
 
-    ``error`` is infinite where O must be 0 and is not; ``few`` says that few rows have all of it, as where scores of
-    hundreds are rounded in nearly one-hot rows: that shows no other metadata, and is judged as any error is.
+    ``error`` is infinite where O must be 0 and is not; ``few`` says that few rows have all of it, and that what rounded
+    scores cannot make of it fits: that shows no other metadata, and is judged as any error is.
     """
 
     error: float
@@ -110,9 +123,18 @@ def out_fit(
     wrong, by_row, right, rounding = _added(sums, 4)
     if not right:
         return OutputFit(math.inf if wrong else 0.0, 0.0)
-    few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
     declared = declared_recipe(capture) is not None
-    return OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few, declared)
+    fit = OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), declared=declared)
+    if not 0 < by_row**2 < min(_FEW, compared / 4) * wrong:
+        return fit
+    if fit.ok:
+        return replace(fit, few=True)
+    beyond = [
+        ((observed - truth).square().sum(1).sqrt() - moved).clamp(min=0.0).square().sum()
+        for observed, truth, moved in _sample(capture, observation, "o", device, tensors, coarse=True)
+        if moved is not None
+    ]
+    return replace(fit, few=replace(fit, error=math.sqrt(_added(beyond, 1)[0] / right)).fits)
 
 
 def lse_fit(
