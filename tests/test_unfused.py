@@ -232,7 +232,8 @@ def test_alphas_root_on_q_and_k_is_plain_torch_too() -> None:
 def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """O of scores that are not rounded."""
     scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ v.double()).to(q.dtype)
+    o: Tensor = (scores.softmax(-1) @ v.double()).to(q.dtype)
+    return o
 
 
 def few_rows(heat: float, dtype: torch.dtype, heads: int = 1, seed: int = 1000) -> dict[str, Tensor]:
