@@ -252,3 +252,52 @@ def test_gpt_oss_takes_a_maximum_off_that_may_be_the_sink_and_has_a_gradient(sin
     for name, seen in (("o", o.detach()), ("dq", q.grad)):
         # torch's sums are fp32 here, and move a cast now and then.
         assert (found[name] == seen.double()).double().mean() > 0.98, name
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """O of scores that are not rounded."""
+    scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    o: Tensor = (scores.softmax(-1) @ v.double()).to(q.dtype)
+    return o
+
+
+def few_rows(heat: float, dtype: torch.dtype, heads: int = 1, seed: int = 1000) -> dict[str, Tensor]:
+    """Logits have a standard deviation of ``heat``."""
+    generator = torch.Generator().manual_seed(seed + int(heat))
+    q, k, v = (torch.randn(1, heads, 96, 32, generator=generator) for _ in range(3))
+    return {"q": (heat**0.5 * q).to(dtype), "k": (heat**0.5 * k).to(dtype), "v": v.to(dtype)}
+
+
+@pytest.mark.parametrize(("heat", "dtype"), [(5.0, torch.bfloat16), (200.0, torch.float16)])
+def test_a_window_that_few_rows_show_is_named(heat: float, dtype: torch.dtype) -> None:
+    """The rows that lost a key have all of O's error, and far more of it than rounded scores can make."""
+    x, seen = few_rows(heat, dtype), torch.ones(96, 96, dtype=torch.bool).tril()
+    o = exact(**x, seen=seen & ~seen.tril(-64))
+    found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left")])
+    assert "window=63,0 fits within" in found.captures[0].assumptions.message
+
+
+def test_a_key_that_few_rows_miss_is_named() -> None:
+    """Of 91 rows that miss it few had weight on it; the error is more than scores in BF16 can make."""
+    x, seen = few_rows(30.0, torch.bfloat16), torch.ones(96, 96, dtype=torch.bool).tril()
+    seen[6:, 5] = False
+    o = exact(**x, seen=seen)
+    found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left")])
+    (verdict,) = found.captures[0].observations[0].heads[0].quantities
+    assert verdict.answer == "wrong"
+    assert "misses key 5" in verdict.words
+
+
+def test_sinks_that_first_rows_alone_show_are_named() -> None:
+    """Of plain torch in FP16: rows that see few keys give a sink weight; it lacks the sinks, or has another's."""
+    x, seen = few_rows(30.0, torch.float16, heads=2, seed=1005), torch.ones(96, 96, dtype=torch.bool).tril()
+    q, k, v = x.values()
+    scores = (q @ k.mT * 32**-0.5).float().masked_fill(~seen, -torch.inf)
+    sinks = torch.tensor([0.5, 1.0]) * 30**0.5
+    for of_kernel, words in ((None, "no sink"), (sinks.flip(0), "the sink of head 1")):
+        given = scores if of_kernel is None else torch.cat([scores, of_kernel.view(1, 2, 1, 1).expand(1, 2, 96, 1)], -1)
+        o = given.softmax(-1)[..., :96].to(q.dtype) @ v
+        found = attn_diag.inspect_captures(
+            [attn_diag.Capture.from_tensors({**x, "sinks": sinks, "o": o}, causal="top-left")]
+        )
+        assert words in found.findings[0].words

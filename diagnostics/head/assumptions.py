@@ -106,7 +106,7 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
         agree = "agrees" if len({c.output for c in checks}) == 1 else "agree"
         # Only O may be further off, as far as its own format makes it, or in few rows.
         by = "the declared recipe's error" if capture.metadata.declared else "correct rounding to O's own format"
-        coarse = f", which {by} explains, or few rows have" if worst > TOLERANCE else ""
+        coarse = f"; {by}, or scores in 16 bits in a few rows, can make that" if worst > TOLERANCE else ""
         message = f"hold: {names} {agree} within {worst:.2g} (sampled rows){coarse}"
         if (near := next((c for c in checks if c.better is not None), None)) is not None:
             message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
@@ -278,12 +278,12 @@ def _check_lse(capture: Capture, observation: str, device: torch.device, tensors
     base: LseBase = "2" if stated == "e" else "e"
     flipped = replace(capture, metadata=replace(capture.metadata, lse_base=base))
     other = lse_fit(flipped, observation, device)
-    if other is not None and other.ok:
+    if other is not None and other.fits:
         return Misfit(observation, "lse", error, False, f"lse_base={base}", other.error)
     for origin in get_args(AlibiOrigin) if "alibi_slopes" in capture.tensors else ():
         moved = replace(capture, metadata=replace(capture.metadata, alibi_origin=origin))
         other = lse_fit(moved, observation, device)
-        if other is not None and other.ok:
+        if other is not None and other.fits:
             return Misfit(observation, "lse", error, False, f"alibi_origin={origin}", other.error)
     return Misfit(observation, "lse", error, ok=False)
 

@@ -14,6 +14,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of
+from attn_diag.head.rounded_scores import moved_by_scores
 from attn_diag.head.stacks import numbers
 from attn_diag.kernels import Recipe, emulate_lse, emulate_rows
 from attn_diag.reference import FloatFormat, format_of, reference_rows, round_nearest_even
@@ -61,12 +62,12 @@ class _Sampled:
     recipe: Recipe | None
     """The declared one."""
 
-    def compared(self, truth: Tensor) -> tuple[Tensor, ...]:
+    def compared(self, truth: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         """Those rows that can be compared: as observed, as recomputed and, where a recipe is declared, as it makes it.
 
-        ``truth``: of all of them.
+        ``truth`` and ``more``, which comes third: of all of them.
         """
-        found = [self.observed, truth]
+        found = [self.observed, truth, *more]
         if self.recipe is not None:
             emulate = emulate_rows if truth.ndim == 2 else emulate_lse
             found.append(emulate(self.recipe, self.inputs.head, self.rows).double())
@@ -148,8 +149,8 @@ class OutputFit:
 
     Where a recipe is declared, the second is that recipe's.
 
-    ``error`` is infinite where O must be 0 and is not; ``few`` says that few rows have all of it, as where scores of
-    hundreds are rounded in nearly one-hot rows: that shows no other metadata, and is judged as any error is.
+    ``error`` is infinite where O must be 0 and is not; ``few`` says that few rows have all of it, and that what rounded
+    scores cannot make of it fits: that shows no other metadata, and is judged as any error is.
     """
 
     error: float
@@ -190,18 +191,33 @@ def out_fits(asked: Sequence[Asked], device: torch.device) -> list[OutputFit | N
         return [squares.sum(1), squares.sqrt().sum(1), *sizes]
 
     found = list[OutputFit | None]()
-    for (capture, _, _), (compared, of_all) in zip(asked, _sums(asked, "o", device, sums), strict=True):
+    for one, (compared, of_all) in zip(asked, _sums(asked, "o", device, sums), strict=True):
         if not compared:
             found.append(None)
             continue
         wrong, by_row, right, rounding = of_all
-        few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
-        declared = declared_recipe(capture) is not None
-        if right:
-            found.append(OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), few, declared))
-        else:
+        if not right:
             found.append(OutputFit(math.inf if wrong else 0.0, 0.0))
+            continue
+        declared = declared_recipe(one[0]) is not None
+        fit = OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), declared=declared)
+        few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
+        if few and not fit.ok:
+            few = replace(fit, error=math.sqrt(_beyond_rounded_scores(one, device) / right)).fits
+        found.append(replace(fit, few=few))
     return found
+
+
+def _beyond_rounded_scores(asked: Asked, device: torch.device) -> float:
+    """The square of O's error that scores in 16 bits cannot make of its rows."""
+    inputs_format, found = format_of(asked[0].tensors["q"].dtype), list[Tensor]()
+    for one in _sample(0, *asked, "o", device):
+        block = reference_rows(one.inputs.head, one.rows)
+        one.inputs.mark_rows(block)
+        moved = moved_by_scores(one.inputs.head, block, inputs_format)
+        observed, truth, most = replace(one, recipe=None).compared(block.out, moved)
+        found.append(((observed - truth).norm(dim=1) - most).clamp(min=0.0).square().sum())
+    return float(torch.stack(found).sum())
 
 
 def lse_fit(

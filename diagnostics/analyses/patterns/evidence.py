@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.head.mistakes import Mistake
 from attn_diag.head.other_sinks import OtherSink
+from attn_diag.head.rounded_scores import moved_by_scores
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
@@ -116,30 +117,38 @@ class Evidence:
 
         A row that sees k keys lies in what their k vectors span; one that is too large by a factor is off by a single
         number, whatever makes the factor; delta's error moves a row of dQ along P K alone, and that of one query row
-        moves all keys of dK.
+        moves all keys of dK. Where O is further off than scores in 16 bits make it, all rows count.
         """
         count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
         lines = [self.truth[rows]]
+        moved = None
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
             count = torch.minimum(count, 1 / block.probs.square().sum(1).clamp(min=1e-12))
             if self.quantity == "dq":
                 lines.append(block.probs @ self.heads[0].k[block.keys])
+            else:
+                moved = moved_by_scores(self.heads[0], block, self.fmt)
         error = self.error[rows]
         for along in lines:
             sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
             share = (error * along).sum(1).square() / sizes
             count = torch.minimum(count, 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0)))
         total = float(count.sum())
-        if self.quantity in ("o", "dq"):
+        sizes = error.square().sum(1).sqrt()
+        if self.quantity == "dq" or (moved is not None and self._made_by_scores(rows, sizes, moved)):
             # Rows without an error are no evidence: of one-hot rows, two of 256 may carry all of it.
-            sizes = error.square().sum(1).sqrt()
             effective = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
             total = min(total, effective * float((count * sizes).sum() / sizes.sum().clamp(min=1e-300)))
         if self.quantity in ("dk", "dv"):
             with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
             total = min(total, self.directions * with_gradient)
         return total
+
+    def _made_by_scores(self, rows: Tensor, sizes: Tensor, moved: Tensor) -> bool:
+        """Whether scores in 16 bits, which may move rows of O by ``moved``, can make errors of these ``sizes``."""
+        beyond = (sizes - moved - LEAVES * self.noise[rows].sqrt()).clamp(min=0.0)
+        return float(beyond.square().sum()) <= (1 - EXPLAINS) * float(sizes.square().sum())
 
     @cached_property
     def coarse(self) -> bool:
