@@ -310,10 +310,10 @@ def plans() -> list[tuple[str, Fault]]:
 # as a wider one now and then.
 SAID = {
     "shared": r"\bX has a scale for|which is the head",
-    "floor": r"\bX is rounded (toward zero|down)",
+    "floor": r"\bX is rounded (toward zero|down)|casts of X that all round one way",
     "stale": r"largest number of X .{0,30}is taken for",
     "delayed": r"\bX has the scale of the block before|running amax|\bX has a scale for",
-    "future": r"later ones|from there on|\bX has a scale for",
+    "future": r"later ones|from there on|block after it|\bX has a scale for",
     "zero point": r"\bX's integers.*zero point",
     "masked": r"keys that are masked as well",
 }

@@ -97,6 +97,17 @@ def test_a_scale_fault_in_int4_is_no_other_softmax_scale(family: str, seed: int,
     assert found.ok, found.message
 
 
+def test_codes_that_a_large_scale_leaves_unused_are_no_rounding_toward_zero() -> None:
+    q, k, v = study_scale_adversary.made("outliers", 20056, "sage2-int4")
+    fault = study_scale_adversary.Fault("stale", "k", 1.7)
+    out, lse = study_scale_adversary.kernel("sage2-int4", q[0], k[0], v[0], True, fault)
+    head = AttentionHead(q[0].double(), k[0].double(), v[0].double(), None, 0.125, Masking("top-left"))
+    declared = DeclaredKernel(preset("sage2-int4"), head, format_of(torch.bfloat16), {}, key_gradients=False)
+    found = declared.scales_of(out.double(), lse.double()).culprit()
+    assert found is not None
+    assert found.words == "the largest number of k is taken for 1.7 times what it is (a stale amax)"
+
+
 def test_planted_faults_of_quantisers() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).double()
     sound, shifted = quantize(x, quantizer("int8")), quantize(x, quantizer("int8", code_offset=1.0))

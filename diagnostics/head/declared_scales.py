@@ -58,7 +58,7 @@ class ScaleSearch:
             if stale := other.named():
                 search = other
                 break
-        if not stale and beside.left({}) > EXACT:
+        if not stale and (others or beside.left({}) > EXACT):
             # A scale that reaches too far leaves codes unused, as a rounding toward zero does.
             search = StaleSearch(beside, wider=True)
             stale = search.named()
