@@ -81,7 +81,7 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     if finding.label == "unjudged":
         return "if the kernel is meant to do that" if fitting(finding) else "see what was tried"
     if finding.label in ("wrong", "nonfinite"):
-        return "where and how, in pictures"
+        return "where and how" + ("" if _arguments(diagnosis, finding) is None else ", in pictures")
     if (tried := _tried(diagnosis, finding)) is not None:
         return tried[1]
     return "what would remove it" if finding.label == "ill_conditioned" else "look for the rounding that makes it"

@@ -301,3 +301,12 @@ def test_sinks_that_first_rows_alone_show_are_named() -> None:
             [attn_diag.Capture.from_tensors({**x, "sinks": sinks, "o": o}, causal="top-left")]
         )
         assert words in found.findings[0].words
+
+
+@pytest.mark.parametrize(("heads", "seed"), [(1, 2000), (4, 2002)], ids=["few rows are off", "two keys share a row"])
+def test_flips_between_keys_are_no_other_scale_nor_mask(heads: int, seed: int) -> None:
+    """Plain torch in FP16, logits of thousands: a row or two are off, whose two keys any scale could weigh so."""
+    x, seen = few_rows(2000.0, torch.float16, heads, seed), torch.ones(96, 96, dtype=torch.bool).tril()
+    o = (x["q"] * 32**-0.5 @ x["k"].mT).masked_fill(~seen, -torch.inf).softmax(-1) @ x["v"]
+    found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left")])
+    assert not found.labels & {"wrong", "biased"}

@@ -42,6 +42,9 @@ OPERANDS = ("q", "k", "v")
 # Of the way from one recipe to another O has gone all but a quarter, or a tenth where more than half as much as the way
 # is left; and is so many standard errors beyond half of it.
 _GONE, _ALL, _NEAR, _SURE = 0.75, 0.9, 0.5, 4.0
+# Where two recipes differ, O is the one's or the other's by chance; in so many numbers, 2^-15 = 3e-5, as rarely as 4
+# standard errors are passed.
+_COINS = 15
 # So many rows tell scales apart.
 _ROWS = 64
 # Keys that kernels take at a time.
@@ -259,7 +262,7 @@ def _gone(x: Tensor, y: Tensor, much: float) -> bool:
     """Whether what is off, [R, N], is so ``much`` of the way from x to y, and surely more than half, over the rows."""
     way = x - y
     size = float(way.square().sum())
-    if not size or abs(float((x * way).sum()) / size - 1) > 1 - much:
+    if int(way.count_nonzero()) < _COINS or abs(float((x * way).sum()) / size - 1) > 1 - much:
         return False
     # Of rows that lie there, what is left is the chance; of rows half way it holds half of the way itself.
     left = (y * way).sum(1)

@@ -115,16 +115,18 @@ class Evidence:
     def dimensions(self, rows: Tensor) -> float:
         """How many numbers the errors of some rows are, of as many rows as carry them in effect.
 
-        A row that sees k keys lies in what their k vectors span; one that is too large by a factor is off by a single
-        number, whatever makes the factor; delta's error moves a row of dQ along P K alone, and that of one query row
-        moves all keys of dK. Where O is further off than scores in 16 bits make it, all rows count.
+        A row that sees k keys moves, as P sums to 1 and dS to 0, along their k - 1 differences; one that is too large
+        by a factor is off by a single number, whatever makes the factor; delta's error moves a row of dQ along P K
+        alone, and that of one query row moves all keys of dK. Where O is further off than scores in 16 bits make it,
+        all rows count.
         """
         count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
         lines = [self.truth[rows]]
         moved = None
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
-            count = torch.minimum(count, 1 / block.probs.square().sum(1).clamp(min=1e-12))
+            keys = 1 / block.probs.square().sum(1).clamp(min=1e-12)
+            count = torch.minimum(count, (keys - 1).clamp(min=1.0))
             if self.quantity == "dq":
                 lines.append(block.probs @ self.heads[0].k[block.keys])
             else:

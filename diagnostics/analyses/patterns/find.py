@@ -132,6 +132,8 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
     found, numbers = [], evidence.dimensions(rows)
+    if float(evidence.error[rows].square().sum()) <= float(evidence.noise[rows].sum()):
+        return group, None  # what is off is in rows between these
     for guess in _guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue
