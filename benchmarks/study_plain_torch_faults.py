@@ -24,19 +24,6 @@ AT, STEPS, EVERY = 120, 200, 5
 SETTINGS = (("deepseek-v3 eager", "autocast", 1e-3), ("gemma-2", "bf16", 3e-3), ("packed llama eager", "bf16", 1e-3))
 
 
-class _Gradient(torch.autograd.Function):
-    """x, and another gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.change(gradients[0].double()).to(gradients[0].dtype), None
-
-
 class _Value(torch.autograd.Function):
     """Another x, and its gradient."""
 
@@ -116,7 +103,10 @@ class Fault:
         faulty = self.step >= AT
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        scores = (_Gradient.apply(q, self.gradient) if faulty else q) @ k.mT * scaling  # type: ignore[no-untyped-call]
+        if faulty and q.requires_grad:
+            q = q.view_as(q)
+            q.register_hook(lambda g: self.gradient(g.double()).to(g.dtype))  # type: ignore[no-untyped-call]
+        scores = q @ k.mT * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = _Value.apply(scores, self.scores) if faulty else scores  # type: ignore[no-untyped-call]
