@@ -35,6 +35,7 @@ from attn_diag.head.read import HeadTensors
 from attn_diag.kernels import Recipe, emulate_head, preset, triton_head
 from attn_diag.reference import AttentionHead, Masking, magnitudes, reference_head
 from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.fused_products import TileWeight
 from attn_diag.reference.triton_tiles import Tiling
 
 MANY = 2**20
@@ -92,7 +93,7 @@ def launch(_heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, *argu
     with _disable_current_modes():
         name, (q, k, v) = kernel.fn.__name__, arguments[:3]
         forward = name == "forward_kernel"
-        owners, numbers = arguments[4:6] if forward else arguments[6:8]
+        owners, numbers = arguments[{"forward_kernel": 4, "rows_kernel": 7, "keys_kernel": 6}[name] :][:2]
         hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
         for h, owner in enumerate(owners.tolist()):
             scores = (q[h] @ k[owner].T * float(numbers[0])).masked_fill_(hidden, -torch.inf)
@@ -106,31 +107,39 @@ def launch(_heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, *argu
                 sums = probs.sum(1), second, probs.square().sum(1), torch.zeros_like(row_max)
                 rows[:, h] = torch.stack([row_max, *sums])
                 continue
-            do, x, (row_max, delta, a, b, c) = arguments[3][h], arguments[4], (t[h][:, None] for t in arguments[11:16])
-            weight = weight_of(torch.exp(scores - row_max), do @ v[owner].T - delta, a, b, c, tiling, float(numbers[0]))
-            arguments[16][h] = weight @ x[owner] if name == "rows_kernel" else weight.T @ x[h]
-            if tiling.details:
-                arguments[17][:, h] = torch.stack([weight.sum(1), weight.square().sum(1)])
+            if name == "rows_kernel":
+                row_max, delta, numbers_of, out = arguments[12:16]
+                factors = arguments[4:6]
+            else:
+                (row_max, delta, numbers_of), out, factors = arguments[11:14], arguments[14][None], arguments[4:5]
+            probs, do = torch.exp(scores - row_max[h][:, None]), arguments[3][h]
+            centred, numbers_of = do @ v[owner].T - delta[h][:, None], numbers_of.view(-1, 3, *row_max.shape)
+            for i, chosen in enumerate(tiling.weights):
+                weight = weight_of(probs, centred, *numbers_of[i, :, h, :, None], chosen, float(numbers[0]))
+                x = factors[min(i, 1)] if name == "rows_kernel" else factors[0]
+                out[i, h] = weight @ x[owner] if name == "rows_kernel" else weight.T @ x[h]
+                if tiling.details and chosen.name == "dscores":
+                    arguments[16][:, h] = torch.stack([weight.sum(1), weight.square().sum(1)])
 
 
 def weight_of(
-    probs: Tensor, centred: Tensor, a: Tensor, b: Tensor, c: Tensor, tiling: Tiling, alpha: float
-) -> Tensor:  # fmt: skip
+    probs: Tensor, centred: Tensor, a: Tensor, b: Tensor, c: Tensor, chosen: TileWeight, alpha: float
+) -> Tensor:
     """W of ``triton_attention``."""
 
     def cast(x: Tensor) -> Tensor:
-        return x.float().to(torch.bfloat16 if tiling.cast == "bf16" else torch.float16).double()
+        return x.float().to(torch.bfloat16 if chosen.cast == "bf16" else torch.float16).double()
 
-    found = probs if tiling.weight.startswith("probs") or tiling.weight == "sloped" else probs * centred
-    if tiling.weight == "probs_squared":
+    found = probs if chosen.name.startswith("probs") or chosen.name == "sloped" else probs * centred
+    if chosen.name == "probs_squared":
         found = a * probs.square() + b * (probs > 0)
-    elif tiling.weight == "probs_cast":
+    elif chosen.name == "probs_cast":
         found = cast(a * probs)
-    elif tiling.weight == "dscores_squared":
+    elif chosen.name == "dscores_squared":
         found = a * found.square() + b * (probs > 0) + c * probs.square()
-    elif tiling.weight == "dscores_cast":
+    elif chosen.name == "dscores_cast":
         found = a * (found - b * probs)
-        found = cast(found * alpha) if tiling.alpha_first else cast(found) * alpha
+        found = cast(found * alpha) if chosen.alpha_first else cast(found) * alpha
     return found
 
 

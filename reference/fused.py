@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
-from attn_diag.reference.fused_products import TileProduct
+from attn_diag.reference.fused_products import (
+    MOST_FEATURES,
+    FusedRows,
+    RowProduct,
+    TileProduct,
+    TileWeight,
+    launches,
+)
 
 if TYPE_CHECKING:
-    from attn_diag.reference.triton_tiles import Cast, Tiling, Weight
+    from attn_diag.reference.triton_tiles import Tiling
 
 
 # Set to 0, everything is streamed: to compare, or where a Triton to come miscompiles them.
@@ -58,43 +65,17 @@ def reference_of(head: AttentionHead, *, key_gradients: bool = True) -> HeadRefe
     return reference_head(head, key_gradients=key_gradients)
 
 
-@dataclass(frozen=True)
-class FusedRows:
-    """What the forward leaves of every row of H heads, [H, Tq], but for O_bar; float64 or integers.
-
-    Without ``details`` all but O_bar, m and l is without meaning.
-    """
-
-    unnormalised_out: Tensor
-    """O_bar, [H, Tq, Dv]."""
-    row_max: Tensor
-    """m."""
-    row_sum: Tensor
-    """l, that of a sink included."""
-    second_max: Tensor
-    """The largest score of another key than ``top_key``; -inf where there is none."""
-    squares: Tensor
-    """Row sums of P_bar^2."""
-    bias: Tensor
-    """The largest size of what a mask or ALiBi adds to a score, of keys whose P_bar was not 0 at first."""
-    top_key: Tensor
-    """int64: the first key with the largest score; 0 in a row without keys."""
-    visible: Tensor
-    """int64: how many keys the row sees."""
-    rises: Tensor
-    """int64: how often a tile of keys raised m, and so P_bar before it was rescaled."""
-
-
 # What this process has compiled, or found on disk.
 _COMPILED = set[object]()
 
 
 class FusedHeads:
-    """Heads of one shape, scale and masking (``batches``); every product is one launch for all of them."""
+    """Heads of one shape, scale and masking (``batches``); every launch is for all of them."""
 
     def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
         """``details``: whether the forward also tells what bounds and repeated maxima need beside m, l and O_bar."""
         self.heads, self._details, self._ahead = list(heads), details, False
+        self._asked: list[RowProduct] = []
         self.head = self.heads[0]
         """The first, for all that they share."""
         # Query heads that share a key head share its tensors.
@@ -117,8 +98,8 @@ class FusedHeads:
     def sum_keys(self) -> tuple[int, int]:
         """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
         width, value_width = self.q.shape[2], self.v.shape[2]
-        of_forward = self._tiling("forward", "probs", value_width).block_n
-        return of_forward, self._tiling("rows", "dscores", width).block_n
+        of_keys = max(width, value_width) <= MOST_FEATURES
+        return self._tiling("forward", value_width).block_n, self._tiling("rows", width, of_keys=of_keys).block_n
 
     @cached_property
     def forward(self) -> FusedRows:
@@ -132,7 +113,7 @@ class FusedHeads:
         out = self.q.new_empty(count, length, value_width)
         rows = self.q.new_empty(5, count, length)
         places = self._empty_integers(3, count, length)
-        tiling = self._tiling("forward", "probs", value_width, details=self._details)
+        tiling = self._tiling("forward", value_width, details=self._details)
         self._launch(
             forward_kernel, (-(-length // tiling.block_m), count, -(-value_width // tiling.block_x)), tiling,
             self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask, out, rows, places,
@@ -148,7 +129,7 @@ class FusedHeads:
         """Compile the forward and these products together, where that is still to be done: most of it is ptxas, a
         process apart. What cannot be compiled is met again by whoever computes it."""
         products = list(products)
-        key = (self.q.shape[1:], self.k.shape[1:], self.v.shape, str(self._tiling("forward", "probs", 1)), *products)
+        key = (self.q.shape[1:], self.k.shape[1:], self.v.shape, str(self._tiling("forward", 1)), *products)
         mode = None if key in _COMPILED or not self.q.is_cuda else _async_mode()
         if mode is None:
             return
@@ -162,14 +143,14 @@ class FusedHeads:
         self._ahead = True
         try:
             self._forward()
-            for way, weight, of, cast, alpha_first, summed in products:
-                x = tensors[of]
-                assert x is not None
+            for way, weight, of, summed in products:
                 if way == "keys":
-                    self.keys(weight, x, cast=cast, alpha_first=alpha_first)
+                    x = tensors[of]
+                    assert x is not None
+                    self.keys(weight, x)
                 else:
-                    sums = self.q.new_empty(2, *self.q.shape[:2]) if summed else None
-                    self.rows(weight, x, cast=cast, alpha_first=alpha_first, sums=sums)
+                    self.ask(weight, tensors.get(of), sums=self.q.new_empty(2, *self.q.shape[:2]) if summed else None)
+            self._make()
         finally:
             self._ahead = False
 
@@ -179,6 +160,11 @@ class FusedHeads:
         return self.forward.row_sum.reciprocal().masked_fill_(self.forward.row_max == -torch.inf, 0.0)
 
     @cached_property
+    def lse(self) -> Tensor:
+        """L, [H, Tq]."""
+        return lse_of(self.forward.row_max, self.forward.row_sum, self.sinks)
+
+    @cached_property
     def out(self) -> Tensor:
         """O, [H, Tq, Dv]; zero in fully masked rows."""
         return self.forward.unnormalised_out * self.inverse[..., None]
@@ -186,7 +172,7 @@ class FusedHeads:
     @cached_property
     def products(self) -> Tensor | None:
         """(P_bar o slope) K, [H, Tq, D]; None without dO."""
-        return None if self.do is None else self.rows("sloped", self.k)
+        return None if self._backward is None else self.take(self._backward[1])
 
     @cached_property
     def probs_k(self) -> Tensor | None:
@@ -198,12 +184,25 @@ class FusedHeads:
         """rowsum(dO o O), [H, Tq]; None without dO."""
         return None if self.do is None else (self.do * self.forward.unnormalised_out).sum(2).mul_(self.inverse)
 
+    def ask_gradient(self) -> None:
+        """Ask for what dQ and ``products`` are made of, so that it is made with what else is asked for."""
+        _ = self._backward
+
+    @cached_property
+    def _backward(self) -> tuple[RowProduct, RowProduct] | None:
+        """dS_bar K, with the sums that the bound of delta needs, and (P_bar o slope) K; None without dO."""
+        if self.do is None:
+            return None
+        sums = self.q.new_empty(2, *self.q.shape[:2])
+        return self.ask(TileWeight("dscores"), sums=sums), self.ask(TileWeight("sloped"))
+
     @cached_property
     def _gradient(self) -> tuple[Tensor, Tensor]:
         """dQ, [H, Tq, D], and the sums that the bound of delta needs, [2, H, Tq]."""
-        sums = self.q.new_empty(2, *self.q.shape[:2])
-        dq = self.rows("dscores", self.k, sums=sums)
-        return dq.mul_((self.inverse * self.head.scale)[..., None]), sums
+        assert self._backward is not None
+        dscores = self._backward[0]
+        assert dscores.sums is not None
+        return self.take(dscores) * (self.inverse * self.head.scale)[..., None], dscores.sums
 
     @property
     def gradient_sums(self) -> tuple[Tensor, Tensor]:
@@ -222,53 +221,69 @@ class FusedHeads:
         if self.head.softcap is None:
             return self.forward.squares
         ones, zero = torch.ones_like(self.k[..., :1]), torch.zeros_like(self.inverse)
-        return self.rows("dscores_squared", ones, zero, zero, torch.ones_like(zero))[..., 0]
+        return self.rows(TileWeight("dscores_squared"), ones, zero, zero, torch.ones_like(zero))[..., 0]
 
-    def rows(
-        self,
-        weight: Weight,
-        x: Tensor,
-        *numbers: Tensor,
-        cast: Cast = "none",
-        alpha_first: bool = False,
-        sums: Tensor | None = None,
-    ) -> Tensor:
-        """W X, [H, Tq, Dx].
+    def rows(self, weight: TileWeight, x: Tensor | None = None, *numbers: Tensor) -> Tensor:
+        """W X, [H, Tq, Dx]; the arguments as of ``ask``."""
+        return self.take(self.ask(weight, x, *numbers))
+
+    def ask(
+        self, weight: TileWeight, x: Tensor | None = None, *numbers: Tensor, sums: Tensor | None = None
+    ) -> RowProduct:
+        """Ask for W X: it is made, with what else was asked for, when one of them is taken.
 
         Args:
-            weight: W, as of ``triton_attention``.
-            x: [key heads, Tk, Dx] float64, in the order of ``k``.
+            weight: W.
+            x: [key heads, Tk, Dx] float64, in the order of ``k``; None: k.
             numbers: a, b and c of W, [H, Tq] each, as far as W has them.
-            cast: The format of W's cast.
-            alpha_first: Whether alpha dS is cast instead of dS.
-            sums: [2, H, Tq], to be filled with row sums of P_bar o (dP - delta) and of its squares.
+            sums: See ``RowProduct``.
         """
+        self._asked.append(RowProduct(weight, x, numbers, sums))
+        return self._asked[-1]
+
+    def take(self, product: RowProduct) -> Tensor:
+        """What was asked for."""
+        if product.found is None:
+            self._make()
+        assert product.found is not None
+        return product.found
+
+    def _make(self) -> None:
+        """Make what was asked for."""
+        asked, self._asked = self._asked, []
+        for some in launches(asked, self.q.shape[2], self.v.shape[2]):
+            self._make_rows(some)
+
+    def _make_rows(self, some: Sequence[RowProduct]) -> None:
+        """Make products of one launch."""
         from attn_diag.reference.triton_attention import rows_kernel
 
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
-        out = self.q.new_empty(count, length, x.shape[2])
-        tiling = self._tiling("rows", weight, x.shape[2], sums is not None, cast, alpha_first)
+        factors = [(self.k if one.x is None else one.x).contiguous() for one in some]
+        sums = next((one.sums for one in some if one.sums is not None), None)
+        x_width, of_keys = factors[0].shape[2], some[0].x is None and max(width, value_width) <= MOST_FEATURES
+        out = self.q.new_empty(len(some), count, length, x_width)
+        tiling = self._tiling("rows", x_width, *(one.weight for one in some), details=sums is not None, of_keys=of_keys)
         self._launch(
-            rows_kernel, (-(-length // tiling.block_m), count, -(-x.shape[2] // tiling.block_x)), tiling,
-            self.q, self.k, self.v, self.q if self.do is None else self.do, x.contiguous(), self._positions,
-            self._owners, self._numbers, *self._mask, *self._row_numbers(numbers), out, out if sums is None else sums,
-            length, self.k.shape[1], width, value_width, x.shape[2], *self._reach,
+            rows_kernel, (-(-length // tiling.block_m), count, -(-x_width // tiling.block_x)), tiling,
+            self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
+            self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some]), out,
+            out if sums is None else sums, length, self.k.shape[1], width, value_width, x_width, *self._reach,
         )  # fmt: skip
-        return out
+        for one, found in zip(some, out, strict=True):
+            one.found = found
 
-    def keys(
-        self, weight: Weight, y: Tensor, *numbers: Tensor, cast: Cast = "none", alpha_first: bool = False
-    ) -> Tensor:
+    def keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor) -> Tensor:
         """W^T Y, [H, Tk, Dy], of ``y`` [H, Tq, Dy] float64; the rest as for ``rows``."""
         from attn_diag.reference.triton_attention import keys_kernel
 
         (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
         out = self.q.new_empty(count, k_length, y.shape[2])
-        tiling = self._tiling("keys", weight, y.shape[2], False, cast, alpha_first)
+        tiling = self._tiling("keys", y.shape[2], weight)
         self._launch(
             keys_kernel, (-(-k_length // tiling.block_n), count, -(-y.shape[2] // tiling.block_x)), tiling,
             self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
-            self._owners, self._numbers, *self._mask, *self._row_numbers(numbers), out,
+            self._owners, self._numbers, *self._mask, *self._row_numbers([numbers]), out,
             length, k_length, width, value_width, y.shape[2], *self._reach,
             self.head.masking.shift(length, k_length),
         )  # fmt: skip
@@ -280,8 +295,8 @@ class FusedHeads:
         if self.do is not None:
             dq = self._gradient[0]
             if key_gradients:
-                dk = self.keys("dscores", self.q * (self.inverse * self.head.scale)[..., None])
-                dv = self.keys("probs", self.do * self.inverse[..., None])
+                dk = self.keys(TileWeight("dscores"), self.q * (self.inverse * self.head.scale)[..., None])
+                dv = self.keys(TileWeight("probs"), self.do * self.inverse[..., None])
 
         def of(tensor: Tensor | None, i: int) -> Tensor | None:
             return None if tensor is None else tensor[i]
@@ -294,20 +309,18 @@ class FusedHeads:
             for i, head in enumerate(self.heads)
         ]  # fmt: skip
         # What each of them would make by itself.
-        for one, out, masked in zip(references, self.out, found.row_max == -torch.inf, strict=True):
-            one.out, one.fully_masked = out, masked
-        if self.sinks is None:
-            for one, lse in zip(references, lse_of(found.row_max, found.row_sum, None), strict=True):
-                one.lse = lse
+        alone = self.out, self.lse, found.row_max == -torch.inf
+        for one, out, lse, masked in zip(references, *alone, strict=True):
+            one.out, one.lse, one.fully_masked = out, lse, masked
         return references
 
-    def _row_numbers(self, numbers: Sequence[Tensor]) -> list[Tensor]:
-        """m (finite), delta, a, b and c; any tensor of the size in place of what W has not."""
+    def _row_numbers(self, numbers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """m (finite), delta, and a, b and c of each weight, [W, 3, H, Tq]; any numbers in place of what W has not."""
         if self._ahead:
-            return [self.q.new_empty(self.q.shape[:2])] * 5
+            return [self.q.new_empty(self.q.shape[:2])] * 3
         m = self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
-        rest = [n.contiguous() for n in numbers]
-        return [m, m if self.delta is None else self.delta, *rest, *[m] * (3 - len(rest))]
+        every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
+        return [m, m if self.delta is None else self.delta, torch.stack(every)]
 
     @cached_property
     def _reach(self) -> tuple[int, int]:
@@ -331,14 +344,13 @@ class FusedHeads:
         return mask, 0 if repeats[0] else mask.stride(0), 0 if repeats[1] else mask.stride(1)
 
     def _tiling(
-        self, kernel: str, weight: Weight, x_width: int, details: bool = False, cast: Cast = "none",
-        alpha_first: bool = False,
-    ) -> Tiling:  # fmt: skip
+        self, kernel: str, x_width: int, *weights: TileWeight, details: bool = False, of_keys: bool = False
+    ) -> Tiling:
         from attn_diag.reference.triton_tiles import tiling_of
 
         masking = self.head.masking
         left, right = masking.reach
-        chosen = tiling_of(kernel, self.q.shape[2], self.v.shape[2], x_width)
+        chosen = tiling_of(kernel, self.q.shape[2], self.v.shape[2], x_width, of_keys=of_keys)
         return replace(
             chosen,
             left=left is not None,
@@ -348,9 +360,7 @@ class FusedHeads:
             mask=masking.mask is not None,
             alibi="none" if masking.alibi is None else masking.alibi.origin,
             details=details,
-            weight=weight,
-            cast=cast,
-            alpha_first=alpha_first,
+            weights=weights,
         )
 
     def _integers(self, values: Sequence[int]) -> Tensor:
@@ -374,18 +384,3 @@ def _async_mode() -> Any | None:
     import triton
 
     return getattr(triton, "AsyncCompileMode", None)
-
-
-def batches(heads: Sequence[AttentionHead]) -> list[list[int]]:
-    """Indices of the heads that ``FusedHeads`` takes together: one shape, scale, softcap and masking, sinks or none."""
-    found: dict[object, list[int]] = {}
-    for i, head in enumerate(heads):
-        masking = head.masking
-        mask = None if masking.mask is None else (masking.mask.data_ptr(), masking.mask.stride(), masking.mask.dtype)
-        positions = None if masking.positions is None else tuple(masking.positions.tolist())
-        key = (
-            head.q.shape, head.k.shape, head.v.shape, head.do is None, head.scale, head.softcap, head.sink is None,
-            masking.causal, masking.window, mask, positions, None if masking.alibi is None else masking.alibi.origin,
-        )  # fmt: skip
-        found.setdefault(key, []).append(i)
-    return list(found.values())

@@ -1,11 +1,62 @@
-"""Which products of tiles of T x T are wanted, so that their kernels are compiled together."""
+"""What the launches of ``fused`` make: the forward's rows, and products of tiles of T x T, several in one.
+
+A launch recomputes S, and dP where a weight needs it: of several products in one it does so once.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from attn_diag.reference.triton_tiles import Cast, Weight
+from torch import Tensor
+
+Weight = Literal["probs", "sloped", "dscores", "probs_squared", "dscores_squared", "probs_cast", "dscores_cast"]
+Cast = Literal["none", "bf16", "fp16"]
+
+# More features than that are taken in parts.
+MOST_FEATURES = 128
+# So many sums of a tile of query rows fit into registers: of k, whose tile is there already, and of other factors.
+_OF_KEYS, _OF_OTHERS = 3, 2
+
+
+@dataclass(frozen=True)
+class TileWeight:
+    """W of a product, as of ``triton_attention``. No tuple: Triton 3.6 would take it apart."""
+
+    name: Weight
+    """Which."""
+    cast: Cast = "none"
+    """The format of its cast."""
+    alpha_first: bool = False
+    """Whether alpha dS is cast instead of dS."""
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """What the forward leaves of every row of H heads, [H, Tq], but for O_bar; float64 or integers.
+
+    Without ``details`` all but O_bar, m and l is without meaning.
+    """
+
+    unnormalised_out: Tensor
+    """O_bar, [H, Tq, Dv]."""
+    row_max: Tensor
+    """m."""
+    row_sum: Tensor
+    """l, that of a sink included."""
+    second_max: Tensor
+    """The largest score of another key than ``top_key``; -inf where there is none."""
+    squares: Tensor
+    """Row sums of P_bar^2."""
+    bias: Tensor
+    """The largest size of what a mask or ALiBi adds to a score, of keys whose P_bar was not 0 at first."""
+    top_key: Tensor
+    """int64: the first key with the largest score; 0 in a row without keys."""
+    visible: Tensor
+    """int64: how many keys the row sees."""
+    rises: Tensor
+    """int64: how often a tile of keys raised m, and so P_bar before it was rescaled."""
 
 
 class TileProduct(NamedTuple):
@@ -13,13 +64,44 @@ class TileProduct(NamedTuple):
 
     way: Literal["rows", "keys"]
     """Which of both."""
-    weight: Weight
+    weight: TileWeight
     """W."""
-    of: Literal["q", "k", "v", "do"]
-    """A tensor of the other factor's shape."""
-    cast: Cast = "none"
-    """The format of W's cast."""
-    alpha_first: bool = False
-    """Whether alpha dS is cast."""
+    of: Literal["q", "k", "v", "do", "keys"]
+    """A tensor of the other factor's shape; "keys": k itself."""
     summed: bool = False
     """Whether row sums are wanted."""
+
+
+@dataclass(eq=False)
+class RowProduct:
+    """W X over tiles of query rows, asked for of ``FusedHeads``, which makes it with others."""
+
+    weight: TileWeight
+    """W."""
+    x: Tensor | None
+    """X, [key heads, Tk, Dx]; None: k."""
+    numbers: tuple[Tensor, ...] = ()
+    """a, b and c of W, [H, Tq] each, as far as W has them."""
+    sums: Tensor | None = None
+    """[2, H, Tq], to be filled with row sums of P_bar o (dP - delta) and of its squares."""
+    found: Tensor | None = None
+    """W X, [H, Tq, Dx], once it is made."""
+
+
+def launches(asked: Sequence[RowProduct], width: int, value_width: int) -> Iterator[list[RowProduct]]:
+    """These products, those that one launch makes together.
+
+    Args:
+        asked: In the order in which they were asked for.
+        width: Features of q and k.
+        value_width: Of v and dO.
+    """
+    if max(width, value_width) > MOST_FEATURES:
+        yield from ([one] for one in asked)
+        return
+    alike: dict[int | None, list[RowProduct]] = {}
+    for one in asked:
+        alike.setdefault(None if one.x is None else one.x.shape[2], []).append(one)
+    for x_width, some in alike.items():
+        many = _OF_KEYS if x_width is None else _OF_OTHERS
+        yield from (some[start : start + many] for start in range(0, len(some), many))

@@ -128,3 +128,18 @@ class Heads:
             positions=first.positions,
             dropout=None if first.dropout is None else first.dropout.factor,
         )
+
+
+def batches(heads: Sequence[AttentionHead]) -> list[list[int]]:
+    """Indices of the heads that ``FusedHeads`` takes together: one shape, scale, softcap and masking, sinks or none."""
+    found: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        masking = head.masking
+        mask = None if masking.mask is None else (masking.mask.data_ptr(), masking.mask.stride(), masking.mask.dtype)
+        positions = None if masking.positions is None else tuple(masking.positions.tolist())
+        key = (
+            head.q.shape, head.k.shape, head.v.shape, head.do is None, head.scale, head.softcap, head.sink is None,
+            masking.causal, masking.window, mask, positions, None if masking.alibi is None else masking.alibi.origin,
+        )  # fmt: skip
+        found.setdefault(key, []).append(i)
+    return list(found.values())

@@ -31,7 +31,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_diag.reference.triton_tiles import VANISHES, load_rows, row_products, tile_scores, tile_weight, visible_tiles
+from attn_diag.reference.triton_tiles import (
+    VANISHES,
+    load_rows,
+    row_numbers,
+    row_products,
+    tile_scores,
+    tile_weight,
+    visible_tiles,
+)
 
 
 @triton.jit
@@ -68,7 +76,7 @@ def forward_kernel(
     rises = tl.zeros([BLOCK_M], tl.int32)
     for tile in tl.range(begin, end, num_stages=G.stages):
         keys = tile * G.block_n + tl.arange(0, G.block_n)
-        dots = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
+        dots, _ = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
         s, _, added = tile_scores(dots, at[:, None], position[:, None], keys[None, :], numbers,
                        (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
         top = tl.max(s, 1)
@@ -110,13 +118,14 @@ def forward_kernel(
 
 @triton.jit
 def rows_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, x_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
-    m_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, out_ptr, sums_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, x_ptr, other_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    m_ptr, delta_ptr, rows_ptr, out_ptr, sums_ptr,
     q_length, k_length, width, value_width, x_width, left, right, G: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [H, Tq, Dx] = W X, ``x`` [Hk, Tk, Dx]; ``sums`` [2, H, Tq]: of P_bar o (dP - delta), and of its squares.
+    """``out`` [W, H, Tq, Dx]: W X of up to three weights; ``sums`` [2, H, Tq]: of P_bar o (dP - delta), and squared.
 
-    ``m`` [H, Tq] is finite in every row; ``delta``, a, b and c are [H, Tq].
+    X is k for all of them (``G.of_keys``), or ``x`` [Hk, Tk, Dx] for the first and ``other`` for the second. ``m``
+    [H, Tq] is finite in every row; ``delta`` is [H, Tq]; ``rows`` [W, 3, H, Tq]: a, b and c of each weight.
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_X: tl.constexpr = G.block_x
@@ -127,45 +136,74 @@ def rows_kernel(
     k_ptr += owner * k_length * width
     v_ptr += owner * k_length * value_width
     x_ptr += owner * k_length * x_width
+    other_ptr += owner * k_length * x_width
     at = block * G.block_m + tl.arange(0, G.block_m)
     here = at < q_length
     row = h.to(tl.int64) * q_length + at
+    plane = tl.num_programs(1).to(tl.int64) * q_length
     position = tl.load(positions_ptr + at, mask=here, other=0)
     m = tl.load(m_ptr + row, mask=here, other=float("inf"))
-    a = tl.load(a_ptr + row, mask=here, other=0.0)
-    b = tl.load(b_ptr + row, mask=here, other=0.0)
-    c = tl.load(c_ptr + row, mask=here, other=0.0)
     delta = tl.load(delta_ptr + row, mask=here, other=0.0)
     alpha = tl.load(numbers)
+    a, b, c = row_numbers(rows_ptr + row, plane, here)
+    a1, b1, c1 = a, b, c
+    a2, b2, c2 = a, b, c
+    if G.count > 1:
+        a1, b1, c1 = row_numbers(rows_ptr + 3 * plane + row, plane, here)
+    if G.count > 2:
+        a2, b2, c2 = row_numbers(rows_ptr + 6 * plane + row, plane, here)
     begin, end = visible_tiles(position, here, (q_length, k_length, left, right), G)
     q = load_rows(q_ptr, at, q_length, width, 0, G.block_d)
     do = q
     if G.needs_dprobs:
         do = load_rows(do_ptr, at, q_length, value_width, 0, G.block_v)
     acc = tl.zeros([BLOCK_M, BLOCK_X], tl.float64)
+    acc1, acc2 = acc, acc
     total = tl.zeros([BLOCK_M], tl.float64)
     squares = tl.zeros([BLOCK_M], tl.float64)
     for tile in tl.range(begin, end, num_stages=G.stages):
         keys = tile * G.block_n + tl.arange(0, G.block_n)
-        dots = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
+        dots, x = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
         s, slope, _ = tile_scores(dots, at[:, None], position[:, None], keys[None, :], numbers,
                            (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
         p = tl.exp(s - m[:, None])
         centred = p
         if G.needs_dprobs:
-            centred = row_products(do, do_ptr, at, q_length, v_ptr, keys, k_length, value_width, G.block_v, G.parts_v)
+            centred, _ = row_products(
+                do, do_ptr, at, q_length, v_ptr, keys, k_length, value_width, G.block_v, G.parts_v
+            )
             centred = centred - delta[:, None]
         if G.details:
             term = p * centred
             total += tl.sum(term, 1)
             squares += tl.sum(term * term, 1)
-        w = tile_weight(p, slope, centred, alpha, a[:, None], b[:, None], c[:, None], G)
-        acc = tl.dot(w, load_rows(x_ptr, keys, k_length, x_width, part, G.block_x), acc, out_dtype=tl.float64)
+        w = tile_weight(p, slope, centred, alpha, a[:, None], b[:, None], c[:, None],
+                        tl.constexpr(G.first.name), tl.constexpr(G.first.cast),
+                        tl.constexpr(G.first.alpha_first), G)  # fmt: skip
+        if not G.of_keys:
+            x = load_rows(x_ptr, keys, k_length, x_width, part, G.block_x)
+        acc = tl.dot(w, x, acc, out_dtype=tl.float64)
+        if G.count > 1:
+            w = tile_weight(p, slope, centred, alpha, a1[:, None], b1[:, None], c1[:, None],
+                        tl.constexpr(G.second.name), tl.constexpr(G.second.cast),
+                        tl.constexpr(G.second.alpha_first), G)  # fmt: skip
+            if not G.of_keys:
+                x = load_rows(other_ptr, keys, k_length, x_width, part, G.block_x)
+            acc1 = tl.dot(w, x, acc1, out_dtype=tl.float64)
+        if G.count > 2:
+            w = tile_weight(p, slope, centred, alpha, a2[:, None], b2[:, None], c2[:, None],
+                        tl.constexpr(G.third.name), tl.constexpr(G.third.cast),
+                        tl.constexpr(G.third.alpha_first), G)  # fmt: skip
+            acc2 = tl.dot(w, x, acc2, out_dtype=tl.float64)
     features = part * G.block_x + tl.arange(0, G.block_x)
     inside = here[:, None] & (features < x_width)[None, :]
-    tl.store(out_ptr + row[:, None] * x_width + features[None, :], acc, mask=inside)
+    out_ptr += row[:, None] * x_width + features[None, :]
+    tl.store(out_ptr, acc, mask=inside)
+    if G.count > 1:
+        tl.store(out_ptr + plane * x_width, acc1, mask=inside)
+    if G.count > 2:
+        tl.store(out_ptr + 2 * plane * x_width, acc2, mask=inside)
     if G.details:
-        plane = tl.num_programs(1).to(tl.int64) * q_length
         tl.store(sums_ptr + row, total, mask=here & (part == 0))
         tl.store(sums_ptr + plane + row, squares, mask=here & (part == 0))
 
@@ -173,10 +211,10 @@ def rows_kernel(
 @triton.jit
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, y_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
-    m_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
+    m_ptr, delta_ptr, rows_ptr, out_ptr,
     q_length, k_length, width, value_width, y_width, left, right, shift, G: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [H, Tk, Dy] = W^T Y, ``y`` [H, Tq, Dy]; the rest as in ``rows_kernel``."""
+    """``out`` [H, Tk, Dy] = W^T Y, ``y`` [H, Tq, Dy]; the rest as in ``rows_kernel``, of one weight."""
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_X: tl.constexpr = G.block_x
     block, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -188,6 +226,7 @@ def keys_kernel(
     v_ptr += owner * k_length * value_width
     keys = block * G.block_n + tl.arange(0, G.block_n)
     alpha = tl.load(numbers)
+    plane = tl.num_programs(1).to(tl.int64) * q_length
     k = load_rows(k_ptr, keys, k_length, width, 0, G.block_d)
     v = k
     if G.needs_dprobs:
@@ -204,19 +243,19 @@ def keys_kernel(
         here = at < q_length
         row = h.to(tl.int64) * q_length + at
         position = tl.load(positions_ptr + at, mask=here, other=0)
-        dots = row_products(k, k_ptr, keys, k_length, q_ptr, at, q_length, width, G.block_d, G.parts_d)
+        dots, _ = row_products(k, k_ptr, keys, k_length, q_ptr, at, q_length, width, G.block_d, G.parts_d)
         s, slope, _ = tile_scores(dots, at[None, :], position[None, :], keys[:, None], numbers,
                            (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
         m = tl.load(m_ptr + row, mask=here, other=float("inf"))
-        a = tl.load(a_ptr + row, mask=here, other=0.0)
-        b = tl.load(b_ptr + row, mask=here, other=0.0)
-        c = tl.load(c_ptr + row, mask=here, other=0.0)
+        a, b, c = row_numbers(rows_ptr + row, plane, here)
         p = tl.exp(s - m[None, :])
         centred = p
         if G.needs_dprobs:
-            centred = row_products(v, v_ptr, keys, k_length, do_ptr, at, q_length, value_width, G.block_v, G.parts_v)
+            centred, _ = row_products(v, v_ptr, keys, k_length, do_ptr, at, q_length, value_width, G.block_v, G.parts_v)
             centred = centred - tl.load(delta_ptr + row, mask=here, other=0.0)[None, :]
-        w = tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :], G)
+        w = tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :],
+                        tl.constexpr(G.first.name), tl.constexpr(G.first.cast),
+                        tl.constexpr(G.first.alpha_first), G)  # fmt: skip
         acc = tl.dot(w, load_rows(y_ptr, at, q_length, y_width, part, G.block_x), acc, out_dtype=tl.float64)
     features = part * G.block_x + tl.arange(0, G.block_x)
     inside = (keys < k_length)[:, None] & (features < y_width)[None, :]

@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from attn_diag.reference.fused_products import MOST_FEATURES, TileWeight
+
 # exp(-746) is 0 in float64.
 VANISHES = tl.constexpr(746.0)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-Weight = Literal["probs", "sloped", "dscores", "probs_squared", "dscores_squared", "probs_cast", "dscores_cast"]
-Cast = Literal["none", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,30 @@ class Tiling:
     """From where a bias counts distances."""
     details: bool = False
     """Whether the forward also tells what the bounds and repeated maxima need."""
-    weight: Weight = "probs"
-    """W of a product."""
-    cast: Cast = "none"
-    """The format of a cast."""
-    alpha_first: bool = False
-    """Whether alpha dS is cast instead of dS."""
+    weights: tuple[TileWeight, ...] = ()
+    """W of each product that a launch makes."""
+    of_keys: bool = False
+    """Whether all of them are of k, whose tile the scores have loaded."""
+
+    @property
+    def count(self) -> int:
+        """How many products a launch makes."""
+        return len(self.weights)
+
+    @property
+    def first(self) -> TileWeight:
+        """W of the first."""
+        return self.weights[0]
+
+    @property
+    def second(self) -> TileWeight:
+        """W of the second."""
+        return self.weights[1]
+
+    @property
+    def third(self) -> TileWeight:
+        """W of the third."""
+        return self.weights[2]
 
     @property
     def adds(self) -> bool:
@@ -71,8 +88,8 @@ class Tiling:
 
     @property
     def needs_dprobs(self) -> bool:
-        """Whether W is made of dP."""
-        return self.weight.startswith("dscores")
+        """Whether a W is made of dP."""
+        return any(weight.name.startswith("dscores") for weight in self.weights)
 
 
 @triton.jit
@@ -84,9 +101,22 @@ def load_rows(ptr, at, count, width, part, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_numbers(ptr, plane, here):
+    """a, b and c of some query rows, [R] each, from three planes of [H, Tq]."""
+    a = tl.load(ptr, mask=here, other=0.0)
+    b = tl.load(ptr + plane, mask=here, other=0.0)
+    c = tl.load(ptr + 2 * plane, mask=here, other=0.0)
+    return a, b, c
+
+
+@triton.jit
 def row_products(whole, left, left_at, left_count, right, right_at, right_count, width, BLOCK: tl.constexpr,
               PARTS: tl.constexpr):  # fmt: skip
-    """Products of rows of ``left`` with rows of ``right``, [L, R]; ``whole`` is the tile of ``left`` if of one part."""
+    """Products of rows of ``left`` with rows of ``right``, [L, R], and the tile of ``right``, if of one part.
+
+    ``whole`` is the tile of ``left`` if of one part; of several, what comes back in a tile's place is without meaning.
+    """
+    tile = whole
     if PARTS == 1:
         tile = load_rows(right, right_at, right_count, width, 0, BLOCK)
         found = tl.dot(whole, tl.trans(tile), out_dtype=tl.float64)
@@ -96,7 +126,7 @@ def row_products(whole, left, left_at, left_count, right, right_at, right_count,
             one = load_rows(left, left_at, left_count, width, part, BLOCK)
             other = load_rows(right, right_at, right_count, width, part, BLOCK)
             found = tl.dot(one, tl.trans(other), found, out_dtype=tl.float64)
-    return found
+    return found, tile
 
 
 @triton.jit
@@ -169,28 +199,29 @@ def _cast(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def tile_weight(p, slope, centred, alpha, a, b, c, G: tl.constexpr):
-    """W of a tile; ``centred`` is dP - delta, and a, b, c broadcast to the tile."""
+def tile_weight(p, slope, centred, alpha, a, b, c, NAME: tl.constexpr, CAST: tl.constexpr, ALPHA_FIRST: tl.constexpr,
+                G: tl.constexpr):  # fmt: skip
+    """The W of a tile that ``TileWeight`` names; ``centred`` is dP - delta, and a, b, c broadcast to the tile."""
     sloped = p
     if G.softcap:
         sloped = p * slope
-    if G.weight == "probs":
+    if NAME == "probs":
         w = p
-    elif G.weight == "sloped":
+    elif NAME == "sloped":
         w = sloped
-    elif G.weight == "probs_squared":
+    elif NAME == "probs_squared":
         w = a * (p * p) + tl.where(p > 0, b, 0.0)
-    elif G.weight == "probs_cast":
-        w = _cast(a * p, tl.constexpr(G.cast))
+    elif NAME == "probs_cast":
+        w = _cast(a * p, CAST)
     else:
         w = p * centred
         if G.softcap:
             w = w * slope
-        if G.weight == "dscores_squared":
+        if NAME == "dscores_squared":
             w = a * (w * w) + tl.where(p > 0, b, 0.0) + c * (sloped * sloped)
-        if G.weight == "dscores_cast":
+        if NAME == "dscores_cast":
             w = a * (w - b * sloped)
-            w = _cast(w * alpha, tl.constexpr(G.cast)) if G.alpha_first else _cast(w, tl.constexpr(G.cast)) * alpha
+            w = _cast(w * alpha, CAST) if ALPHA_FIRST else _cast(w, CAST) * alpha
     return w
 
 
@@ -208,7 +239,7 @@ def visible_tiles(position, here, view, G: tl.constexpr):
     return begin, tl.cdiv(stop, G.block_n)
 
 
-def tiling_of(kernel: str, width: int, value_width: int, x_width: int) -> Tiling:
+def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False) -> Tiling:
     """The tiles of a launch of ``kernel`` ("forward", "rows" or "keys").
 
     Args:
@@ -216,12 +247,21 @@ def tiling_of(kernel: str, width: int, value_width: int, x_width: int) -> Tiling
         width: Features of q and k.
         value_width: Of v and dO.
         x_width: Of the product.
+        of_keys: See ``Tiling``; of "rows" alone, and where no features are taken in parts.
     """
-    block_d, block_v = (max(16, min(128, triton.next_power_of_2(n))) for n in (width, value_width))
-    block_x = max(16, min(128, triton.next_power_of_2(x_width)))
+    block_d, block_v, block_x = (part_of_features(n) for n in (width, value_width, x_width))
     parts_d, parts_v = triton.cdiv(width, block_d), triton.cdiv(value_width, block_v)
     # Measured on an H100: larger tiles spill registers, or leave no room in shared memory for the next one.
-    m, warps = (32, 4) if kernel != "forward" else (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
+    m, n, warps, stages = 32, 32, 4, 2
     if max(parts_d, parts_v) > 1:
-        m, warps = 32, 8
-    return Tiling(m, 32, block_d, parts_d, block_v, parts_v, block_x, warps, stages=2)
+        warps = 8
+    elif kernel == "forward":
+        m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
+    elif kernel == "rows" and max(block_d, block_v, block_x) > 64:
+        n, warps, stages = (64, 8, 1) if of_keys else (32, 4, 1)
+    return Tiling(m, n, block_d, parts_d, block_v, parts_v, block_x, warps, stages, of_keys=of_keys)
+
+
+def part_of_features(width: int) -> int:
+    """How many of so many features are taken at a time: a power of 2 from 16 to ``MOST_FEATURES``."""
+    return max(16, min(MOST_FEATURES, triton.next_power_of_2(width)))

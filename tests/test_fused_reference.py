@@ -30,9 +30,10 @@ from attn_diag.reference import (
     row_blocks,
 )
 from attn_diag.reference.certify import check_rows
-from attn_diag.reference.fused import SWITCH, FusedHeads, batches, fuses
+from attn_diag.reference.fused import SWITCH, FusedHeads, fuses
+from attn_diag.reference.fused_products import TileWeight, Weight
+from attn_diag.reference.heads import batches
 from attn_diag.reference.rounding import format_of
-from attn_diag.reference.triton_tiles import Weight
 
 pytestmark = pytest.mark.slow
 
@@ -173,19 +174,19 @@ def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_fi
     y = torch.randn(len(head.q), 40, generator=generator, dtype=torch.float64)
     fused = FusedHeads([on(device, head)])
     a, b, c = (n[None].to(device) for n in numbers)
-    options: Any = {"cast": "bf16", "alpha_first": alpha_first} if "cast" in weight else {}
+    chosen = TileWeight(weight, "bf16" if "cast" in weight else "none", alpha_first)
     w = dense(head, weight, *numbers, alpha_first=alpha_first)
     # Another last bit of exp takes a cast over a midpoint: one in millions of elements, and as much as a unit of it.
     tolerance = 1e-4 if "cast" in weight and device != "cpu" else TOLERANCE
-    assert apart(fused.rows(weight, x[None].to(device), a, b, c, **options)[0], w @ x) < tolerance
-    assert apart(fused.keys(weight, y[None].to(device), a, b, c, **options)[0], w.T @ y) < tolerance
+    assert apart(fused.rows(chosen, x[None].to(device), a, b, c)[0], w @ x) < tolerance
+    assert apart(fused.keys(chosen, y[None].to(device), a, b, c)[0], w.T @ y) < tolerance
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
 def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> None:
     head = on(device, make_head(Case(2, 2, 16, Masking("top-left"))))
     ones, a = torch.ones(1, 2, 16, dtype=torch.float64, device=device), head.q.new_full((1, 2), value)
-    assert FusedHeads([head]).rows("probs_cast", ones, a, cast="bf16")[0, 0].tolist() == [rounded] * 16
+    assert FusedHeads([head]).rows(TileWeight("probs_cast", "bf16"), ones, a)[0, 0].tolist() == [rounded] * 16
 
 
 # The certificate.

@@ -18,7 +18,7 @@ rounding: of n that a row sees, P^2 and dS^2 count n times in O and dQ.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -33,6 +33,7 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.fused_products import TileWeight
 from attn_diag.reference.heads import stacked
 
 RECIPE = "fa2"
@@ -324,36 +325,46 @@ def together(alike: Tensor, visible: Tensor) -> Tensor:
     return counts[:, alike]
 
 
-def take_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> None:
-    """Let every head's collector take all of it from the kernels, instead of blocks; the formulas are those of ``add``.
+def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callable[[], None]:
+    """Ask the kernels for what every head's collector gathers of blocks; the formulas are those of ``add``.
 
     Args:
         collectors: Of the heads of ``fused``, in their order, of the same formats.
         fused: The heads.
+
+    Returns:
+        What lets the collectors take it.
     """
     first, inverse, found = collectors[0], fused.inverse, fused.forward
     scores = _FP32_SCORE * found.row_max.masked_fill(found.row_max == -torch.inf, 0.0)
     square = inverse.square()
     relative = square * (first._relative + scores.square())
-    smallest = square * first._smallest
-    out = fused.rows("probs_squared", fused.v.square(), relative, smallest)
-    out += ulp(fused.out, first.out).square() / 12
-    variance = {"row_sum": found.squares * square * first._relative, "o": out}
-    by_delta = torch.zeros_like(inverse)
-    if fused.do is not None and fused.probs_k is not None:
-        do2, scale2 = fused.do.square(), first.head.scale**2
-        delta = (do2 * out).sum(2)
-        least, through = torch.full_like(delta, first._smallest_dscore), fused.probs_k
-        dq = fused.rows("dscores_squared", fused.k.square(), relative, least, torch.zeros_like(delta))
-        variance |= {"delta": delta, "dq": (dq + delta[..., None] * through.square()) * scale2}
-        if first.want_keys:
-            q2 = fused.q.square() * scale2
-            variance["dk"] = fused.keys("dscores_squared", q2, relative, least, square * delta)
-            variance["dv"] = fused.keys("probs_squared", do2, relative, smallest)
-            by_delta = fused.sloped_squares * square * delta * q2.sum(2)
-    for i, collector in enumerate(collectors):
-        collector.variance = {name: values[i] for name, values in variance.items()}
-        collector.by_delta = by_delta[i]
+    smallest, least = square * first._smallest, torch.full_like(square, first._smallest_dscore)
+    probs_squared, dscores_squared = TileWeight("probs_squared"), TileWeight("dscores_squared")
+    of_out = fused.ask(probs_squared, fused.v.square(), relative, smallest)
+    of_dq = None
+    if fused.do is not None:
+        of_dq = fused.ask(dscores_squared, fused.k.square(), relative, least, torch.zeros_like(least))
+
+    def take() -> None:
+        out = fused.take(of_out)
+        out += ulp(fused.out, first.out).square() / 12
+        variance = {"row_sum": found.squares * square * first._relative, "o": out}
+        by_delta = torch.zeros_like(inverse)
+        if fused.do is not None and fused.probs_k is not None and of_dq is not None:
+            do2, scale2 = fused.do.square(), first.head.scale**2
+            delta, through = (do2 * out).sum(2), fused.probs_k
+            variance |= {"delta": delta, "dq": (fused.take(of_dq) + delta[..., None] * through.square()) * scale2}
+            if first.want_keys:
+                q2 = fused.q.square() * scale2
+                variance["dk"] = fused.keys(dscores_squared, q2, relative, least, square * delta)
+                variance["dv"] = fused.keys(probs_squared, do2, relative, smallest)
+                by_delta = fused.sloped_squares * square * delta * q2.sum(2)
+        for i, collector in enumerate(collectors):
+            collector.variance = {name: values[i] for name, values in variance.items()}
+            collector.by_delta = by_delta[i]
+
+    return take
 
 
 def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tensor) -> Tensor:

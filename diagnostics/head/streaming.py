@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from attn_diag.head.coarse import TruncatedInputs, noise_collector
 from attn_diag.head.counterfactual import (
     Counterfactuals,
     NoiseCollector,
+    ask_noise,
     covers,
     each_finished,
     each_same_keys,
-    take_noise,
 )
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, take_backward
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, ask_backward
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.truth import HeadTruth, head_truth
@@ -35,12 +34,9 @@ from attn_diag.reference import (
     RowBlock,
     format_of,
 )
-from attn_diag.reference.fused import FusedHeads, batches, fuses
-from attn_diag.reference.fused_products import TileProduct
-from attn_diag.reference.heads import stacked
-
-if TYPE_CHECKING:
-    from attn_diag.reference.triton_tiles import Cast
+from attn_diag.reference.fused import FusedHeads, fuses
+from attn_diag.reference.fused_products import Cast, TileProduct, TileWeight
+from attn_diag.reference.heads import batches, stacked
 
 # Inputs in FP8 are taken as a 16-bit kernel's: of outputs in BF16, as they are.
 BF16 = format_of(torch.bfloat16)
@@ -201,13 +197,16 @@ class StreamedHead:
             one.truth.top_prob, one.visible = inverse, visible
             if probs_k is not None:
                 one.truth.probs_k = probs_k[i]
+
+    @staticmethod
+    def follow(passes: Sequence[StreamedHead], fused: FusedHeads) -> None:
+        """Begin to follow the forward's errors of every observation into the gradients."""
         for seen in passes[0].observed:
             if (fed := fed_of(passes, seen.name)) is None or fused.delta is None:
                 continue
             delta_error, lse, lse_error = fed.delta - fused.delta, fed.lse, None
             if lse is not None:
-                lse_error = lse - torch.stack([r.lse for r in references])
-                lse_error.masked_fill_(found.row_max == -torch.inf, 0.0)
+                lse_error = (lse - fused.lse).masked_fill_(fused.forward.row_max == -torch.inf, 0.0)
             for i, one in enumerate(passes):
                 own = one.observation(seen.name)
                 errors = ForwardErrors(
@@ -260,12 +259,16 @@ def stream_heads(passes: Sequence[StreamedHead]) -> None:
 
 
 def _fuse(passes: Sequence[StreamedHead]) -> None:
-    """Make the passes of some heads in a few launches."""
+    """Make the passes of some heads in a few launches: what is asked for first is made together."""
     with torch.no_grad():
         fused = FusedHeads([one.inputs.head for one in passes])
         fused.compile_ahead(_products(passes[0]))
+        take_noise = ask_noise([one.noise for one in passes], fused)
+        fused.ask_gradient()
+        StreamedHead.follow(passes, fused)
+        take_backward = [ask_backward([one.backward[name] for one in passes], fused) for name in passes[0].backward]
         references = fused.references(key_gradients=passes[0].want_keys)
-        take_noise([one.noise for one in passes], fused)
+        take_noise()
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
         for other in others:
             other.beside = others
@@ -273,28 +276,31 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
             take_maxima([one._collectors[name] for one in passes], fused)
         BoundCollector.take([one.collected for one in passes], fused)
         StreamedHead.take(passes, fused, references)
-        for name in passes[0].backward:
-            take_backward([one.backward[name] for one in passes], fused)
+        for take in take_backward:
+            take()
 
 
 def _products(passed: StreamedHead) -> list[TileProduct]:
-    """The products that a head, and those like it, take of the kernels."""
-    found = [TileProduct("rows", "probs_squared", "v")]
+    """The products that a head, and those like it, take of the kernels, in the order in which they are asked for."""
+    dscores, sloped, probs_squared = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs_squared")
+    dscores_squared = TileWeight("dscores_squared")
+    found = [TileProduct("rows", probs_squared, "v")]
     if passed.inputs.head.do is None:
         return found
-    found += [TileProduct("rows", "dscores", "k", summed=True), TileProduct("rows", "sloped", "k")]
-    found += [TileProduct("rows", "dscores_squared", "k")]
+    found += [TileProduct("rows", dscores_squared, "k")]
+    found += [TileProduct("rows", dscores, "keys", summed=True), TileProduct("rows", sloped, "keys")]
     fed = any({"o", "delta"} & seen.outputs.keys() for seen in passed.observed)
     cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"
     orders = (False,) if math.frexp(passed.inputs.head.scale)[0] == 0.5 else (False, True)
+    casts = [TileWeight("dscores_cast", cast, first) for first in orders]
     if fed and any("dq" in seen.outputs or seen.want_keys for seen in passed.observed):
-        found += [TileProduct("rows", "dscores_cast", "k", cast, first) for first in orders]
+        found += [TileProduct("rows", one, "keys") for one in casts]
     if passed.want_keys:
-        found += [TileProduct("keys", "dscores", "q"), TileProduct("keys", "probs", "do")]
-        found += [TileProduct("keys", "dscores_squared", "q"), TileProduct("keys", "probs_squared", "do")]
+        found += [TileProduct("keys", dscores, "q"), TileProduct("keys", TileWeight("probs"), "do")]
+        found += [TileProduct("keys", dscores_squared, "q"), TileProduct("keys", probs_squared, "do")]
         if fed:
-            found += [TileProduct("keys", "sloped", "q"), TileProduct("keys", "probs_cast", "do", cast)]
-            found += [TileProduct("keys", "dscores_cast", "q", cast, first) for first in orders]
+            found += [TileProduct("keys", sloped, "q"), TileProduct("keys", TileWeight("probs_cast", cast), "do")]
+            found += [TileProduct("keys", one, "q") for one in casts]
     return found
 
 
