@@ -39,7 +39,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.arrays import side_by_side
 from attn_diag.statistics.drift import each_drift
-from attn_diag.statistics.mean_tests import effective, mean_tests, two_way
+from attn_diag.statistics.mean_tests import MeanTest, Moments, Shares, both_ways, moments
 
 Array = npt.NDArray[np.float64]
 
@@ -52,6 +52,8 @@ MIN_SEQUENCES = 8
 MIN_FOR_FEATURES = 8
 # A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
 _VANISHED = 2.0**-40
+# A rounding of float64 is no more than this part of the result.
+_UNIT = 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -165,22 +167,33 @@ class BiasCase:
     """Also keep the running sum over the rows."""
     attention: bool = True
     """Whether rows are a kernel's, whose features share what its casts of P leave, so that a few rows are no test."""
+    reference_error: float | None = None
+    """By so much at most the float64 reference's own errors moved the sum of all errors; None: not known."""
+    well_rounded: float | None = None
+    """By so much the sum of a well-rounded kernel's errors is larger; None: not known."""
 
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
-    """``estimate_bias`` of several cases; those with as many rows, or clusters, are computed together."""
-    found = [_Untested(case) for case in cases]
-    _describe([one for one in found if one.n])
-    tested = [one for one in found if one.testable]
-    by_cluster = mean_tests([(one.sums, one.sizes) for one in tested], level)
-    shared = [(i, one.shared) for i, one in enumerate(tested) if one.shared is not None and len(one.shared.sums) > 1]
+    """``estimate_bias`` of several cases; those with as many rows, or the same clusters, are computed together."""
+    counted = dict[int, Shares]()
+    found = [_Untested(case, counted) for case in cases]
+    some = [one for one in found if one.n]
+    of_sums = moments([(one.sums, one.shares) for one in some])
+    _describe(some, of_sums)
+    places = [i for i, one in enumerate(some) if one.testable]
+    tested = [some[i] for i in places]
+    spread = of_sums.take(places).spread(np.array([one.n for one in tested]))
+    shared = [(i, one.features) for i, one in enumerate(tested) if one.features is not None]
+    shared = [(i, one) for i, one in shared if len(one.sums) > 1]
     if shared:
-        places, features = [i for i, _ in shared], [one for _, one in shared]
-        by_feature = mean_tests([(one.sums, one.sizes) for one in features], level)
-        cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for one in features])
-        n = np.array([tested[i].n for i in places])
-        by_cluster.put(places, two_way(by_cluster.take(places), by_feature, cells, n, level))
-    for one, test in zip(tested, by_cluster.each(), strict=True):
+        which = [i for i, _ in shared]
+        by_feature = moments([(one.sums, Shares.of_one(one.sizes)) for _, one in shared])
+        by_feature = by_feature.spread(np.array([one.sizes.sum() for _, one in shared]))
+        cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for _, one in shared])
+        n = np.array([tested[i].n for i in which])
+        for all_of, of_shared in zip(spread, both_ways(spread.take(which), by_feature, cells, n), strict=True):
+            all_of[which] = of_shared
+    for one, test in zip(tested, MeanTest.of(*spread, level).each(), strict=True):
         one.add_test(test)
     return [BiasEstimate(**one.known) for one in found]
 
@@ -188,34 +201,35 @@ def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimat
 class _Untested:
     """A mean, and what is ``known`` of it: fields of its estimate."""
 
-    def __init__(self, case: BiasCase) -> None:
+    def __init__(self, case: BiasCase, counted: dict[int, Shares]) -> None:
+        """``counted``: what the sizes of clusters say, by their identity."""
         errors, rows = case.errors, len(case.errors.total)
-        self.errors, self.shared, self.n = errors, errors.features, rows * errors.count
-        self.sums, self.sizes, self.with_drift, self.testable = errors.total, np.zeros(0), case.with_drift, False
+        self.case, self.features, self.n = case, errors.features, rows * errors.count
         self.known: dict[str, Any] = {}
         if not self.n:
             return
         if case.clusters is None:
-            self.sizes = np.full(rows, float(errors.count))
+            self.sums, self.shares = errors.total, Shares.alike(rows)
         else:
-            self.sums = np.bincount(case.clusters, self.sums).astype(np.float64)
-            self.sizes = (np.bincount(case.clusters) * errors.count).astype(np.float64)
+            if id(case.clusters) not in counted:
+                counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
+            self.sums, self.shares = np.bincount(case.clusters, errors.total), counted[id(case.clusters)]
         few = False
-        if self.shared is not None and len(self.sums) < 2:
-            self.sums, self.sizes, self.shared, few = (
-                self.shared.sums,
-                self.shared.sizes,
-                None,
-                case.attention and rows < MIN_FOR_FEATURES,
-            )
+        if self.features is not None and len(self.sums) < 2:
+            self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
+            self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
         self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
+        rms = math.sqrt(errors.square / self.n)
         self.known = {
             "n": self.n,
             "n_clusters": len(self.sums),
             "mean_ulp": _ratio(errors.unit_total, errors.unit_scale),
-            "rms": math.sqrt(errors.square / self.n),
+            "rms": rms,
             "positive_fraction": _ratio(errors.positive, errors.nonzero),
         }
+        if case.reference_error is not None:
+            # Differences observed - reference and their sum: n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
+            self.known["reference_bound"] = case.reference_error / self.n + (self.n + 2) * _UNIT * 1.01 * rms
 
     def add_test(self, test: Mapping[str, float]) -> None:
         """Add what a ``MeanTest`` found."""
@@ -234,14 +248,20 @@ class _Untested:
         }
 
 
-def _describe(found: Sequence[_Untested]) -> None:
+def _describe(found: Sequence[_Untested], of_sums: Moments) -> None:
     """Add to each mean what its sums say without a test."""
-    for places, sums in side_by_side([one.sums for one in found]):
-        for i, total, own, carrying in zip(places, sums.sum(1).tolist(), sums, effective(sums).tolist(), strict=True):
-            found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if own.any() else None}
-    for places, totals in side_by_side([one.errors.total for one in found]):
-        for i, total, drift in zip(places, totals.sum(1).tolist(), each_drift(totals), strict=True):
-            found[i].known |= {"cumulative_sum": total, **(drift if found[i].with_drift else {})}
+    for one, total, carrying in zip(found, of_sums.total.tolist(), of_sums.effective.tolist(), strict=True):
+        mean = total / one.n
+        one.known |= {"mean": mean, "n_eff": None if math.isnan(carrying) else carrying}
+        if one.case.well_rounded is not None:
+            one.known["well_rounded_mean"] = mean + one.case.well_rounded / one.n
+    for places, totals in side_by_side([one.case.errors.total for one in found]):
+        for i, total in zip(places, totals.sum(1).tolist(), strict=True):
+            found[i].known["cumulative_sum"] = total
+    drifting = [one for one in found if one.case.with_drift]
+    for places, totals in side_by_side([one.case.errors.total for one in drifting]):
+        for i, drift in zip(places, each_drift(totals), strict=True):
+            drifting[i].known |= drift
 
 
 def require_level(level: float) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from attn_diag.analyses.inspection.pooled_errors import NoiseFactor, PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.means import beyond_reference, well_rounded_mean
+from attn_diag.analyses.means import beyond_reference
 from attn_diag.analyses.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
@@ -20,7 +20,6 @@ from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.propagation import add_parts
-from attn_diag.reference import UNIT
 from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
@@ -144,15 +143,6 @@ def pool(
         missing: Those that were not captured.
     """
     parts, errors, independent = pooled.parts, pooled.errors, pooled.independent
-    sums = _mean_sums(parts)
-    declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
-    compared = sums.keys() - declared.keys()
-    for name, estimate in biases.items():
-        biases[name] = replace(
-            estimate,
-            reference_bound=_reference_bound(estimate, [p.reference_bounds.get(name) for p in parts]),
-            well_rounded_mean=well_rounded_mean(estimate, *sums[name]) if name in compared else None,
-        )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     conditioning = [p.conditioning for p in parts if p.conditioning is not None]
@@ -190,23 +180,7 @@ def pool(
     in_doubt = sum(p.in_doubt for p in parts)
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
     remarks = tuple(_remarks(parts, sequences, independent))
-    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, declared)
-
-
-def _reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> float | None:
-    """What the reference's errors (``sums``, one a part) and the rounding of its mean amount to; None: not known."""
-    known = [s for s in sums if s is not None]
-    if not estimate.n or estimate.rms is None or len(known) < len(sums):
-        return None
-    # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
-    rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
-    return sum(known) / estimate.n + rounding
-
-
-def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, npt.NDArray[np.float64]]:
-    """``HeadMeasurement.mean_sums`` of all parts that have rows."""
-    known = [p.mean_sums for p in parts if p.mean_sums]
-    return {name: np.sum([of_part[name] for of_part in known], axis=0) for name in known[0]} if known else {}
+    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, pooled.declared)
 
 
 @dataclass(frozen=True)
