@@ -80,9 +80,14 @@ class FeatureSums:
         together: dict[object, list[FeatureSums]] = {}
         for group, part in zip(range(len(parts)) if groups is None else groups, parts, strict=True):
             together.setdefault(group, []).append(part)
+
+        def joined(name: str) -> Array:
+            each = [[getattr(p, name) for p in found] for found in together.values()]
+            return np.concatenate([found[0] if len(found) == 1 else np.sum(found, 0) for found in each])
+
         return cls(
-            sums=np.concatenate([np.sum([p.sums for p in found], 0) for found in together.values()]),
-            sizes=np.concatenate([np.sum([p.sizes for p in found], 0) for found in together.values()]),
+            sums=joined("sums"),
+            sizes=joined("sizes"),
             cell_squares=sum(p.cell_squares for p in parts),
             cell_products=sum(p.cell_products for p in parts),
             cell_sizes=sum(p.cell_sizes for p in parts),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.arrays import side_by_side
+from attn_diag.statistics.arrays import in_parts, side_by_side
 
 Array = npt.NDArray[np.float64]
 
@@ -108,18 +108,26 @@ def _side_by_side(
     """Of m cases with n groups each, [m, n]."""
     from scipy.special import stdtrit
 
-    n = observed.shape[1]
+    sets, n = observed.shape
+    totals, squares = np.stack([observed.sum(1), yardstick.sum(1)]), np.zeros((2, sets))
+    spread, mean = np.zeros((2, sets))
     with np.errstate(all="ignore"):
-        a, b = (np.log(np.maximum(x.sum(1)[:, None] - x, 0.0)) for x in (observed, yardstick))
-        left_out = 0.5 * (a - b)
-        spread = np.square(left_out - left_out.mean(1)[:, None]).sum(1).tolist()
-        counts = [*map(min, _effective(observed), _effective(yardstick))]
+        for part in in_parts(n, sets):
+            one, other = (x[:, part] / total[:, None] for x, total in zip((observed, yardstick), totals, strict=True))
+            squares += [np.square(one).sum(1), np.square(other).sum(1)]
+            # The log ratio with a group left out, less that of all groups.
+            left_out = np.log(np.maximum(1 - one, 0.0) / (1 - other))
+            mean += left_out.sum(1)
+            spread += np.square(left_out).sum(1)
+        spread = (spread - np.square(mean) / n) / 4
+        counts = np.where(squares > 0, 1 / squares, float(n)).min(0).tolist()
+        whole = np.isfinite(spread).tolist()
+        spread = np.maximum(spread, 0.0).tolist()
     for i, shared in enumerate(carriers):
         if shared is not None and shared.share > 0.5:
             counts[i] = min(counts[i], shared.count)
     points = stdtrit(np.maximum(np.array(counts) - 1, 1.0), 1 - _LEVEL / 2).tolist()
-    whole = np.isfinite(left_out).all(1).tolist()
-    sums = zip(observed.sum(1).tolist(), yardstick.sum(1).tolist(), carriers, strict=True)
+    sums = zip(*totals.tolist(), carriers, strict=True)
     for i, (one, other, shared) in enumerate(sums):
         if not other > 0 or not math.isfinite(one):
             yield None
@@ -133,11 +141,3 @@ def _side_by_side(
                 variance += shared.share**2 * max(1 - shared.correlation**2, 0.0) / max(shared.count, 1.0)
             half = points[i] * math.sqrt(variance)
             yield RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), counts[i])
-
-
-def _effective(squares: Array) -> list[float]:
-    """How many groups carry each sum of squares, [m, n]: ``effective`` of their roots."""
-    largest = squares.max(1, initial=0.0)
-    shares = squares / largest[:, None]
-    sums = zip(shares.sum(1).tolist(), np.square(shares).sum(1).tolist(), (largest > 0).tolist(), strict=True)
-    return [total**2 / of_squares if some else float(squares.shape[1]) for total, of_squares, some in sums]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +151,7 @@ def pool(
     dq_sums = [p.dq for p in parts if p.dq is not None]
     swamped = [p.swamped for p in parts if p.swamped is not None]
     identical = [p.bit_identical for p in parts]
-    dq = GradientSums.pool(dq_sums).result() if dq_sums else None
+    dq = (dq_sums[0] if len(dq_sums) == 1 else GradientSums.pool(dq_sums)).result() if dq_sums else None
     diagnosis = HeadDiagnosis(
         layer=layer,
         batch=parts[0].batch if sequences == 1 else None,
@@ -277,14 +279,14 @@ def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
 def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
     if delta is None or not (total := delta.square):
         return ()
-    rows = [p.tested if p.with_gradient is None else p.tested[p.with_gradient] for p in parts]
-    starts = np.cumsum([0] + [len(r) for r in rows])
-    found = []
-    for i in largest_places(np.abs(delta.total), _TOP_ROWS):
-        which = int(np.searchsorted(starts, i, side="right")) - 1
-        part = parts[which]
-        row = int(rows[which][i - starts[which]])
-        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.total[i]) ** 2 / total))
+    counts = [len(p.tested) if p.with_gradient is None else int(np.count_nonzero(p.with_gradient)) for p in parts]
+    starts, found = [0, *accumulate(counts)], []
+    for i in largest_places(np.abs(delta.total), _TOP_ROWS).tolist():
+        which = bisect_right(starts, i) - 1
+        part, place, error = parts[which], i - starts[which], float(delta.total[i])
+        if part.with_gradient is not None and counts[which] < len(part.tested):
+            place = np.flatnonzero(part.with_gradient)[place]
+        found.append(TopRow(part.batch, part.head, int(part.tested[place]), error, error**2 / total))
     return tuple(found)
 
 
