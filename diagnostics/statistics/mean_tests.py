@@ -149,30 +149,32 @@ class Moments:
     def of(cls, sums: Array, shares: Shares) -> Moments:
         """Of sums [..., G], whose squares need not be representable."""
         largest = np.asarray(np.maximum(sums.max(-1, initial=0.0), -sums.min(-1, initial=0.0)))
-        if largest.min(initial=1.0) > _SMALL and largest.max(initial=1.0) < 1 / _SMALL:
-            return cls._of(sums, shares)
-        exponent = np.where(largest > 0, np.frexp(largest)[1], 0)
-        found = cls._of(np.ldexp(sums, -exponent[..., None]), shares)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a single cluster, or none but zeros
+            if largest.min(initial=1.0) > _SMALL and largest.max(initial=1.0) < 1 / _SMALL:
+                return cls._of(sums, shares)
+            exponent = np.where(largest > 0, np.frexp(largest)[1], 0)
+            found = cls._of(np.ldexp(sums, -exponent[..., None]), shares)
         return replace(found, total=np.ldexp(found.total, exponent), error=np.ldexp(found.error, exponent))
 
     @classmethod
     def _of(cls, sums: Array, shares: Shares) -> Moments:
-        total, count = sums.sum(-1), sums.shape[-1]
-        powers = np.zeros((4, *total.shape))
-        with np.errstate(invalid="ignore", divide="ignore"):  # a single cluster, or none but zeros
-            for part in in_parts(count, total.size):
-                own, one = sums[..., part], part if shares.share.shape[-1] == count else slice(None)
-                residuals = np.square(own - shares.share[..., one] * total[..., None])
-                residuals *= shares.weight[..., one]
-                squares = np.square(own)
-                powers[0] += squares.sum(-1)
-                powers[1] += np.square(squares).sum(-1)
-                powers[2] += residuals.sum(-1)
-                powers[3] += np.square(residuals).sum(-1)
-            n_eff, of_residuals = powers[[0, 2]] ** 2 / powers[[1, 3]]
-        # Where all residuals are zero n_eff is NaN, and so is nothing else: 1 changes nothing, as se = 0.
-        error_df = np.minimum(shares.df, np.fmax(3 * of_residuals - 2, 1.0))
-        return cls(total, np.sqrt(powers[2]), np.broadcast_to(shares.df, total.shape), error_df, n_eff)
+        add = np.add.reduce
+        total, count = add(sums, -1), sums.shape[-1]
+        of_sums, fourths, of_residuals, their_fourths = np.zeros((4, *total.shape))
+        for part in in_parts(count, total.size):
+            own, one = sums[..., part], part if shares.share.shape[-1] == count else slice(None)
+            squares = np.square(own)
+            of_sums += add(squares, -1)
+            fourths += add(np.square(squares, out=squares), -1)
+            residuals = own - shares.share[..., one] * total[..., None]
+            np.square(residuals, out=residuals)
+            residuals *= shares.weight[..., one]
+            of_residuals += add(residuals, -1)
+            their_fourths += add(np.square(residuals, out=residuals), -1)
+        # Where all residuals are zero this is NaN, and so is nothing else: 1 changes nothing, as the error is 0.
+        carrying = np.square(of_residuals) / their_fourths
+        error_df = np.minimum(shares.df, np.fmax(3 * carrying - 2, 1.0))
+        return cls(total, np.sqrt(of_residuals), shares.df + np.zeros(total.shape), error_df, of_sums**2 / fourths)
 
     def take(self, places: Sequence[int]) -> Moments:
         """Of some of [m] data sets."""
@@ -192,7 +194,7 @@ def moments(cases: Sequence[tuple[Array, Shares]]) -> Moments:
     for every in together.values():
         for some, sums in side_by_side([cases[i][0] for i in every]):
             of_some = Moments.of(sums, cases[every[0]][1])
-            found[:, [every[i] for i in some]] = [getattr(of_some, f.name) for f in fields(Moments)]
+            found[:, [every[i] for i in some]] = [*vars(of_some).values()]
     return Moments(*found)
 
 

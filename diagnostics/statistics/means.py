@@ -257,12 +257,9 @@ def _describe(found: Sequence[_Untested], of_sums: Moments) -> None:
     """Add to each mean what its sums say without a test."""
     for one, total, carrying in zip(found, of_sums.total.tolist(), of_sums.effective.tolist(), strict=True):
         mean = total / one.n
-        one.known |= {"mean": mean, "n_eff": None if math.isnan(carrying) else carrying}
+        one.known |= {"mean": mean, "n_eff": None if math.isnan(carrying) else carrying, "cumulative_sum": total}
         if one.case.well_rounded is not None:
             one.known["well_rounded_mean"] = mean + one.case.well_rounded / one.n
-    for places, totals in side_by_side([one.case.errors.total for one in found]):
-        for i, total in zip(places, totals.sum(1).tolist(), strict=True):
-            found[i].known["cumulative_sum"] = total
     drifting = [one for one in found if one.case.with_drift]
     for places, totals in side_by_side([one.case.errors.total for one in drifting]):
         for i, drift in zip(places, each_drift(totals), strict=True):

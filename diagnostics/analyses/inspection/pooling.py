@@ -292,10 +292,11 @@ def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple
 
 def largest_places(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
     """Where so many of the largest sizes [n] are, the largest first; of equal ones the first."""
-    places = np.arange(len(sizes))
-    if len(sizes) > most:  # not all of them need sorting
-        places = np.flatnonzero(sizes >= np.partition(sizes, -most)[-most])
-    return places[np.argsort(-sizes[places], kind="stable")][:most]
+    left, found = sizes.copy(), np.zeros(min(most, len(sizes)), dtype=np.int64)
+    for i in range(len(found)):
+        found[i] = left.argmax()
+        left[found[i]] = -np.inf
+    return found
 
 
 def unclustered(errors: SignedErrors) -> BiasEstimate:
