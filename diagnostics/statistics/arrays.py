@@ -37,7 +37,12 @@ def side_by_side(arrays: Sequence[Array]) -> Iterator[tuple[list[int], Array]]:
         step = max(1, _AT_ONCE // max(n, 1))
         for start in range(0, len(every), step):
             places = every[start : start + step]
-            yield places, np.stack([arrays[i] for i in places]) if len(places) > 1 else arrays[places[0]][None]
+            yield places, stacked([arrays[i] for i in places])
+
+
+def stacked(arrays: Sequence[Array]) -> Array:
+    """Arrays [n] as one, [m, n]; a single one is not copied."""
+    return np.stack(arrays) if len(arrays) > 1 else arrays[0][None]
 
 
 def in_parts(n: int, sets: int = 1) -> Iterator[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -40,12 +40,6 @@ class MeanTest:
     """The 95 % interval is mean +- this."""
     minimum_detectable: Array
     """The mean that the test would find with 80 % power."""
-
-    def each(self) -> Iterator[dict[str, float]]:
-        """Each of [m] tests, its fields by name."""
-        names = [f.name for f in fields(self)]
-        for values in zip(*(getattr(self, name).tolist() for name in names), strict=True):
-            yield dict(zip(names, values, strict=True))
 
     @classmethod
     def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:

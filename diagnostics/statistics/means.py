@@ -54,6 +54,7 @@ MIN_FOR_FEATURES = 8
 _VANISHED = 2.0**-40
 # A rounding of float64 is no more than this part of the result.
 _UNIT = 2.0**-53
+_TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)
@@ -181,12 +182,70 @@ class BiasCase:
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
     """``estimate_bias`` of several cases; those with as many rows, or the same clusters, are computed together."""
     counted = dict[int, Shares]()
-    found = [_Untested(case, counted) for case in cases]
-    some = [one for one in found if one.n]
+    found = [_Counted(case, counted) if len(case.errors.total) * case.errors.count else None for case in cases]
+    some = [one for one in found if one is not None]
     of_sums = moments([(one.sums, one.shares) for one in some])
-    _describe(some, of_sums)
-    places = [i for i, one in enumerate(some) if one.testable]
-    tested = [some[i] for i in places]
+    drifts = _drifts([one.case for one in some])
+    tests = _tests(some, of_sums, level)
+    numbers = zip(some, of_sums.total.tolist(), of_sums.effective.tolist(), drifts, tests, strict=True)
+    estimates = (one.estimate(*known) for one, *known in numbers)
+    return [BiasEstimate() if one is None else next(estimates) for one in found]
+
+
+class _Counted:
+    """A mean of n errors before its test: the sums of its clusters."""
+
+    def __init__(self, case: BiasCase, counted: dict[int, Shares]) -> None:
+        """``counted``: what the sizes of clusters say, by their identity."""
+        errors, rows, few = case.errors, len(case.errors.total), False
+        self.case, self.features, self.n = case, errors.features, rows * errors.count
+        if case.clusters is None:
+            self.sums, self.shares = errors.total, Shares.alike(rows)
+        else:
+            if id(case.clusters) not in counted:
+                counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
+            self.sums, self.shares = np.bincount(case.clusters, errors.total), counted[id(case.clusters)]
+        if self.features is not None and len(self.sums) < 2:
+            self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
+            self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
+        self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
+
+    def estimate(
+        self, total: float, effective: float, drift: Mapping[str, Any], test: Sequence[float] | None
+    ) -> BiasEstimate:
+        """With the sum of all errors, n_eff (NaN: none), the running sum, and what ``_tests`` found."""
+        errors, n, mean = self.case.errors, self.n, total / self.n
+        rms, bound, beside = math.sqrt(errors.square / n), self.case.reference_error, self.case.well_rounded
+        known: dict[str, Any] = {}
+        if test is not None:
+            se, t, p_value, df, half, detectable = test
+            if se <= (dust := _VANISHED * rms):
+                agree = max(2.0 ** (1 - len(self.sums)), _TINY)
+                known = {"standard_error": se, "p_value": agree if abs(mean) > dust else None}
+            else:
+                known = {"standard_error": se, "t": t, "p_value": p_value, "degrees_of_freedom": df}
+                known |= {"ci95": (mean - half, mean + half), "minimum_detectable": detectable}
+        return BiasEstimate(
+            n=n,
+            n_clusters=len(self.sums),
+            n_eff=None if math.isnan(effective) else effective,
+            mean=mean,
+            mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
+            rms=rms,
+            positive_fraction=_ratio(errors.positive, errors.nonzero),
+            cumulative_sum=total,
+            # Differences observed - reference and their sum: n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
+            reference_bound=None if bound is None else bound / n + (n + 2) * _UNIT * 1.01 * rms,
+            well_rounded_mean=None if beside is None else mean + beside / n,
+            **known,
+            **drift,
+        )
+
+
+def _tests(found: Sequence[_Counted], of_sums: Moments, level: float) -> list[Sequence[float] | None]:
+    """Of each standard error, t, p, degrees of freedom, half a 95 % interval, smallest mean; None: not tested."""
+    places = [i for i, one in enumerate(found) if one.testable]
+    tested = [found[i] for i in places]
     spread = of_sums.take(places).spread(np.array([one.n for one in tested]))
     shared = [(i, one.features) for i, one in enumerate(tested) if one.features is not None]
     shared = [(i, one) for i, one in shared if len(one.sums) > 1]
@@ -198,72 +257,22 @@ def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimat
         n = np.array([tested[i].n for i in which])
         for all_of, of_shared in zip(spread, both_ways(spread.take(which), by_feature, cells, n), strict=True):
             all_of[which] = of_shared
-    for one, test in zip(tested, MeanTest.of(*spread, level).each(), strict=True):
-        one.add_test(test)
-    return [BiasEstimate(**one.known) for one in found]
+    test = MeanTest.of(*spread, level)
+    numbers = test.standard_error, test.t, test.p_value, test.df, test.half_width95, test.minimum_detectable
+    result = list[Sequence[float] | None]([None] * len(found))
+    for i, values in zip(places, zip(*(of_all.tolist() for of_all in numbers), strict=True), strict=True):
+        result[i] = values
+    return result
 
 
-class _Untested:
-    """A mean, and what is ``known`` of it: fields of its estimate."""
-
-    def __init__(self, case: BiasCase, counted: dict[int, Shares]) -> None:
-        """``counted``: what the sizes of clusters say, by their identity."""
-        errors, rows = case.errors, len(case.errors.total)
-        self.case, self.features, self.n = case, errors.features, rows * errors.count
-        self.known: dict[str, Any] = {}
-        if not self.n:
-            return
-        if case.clusters is None:
-            self.sums, self.shares = errors.total, Shares.alike(rows)
-        else:
-            if id(case.clusters) not in counted:
-                counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
-            self.sums, self.shares = np.bincount(case.clusters, errors.total), counted[id(case.clusters)]
-        few = False
-        if self.features is not None and len(self.sums) < 2:
-            self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
-            self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
-        self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
-        rms = math.sqrt(errors.square / self.n)
-        self.known = {
-            "n": self.n,
-            "n_clusters": len(self.sums),
-            "mean_ulp": _ratio(errors.unit_total, errors.unit_scale),
-            "rms": rms,
-            "positive_fraction": _ratio(errors.positive, errors.nonzero),
-        }
-        if case.reference_error is not None:
-            # Differences observed - reference and their sum: n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
-            self.known["reference_bound"] = case.reference_error / self.n + (self.n + 2) * _UNIT * 1.01 * rms
-
-    def add_test(self, test: Mapping[str, float]) -> None:
-        """Add what a ``MeanTest`` found."""
-        mean, se, half = self.known["mean"], test["standard_error"], test["half_width95"]
-        self.known["standard_error"] = se
-        if se <= (dust := _VANISHED * self.known["rms"]):
-            agree = max(2.0 ** (1 - len(self.sums)), float(np.finfo(float).tiny))
-            self.known["p_value"] = agree if abs(mean) > dust else None
-            return
-        self.known |= {
-            "t": test["t"],
-            "p_value": test["p_value"],
-            "degrees_of_freedom": test["df"],
-            "ci95": (mean - half, mean + half),
-            "minimum_detectable": test["minimum_detectable"],
-        }
-
-
-def _describe(found: Sequence[_Untested], of_sums: Moments) -> None:
-    """Add to each mean what its sums say without a test."""
-    for one, total, carrying in zip(found, of_sums.total.tolist(), of_sums.effective.tolist(), strict=True):
-        mean = total / one.n
-        one.known |= {"mean": mean, "n_eff": None if math.isnan(carrying) else carrying, "cumulative_sum": total}
-        if one.case.well_rounded is not None:
-            one.known["well_rounded_mean"] = mean + one.case.well_rounded / one.n
-    drifting = [one for one in found if one.case.with_drift]
-    for places, totals in side_by_side([one.case.errors.total for one in drifting]):
-        for i, drift in zip(places, each_drift(totals), strict=True):
-            drifting[i].known |= drift
+def _drifts(cases: Sequence[BiasCase]) -> list[Mapping[str, Any]]:
+    """The running sums of those that are to keep them."""
+    result = list[Mapping[str, Any]]([{}] * len(cases))
+    drifting = [i for i, case in enumerate(cases) if case.with_drift]
+    for places, totals in side_by_side([cases[i].errors.total for i in drifting]):
+        for place, drift in zip(places, each_drift(totals), strict=True):
+            result[drifting[place]] = drift
+    return result
 
 
 def require_level(level: float) -> None:

@@ -77,10 +77,13 @@ class Clusters:
 
     def within(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The same within sequences."""
-        found = self._dense("keys", quantity)
-        few = "excess" in quantity and found is not None and not found.any()
-        by_row = not shared and (few or quantity in ("delta_excess", "dq", "lse"))
-        return self._dense("rows", quantity) if by_row else found
+        by_row = quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and self._one_key(quantity))
+        return self._dense("rows" if by_row and not shared else "keys", quantity)
+
+    def _one_key(self, quantity: str) -> bool:
+        """Whether all rows that the quantity has have the same argmax key."""
+        labels = self._dense("keys", quantity)
+        return labels is not None and (not len(labels) or (labels[-1] == 0 and not labels.any()))
 
     def _dense(self, what: str, quantity: str) -> npt.NDArray[np.int64] | None:
         """The labels of the rows that the quantity has, renumbered from 0 without gaps; None: no two rows are alike."""
