@@ -204,7 +204,8 @@ class _Counted:
         else:
             if id(case.clusters) not in counted:
                 counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
-            self.sums, self.shares = np.bincount(case.clusters, errors.total), counted[id(case.clusters)]
+            self.sums = np.bincount(case.clusters, errors.total).astype(np.float64, copy=False)
+            self.shares = counted[id(case.clusters)]
         if self.features is not None and len(self.sums) < 2:
             self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
             self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
@@ -251,8 +252,8 @@ def _tests(found: Sequence[_Counted], of_sums: Moments, level: float) -> list[Se
     shared = [(i, one) for i, one in shared if len(one.sums) > 1]
     if shared:
         which = [i for i, _ in shared]
-        by_feature = moments([(one.sums, Shares.of_one(one.sizes)) for _, one in shared])
-        by_feature = by_feature.spread(np.array([one.sizes.sum() for _, one in shared]))
+        of_features = moments([(one.sums, Shares.of_one(one.sizes)) for _, one in shared])
+        by_feature = of_features.spread(np.array([one.sizes.sum() for _, one in shared]))
         cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for _, one in shared])
         n = np.array([tested[i].n for i in which])
         for all_of, of_shared in zip(spread, both_ways(spread.take(which), by_feature, cells, n), strict=True):
