@@ -18,8 +18,8 @@ from attn_diag.statistics.ratios import RatioCase, paired_ratios
 @pytest.mark.parametrize("reach", [1, 5, 10**9])
 def test_labels_are_renumbered_as_unique_does(reach: int) -> None:
     labels = np.random.default_rng(0).integers(-reach, reach, 200)
-    for some in (labels, labels[:1], labels[:0]):
-        assert np.array_equal(dense(some), np.unique(some, return_inverse=True)[1])
+    for part in (labels, labels[:1], labels[:0]):
+        assert np.array_equal(dense(part), np.unique(part, return_inverse=True)[1])
 
 
 def test_arrays_of_one_length_lie_side_by_side() -> None:
