@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -242,3 +243,32 @@ def test_means_tested_together_are_those_of_each_alone() -> None:
     together = estimate_biases(cases, 0.01)
     assert together == [estimate_bias(c.errors, c.clusters, 0.01, with_drift=c.with_drift) for c in cases]
     assert len({e.p_value for e in together if e.p_value is not None}) == 7
+
+
+def test_long_sets_are_computed_in_parts_and_are_what_they_are_whole() -> None:
+    """Without arrays as long as they are, whose fresh pages would cost more than the arithmetic."""
+    n = 2**17
+    values = np.random.default_rng(2).normal(0.01, 1, n)
+    case = BiasCase(rows_of(values), None)
+    estimate_biases([case], 0.01)
+    tracemalloc.start()
+    (found,) = estimate_biases([case], 0.01)
+    assert tracemalloc.get_traced_memory()[1] < values.nbytes / 2
+    tracemalloc.stop()
+    path = np.cumsum(values)
+    assert [p["sum"] for p in found.drift] == path[[p["row"] for p in found.drift]].tolist()
+    assert some(found.drift_outside) == (np.abs(path).max() > some(found.drift_band99))
+    expected = stats.ttest_1samp(values, 0.0)
+    assert some(found.t) == pytest.approx(expected.statistic, rel=1e-12)
+    assert some(found.n_eff) == pytest.approx(np.square(values).sum() ** 2 / (values**4).sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [-900, -300, 200, 450])
+def test_errors_may_be_of_any_size(exponent: int) -> None:
+    """Beside them one of usual size: a power of two changes no bit of what has no unit."""
+    rng = np.random.default_rng(3)
+    sums, sizes = rng.normal(0.3, 1, (2, 50)), rng.integers(1, 9, (2, 50)).astype(float)
+    usual, found = mean_test(sums, sizes, 0.01), mean_test(sums * 2.0 ** np.array([[exponent], [0]]), sizes, 0.01)
+    for name in ("t", "p_value", "df", "error_df"):
+        assert np.array_equal(getattr(usual, name), getattr(found, name)), name
+    assert np.array_equal(found.standard_error, usual.standard_error * 2.0 ** np.array([exponent, 0]))

@@ -59,13 +59,6 @@ def leans_on_few(estimate: BiasEstimate, level: float) -> bool:
     return not found(estimate, level) and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
 
 
-def well_rounded_mean(estimate: BiasEstimate, observed: float, other: float) -> float | None:
-    """A well-rounded kernel's mean of a quantity, from its sums, ``observed`` and that kernel's; None: not known."""
-    if not estimate.n or estimate.mean is None:
-        return None
-    return estimate.mean + float(other - observed) / estimate.n
-
-
 def _alike(other: float | None, mean: float | None) -> bool:
     """Whether another mean has the sign of ``mean`` and at least half its size."""
     return (other or 0.0) * (mean or 0.0) > 0 and abs(other or 0.0) >= abs(mean or 0.0) / 2

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.arrays import side_by_side
+from attn_diag.statistics.arrays import in_parts, side_by_side
 
 Array = npt.NDArray[np.float64]
 
 _POWER = 0.8
+# Sums beyond this, and its inverse, are scaled: the fourth powers of residuals, 2^-52 of them and more, can be added.
+_SMALL = 2.0**-128
 
 
 @dataclass(frozen=True)
@@ -35,21 +40,6 @@ class MeanTest:
     """The 95 % interval is mean +- this."""
     minimum_detectable: Array
     """The mean that the test would find with 80 % power."""
-
-    def take(self, places: Sequence[int]) -> MeanTest:
-        """Some of [m] tests."""
-        return MeanTest(*(getattr(self, f.name)[places] for f in fields(self)))
-
-    def each(self) -> Iterator[dict[str, float]]:
-        """Each of [m] tests, its fields by name."""
-        names = [f.name for f in fields(self)]
-        for values in zip(*(getattr(self, name).tolist() for name in names), strict=True):
-            yield dict(zip(names, values, strict=True))
-
-    def put(self, places: Sequence[int], others: MeanTest) -> None:
-        """Replace some of [m] tests."""
-        for f in fields(self):
-            getattr(self, f.name)[places] = getattr(others, f.name)
 
     @classmethod
     def of(cls, mean: Array, se: Array, df: Array, error_df: Array, level: float) -> MeanTest:
@@ -84,52 +74,150 @@ def mean_test(sums: Array, sizes: Array, level: float) -> MeanTest:
             clusters fit one array.
         level: Significance level, for the minimum detectable mean.
     """
-    return MeanTest.of(*_moments(sums, sizes), level)
+    return MeanTest.of(*Moments.of(sums, Shares.of(sizes)).spread(sizes.sum(-1)), level)
 
 
-def mean_tests(cases: Sequence[tuple[Array, Array]], level: float) -> MeanTest:
-    """``mean_test`` of m data sets, sums and sizes of each [G]: [m]; those with one G are one array."""
-    found = np.empty((4, len(cases)))
-    for places, sums in side_by_side([sums for sums, _ in cases]):
-        found[:, places] = _moments(sums, np.stack([cases[i][1] for i in places]))
-    return MeanTest.of(found[0], found[1], found[2], found[3], level)
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """What the sizes of clusters alone say, of one or several data sets; ``mean_test`` has the formulas."""
+
+    share: Array
+    """h, [..., G]; [1] where all of one data set are alike."""
+    weight: Array
+    """1 / (1 - h)."""
+    df: Array
+    """Degrees of freedom of the test, [...]."""
+
+    @classmethod
+    def of(cls, sizes: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> Shares:
+        """Of sizes [..., G]."""
+        share = sizes / sizes.sum(-1)[..., None]
+        with np.errstate(divide="ignore", invalid="ignore"):  # a single cluster
+            weight = 1 / (1 - share)
+            squares = np.square(share)
+            leverage = squares * weight
+            return cls(share, weight, 1 / (squares.sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1)))
+
+    @classmethod
+    def of_one(cls, sizes: Array) -> Shares:
+        """Of one data set's sizes [G], which may all be alike."""
+        return cls.alike(len(sizes)) if len(sizes) and (sizes == sizes[0]).all() else cls.of(sizes)
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def alike(cls, clusters: int) -> Shares:
+        """Of so many clusters of one size; asked again, the same object."""
+        weight = clusters / (clusters - 1) if clusters > 1 else math.inf
+        return cls(np.array([1 / clusters]), np.array([weight]), np.array(float(clusters - 1)))
 
 
-def _moments(sums: Array, sizes: Array) -> tuple[Array, Array, Array, Array]:
-    """mean, its standard error, and both degrees of freedom, of ``mean_test``."""
-    n = sizes.sum(-1)
-    share = sizes / n[..., None]
-    mean = sums.sum(-1) / n
-    residuals = (sums - sizes * mean[..., None]) / np.sqrt(1 - share)
-    se = np.sqrt(np.square(residuals).sum(-1)) / n
-    leverage = np.square(share) / (1 - share)
-    df = 1 / (np.square(share).sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1))
-    # Where all residuals are zero n_eff is NaN, and so is nothing else: 1 changes nothing, as se = 0.
-    error_df = np.minimum(df, np.fmax(3 * effective(residuals) - 2, 1.0))
-    return mean, se, df, error_df
+class Spread(NamedTuple):
+    """What a test is made of: the first fields of ``MeanTest``, [...]."""
+
+    mean: Array
+    standard_error: Array
+    df: Array
+    error_df: Array
+
+    def take(self, places: Sequence[int]) -> Spread:
+        """Of some of [m] means."""
+        return Spread(*(of_all[places] for of_all in self))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What tests need of the sums s of clusters, [...]."""
+
+    total: Array
+    """sum s."""
+    error: Array
+    """The standard error of that total."""
+    df: Array
+    """Degrees of freedom of the test."""
+    error_df: Array
+    """Degrees of freedom of the standard error."""
+    effective: Array
+    """As the function of this name says of s."""
+
+    @classmethod
+    def of(cls, sums: Array, shares: Shares) -> Moments:
+        """Of sums [..., G], whose squares need not be representable."""
+        largest = np.asarray(np.maximum(sums.max(-1, initial=0.0), -sums.min(-1, initial=0.0)))
+        with np.errstate(invalid="ignore", divide="ignore"):  # a single cluster, or none but zeros
+            if largest.min(initial=1.0) > _SMALL and largest.max(initial=1.0) < 1 / _SMALL:
+                return cls._of(sums, shares)
+            exponent = np.where(largest > 0, np.frexp(largest)[1], 0)
+            found = cls._of(np.ldexp(sums, -exponent[..., None]), shares)
+        return replace(found, total=np.ldexp(found.total, exponent), error=np.ldexp(found.error, exponent))
+
+    @classmethod
+    def _of(cls, sums: Array, shares: Shares) -> Moments:
+        add = np.add.reduce
+        total, count = add(sums, -1), sums.shape[-1]
+        of_sums, fourths, of_residuals, their_fourths = np.zeros((4, *total.shape))
+        for part in in_parts(count, total.size):
+            own, one = sums[..., part], part if shares.share.shape[-1] == count else slice(None)
+            squares = np.square(own)
+            of_sums += add(squares, -1)
+            fourths += add(np.square(squares, out=squares), -1)
+            residuals = own - shares.share[..., one] * total[..., None]
+            np.square(residuals, out=residuals)
+            residuals *= shares.weight[..., one]
+            of_residuals += add(residuals, -1)
+            their_fourths += add(np.square(residuals, out=residuals), -1)
+        # Where all residuals are zero this is NaN, and so is nothing else: 1 changes nothing, as the error is 0.
+        carrying = np.square(of_residuals) / their_fourths
+        error_df = np.minimum(shares.df, np.fmax(3 * carrying - 2, 1.0))
+        return cls(total, np.sqrt(of_residuals), shares.df + np.zeros(total.shape), error_df, of_sums**2 / fourths)
+
+    def take(self, places: Sequence[int]) -> Moments:
+        """Of some of [m] data sets."""
+        return Moments(*(getattr(self, f.name)[places] for f in fields(self)))
+
+    def spread(self, n: Array | npt.NDArray[np.int64] | int) -> Spread:
+        """Of the mean of ``n`` elements [...]."""
+        return Spread(self.total / n, self.error / n, self.df, self.error_df)
+
+
+def moments(cases: Sequence[tuple[Array, Shares]]) -> Moments:
+    """Of m data sets, the sums [G] and the shares of each: [m]; those that have the same shares are one array."""
+    together: dict[int, list[int]] = {}
+    for i, (_, shares) in enumerate(cases):
+        together.setdefault(id(shares), []).append(i)
+    found = np.empty((len(fields(Moments)), len(cases)))
+    for every in together.values():
+        for some, sums in side_by_side([cases[i][0] for i in every]):
+            of_some = Moments.of(sums, cases[every[0]][1])
+            found[:, [every[i] for i in some]] = [*vars(of_some).values()]
+    return Moments(*found)
 
 
 def two_way(first: MeanTest, second: MeanTest, cells: Array, n: Array | int, level: float) -> MeanTest:
-    """The test of one mean with two ways of clustering at once, argmax keys and features.
+    """The test of one mean with two ways of clustering at once, argmax keys and features; see ``both_ways``."""
+    return MeanTest.of(*both_ways(first, second, cells, n), level)
+
+
+def both_ways(
+    first: MeanTest | Spread, second: MeanTest | Spread, cells: Array, n: Array | npt.NDArray[np.int64] | int
+) -> Spread:
+    """What the test of a mean with two ways of clustering is made of.
 
     Errors may be correlated within both: the variances add, less that of the cells, which both count (Cameron, Gelbach
     & Miller, J. Bus. Econ. Stat. 29 (2011) 238). That difference is kept from falling below the smaller of the two;
     degrees of freedom are the smaller ones.
 
     Args:
-        first: The test with one of them.
-        second: The test with the other.
+        first: With one of them.
+        second: With the other.
         cells: [..., 3], ``FeatureSums``'s sums over the cells in which both agree.
         n: [...] elements.
-        level: Significance level, for the minimum detectable mean.
     """
     mean = first.mean
     squares, products, sizes = (cells[..., i] for i in range(3))
     of_cells = (squares - 2 * mean * products + mean**2 * sizes) / np.square(n)
     one, other = np.square(first.standard_error), np.square(second.standard_error)
     se = np.sqrt(np.maximum(one + other - of_cells, np.minimum(one, other)))
-    df, error_df = np.minimum(first.df, second.df), np.minimum(first.error_df, second.error_df)
-    return MeanTest.of(mean, se, df, error_df, level)
+    return Spread(mean, se, np.minimum(first.df, second.df), np.minimum(first.error_df, second.error_df))
 
 
 def _detectable(df: Array, error_df: Array, level: float) -> Array:

@@ -39,7 +39,7 @@ from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.arrays import side_by_side
 from attn_diag.statistics.drift import each_drift
-from attn_diag.statistics.mean_tests import effective, mean_tests, two_way
+from attn_diag.statistics.mean_tests import MeanTest, Moments, Shares, both_ways, moments
 
 Array = npt.NDArray[np.float64]
 
@@ -52,6 +52,9 @@ MIN_SEQUENCES = 8
 MIN_FOR_FEATURES = 8
 # A standard error below this part of the errors' root mean square is what float64's own rounding of sums leaves.
 _VANISHED = 2.0**-40
+# A rounding of float64 is no more than this part of the result.
+_UNIT = 2.0**-53
+_TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,14 @@ class FeatureSums:
         together: dict[object, list[FeatureSums]] = {}
         for group, part in zip(range(len(parts)) if groups is None else groups, parts, strict=True):
             together.setdefault(group, []).append(part)
+
+        def joined(name: str) -> Array:
+            each = [[getattr(p, name) for p in found] for found in together.values()]
+            return np.concatenate([found[0] if len(found) == 1 else np.sum(found, 0) for found in each])
+
         return cls(
-            sums=np.concatenate([np.sum([p.sums for p in found], 0) for found in together.values()]),
-            sizes=np.concatenate([np.sum([p.sizes for p in found], 0) for found in together.values()]),
+            sums=joined("sums"),
+            sizes=joined("sizes"),
             cell_squares=sum(p.cell_squares for p in parts),
             cell_products=sum(p.cell_products for p in parts),
             cell_sizes=sum(p.cell_sizes for p in parts),
@@ -165,83 +173,107 @@ class BiasCase:
     """Also keep the running sum over the rows."""
     attention: bool = True
     """Whether rows are a kernel's, whose features share what its casts of P leave, so that a few rows are no test."""
+    reference_error: float | None = None
+    """By so much at most the float64 reference's own errors moved the sum of all errors; None: not known."""
+    well_rounded: float | None = None
+    """By so much the sum of a well-rounded kernel's errors is larger; None: not known."""
 
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
-    """``estimate_bias`` of several cases; those with as many rows, or clusters, are computed together."""
-    found = [_Untested(case) for case in cases]
-    _describe([one for one in found if one.n])
-    tested = [one for one in found if one.testable]
-    by_cluster = mean_tests([(one.sums, one.sizes) for one in tested], level)
-    shared = [(i, one.shared) for i, one in enumerate(tested) if one.shared is not None and len(one.shared.sums) > 1]
-    if shared:
-        places, features = [i for i, _ in shared], [one for _, one in shared]
-        by_feature = mean_tests([(one.sums, one.sizes) for one in features], level)
-        cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for one in features])
-        n = np.array([tested[i].n for i in places])
-        by_cluster.put(places, two_way(by_cluster.take(places), by_feature, cells, n, level))
-    for one, test in zip(tested, by_cluster.each(), strict=True):
-        one.add_test(test)
-    return [BiasEstimate(**one.known) for one in found]
+    """``estimate_bias`` of several cases; those with as many rows, or the same clusters, are computed together."""
+    counted = dict[int, Shares]()
+    found = [_Counted(case, counted) if len(case.errors.total) * case.errors.count else None for case in cases]
+    some = [one for one in found if one is not None]
+    of_sums = moments([(one.sums, one.shares) for one in some])
+    drifts = _drifts([one.case for one in some])
+    tests = _tests(some, of_sums, level)
+    numbers = zip(some, of_sums.total.tolist(), of_sums.effective.tolist(), drifts, tests, strict=True)
+    estimates = (one.estimate(*known) for one, *known in numbers)
+    return [BiasEstimate() if one is None else next(estimates) for one in found]
 
 
-class _Untested:
-    """A mean, and what is ``known`` of it: fields of its estimate."""
+class _Counted:
+    """A mean of n errors before its test: the sums of its clusters."""
 
-    def __init__(self, case: BiasCase) -> None:
-        errors, rows = case.errors, len(case.errors.total)
-        self.errors, self.shared, self.n = errors, errors.features, rows * errors.count
-        self.sums, self.sizes, self.with_drift, self.testable = errors.total, np.zeros(0), case.with_drift, False
-        self.known: dict[str, Any] = {}
-        if not self.n:
-            return
+    def __init__(self, case: BiasCase, counted: dict[int, Shares]) -> None:
+        """``counted``: what the sizes of clusters say, by their identity."""
+        errors, rows, few = case.errors, len(case.errors.total), False
+        self.case, self.features, self.n = case, errors.features, rows * errors.count
         if case.clusters is None:
-            self.sizes = np.full(rows, float(errors.count))
+            self.sums, self.shares = errors.total, Shares.alike(rows)
         else:
-            self.sums = np.bincount(case.clusters, self.sums).astype(np.float64)
-            self.sizes = (np.bincount(case.clusters) * errors.count).astype(np.float64)
-        few = False
-        if self.shared is not None and len(self.sums) < 2:
-            self.sums, self.sizes, self.shared, few = (
-                self.shared.sums,
-                self.shared.sizes,
-                None,
-                case.attention and rows < MIN_FOR_FEATURES,
-            )
+            if id(case.clusters) not in counted:
+                counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
+            self.sums = np.bincount(case.clusters, errors.total).astype(np.float64, copy=False)
+            self.shares = counted[id(case.clusters)]
+        if self.features is not None and len(self.sums) < 2:
+            self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
+            self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
         self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
-        self.known = {
-            "n": self.n,
-            "n_clusters": len(self.sums),
-            "mean_ulp": _ratio(errors.unit_total, errors.unit_scale),
-            "rms": math.sqrt(errors.square / self.n),
-            "positive_fraction": _ratio(errors.positive, errors.nonzero),
-        }
 
-    def add_test(self, test: Mapping[str, float]) -> None:
-        """Add what a ``MeanTest`` found."""
-        mean, se, half = self.known["mean"], test["standard_error"], test["half_width95"]
-        self.known["standard_error"] = se
-        if se <= (dust := _VANISHED * self.known["rms"]):
-            agree = max(2.0 ** (1 - len(self.sums)), float(np.finfo(float).tiny))
-            self.known["p_value"] = agree if abs(mean) > dust else None
-            return
-        self.known |= {
-            "t": test["t"],
-            "p_value": test["p_value"],
-            "degrees_of_freedom": test["df"],
-            "ci95": (mean - half, mean + half),
-            "minimum_detectable": test["minimum_detectable"],
-        }
+    def estimate(
+        self, total: float, effective: float, drift: Mapping[str, Any], test: Sequence[float] | None
+    ) -> BiasEstimate:
+        """With the sum of all errors, n_eff (NaN: none), the running sum, and what ``_tests`` found."""
+        errors, n, mean = self.case.errors, self.n, total / self.n
+        rms, bound, beside = math.sqrt(errors.square / n), self.case.reference_error, self.case.well_rounded
+        known: dict[str, Any] = {}
+        if test is not None:
+            se, t, p_value, df, half, detectable = test
+            if se <= (dust := _VANISHED * rms):
+                agree = max(2.0 ** (1 - len(self.sums)), _TINY)
+                known = {"standard_error": se, "p_value": agree if abs(mean) > dust else None}
+            else:
+                known = {"standard_error": se, "t": t, "p_value": p_value, "degrees_of_freedom": df}
+                known |= {"ci95": (mean - half, mean + half), "minimum_detectable": detectable}
+        return BiasEstimate(
+            n=n,
+            n_clusters=len(self.sums),
+            n_eff=None if math.isnan(effective) else effective,
+            mean=mean,
+            mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
+            rms=rms,
+            positive_fraction=_ratio(errors.positive, errors.nonzero),
+            cumulative_sum=total,
+            # Differences observed - reference and their sum: n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
+            reference_bound=None if bound is None else bound / n + (n + 2) * _UNIT * 1.01 * rms,
+            well_rounded_mean=None if beside is None else mean + beside / n,
+            **known,
+            **drift,
+        )
 
 
-def _describe(found: Sequence[_Untested]) -> None:
-    """Add to each mean what its sums say without a test."""
-    for places, sums in side_by_side([one.sums for one in found]):
-        for i, total, own, carrying in zip(places, sums.sum(1).tolist(), sums, effective(sums).tolist(), strict=True):
-            found[i].known |= {"mean": total / found[i].n, "n_eff": carrying if own.any() else None}
-    for places, totals in side_by_side([one.errors.total for one in found]):
-        for i, total, drift in zip(places, totals.sum(1).tolist(), each_drift(totals), strict=True):
-            found[i].known |= {"cumulative_sum": total, **(drift if found[i].with_drift else {})}
+def _tests(found: Sequence[_Counted], of_sums: Moments, level: float) -> list[Sequence[float] | None]:
+    """Of each standard error, t, p, degrees of freedom, half a 95 % interval, smallest mean; None: not tested."""
+    places = [i for i, one in enumerate(found) if one.testable]
+    tested = [found[i] for i in places]
+    spread = of_sums.take(places).spread(np.array([one.n for one in tested]))
+    shared = [(i, one.features) for i, one in enumerate(tested) if one.features is not None]
+    shared = [(i, one) for i, one in shared if len(one.sums) > 1]
+    if shared:
+        which = [i for i, _ in shared]
+        of_features = moments([(one.sums, Shares.of_one(one.sizes)) for _, one in shared])
+        by_feature = of_features.spread(np.array([one.sizes.sum() for _, one in shared]))
+        cells = np.array([[one.cell_squares, one.cell_products, one.cell_sizes] for _, one in shared])
+        n = np.array([tested[i].n for i in which])
+        for all_of, of_shared in zip(spread, both_ways(spread.take(which), by_feature, cells, n), strict=True):
+            all_of[which] = of_shared
+    test = MeanTest.of(*spread, level)
+    numbers = test.standard_error, test.t, test.p_value, test.df, test.half_width95, test.minimum_detectable
+    result = list[Sequence[float] | None]([None] * len(found))
+    for i, values in zip(places, zip(*(of_all.tolist() for of_all in numbers), strict=True), strict=True):
+        result[i] = values
+    return result
+
+
+def _drifts(cases: Sequence[BiasCase]) -> list[Mapping[str, Any]]:
+    """The running sums of those that are to keep them."""
+    result = list[Mapping[str, Any]]([{}] * len(cases))
+    drifting = [i for i, case in enumerate(cases) if case.with_drift]
+    for places, totals in side_by_side([cases[i].errors.total for i in drifting]):
+        for place, drift in zip(places, each_drift(totals), strict=True):
+            result[drifting[place]] = drift
+    return result
 
 
 def require_level(level: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.arrays import side_by_side
+from attn_diag.statistics.arrays import in_parts, side_by_side, stacked
 
 Array = npt.NDArray[np.float64]
 
@@ -93,35 +93,53 @@ def paired_ratio(
 def paired_ratios(cases: Sequence[RatioCase]) -> list[RatioEstimate | None]:
     """``paired_ratio`` of several cases; those with as many groups are computed together."""
     groups, found = [case.by_group() for case in cases], list[RatioEstimate | None]([None] * len(cases))
-    for places, observed in side_by_side([of_case for of_case, _ in groups]):
-        if observed.shape[1] > 1:
-            yardstick = np.stack([groups[i][1] for i in places])
-            carriers = [cases[i].carriers for i in places]
-            for i, one in zip(places, _side_by_side(observed, yardstick, carriers), strict=True):
-                found[i] = one
+    counts = np.array([len(observed) for observed, _ in groups], dtype=np.int64)
+    for places, observed in side_by_side([_padded(observed) for observed, _ in groups]):
+        yardstick = stacked([_padded(groups[i][1]) for i in places])
+        carriers = [cases[i].carriers for i in places]
+        for i, one in zip(places, _side_by_side(observed, yardstick, counts[places], carriers), strict=True):
+            found[i] = one
     return found
 
 
+def _padded(groups: Array) -> Array:
+    """With groups of nothing, which change no sum, so that there are few lengths: eight or fewer between powers of 2.
+
+    A length depends on no other case, and so does the order in which numbers are added.
+    """
+    step = 1 << max(len(groups).bit_length() - 4, 0)
+    missing = -len(groups) % step
+    return np.concatenate([groups, np.zeros(missing)]) if missing else groups
+
+
 def _side_by_side(
-    observed: Array, yardstick: Array, carriers: Sequence[Carriers | None]
+    observed: Array, yardstick: Array, groups: npt.NDArray[np.int64], carriers: Sequence[Carriers | None]
 ) -> Iterator[RatioEstimate | None]:
-    """Of m cases with n groups each, [m, n]."""
+    """Of m cases [m, n] with so many groups each, [m], and nothing in the others."""
     from scipy.special import stdtrit
 
-    n = observed.shape[1]
+    sets, n = observed.shape
+    totals, squares = np.stack([observed.sum(1), yardstick.sum(1)]), np.zeros((2, sets))
+    spread, mean = np.zeros((2, sets))
     with np.errstate(all="ignore"):
-        a, b = (np.log(np.maximum(x.sum(1)[:, None] - x, 0.0)) for x in (observed, yardstick))
-        left_out = 0.5 * (a - b)
-        spread = np.square(left_out - left_out.mean(1)[:, None]).sum(1).tolist()
-        counts = [*map(min, _effective(observed), _effective(yardstick))]
+        for part in in_parts(n, sets):
+            one, other = (x[:, part] / total[:, None] for x, total in zip((observed, yardstick), totals, strict=True))
+            squares += [np.square(one).sum(1), np.square(other).sum(1)]
+            # The log ratio with a group left out, less that of all groups.
+            left_out = np.log(np.maximum(1 - one, 0.0) / (1 - other))
+            mean += left_out.sum(1)
+            spread += np.square(left_out).sum(1)
+        spread = (spread - np.square(mean) / groups) / 4
+        counts = np.where(squares > 0, 1 / squares, groups.astype(np.float64)).min(0).tolist()
+        whole = np.isfinite(spread).tolist()
+        spread = np.maximum(spread, 0.0).tolist()
     for i, shared in enumerate(carriers):
         if shared is not None and shared.share > 0.5:
             counts[i] = min(counts[i], shared.count)
     points = stdtrit(np.maximum(np.array(counts) - 1, 1.0), 1 - _LEVEL / 2).tolist()
-    whole = np.isfinite(left_out).all(1).tolist()
-    sums = zip(observed.sum(1).tolist(), yardstick.sum(1).tolist(), carriers, strict=True)
-    for i, (one, other, shared) in enumerate(sums):
-        if not other > 0 or not math.isfinite(one):
+    sums = zip(groups.tolist(), *totals.tolist(), carriers, strict=True)
+    for i, (n, one, other, shared) in enumerate(sums):
+        if n < 2 or not other > 0 or not math.isfinite(one):
             yield None
         elif not one > 0:
             yield RatioEstimate(0.0, 0.0, 0.0, counts[i])
@@ -133,11 +151,3 @@ def _side_by_side(
                 variance += shared.share**2 * max(1 - shared.correlation**2, 0.0) / max(shared.count, 1.0)
             half = points[i] * math.sqrt(variance)
             yield RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), counts[i])
-
-
-def _effective(squares: Array) -> list[float]:
-    """How many groups carry each sum of squares, [m, n]: ``effective`` of their roots."""
-    largest = squares.max(1, initial=0.0)
-    shares = squares / largest[:, None]
-    sums = zip(shares.sum(1).tolist(), np.square(shares).sum(1).tolist(), (largest > 0).tolist(), strict=True)
-    return [total**2 / of_squares if some else float(squares.shape[1]) for total, of_squares, some in sums]

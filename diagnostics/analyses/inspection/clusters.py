@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.statistics.arrays import dense
+
+_Number = TypeVar("_Number", np.int64, np.bool_)
 
 # What needs dO: tested over the rows that have a gradient.
 NEED_GRADIENT = ("delta", "delta_excess", "rounding_delta", "dq")
@@ -53,38 +56,48 @@ class Clusters:
         sequences: Sequence[int] | None = None,
         with_gradient: Sequence[npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        self._keys, self._with_gradient = np.concatenate(top_keys), with_gradient
+        chosen = None if with_gradient is None else _joined(with_gradient)
+        self._with_gradient = None if chosen is None or chosen.all() else chosen
         most = max(int(rows.max(initial=0)) for rows in alike) + 1
-        self._rows = np.concatenate([number * most + rows for number, rows in enumerate(alike)])
-        self._sequences: npt.NDArray[np.int64] | None = None
+        self._labels = {
+            "keys": _joined(top_keys),
+            "rows": _joined([rows + number * most if number else rows for number, rows in enumerate(alike)]),
+        }
         if sequences is not None:
-            self._sequences = np.repeat(sequences, [len(keys) for keys in top_keys])
-        self._found: dict[tuple[str, bool], npt.NDArray[np.int64]] = {}
+            self._labels["sequences"] = np.repeat(sequences, [len(keys) for keys in top_keys])
+        self._found: dict[tuple[str, bool], npt.NDArray[np.int64] | None] = {}
 
     def of(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The clusters of the rows for one of ``Bias``'s quantities; None: every row its own.
 
         ``shared``: its errors are clustered by feature, too, which takes keys beside.
         """
-        return self.within(quantity, shared=shared) if self._sequences is None else self._dense("sequences", quantity)
+        by_sequence = "sequences" in self._labels
+        return self._dense("sequences", quantity) if by_sequence else self.within(quantity, shared=shared)
 
     def within(self, quantity: str, *, shared: bool = False) -> npt.NDArray[np.int64] | None:
         """The same within sequences."""
-        found = self._dense("keys", quantity)
-        if shared:
-            return found
-        if quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and not found.any()):
-            rows = self._dense("rows", quantity)
-            return None if int(rows.max(initial=-1)) + 1 == len(rows) else rows
-        return found
+        by_row = quantity in ("delta_excess", "dq", "lse") or ("excess" in quantity and self._one_key(quantity))
+        return self._dense("rows" if by_row and not shared else "keys", quantity)
 
-    def _dense(self, what: str, quantity: str) -> npt.NDArray[np.int64]:
-        """The labels of the rows that the quantity has, renumbered from 0, in their order, without gaps."""
-        some = self._with_gradient is not None and quantity in NEED_GRADIENT
-        if (what, some) not in self._found:
-            labels = {"keys": self._keys, "rows": self._rows, "sequences": self._sequences}[what]
-            assert labels is not None
-            if some and self._with_gradient is not None:
-                labels = labels[np.concatenate(self._with_gradient)]
-            self._found[what, some] = dense(labels)
-        return self._found[what, some]
+    def _one_key(self, quantity: str) -> bool:
+        """Whether all rows that the quantity has have the same argmax key."""
+        labels = self._dense("keys", quantity)
+        return labels is not None and (not len(labels) or (labels[-1] == 0 and not labels.any()))
+
+    def _dense(self, what: str, quantity: str) -> npt.NDArray[np.int64] | None:
+        """The labels of the rows that the quantity has, renumbered from 0 without gaps; None: no two rows are alike."""
+        chosen = self._with_gradient if quantity in NEED_GRADIENT else None
+        if (what, chosen is None) not in self._found:
+            labels = self._labels[what] if chosen is None else self._labels[what][chosen]
+            found = None
+            if what != "rows" or not (labels[1:] > labels[:-1]).all():
+                found = dense(labels)
+                if what == "rows" and int(found.max()) + 1 == len(found):
+                    found = None
+            self._found[what, chosen is None] = found
+        return self._found[what, chosen is None]
+
+
+def _joined(arrays: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from attn_diag.analyses.inspection.clusters import Clusters, joined_sequences
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.statistics.arrays import Array
-from attn_diag.statistics.means import MIN_SEQUENCES, BiasCase, SignedErrors, estimate_bias, estimate_biases
+from attn_diag.statistics.means import MIN_SEQUENCES, BiasCase, SignedErrors, estimate_biases
 from attn_diag.statistics.ratios import RatioCase, paired_ratios
 
 
@@ -28,6 +29,12 @@ class PooledErrors:
     """Which of these rows count as one."""
     independent: int
     """How many sequences there are that share no keys."""
+    reference_errors: dict[str, float]
+    """By quantity as of ``BiasCase``; only those that are known, as the next."""
+    well_rounded: dict[str, float]
+    """By primary test as of ``BiasCase``."""
+    declared: dict[str, Array]
+    """Of a declared kernel instead, see ``HeadMeasurement.mean_sums``."""
 
     @classmethod
     def of(cls, parts: list[HeadMeasurement], sequences: int, k_length: int) -> PooledErrors:
@@ -50,7 +57,12 @@ class PooledErrors:
             [joined[p.batch] for p in parts] if by_sequence else None,
             gradients if len(gradients) == len(parts) else None,
         )
-        return cls(parts, errors, clusters, independent)
+        bounds = {name: [p.reference_bounds.get(name) for p in parts] for name in errors}
+        known = {name: sum(b for b in found if b is not None) for name, found in bounds.items() if None not in found}
+        sums = _mean_sums(parts)
+        declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
+        beside = {name: float(of_test[1] - of_test[0]) for name, of_test in sums.items() if name not in declared}
+        return cls(parts, errors, clusters, independent, known, beside, declared)
 
     @property
     def by_sequence(self) -> bool:
@@ -60,25 +72,41 @@ class PooledErrors:
     def cases(self) -> list[BiasCase]:
         """What is to be tested of each quantity."""
         return [
-            BiasCase(error, self.clusters.of(name, shared=error.features is not None), _with_drift(name))
+            self._case(name, error, self.clusters.of(name, shared=error.features is not None))
             for name, error in self.errors.items()
         ]
+
+    def _case(self, name: str, errors: SignedErrors, clusters: npt.NDArray[np.int64] | None) -> BiasCase:
+        return BiasCase(
+            errors,
+            clusters,
+            with_drift=not name.startswith("rounding"),
+            reference_error=self.reference_errors.get(name),
+            well_rounded=self.well_rounded.get(name),
+        )
 
     def settled(self, found: Sequence[BiasEstimate], level: float) -> dict[str, BiasEstimate]:
         """The tests of ``cases``, where another way of clustering is not the safer one."""
         biases = dict(zip(self.errors, found, strict=True))
         for name, error in self.errors.items():
-            drift = _with_drift(name)
             if error.features is not None and name == "delta_excess" and not self.by_sequence:
                 # Few keys may agree by chance: what rows alone say is the least uncertainty.
                 rows = self.clusters.within(name)
-                alone = estimate_bias(replace(error, features=None), rows, level, with_drift=drift)
+                (alone,) = estimate_biases([self._case(name, replace(error, features=None), rows)], level)
                 if (alone.standard_error or 0.0) > (biases[name].standard_error or 0.0):
                     biases[name] = alone
             if self.by_sequence and biases[name].p_value is not None and biases[name].t is None:
                 # The same in every sequence, and so perhaps in every row: these are many more signs.
-                biases[name] = estimate_bias(error, self.clusters.within(name), level, with_drift=drift)
+                (biases[name],) = estimate_biases([self._case(name, error, self.clusters.within(name))], level)
         return biases
+
+
+def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, Array]:
+    """``HeadMeasurement.mean_sums`` of all parts that have rows."""
+    known = [p.mean_sums for p in parts if p.mean_sums]
+    if len(known) < 2:
+        return known[0] if known else {}
+    return {name: np.sum([of_part[name] for of_part in known], axis=0) for name in known[0]}
 
 
 def pooled_biases(several: Sequence[PooledErrors], level: float) -> list[dict[str, BiasEstimate]]:
@@ -114,8 +142,3 @@ def noise_factors(several: Sequence[PooledErrors]) -> list[NoiseFactor]:
         )
         for of_rows, found in zip(squares, paired_ratios(cases), strict=True)
     ]
-
-
-def _with_drift(name: str) -> bool:
-    """Whether the running sum is shown."""
-    return not name.startswith("rounding")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ import torch
 
 from attn_diag.analyses.inspection.pooled_errors import NoiseFactor, PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.means import beyond_reference, well_rounded_mean
+from attn_diag.analyses.means import beyond_reference
 from attn_diag.analyses.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
@@ -20,7 +22,6 @@ from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.propagation import add_parts
-from attn_diag.reference import UNIT
 from attn_diag.results.diagnosis import (
     Bias,
     BiasEstimate,
@@ -144,22 +145,13 @@ def pool(
         missing: Those that were not captured.
     """
     parts, errors, independent = pooled.parts, pooled.errors, pooled.independent
-    sums = _mean_sums(parts)
-    declared = {name: of_test for name, of_test in sums.items() if len(of_test) > 2}
-    compared = sums.keys() - declared.keys()
-    for name, estimate in biases.items():
-        biases[name] = replace(
-            estimate,
-            reference_bound=_reference_bound(estimate, [p.reference_bounds.get(name) for p in parts]),
-            well_rounded_mean=well_rounded_mean(estimate, *sums[name]) if name in compared else None,
-        )
     analysed = sum(len(p.rows) for p in parts)
     eligible = sum(p.rows_eligible for p in parts)
     conditioning = [p.conditioning for p in parts if p.conditioning is not None]
     dq_sums = [p.dq for p in parts if p.dq is not None]
     swamped = [p.swamped for p in parts if p.swamped is not None]
     identical = [p.bit_identical for p in parts]
-    dq = GradientSums.pool(dq_sums).result() if dq_sums else None
+    dq = (dq_sums[0] if len(dq_sums) == 1 else GradientSums.pool(dq_sums)).result() if dq_sums else None
     diagnosis = HeadDiagnosis(
         layer=layer,
         batch=parts[0].batch if sequences == 1 else None,
@@ -190,23 +182,7 @@ def pool(
     in_doubt = sum(p.in_doubt for p in parts)
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
     remarks = tuple(_remarks(parts, sequences, independent))
-    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, declared)
-
-
-def _reference_bound(estimate: BiasEstimate, sums: list[float | None]) -> float | None:
-    """What the reference's errors (``sums``, one a part) and the rounding of its mean amount to; None: not known."""
-    known = [s for s in sums if s is not None]
-    if not estimate.n or estimate.rms is None or len(known) < len(sums):
-        return None
-    # Differences observed - reference and their sum: at most n + 2 roundings (Higham, eq. 4.4), and mean |e| <= rms.
-    rounding = (estimate.n + 2) * UNIT * 1.01 * estimate.rms
-    return sum(known) / estimate.n + rounding
-
-
-def _mean_sums(parts: Sequence[HeadMeasurement]) -> dict[str, npt.NDArray[np.float64]]:
-    """``HeadMeasurement.mean_sums`` of all parts that have rows."""
-    known = [p.mean_sums for p in parts if p.mean_sums]
-    return {name: np.sum([of_part[name] for of_part in known], axis=0) for name in known[0]} if known else {}
+    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, pooled.declared)
 
 
 @dataclass(frozen=True)
@@ -303,23 +279,24 @@ def _pool_delta_rounding(parts: list[HeadMeasurement]) -> DeltaRounding | None:
 def _top_rows(parts: list[HeadMeasurement], delta: SignedErrors | None) -> tuple[TopRow, ...]:
     if delta is None or not (total := delta.square):
         return ()
-    rows = [p.tested if p.with_gradient is None else p.tested[p.with_gradient] for p in parts]
-    starts = np.cumsum([0] + [len(r) for r in rows])
-    found = []
-    for i in largest_places(np.abs(delta.total), _TOP_ROWS):
-        which = int(np.searchsorted(starts, i, side="right")) - 1
-        part = parts[which]
-        row = int(rows[which][i - starts[which]])
-        found.append(TopRow(part.batch, part.head, row, float(delta.total[i]), float(delta.total[i]) ** 2 / total))
+    counts = [len(p.tested) if p.with_gradient is None else int(np.count_nonzero(p.with_gradient)) for p in parts]
+    starts, found = [0, *accumulate(counts)], []
+    for i in largest_places(np.abs(delta.total), _TOP_ROWS).tolist():
+        which = bisect_right(starts, i) - 1
+        part, place, error = parts[which], i - starts[which], float(delta.total[i])
+        if part.with_gradient is not None and counts[which] < len(part.tested):
+            place = np.flatnonzero(part.with_gradient)[place]
+        found.append(TopRow(part.batch, part.head, int(part.tested[place]), error, error**2 / total))
     return tuple(found)
 
 
 def largest_places(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
     """Where so many of the largest sizes [n] are, the largest first; of equal ones the first."""
-    places = np.arange(len(sizes))
-    if len(sizes) > most:  # not all of them need sorting
-        places = np.flatnonzero(sizes >= np.partition(sizes, -most)[-most])
-    return places[np.argsort(-sizes[places], kind="stable")][:most]
+    left, found = sizes.copy(), np.zeros(min(most, len(sizes)), dtype=np.int64)
+    for i in range(len(found)):
+        found[i] = left.argmax()
+        left[found[i]] = -np.inf
+    return found
 
 
 def unclustered(errors: SignedErrors) -> BiasEstimate:
