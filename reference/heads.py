@@ -21,8 +21,30 @@ from attn_diag.reference.sums import product_in_parts, sum_in_parts
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of H heads as one, [H, ...]; of one head its own memory."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+    """Tensors of H heads of one shape as one, [H, ...], not to be changed.
+
+    Those that lie one after the other in memory, as slices of one tensor do, are it without a copy.
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first[None]
+    apart, start = first.numel() * first.element_size(), first.data_ptr()
+    if not apart or tensors[1].data_ptr() != start + apart or not _one_after_the_other(tensors, start, apart):
+        return torch.stack(list(tensors))
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def _one_after_the_other(tensors: Sequence[Tensor], start: int, apart: int) -> bool:
+    """Whether contiguous tensors begin every ``apart`` bytes from ``start`` on, and in one piece of memory."""
+    if [t.data_ptr() for t in tensors] != list(range(start, start + apart * len(tensors), apart)):
+        return False
+    if not all(t.is_contiguous() and not t.requires_grad for t in tensors):
+        return False
+    if len({t.shape for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:
+        return False
+    # Pieces that were allocated each by itself may happen to be neighbours.
+    memory = tensors[0].untyped_storage()
+    return start + apart * len(tensors) <= memory.data_ptr() + memory.nbytes()
 
 
 def scores_of(heads: Sequence[AttentionHead], rows: Sequence[Tensor], keys: slice, least: int) -> Tensor:
