@@ -72,5 +72,7 @@ def _sign_flip(balances: list[int]) -> float:
     chance = np.zeros(reach + 1)
     chance[0] = 1
     for d in map(abs, balances):
-        chance = (chance + np.roll(chance, d)) / 2
+        moved = chance[: reach + 1 - d].copy()  # none of the rest has any chance yet
+        chance[d:] += moved
+        chance /= 2
     return float(chance[(reach + total) // 2 :].sum())

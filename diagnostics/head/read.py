@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -141,7 +143,10 @@ class HeadTensors:
             is_lse = key[0].rpartition(".")[2] == "lse"
             alike.setdefault((tensor.shape, tensor.dtype, is_lse), []).append(key)
         for (*_, is_lse), keys in alike.items():  # type: ignore[misc]
-            values = _as_float64(stacked([stored[key] for key in keys]), self.device)
+            # Each name lies in memory as it was captured, and goes to the device from there.
+            by_name = groupby(keys, key=itemgetter(0))
+            parts = [stacked([stored[key] for key in of_name]) for _, of_name in by_name]
+            values = _as_float64(parts, self.device)
             if is_lse:
                 values = stacked([_natural(x, self.capture, h) for x, (_, _, h) in zip(values, keys, strict=True)])
             for (name, batch, head), one, finite in zip(keys, values.unbind(), all_finite(values), strict=True):
@@ -160,15 +165,18 @@ def read_float64(capture: Capture, name: str, batch: int, head: int, device: tor
     stored = capture.read(name, batch, head)
     if stored is None:
         return None
-    values = _as_float64(stored, device)
+    values = _as_float64([stored], device)
     return _natural(values, capture, head) if name.rpartition(".")[2] == "lse" else values
 
 
-def _as_float64(stored: Tensor, device: torch.device) -> Tensor:
+def _as_float64(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tensors of one dtype, one after the other."""
     # FP8 has no direct conversion to float64; both steps are exact.
-    stored = stored.float() if stored.dtype.itemsize == 1 else stored
-    # A narrow tensor travels faster than its float64 copy.
-    return stored.to(device).double().contiguous()
+    stored = [part.float() if part.dtype.itemsize == 1 else part for part in parts]
+    # A narrow tensor travels faster than its float64 copy; what is pageable has been read once the call returns,
+    # and who owns pinned memory is answered after all that waits for it.
+    there = [part.to(device, non_blocking=device.type == "cuda") for part in stored]
+    return (there[0] if len(there) == 1 else torch.cat(there)).double().contiguous()
 
 
 def _natural(lse: Tensor, capture: Capture, head: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
@@ -108,6 +108,7 @@ def variants(recipe: Recipe) -> list[Recipe]:
     ]
 
 
+@lru_cache(1024)
 def known_name(recipe: Recipe, head_dim: int) -> str | None:
     """The preset with this forward and schedule, up to how it takes the exponential; None if there is none."""
     for known in (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim)):
