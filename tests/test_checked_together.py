@@ -16,7 +16,7 @@ from attn_diag.head import output_fit
 from attn_diag.head.output_fit import OutputFit, out_fit, out_fits
 from attn_diag.head.read import HeadTensors
 from attn_diag.reference import Alibi, AttentionHead, Masking, reference_rows
-from attn_diag.reference.heads import out_and_lse
+from attn_diag.reference.heads import out_and_lse, stacked
 from attn_diag.statistics.ratios import Carriers, RatioCase, RatioEstimate, paired_ratios
 
 
@@ -119,3 +119,23 @@ def test_more_captures_take_hardly_more_operations(monkeypatch: pytest.MonkeyPat
         counts.append(operations.count)
     _, one, nine = counts
     assert nine < 5 * one
+
+
+def test_heads_that_lie_one_after_the_other_are_stacked_without_a_copy() -> None:
+    every = torch.arange(4 * 6.0, dtype=torch.float64).view(4, 3, 2)
+    one_after_the_other = stacked(every.unbind()[1:])
+    assert one_after_the_other.data_ptr() == every[1].data_ptr()
+    assert torch.equal(one_after_the_other, every[1:])
+    others = {
+        "in another order": [every[1], every[0], every[2]],
+        "with one left out": [every[0], every[1], every[3]],
+        "the same twice": [every[0], every[0]],
+        "turned round": [every[0].T.contiguous().T, every[1]],
+        "of other numbers": [every[0], every[1].view(torch.int64).double()],
+        "columns": list(every.unbind(1)),
+        "with gradients": [t.clone().requires_grad_() for t in every],
+        "empty": [every[0, :0], every[1, :0]],
+    }
+    for kind, tensors in others.items():
+        assert torch.equal(stacked(tensors), torch.stack(tensors)), kind
+        assert stacked(tensors).untyped_storage().data_ptr() != every.data_ptr(), kind
