@@ -115,7 +115,8 @@ def launch(_heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, *argu
             probs, do = torch.exp(scores - row_max[h][:, None]), arguments[3][h]
             centred, numbers_of = do @ v[owner].T - delta[h][:, None], numbers_of.view(-1, 3, *row_max.shape)
             for i, chosen in enumerate(tiling.weights):
-                weight = weight_of(probs, centred, *numbers_of[i, :, h, :, None], chosen, float(numbers[0]))
+                a, b, c = numbers_of[i, :, h, :, None].unbind()
+                weight = weight_of(probs, centred, a, b, c, chosen, float(numbers[0]))
                 x = factors[min(i, 1)] if name == "rows_kernel" else factors[0]
                 out[i, h] = weight @ x[owner] if name == "rows_kernel" else weight.T @ x[h]
                 if tiling.details and chosen.name == "dscores":

@@ -264,4 +264,4 @@ def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_key
 
 def part_of_features(width: int) -> int:
     """How many of so many features are taken at a time: a power of 2 from 16 to ``MOST_FEATURES``."""
-    return max(16, min(MOST_FEATURES, triton.next_power_of_2(width)))
+    return int(max(16, min(MOST_FEATURES, triton.next_power_of_2(width))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.reference.fused import SWITCH, FusedHeads
+from attn_diag.reference.fused_products import RowProduct
 from attn_diag.results.diagnosis import Diagnosis
 
 # What a counterfactual with other fp32 sums may change: factors and the intervals of its draw.
@@ -191,15 +192,15 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
 @pytest.mark.usefixtures("deterministic", "fused")
 def test_a_few_rows_tell_which_cast_a_long_head_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a scale that is no power of two alpha dS may be cast, or dS: once known, one of them is computed alone."""
-    taken, made, rows = capture(scale=0.3), list[str](), FusedHeads.rows
+    taken, made, make = capture(scale=0.3), list[str](), FusedHeads._make_rows
 
-    def counted(self: FusedHeads, weight: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    def counted(self: FusedHeads, some: Sequence[RowProduct]) -> None:
         if not self._ahead:
-            made.append(weight)
-        return rows(self, weight, *arguments, **options)
+            made.extend(one.weight.name for one in some)
+        make(self, some)
 
     monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
-    monkeypatch.setattr(FusedHeads, "rows", counted)
+    monkeypatch.setattr(FusedHeads, "_make_rows", counted)
     by_all = inspect_captures([taken], device="cuda")
     assert made.count("dscores_cast") == 2
     monkeypatch.setattr(propagation, "_LONG", 0)

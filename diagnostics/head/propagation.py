@@ -219,7 +219,7 @@ def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> 
         ]
         if both:
             found["dq_cast"] = _chosen(both, chosen)
-        if first.wanted["dk_cast"]:
+        if first.wanted["dk_cast"] and fused.do is not None:
             of_keys = {
                 alpha_first: fused.keys(TileWeight("dscores_cast", cast, alpha_first), fused.q, factor, delta_error)
                 for alpha_first in set(chosen)
