@@ -52,6 +52,7 @@ from attn_diag.captures.loading import load
 from attn_diag.kernels.attention import attention
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.fused import FusedHeads, reference_of
+from attn_diag.reference.fused_products import TileWeight
 from attn_diag.results.diagnosis import Diagnosis
 
 SHAPES = {"12x1024x64": (1, 12, 1024, 64), "8x4096x128": (1, 8, 4096, 128), "1x16384x128": (1, 1, 16384, 128)}
@@ -139,6 +140,21 @@ def product_rate(n: int = 4096) -> float:
     return 2 * n**3 / min(timed(lambda: a @ a) for _ in range(RUNS))
 
 
+def row_products(fused: FusedHeads, *, together: bool) -> list[torch.Tensor]:
+    """What ``inspect`` takes of query rows, dK and dV left out; S and dP are products too."""
+    some = torch.ones_like(fused.inverse)
+    asked: list[tuple[TileWeight, torch.Tensor | None, list[torch.Tensor]]] = [
+        (TileWeight("probs_squared"), fused.v.square(), [some] * 2),
+        (TileWeight("dscores_squared"), fused.k.square(), [some] * 3),
+        (TileWeight("dscores"), None, []),
+        (TileWeight("sloped"), None, []),
+        (TileWeight("dscores_cast", "bf16"), None, [some] * 2),
+    ]
+    if not together:
+        return [fused.rows(weight, x, *numbers) for weight, x, numbers in asked]
+    return [fused.take(one) for one in [fused.ask(weight, x, *numbers) for weight, x, numbers in asked]]
+
+
 def floors(name: str) -> dict[str, float]:
     """Median times of one of ``FLOORS``, over those of its float64 products."""
     count, (batch, heads, length, width) = FLOORS[name]
@@ -152,10 +168,13 @@ def floors(name: str) -> dict[str, float]:
         o = attention(*(t.cuda() for t in one[:3]), causal="top-left").cpu()
         dq = torch.stack([some.dq for some in found if some.dq is not None]).view(one[0].shape).bfloat16().cpu()
         captures.append(captured(one, o=o, dq=dq))
+    fused = FusedHeads(opened)
     works: dict[str, tuple[int, Callable[[], object]]] = {
         "forward": (2, lambda: FusedHeads(opened, details=False).forward),
         "forward, with what bounds need": (2, lambda: FusedHeads(opened).forward),
         "gradients": (7, lambda: FusedHeads(opened).references()),
+        "products of query rows": (7, lambda: row_products(fused, together=True)),
+        "products of query rows, a launch each": (7, lambda: row_products(fused, together=False)),
         "streamed gradients": (7, lambda: [reference_head(head) for head in opened]),
         "inspect": (7, partial(inspect_captures, captures, device="cuda")),
     }

@@ -172,7 +172,7 @@ class FusedHeads:
     @cached_property
     def products(self) -> Tensor | None:
         """(P_bar o slope) K, [H, Tq, D]; None without dO."""
-        return None if self._backward is None else self.take(self._backward[1])
+        return None if self.do is None else self.take(self._sloped)
 
     @cached_property
     def probs_k(self) -> Tensor | None:
@@ -186,23 +186,25 @@ class FusedHeads:
 
     def ask_gradient(self) -> None:
         """Ask for what dQ and ``products`` are made of, so that it is made with what else is asked for."""
-        _ = self._backward
+        if self.do is not None:
+            _ = self._dscores, self._sloped
 
     @cached_property
-    def _backward(self) -> tuple[RowProduct, RowProduct] | None:
-        """dS_bar K, with the sums that the bound of delta needs, and (P_bar o slope) K; None without dO."""
-        if self.do is None:
-            return None
-        sums = self.q.new_empty(2, *self.q.shape[:2])
-        return self.ask(TileWeight("dscores"), sums=sums), self.ask(TileWeight("sloped"))
+    def _dscores(self) -> RowProduct:
+        """dS_bar K, with the sums that the bound of delta needs."""
+        return self.ask(TileWeight("dscores"), sums=self.q.new_empty(2, *self.q.shape[:2]))
+
+    @cached_property
+    def _sloped(self) -> RowProduct:
+        """(P_bar o slope) K."""
+        return self.ask(TileWeight("sloped"))
 
     @cached_property
     def _gradient(self) -> tuple[Tensor, Tensor]:
         """dQ, [H, Tq, D], and the sums that the bound of delta needs, [2, H, Tq]."""
-        assert self._backward is not None
-        dscores = self._backward[0]
-        assert dscores.sums is not None
-        return self.take(dscores) * (self.inverse * self.head.scale)[..., None], dscores.sums
+        dscores = self.take(self._dscores)
+        assert self._dscores.sums is not None
+        return dscores * (self.inverse * self.head.scale)[..., None], self._dscores.sums
 
     @property
     def gradient_sums(self) -> tuple[Tensor, Tensor]:
