@@ -16,7 +16,7 @@ from attn_diag.analyses.inspection import capture_job, groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head import output_fit, propagation, streaming
+from attn_diag.head import fused_backward, output_fit, streaming
 from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.counterfactual import Counterfactuals
@@ -203,7 +203,7 @@ def test_a_few_rows_tell_which_cast_a_long_head_makes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedHeads, "_make_rows", counted)
     by_all = inspect_captures([taken], device="cuda")
     assert made.count("dscores_cast") == 2
-    monkeypatch.setattr(propagation, "_LONG", 0)
+    monkeypatch.setattr(fused_backward, "_LONG", 0)
     by_few = inspect_captures([taken], device="cuda")
     assert made.count("dscores_cast") == 3
     assert not differences(by_all, by_few, 1e-12, drawn=False)

@@ -20,7 +20,7 @@ what may lie between (``head.pullback``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,8 @@ from attn_diag.reference import (
     reference_rows,
     round_nearest_even,
 )
-from attn_diag.reference.fused import FusedHeads
-from attn_diag.reference.fused_products import Cast, RowProduct, TileWeight
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# From so many scores of a head on a few of its rows tell which cast a kernel makes, before all of them are computed.
-_LONG, _LOOKED_AT = 2**28, 64
 
 
 @dataclass
@@ -175,89 +171,6 @@ class BackwardCollector:
             ]
             self._alpha_first = bool(off[1] < off[0]) if off[0] != off[1] else None  # no gradient in these rows
         return cast_(dscores, alpha_first=bool(self._alpha_first))
-
-
-def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> Callable[[], None]:
-    """Ask the kernels for what every head's collector gathers of blocks; the formulas are those of ``add``.
-
-    Args:
-        collectors: Of the heads of ``fused``, in their order, that want the same of one observation.
-        fused: The heads.
-
-    Returns:
-        What lets the collectors take it.
-    """
-    first, inverse = collectors[0], fused.inverse
-    errors = [c.errors for c in collectors]
-    delta_error = torch.stack([e.delta_error for e in errors])
-    lse_error = None
-    if first.errors.lse_error is not None:
-        lse_error = torch.stack([e.lse_error for e in errors if e.lse_error is not None])
-    factor = inverse if lse_error is None else inverse * torch.exp(-lse_error)
-    cast: Cast = "fp16" if first.errors.cast.name == "fp16" else "bf16"
-    orders: list[bool | None] = []
-    asked: dict[bool, RowProduct] = {}
-    if first.wanted["dq_cast"]:
-        length = len(first.head.q)
-        if first._alpha_first is None and length * len(first.head.k) >= _LONG:
-            rows = torch.linspace(0, length - 1, min(length, _LOOKED_AT), device=inverse.device).long()
-            for collector in collectors:
-                collector.look(rows)
-        orders = [c._alpha_first for c in collectors]
-        tried = (False, True) if None in orders else sorted({order is True for order in orders})
-        asked = {
-            alpha_first: fused.ask(TileWeight("dscores_cast", cast, alpha_first), None, factor, delta_error)
-            for alpha_first in tried
-        }
-
-    def take() -> None:
-        found = _of_errors(first, fused, delta_error, lse_error)
-        both = {alpha_first: fused.take(product) for alpha_first, product in asked.items()}
-        chosen = [
-            _casts_alpha(e.dq, both[False][i], both[True][i]) if order is None else order
-            for i, (e, order) in enumerate(zip(errors, orders, strict=bool(asked)))
-        ]
-        if both:
-            found["dq_cast"] = _chosen(both, chosen)
-        if first.wanted["dk_cast"] and fused.do is not None:
-            of_keys = {
-                alpha_first: fused.keys(TileWeight("dscores_cast", cast, alpha_first), fused.q, factor, delta_error)
-                for alpha_first in set(chosen)
-            }
-            found["dk_cast"] = _chosen(of_keys, chosen)
-            found["dv_cast"] = fused.keys(TileWeight("probs_cast", cast), fused.do, factor)
-        for i, collector in enumerate(collectors):
-            for name, values in found.items():
-                setattr(collector, name, values[i])
-
-    return take
-
-
-def _of_errors(
-    first: BackwardCollector, fused: FusedHeads, delta_error: Tensor, lse_error: Tensor | None
-) -> dict[str, Tensor]:
-    """What the errors of delta and LSE, [H, Tq], make of dK and dV, by name, as far as it is wanted."""
-    assert fused.do is not None
-    scaled_q, found = fused.q * first.head.scale, dict[str, Tensor]()
-    dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
-    if first.wanted["dk_delta"]:
-        found["dk_delta"] = -fused.keys(sloped, scaled_q * (delta_error * fused.inverse)[..., None])
-    if first.wanted["dk_lse"] and lse_error is not None:
-        moved = (torch.expm1(-lse_error) * fused.inverse)[..., None]
-        found["dk_lse"] = fused.keys(dscores, scaled_q * moved)
-        found["dk_lse"] -= fused.keys(sloped, scaled_q * (moved * delta_error[..., None]))
-        found["dv_lse"] = fused.keys(probs, fused.do * moved)
-    return found
-
-
-def _chosen(by_order: Mapping[bool, Tensor], chosen: Sequence[bool]) -> Tensor:
-    """Of every head that of its order."""
-    return torch.stack([by_order[alpha_first][i] for i, alpha_first in enumerate(chosen)])
-
-
-def _casts_alpha(dq: Tensor | None, after: Tensor, before: Tensor) -> bool:
-    """Whether the kernel's dQ is nearer to that of alpha dS cast (``before``) than to alpha times dS cast."""
-    return dq is not None and bool((before - dq).norm() < (after - dq).norm())
 
 
 def _kernel_cast_(x: Tensor, fmt: FloatFormat) -> Tensor:

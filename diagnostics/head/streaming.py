@@ -20,8 +20,9 @@ from attn_diag.head.counterfactual import (
     each_same_keys,
 )
 from attn_diag.head.declared import DeclaredKernel
+from attn_diag.head.fused_backward import ask_backward
 from attn_diag.head.projection import HeadProjection
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, ask_backward
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.truth import HeadTruth, head_truth
