@@ -6,7 +6,8 @@ Everything is computed on a CPU, but in the order of a GPU: heads of all capture
 whose results are put in by plain products that are not counted (causal heads without a mask, a softcap or sinks); the
 recipes' kernels are emulated, once. Counted are torch's operations without views, and what makes a GPU's host wait:
 numbers and arrays handed to Python, and looks at which elements of a mask are set. Some waits would be none: bits that
-the host compares are on it already. ``--before`` names the Python of another installation, which is counted too.
+the host compares are on it already. ``--before`` names the Python of another installation, which is counted too;
+its kernels must take the same arguments.
 """
 
 from __future__ import annotations

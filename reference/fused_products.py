@@ -83,7 +83,7 @@ class RowProduct:
     numbers: tuple[Tensor, ...] = ()
     """a, b and c of W, [H, Tq] each, as far as W has them."""
     sums: Tensor | None = None
-    """[2, H, Tq], to be filled with row sums of P_bar o (dP - delta) and of its squares."""
+    """[2, H, Tq], to be filled with row sums of P_bar o (dP - delta) and of its squares; of one product a launch."""
     found: Tensor | None = None
     """W X, [H, Tq, Dx], once it is made."""
 

@@ -182,6 +182,27 @@ def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_fi
     assert apart(fused.keys(chosen, y[None].to(device), a, b, c)[0], w.T @ y) < tolerance
 
 
+@pytest.mark.parametrize("widths", [(16, 16), (24, 40), (80, 80), (160, 24)])
+def test_products_made_together_are_those_made_alone(widths: tuple[int, int], device: str) -> None:
+    """Two launches at most of one width, however many there are; features in parts are taken one by one."""
+    width, value_width = widths
+    head = make_head(Case(70, 90, width, Masking("bottom-right")))
+    v, do = (torch.randn(n, value_width, dtype=torch.float64) for n in (90, 70))
+    head = on(device, replace(head, v=v, do=do))
+    fused, alone = FusedHeads([head]), FusedHeads([head])
+    a, b, c = torch.rand(3, 1, 70, dtype=torch.float64, device=device)
+    v2, k2 = fused.v.square(), fused.k.square()
+    asked: list[tuple[TileWeight, Tensor | None, list[Tensor]]] = [
+        (TileWeight("probs_squared"), v2, [a, b]), (TileWeight("dscores"), None, []),
+        (TileWeight("dscores_squared"), k2, [a, b, c]), (TileWeight("sloped"), None, []),
+        (TileWeight("dscores_cast", "bf16"), None, [a, b]), (TileWeight("dscores_cast", "bf16", True), None, [b, a]),
+    ]  # fmt: skip
+    together = [fused.ask(weight, x, *numbers) for weight, x, numbers in asked]
+    for one, (weight, x, numbers) in zip(together, asked, strict=True):
+        assert torch.equal(fused.take(one), alone.rows(weight, x, *numbers)), weight
+    assert not torch.equal(fused.take(together[4]), fused.take(together[5]))
+
+
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
 def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> None:
     head = on(device, make_head(Case(2, 2, 16, Masking("top-left"))))
