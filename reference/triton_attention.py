@@ -15,6 +15,8 @@ Where m does not rise the factor is 1 and rounds nothing; how often it rises is 
     rows   W X      one tile of query rows against tiles of keys
     keys   W^T Y    one tile of keys against tiles of query rows
 
+(one launch of the first makes up to three products, of one S and one dP)
+
 with a WEIGHT W of, by name (a, b, c: numbers by query row; slope: 1 - (S/c)^2 of a softcap c, else 1)
 
     probs            P_bar                         probs_squared     a P_bar^2 + b [P_bar > 0]
