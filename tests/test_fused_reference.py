@@ -194,7 +194,7 @@ def test_products_made_together_are_those_made_alone(widths: tuple[int, int], de
     v2, k2 = fused.v.square(), fused.k.square()
     asked: list[tuple[TileWeight, Tensor | None, list[Tensor]]] = [
         (TileWeight("probs_squared"), v2, [a, b]), (TileWeight("dscores"), None, []),
-        (TileWeight("dscores_squared"), k2, [a, b, c]), (TileWeight("sloped"), None, []),
+        (TileWeight("dscores_squared"), k2, [b, c, a]), (TileWeight("sloped"), None, []),
         (TileWeight("dscores_cast", "bf16"), None, [a, b]), (TileWeight("dscores_cast", "bf16", True), None, [b, a]),
     ]  # fmt: skip
     together = [fused.ask(weight, x, *numbers) for weight, x, numbers in asked]
