@@ -10,26 +10,23 @@ import importlib.util
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
+from attn_diag.reference.fused_inputs import FusedInputs, Grid, Made
 from attn_diag.reference.fused_products import (
     MOST_FEATURES,
     FusedRows,
+    HighScores,
     RowProduct,
     TileProduct,
     TileWeight,
     launches,
 )
-
-if TYPE_CHECKING:
-    from attn_diag.reference.triton_tiles import Tiling
-
 
 # Set to 0, everything is streamed: to compare, or where a Triton to come miscompiles them.
 SWITCH = "ATTN_DIAG_FUSED"
@@ -65,34 +62,20 @@ def reference_of(head: AttentionHead, *, key_gradients: bool = True) -> HeadRefe
     return reference_head(head, key_gradients=key_gradients)
 
 
+# So many of a row's scores ``scores_above`` keeps.
+KEPT_SCORES = 32
 # What this process has compiled, or found on disk.
 _COMPILED = set[object]()
 
 
-class FusedHeads:
+class FusedHeads(FusedInputs):
     """Heads of one shape, scale and masking (``batches``); every launch is for all of them."""
 
     def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
         """``details``: whether the forward also tells what bounds and repeated maxima need beside m, l and O_bar."""
-        self.heads, self._details, self._ahead = list(heads), details, False
+        super().__init__(heads)
+        self._details = details
         self._asked: list[RowProduct] = []
-        self.head = self.heads[0]
-        """The first, for all that they share."""
-        # Query heads that share a key head share its tensors.
-        keys = [tuple((t.data_ptr(), t.stride()) for t in (h.k, h.v)) for h in self.heads]
-        owners = dict(zip(keys, self.heads, strict=True))
-        numbers = {key: i for i, key in enumerate(owners)}
-        self._owners = self._integers([numbers[key] for key in keys])
-        self.q = torch.stack([h.q for h in self.heads])
-        self.k, self.v = (torch.stack([getattr(h, name) for h in owners.values()]) for name in ("k", "v"))
-        self.do = torch.stack([h.do for h in self.heads if h.do is not None]) if self.head.do is not None else None
-        slopes = [0.0 if h.masking.alibi is None else h.masking.alibi.slope for h in self.heads]
-        # As a tensor: Triton hands on a Python float as fp32.
-        self._numbers = self.q.new_tensor([self.head.scale, self.head.softcap or 1.0, *slopes])
-        self._positions = self.head.positions.to(torch.int32)
-        sinks = [h.sink for h in self.heads]
-        self.sinks = None if sinks[0] is None else self.q.new_tensor(sinks)[:, None]
-        """s of every head, [H, 1]; None without."""
 
     @property
     def sum_keys(self) -> tuple[int, int]:
@@ -115,9 +98,10 @@ class FusedHeads:
         places = self._empty_integers(3, count, length)
         tiling = self._tiling("forward", value_width, details=self._details)
         self._launch(
-            forward_kernel, (-(-length // tiling.block_m), count, -(-value_width // tiling.block_x)), tiling,
-            self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask, out, rows, places,
-            length, self.k.shape[1], width, value_width, *self._reach,
+            forward_kernel, Grid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
+            [self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask],
+            [Made(out, 1), Made(rows, 2), Made(places, 2)],
+            [length, self.k.shape[1], width, value_width, *self._reach],
         )  # fmt: skip
         row_max, row_sum, second, squares, bias = rows.unbind()
         if self.sinks is not None:
@@ -143,6 +127,8 @@ class FusedHeads:
         self._ahead = True
         try:
             self._forward()
+            one = self.head.positions.new_zeros(1)
+            self.scores_above(self.q.new_zeros(1), one, one)
             for way, weight, of, summed in products:
                 if way == "keys":
                     x = tensors[of]
@@ -267,10 +253,11 @@ class FusedHeads:
         out = self.q.new_empty(len(some), count, length, x_width)
         tiling = self._tiling("rows", x_width, *(one.weight for one in some), details=sums is not None, of_keys=of_keys)
         self._launch(
-            rows_kernel, (-(-length // tiling.block_m), count, -(-x_width // tiling.block_x)), tiling,
-            self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
-            self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some]), out,
-            out if sums is None else sums, length, self.k.shape[1], width, value_width, x_width, *self._reach,
+            rows_kernel, Grid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
+            [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
+             self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some])],
+            [Made(out, 2), Made(out if sums is None else sums, 2)],
+            [length, self.k.shape[1], width, value_width, x_width, *self._reach],
         )  # fmt: skip
         for one, found in zip(some, out, strict=True):
             one.found = found
@@ -283,13 +270,44 @@ class FusedHeads:
         out = self.q.new_empty(count, k_length, y.shape[2])
         tiling = self._tiling("keys", y.shape[2], weight)
         self._launch(
-            keys_kernel, (-(-k_length // tiling.block_n), count, -(-y.shape[2] // tiling.block_x)), tiling,
-            self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
-            self._owners, self._numbers, *self._mask, *self._row_numbers([numbers]), out,
-            length, k_length, width, value_width, y.shape[2], *self._reach,
-            self.head.masking.shift(length, k_length),
+            keys_kernel,
+            Grid(k_length, tiling.block_n, count, -(-y.shape[2] // tiling.block_x), last_first=False), tiling,
+            [self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
+             self._owners, self._numbers, *self._mask, *self._row_numbers([numbers])],
+            [Made(out, 1)],
+            [length, k_length, width, value_width, y.shape[2], *self._reach,
+             self.head.masking.shift(length, k_length)],
         )  # fmt: skip
         return out
+
+    def scores_above(self, thresholds: Tensor, heads: Tensor, rows: Tensor) -> HighScores:
+        """The scores of some rows above a threshold of each.
+
+        Args:
+            thresholds: [N] float64, of each row.
+            heads: Its head, int64 [N], ascending.
+            rows: Its index, int64 [N].
+        """
+        from attn_diag.reference.triton_attention import scores_kernel
+
+        (count, length, width), device = self.q.shape, rows.device
+        starts = torch.searchsorted(heads, torch.arange(count + 1, device=device))
+        most, place = int(starts.diff().max()), torch.arange(len(rows), device=device) - starts[heads]
+        at = torch.full((count, most), length, dtype=torch.int32, device=device)
+        at[heads, place] = rows.to(torch.int32)
+        above = torch.zeros_like(at, dtype=torch.float64)
+        above[heads, place] = thresholds
+        keys, scores = self._empty_integers(count, most, KEPT_SCORES), self.q.new_empty(count, most, KEPT_SCORES)
+        counts = self._empty_integers(count, most)
+        tiling = self._tiling("scores", width)
+        self._launch(
+            scores_kernel, Grid(most, tiling.block_m, count, 1), tiling,
+            [self.q, self.k, at, above, self._positions, self._owners, self._numbers, *self._mask],
+            [Made(keys, 1), Made(scores, 1), Made(counts, 1)],
+            [length, self.k.shape[1], width, *self._reach, most, KEPT_SCORES],
+        )  # fmt: skip
+        keys, scores, counts = (t[heads, place] for t in (keys, scores, counts))
+        return HighScores(counts.long(), keys, scores)
 
     def references(self, *, key_gradients: bool = True) -> list[HeadReference]:
         """What ``reference_head`` keeps of every head; dK and dV with ``key_gradients``, where there is dO."""
@@ -323,62 +341,6 @@ class FusedHeads:
         m = self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
         every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
         return [m, m if self.delta is None else self.delta, torch.stack(every)]
-
-    @cached_property
-    def _reach(self) -> tuple[int, int]:
-        left, right = self.head.masking.reach
-        return left or 0, right or 0
-
-    @cached_property
-    def _mask(self) -> tuple[Tensor, int, int]:
-        """The mask and its strides; any tensor without one."""
-        mask = self.head.masking.mask
-        if mask is None:
-            return self.q, 0, 0
-        # What is expanded stays so: it would fill T x T.
-        repeats = [stride == 0 for stride in mask.stride()]
-        mask = mask[:1] if repeats[0] else mask
-        mask = mask[:, :1] if repeats[1] else mask
-        if mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, -torch.inf)
-        elif mask.dtype.itemsize < 4:
-            mask = mask.float()  # exact
-        return mask, 0 if repeats[0] else mask.stride(0), 0 if repeats[1] else mask.stride(1)
-
-    def _tiling(
-        self, kernel: str, x_width: int, *weights: TileWeight, details: bool = False, of_keys: bool = False
-    ) -> Tiling:
-        from attn_diag.reference.triton_tiles import tiling_of
-
-        masking = self.head.masking
-        left, right = masking.reach
-        chosen = tiling_of(kernel, self.q.shape[2], self.v.shape[2], x_width, of_keys=of_keys)
-        return replace(
-            chosen,
-            left=left is not None,
-            right=right is not None,
-            scattered=masking.positions is not None,
-            softcap=self.head.softcap is not None,
-            mask=masking.mask is not None,
-            alibi="none" if masking.alibi is None else masking.alibi.origin,
-            details=details,
-            weights=weights,
-        )
-
-    def _integers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.head.q.device)
-
-    def _empty_integers(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=self.q.device)
-
-    def _launch(self, kernel: object, grid: tuple[int, int, int], tiling: Tiling, *arguments: object) -> None:
-        """No fused multiply-adds but those of products: sums are what the bounds take them for."""
-        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": False}
-        with torch.cuda.device(self.q.device) if self.q.is_cuda else torch.no_grad():
-            if self._ahead:
-                kernel.warmup(*arguments, grid=grid, G=tiling, **options)  # type: ignore[attr-defined]
-            else:
-                kernel[grid](*arguments, G=tiling, **options)  # type: ignore[index]
 
 
 def _async_mode() -> Any | None:

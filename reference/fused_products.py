@@ -59,6 +59,17 @@ class FusedRows:
     """int64: how often a tile of keys raised m, and so P_bar before it was rescaled."""
 
 
+class HighScores(NamedTuple):
+    """Scores of N query rows above a threshold of each."""
+
+    counts: Tensor
+    """How many, int64 [N]."""
+    keys: Tensor
+    """The keys of the first of them, ascending, int32 [N, kept]; without meaning from ``counts`` on."""
+    scores: Tensor
+    """Their scores, float64 [N, kept]."""
+
+
 class TileProduct(NamedTuple):
     """A product to be compiled, see ``FusedHeads.rows`` and ``keys``."""
 

@@ -1,7 +1,8 @@
 """Float64 attention in Triton: the forward, and products of what only tiles of T x T hold. Launched by ``fused``.
 
 Everything is float64. Products are those of the float64 tensor core, sums of fused multiply-adds.
-Nothing is added by atomics: the same bits every time.
+Nothing is added by atomics: the same bits every time. A launch makes the blocks ``first_block``, ``first_block + step``
+and so on of query rows, or of keys.
 
 ``forward_kernel``, one tile of query rows against tiles of keys in ascending order:
 
@@ -15,7 +16,7 @@ Where m does not rise the factor is 1 and rounds nothing; how often it rises is 
     rows   W X      one tile of query rows against tiles of keys
     keys   W^T Y    one tile of keys against tiles of query rows
 
-(one launch of the first makes up to three products, of one S and one dP)
+(one launch of the first makes up to three products, of one S and one dP); ``scores_kernel`` looks at some rows again.
 
 with a WEIGHT W of, by name (a, b, c: numbers by query row; slope: 1 - (S/c)^2 of a softcap c, else 1)
 
@@ -44,10 +45,10 @@ from attn_diag.reference.triton_tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "step"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k, out_ptr, rows_ptr, places_ptr,
-    q_length, k_length, width, value_width, left, right, G: tl.constexpr,
+    q_length, k_length, width, value_width, left, right, first_block, step, G: tl.constexpr,
 ):  # fmt: skip
     """``out`` [H, Tq, Dv]: O_bar. ``rows`` [5, H, Tq]: m, l, the second largest score, rowsum P_bar^2, largest bias.
 
@@ -57,7 +58,7 @@ def forward_kernel(
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     k_ptr += owner * k_length * width
@@ -118,11 +119,11 @@ def forward_kernel(
         tl.store(places_ptr + plane + row, seen, mask=first_part)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "step"])
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, x_ptr, other_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
     m_ptr, delta_ptr, rows_ptr, out_ptr, sums_ptr,
-    q_length, k_length, width, value_width, x_width, left, right, G: tl.constexpr,
+    q_length, k_length, width, value_width, x_width, left, right, first_block, step, G: tl.constexpr,
 ):  # fmt: skip
     """``out`` [W, H, Tq, Dx]: W X of up to three weights; ``sums`` [2, H, Tq]: of P_bar o (dP - delta), and squared.
 
@@ -131,7 +132,7 @@ def rows_kernel(
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
@@ -210,16 +211,16 @@ def rows_kernel(
         tl.store(sums_ptr + plane + row, squares, mask=here & (part == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "step"])
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, y_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
     m_ptr, delta_ptr, rows_ptr, out_ptr,
-    q_length, k_length, width, value_width, y_width, left, right, shift, G: tl.constexpr,
+    q_length, k_length, width, value_width, y_width, left, right, shift, first_block, step, G: tl.constexpr,
 ):  # fmt: skip
     """``out`` [H, Tk, Dy] = W^T Y, ``y`` [H, Tq, Dy]; the rest as in ``rows_kernel``, of one weight."""
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
@@ -263,3 +264,46 @@ def keys_kernel(
     inside = (keys < k_length)[:, None] & (features < y_width)[None, :]
     row = h.to(tl.int64) * k_length + keys
     tl.store(out_ptr + row[:, None] * y_width + features[None, :], acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "first_block", "step"])
+def scores_kernel(
+    q_ptr, k_ptr, at_ptr, thresholds_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    keys_ptr, scores_ptr, counts_ptr,
+    q_length, k_length, width, left, right, count, kept, first_block, step, G: tl.constexpr,
+):  # fmt: skip
+    """Scores of some query rows above ``thresholds`` [H, N]; ``at`` int32 [H, N], Tq in place of none.
+
+    ``counts`` int32 [H, N]: how many; the first ``kept`` of them: ``keys`` int32 [H, N, kept] and ``scores``.
+    """
+    BLOCK_M: tl.constexpr = G.block_m
+    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    number = block * G.block_m + tl.arange(0, G.block_m)
+    row = h.to(tl.int64) * count + number
+    at = tl.load(at_ptr + row, mask=number < count, other=q_length)
+    here = at < q_length
+    position = tl.load(positions_ptr + at, mask=here, other=0)
+    threshold = tl.load(thresholds_ptr + row, mask=here, other=float("inf"))
+    owner = tl.load(owners_ptr + h).to(tl.int64)
+    q_ptr += h.to(tl.int64) * q_length * width
+    k_ptr += owner * k_length * width
+    begin, end = visible_tiles(position, here, (q_length, k_length, left, right), G)
+    if tl.max(here.to(tl.int32), 0) == 0:
+        end = begin
+    q = load_rows(q_ptr, at, q_length, width, 0, G.block_d)
+    found = tl.zeros([BLOCK_M], tl.int32)
+    for tile in tl.range(begin, end, num_stages=G.stages):
+        keys = tile * G.block_n + tl.arange(0, G.block_n)
+        dots, _ = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
+        s, _, _ = tile_scores(dots, at[:, None], position[:, None], keys[None, :], numbers,
+                       (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
+        near = s > threshold[:, None]
+        if tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
+            ones = near.to(tl.int32)
+            slot = found[:, None] + tl.cumsum(ones, 1) - 1
+            place = row[:, None] * kept + slot
+            fits = near & (slot < kept)
+            tl.store(keys_ptr + place, tl.broadcast_to(keys[None, :], place.shape), mask=fits)
+            tl.store(scores_ptr + place, s, mask=fits)
+            found += tl.sum(ones, 1)
+    tl.store(counts_ptr + row, found, mask=here)

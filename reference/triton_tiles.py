@@ -240,7 +240,7 @@ def visible_tiles(position, here, view, G: tl.constexpr):
 
 
 def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False) -> Tiling:
-    """The tiles of a launch of ``kernel`` ("forward", "rows" or "keys").
+    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys" or "scores").
 
     Args:
         kernel: Which.

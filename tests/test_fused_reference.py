@@ -24,13 +24,15 @@ from attn_diag.reference import (
     HeadBounds,
     HeadReference,
     Masking,
+    fused_inputs,
     reference_head,
     reference_rows,
     round_nearest_even,
     row_blocks,
 )
 from attn_diag.reference.certify import check_rows
-from attn_diag.reference.fused import SWITCH, FusedHeads, fuses
+from attn_diag.reference.fused import KEPT_SCORES, SWITCH, FusedHeads, fuses
+from attn_diag.reference.fused_inputs import dealt_over
 from attn_diag.reference.fused_products import TileWeight, Weight
 from attn_diag.reference.heads import batches
 from attn_diag.reference.rounding import format_of
@@ -91,6 +93,65 @@ def test_fused_heads_are_the_streamed_ones(name: str, device: str) -> None:
     for output in OUTPUTS:
         if (expected := getattr(true, output)) is not None:
             assert apart(getattr(found, output), expected) < TOLERANCE, output
+
+
+@pytest.mark.parametrize("name", ["square-63", "window", "wide", "expanded-rows", "sink-without-keys", "one-row"])
+@pytest.mark.usefixtures("poisoned")
+def test_launches_dealt_out_over_devices_make_the_same_bits(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = torch.cuda.device_count() if device == "cuda" else 3
+    if count == 1:
+        pytest.skip("needs two CUDA devices")
+    # A CPU's first device is the one without a number.
+    devices = [torch.device(device, i) for i in range(device == "cpu", count)]
+    monkeypatch.setattr(fused_inputs, "_WORTH_DEALING", 0)
+    head = on(device, HEADS[name]())
+    (alone,) = FusedHeads([head]).references()
+    ran, run = list[torch.device](), FusedHeads._run
+
+    def seen(self: FusedHeads, *arguments: Any) -> None:
+        ran.append(arguments[4])
+        run(self, *arguments)
+
+    monkeypatch.setattr(FusedHeads, "_run", seen)
+    with dealt_over(devices):
+        fused = FusedHeads([head])
+        (dealt,) = fused.references()
+        high, once = (one.scores_above(*rows_near(one)) for one in (fused, FusedHeads([head])))
+    assert len(set(ran)) == min(count, -(-max(len(head.q), len(head.k)) // 32))
+    for output in OUTPUTS:
+        if (expected := getattr(alone, output)) is not None:
+            assert torch.equal(getattr(dealt, output), expected), output
+    assert torch.equal(high.counts, once.counts)
+
+
+def rows_near(fused: FusedHeads, below: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+    """Every other row of the first head, all of the others: what is ``below`` the maximum at most."""
+    tops = fused.forward.row_max
+    chosen = tops > -math.inf
+    chosen[0, ::2] = False
+    heads, rows = chosen.nonzero(as_tuple=True)
+    return tops[heads, rows] - below, heads, rows
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.usefixtures("poisoned")
+def test_scores_near_the_maximum_are_those_of_the_blocks(name: str, device: str) -> None:
+    """Of two heads of one launch; in the second one all keys are the first one, so that not all of them are kept."""
+    first = on(device, HEADS[name]())
+    second = replace(first, q=first.q.flip(0), k=first.k[:1].expand_as(first.k).contiguous())
+    fused = FusedHeads([first, second])
+    thresholds, heads, rows = rows_near(fused)
+    found = fused.scores_above(thresholds, heads, rows)
+    blocks = [next(row_blocks(h, block_rows=len(h.q))) for h in (first, second)]
+    for i, (threshold, h, row) in enumerate(zip(thresholds.tolist(), heads.tolist(), rows.tolist(), strict=True)):
+        scores = blocks[h].scores[row]
+        expected = (scores > threshold).nonzero()[:, 0]
+        assert found.counts[i] == len(expected) > 0
+        kept = expected[:KEPT_SCORES]
+        assert found.keys[i, : len(kept)].tolist() == (kept + blocks[h].keys.start).tolist()
+        torch.testing.assert_close(found.scores[i, : len(kept)], scores[kept], rtol=1e-13, atol=1e-13)
 
 
 def test_heads_of_one_launch_are_those_of_launches_of_their_own(device: str) -> None:

@@ -21,7 +21,7 @@ from attn_diag.head.stacks import on_host
 from attn_diag.kernels import Recipe, score_rounding
 from attn_diag.kernels.formats import base, parse, rounds_monotonically
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, round_nearest_even
-from attn_diag.reference.fused import FusedHeads
+from attn_diag.reference.fused import KEPT_SCORES, FusedHeads
 from attn_diag.reference.heads import scores_of, stacked
 
 Ints = npt.NDArray[np.int64]
@@ -176,6 +176,16 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
         one._row_max, one._second_max, one._top_key = tops[i], found.second_max[i], top_keys[i]
     if not len(rows):
         return
+    high = fused.scores_above(first._threshold(tops)[numbers, rows], numbers, rows)
+    # Not all scores of the others were kept: those rows are looked at again.
+    known = high.counts <= KEPT_SCORES
+    held = torch.arange(KEPT_SCORES, device=rows.device) < torch.where(known, high.counts, 0)[:, None]
+    at, slot = held.nonzero(as_tuple=True)
+    _take(collectors, (numbers, rows), (at, high.keys[at, slot].long(), high.scores[at, slot]), (tops, top_keys))
+    if bool(known.all()):
+        return
+    _settle(collectors)
+    numbers, rows = numbers[~known], rows[~known]
     owners, positions = torch.stack([numbers, fused.head.positions[rows]]).cpu().numpy()
     ends = np.searchsorted(owners, np.arange(len(collectors) + 1)).tolist()
     for start in range(0, len(rows), step := max(1, _AT_ONCE // max(keys, 1))):
@@ -186,20 +196,36 @@ def take_maxima(collectors: Sequence[RowMaximaCollector], fused: FusedHeads) -> 
         scores = scores_of(fused.heads, [rows[part] for part in parts], span, least)
         places = numbers[some.start : some.stop], rows[some.start : some.stop]
         at, columns = (scores > first._threshold(tops[places])[:, None]).nonzero(as_tuple=True)
-        near, columns = scores[at, columns], columns + span.start
-        # The largest of these scores, and the first key that has it: the kernel's products may round otherwise.
-        top = tops[places].scatter_reduce(0, at, near, "amax", include_self=False)
-        top_key = top_keys[places].scatter_reduce(
-            0, at, torch.where(near == top[at], columns, keys), "amin", include_self=False
-        )
-        tops[places], top_keys[places] = top, top_key
-        sizes = torch.bincount(places[0][at], minlength=len(collectors)).tolist()
-        pending = (torch.split(t, sizes) for t in (places[1][at], columns, near))
-        for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
-            one._pending.append(of_head)
-            one._pending_count += len(of_head[0])
+        _take(collectors, places, (at, columns + span.start, scores[at, columns]), (tops, top_keys))
         if sum(one._pending_count for one in collectors) > _MAX_PENDING:
             _settle(collectors)
+
+
+def _take(
+    collectors: Sequence[RowMaximaCollector],
+    places: tuple[Tensor, Tensor],
+    near: tuple[Tensor, Tensor, Tensor],
+    tops: tuple[Tensor, Tensor],
+) -> None:
+    """Take scores near the maxima of some rows.
+
+    Args:
+        collectors: Of the heads.
+        places: Head and row of every row, [R] each.
+        near: Number of the row, key and score of every score, [n] each.
+        tops: The largest score of each row, and the first key that has it, [H, Tq] each.
+    """
+    (numbers, rows), (at, keys, scores), (largest, first_keys) = places, near, tops
+    # The largest of these scores, and the first key that has it: torch's products may round otherwise than a kernel's.
+    top = largest[places].scatter_reduce(0, at, scores, "amax", include_self=False)
+    first_key = torch.where(scores == top[at], keys, torch.iinfo(keys.dtype).max)
+    largest[places] = top
+    first_keys[places] = first_keys[places].scatter_reduce(0, at, first_key, "amin", include_self=False)
+    sizes = torch.bincount(numbers[at], minlength=len(collectors)).tolist()
+    pending = (torch.split(t, sizes) for t in (rows[at], keys, scores))
+    for one, of_head in zip(collectors, zip(*pending, strict=True), strict=True):
+        one._pending.append(of_head)
+        one._pending_count += len(of_head[0])
 
 
 @dataclass(frozen=True)
