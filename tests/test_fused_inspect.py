@@ -24,7 +24,7 @@ from attn_diag.head.opened import nearly_uniform
 from attn_diag.head.read import HeadTensors, inputs_of, read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
-from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reference import AttentionHead, Masking, fused_inputs
 from attn_diag.reference.fused import SWITCH, FusedHeads
 from attn_diag.reference.fused_products import RowProduct
 from attn_diag.results.diagnosis import Diagnosis
@@ -277,3 +277,19 @@ def test_figures_and_verdicts_of_real_captures_are_those_of_the_stream(
     monkeypatch.setenv(SWITCH, "0")
     streamed = inspect_captures([stored(name)], device="cuda")
     assert not differences(streamed, by_kernels, 1e-6, drawn=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic", "fused")
+def test_several_gpus_leave_the_document_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    monkeypatch.setattr(fused_inputs, "_WORTH_DEALING", 0)
+    taken = capture(scale=0.3)
+    one, all_of_them, second = (
+        json.loads(inspect_captures([taken], device=d).to_json()) for d in ("cuda:0", "cuda:all", "cuda:1")
+    )
+    assert all_of_them["tool"].pop("device").endswith("more")
+    for document in (one, second):
+        assert not document["tool"].pop("device").endswith("more")
+    assert one == all_of_them == second

@@ -11,7 +11,7 @@ import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.cli.options import (
-    Device,
+    Devices,
     Html,
     Inputs,
     Level,
@@ -64,7 +64,7 @@ def inspect(
         bool, typer.Option(help="Captures that differ only in their rank become one, with all their batch items.")
     ] = True,
     level: Level = 0.01,
-    device: Device = "auto",
+    device: Devices = "auto",
     overrides: Overrides,
 ) -> int:
     """Say of captured attention what is wrong, coarser than a well-rounded kernel, biased or fragile, and where.

@@ -26,6 +26,10 @@ Example = Annotated[bool, typer.Option("--example", help="Use the capture that s
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")]
 Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Devices = Annotated[
+    str,
+    typer.Option("--device", help="auto, cpu or cuda; long heads over several GPUs: cuda:0,cuda:1 or cuda:all."),
+]
 Declared = Annotated[
     str | None,
     typer.Option("--declared", metavar="RECIPE", help="The kernel below 16 bits that it is meant to be: fa3-fp8, …"),

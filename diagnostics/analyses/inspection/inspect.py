@@ -23,7 +23,7 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import require_known
 from attn_diag.head.certification import Certify
-from attn_diag.head.machine import describe_tool, pick_device
+from attn_diag.head.machine import describe_tool, pick_device, pick_devices, working_on
 from attn_diag.head.read import read_head
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of
 from attn_diag.kernels import Recipe
@@ -123,7 +123,8 @@ def inspect(
         recipes: Run and judged beside the output; without any output, instead of it (default fa2).
         engine: What runs recipes: "emulation" or "triton".
         level: Significance after Benjamini-Hochberg.
-        device: auto, cpu or cuda.
+        device: auto, cpu or cuda; or GPUs, "cuda:0,cuda:1" or "cuda:all": the reference of long heads is dealt out over
+            them, all else runs on the first.
         certify: Recompute so many rows of every head (or those of a ``Certify``) in mpmath: is the reference right?
         details: Of so many heads, the worst, also find each rounding site's part (``attribution``) and follow one
             element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
@@ -218,7 +219,9 @@ def inspect_captures(
         raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
-    where = pick_device(device)
+    where, *others = devices = pick_devices(device)
+    if others and ranks.count > 1:
+        raise InputError("each process of torchrun has one GPU: leave out the device, or torchrun")
     chosen, skipped, told = list(captures), list(unreadable), list[str]()
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
@@ -247,11 +250,12 @@ def inspect_captures(
     counted = _Counted(progress, sum(job.head_count for job in mine))
     work = partial(run_alike, alone=skip is None or len(chosen) == 1, done=counted.add)
     ran: dict[int, CaptureJob] = {}
-    for some in map_in_order(work, list(alike(mine)), parallel=all(job.takes_one_core for job in mine)):
-        told += some.told
-        for source, failure in some.failed:
-            complain(source, failure)
-        ran |= {numbers[id(job)]: job for job in some.ran}
+    with working_on(devices):
+        for some in map_in_order(work, list(alike(mine)), parallel=all(job.takes_one_core for job in mine)):
+            told += some.told
+            for source, failure in some.failed:
+                complain(source, failure)
+            ran |= {numbers[id(job)]: job for job in some.ran}
     tested = [entry for job in ran.values() for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
@@ -268,14 +272,15 @@ def inspect_captures(
         if head.certificate is not None and not head.certificate.held and head.verdict is not None
     )
     diagnosis = Diagnosis(
-        tool=describe_tool(where),
+        tool=describe_tool(where, len(others)),
         family=Family(size, level),
         captures=results,
         summary=summarise(entries, tuple(skipped), warnings),
     )
     if not details:
         return diagnosis
-    return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
+    with working_on(devices):
+        return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:
