@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
-from attn_diag.reference.fused_inputs import FusedInputs, Grid, Made
+from attn_diag.reference.fused_inputs import FusedInputs, Grid, Filled
 from attn_diag.reference.fused_products import (
     MOST_FEATURES,
     FusedRows,
@@ -100,7 +100,7 @@ class FusedHeads(FusedInputs):
         self._launch(
             forward_kernel, Grid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
             [self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask],
-            [Made(out, 1), Made(rows, 2), Made(places, 2)],
+            [Filled(out, 1), Filled(rows, 2), Filled(places, 2)],
             [length, self.k.shape[1], width, value_width, *self._reach],
         )  # fmt: skip
         row_max, row_sum, second, squares, bias = rows.unbind()
@@ -256,7 +256,7 @@ class FusedHeads(FusedInputs):
             rows_kernel, Grid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
             [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
              self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some])],
-            [Made(out, 2), Made(out if sums is None else sums, 2)],
+            [Filled(out, 2), Filled(out if sums is None else sums, 2)],
             [length, self.k.shape[1], width, value_width, x_width, *self._reach],
         )  # fmt: skip
         for one, found in zip(some, out, strict=True):
@@ -274,7 +274,7 @@ class FusedHeads(FusedInputs):
             Grid(k_length, tiling.block_n, count, -(-y.shape[2] // tiling.block_x), last_first=False), tiling,
             [self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
              self._owners, self._numbers, *self._mask, *self._row_numbers([numbers])],
-            [Made(out, 1)],
+            [Filled(out, 1)],
             [length, k_length, width, value_width, y.shape[2], *self._reach,
              self.head.masking.shift(length, k_length)],
         )  # fmt: skip
@@ -303,7 +303,7 @@ class FusedHeads(FusedInputs):
         self._launch(
             scores_kernel, Grid(most, tiling.block_m, count, 1), tiling,
             [self.q, self.k, at, above, self._positions, self._owners, self._numbers, *self._mask],
-            [Made(keys, 1), Made(scores, 1), Made(counts, 1)],
+            [Filled(keys, 1), Filled(scores, 1), Filled(counts, 1)],
             [length, self.k.shape[1], width, *self._reach, most, KEPT_SCORES],
         )  # fmt: skip
         keys, scores, counts = (t[heads, place] for t in (keys, scores, counts))

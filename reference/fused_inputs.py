@@ -42,7 +42,7 @@ def dealt_over(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Made:
+class Filled:
     """What a launch fills."""
 
     tensor: Tensor
@@ -152,7 +152,7 @@ class FusedInputs:
         return torch.empty(shape, dtype=torch.int32, device=self.q.device)
 
     def _launch(
-        self, kernel: object, grid: Grid, tiling: Tiling, inputs: Sequence[Tensor | int], made: Sequence[Made],
+        self, kernel: object, grid: Grid, tiling: Tiling, inputs: Sequence[Tensor | int], made: Sequence[Filled],
         numbers: Sequence[int],
     ) -> None:  # fmt: skip
         """Launch a kernel, which takes these in this order, dealt out where that is worth it."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from attn_diag.errors import InputError
 from attn_diag.printing import inert
+from attn_diag.results.wording import percent, times
 
 Values = npt.NDArray[np.float64]
 
@@ -240,8 +241,9 @@ def _of_measured(layers: Sequence[LayerCheck]) -> list[list[str]]:
         ranked = [(factors[h], name, h) for name, factors in known for h in np.flatnonzero(np.isfinite(factors))]
         if ranked:
             factor, name, head = max(ranked, key=lambda one: float(one[0]))
-            error = format(layer.values[f"{name}_error"][head], ".2%").replace("%", " %")
-            rows.append([str(layer.layer), str(head), name, error, format(factor, ".2f")])
+            rows.append(
+                [str(layer.layer), str(head), name, percent(layer.values[f"{name}_error"][head], ".2g"), times(factor)]
+            )
     return rows if len(rows) > 1 else []
 
 
@@ -263,11 +265,9 @@ def _of_judged(layers: Sequence[LayerCheck]) -> list[list[str]]:
             _, _, number, head, factor = max(ranked)
             name = errors[-number]
             found = [label for label, flag in JUDGED_FLAGS.items() if layer.values[flag][head]]
-            error = format(layer.values[name][head], ".2%").replace("%", " %")
-            beside = format(factor, ".2f") if math.isfinite(factor) else "-"
-            rows.append(
-                [str(layer.layer), str(head), name.removesuffix("_error"), error, beside, ", ".join(found) or "-"]
-            )
+            beside = times(factor) if math.isfinite(factor) else "-"
+            error, labels = percent(layer.values[name][head], ".2g"), ", ".join(found) or "-"
+            rows.append([str(layer.layer), str(head), name.removesuffix("_error"), error, beside, labels])
     return rows
 
 
