@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
-from attn_diag.reference.fused_inputs import FusedInputs, Grid, Filled
+from attn_diag.reference.fused_inputs import Filled, FusedInputs, LaunchGrid
 from attn_diag.reference.fused_products import (
     MOST_FEATURES,
     FusedRows,
@@ -98,7 +98,7 @@ class FusedHeads(FusedInputs):
         places = self._empty_integers(3, count, length)
         tiling = self._tiling("forward", value_width, details=self._details)
         self._launch(
-            forward_kernel, Grid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
+            forward_kernel, LaunchGrid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
             [self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask],
             [Filled(out, 1), Filled(rows, 2), Filled(places, 2)],
             [length, self.k.shape[1], width, value_width, *self._reach],
@@ -253,7 +253,7 @@ class FusedHeads(FusedInputs):
         out = self.q.new_empty(len(some), count, length, x_width)
         tiling = self._tiling("rows", x_width, *(one.weight for one in some), details=sums is not None, of_keys=of_keys)
         self._launch(
-            rows_kernel, Grid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
+            rows_kernel, LaunchGrid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
             [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
              self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some])],
             [Filled(out, 2), Filled(out if sums is None else sums, 2)],
@@ -271,7 +271,7 @@ class FusedHeads(FusedInputs):
         tiling = self._tiling("keys", y.shape[2], weight)
         self._launch(
             keys_kernel,
-            Grid(k_length, tiling.block_n, count, -(-y.shape[2] // tiling.block_x), last_first=False), tiling,
+            LaunchGrid(k_length, tiling.block_n, count, -(-y.shape[2] // tiling.block_x), last_first=False), tiling,
             [self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
              self._owners, self._numbers, *self._mask, *self._row_numbers([numbers])],
             [Filled(out, 1)],
@@ -301,7 +301,7 @@ class FusedHeads(FusedInputs):
         counts = self._empty_integers(count, most)
         tiling = self._tiling("scores", width)
         self._launch(
-            scores_kernel, Grid(most, tiling.block_m, count, 1), tiling,
+            scores_kernel, LaunchGrid(most, tiling.block_m, count, 1), tiling,
             [self.q, self.k, at, above, self._positions, self._owners, self._numbers, *self._mask],
             [Filled(keys, 1), Filled(scores, 1), Filled(counts, 1)],
             [length, self.k.shape[1], width, *self._reach, most, KEPT_SCORES],

@@ -52,7 +52,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Grid:
+class LaunchGrid:
     """Rows that the programs of a launch divide among themselves in blocks, and the rest of its grid."""
 
     rows: int
@@ -152,7 +152,7 @@ class FusedInputs:
         return torch.empty(shape, dtype=torch.int32, device=self.q.device)
 
     def _launch(
-        self, kernel: object, grid: Grid, tiling: Tiling, inputs: Sequence[Tensor | int], made: Sequence[Filled],
+        self, kernel: object, grid: LaunchGrid, tiling: Tiling, inputs: Sequence[Tensor | int], made: Sequence[Filled],
         numbers: Sequence[int],
     ) -> None:  # fmt: skip
         """Launch a kernel, which takes these in this order, dealt out where that is worth it."""
@@ -174,7 +174,7 @@ class FusedInputs:
                 out.index_copy_(dim, here, filled[id(out)].index_select(dim, there).to(own))
 
     def _run(
-        self, kernel: object, grid: Grid, blocks: range, tiling: Tiling, device: torch.device, *arguments: object
+        self, kernel: object, grid: LaunchGrid, blocks: range, tiling: Tiling, device: torch.device, *arguments: object
     ) -> None:
         """No fused multiply-adds but those of products: sums are what the bounds take them for."""
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": False}
