@@ -34,6 +34,24 @@ def test_everything_is_done_once_and_the_dear_ones_first() -> None:
     assert Ranks(3, 4).share([1.0]) == []
 
 
+def test_gpus_of_processes_without_a_capture_help_with_the_dearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [d.index for d in Ranks(0, 4).idle_devices([1.0, 5.0])] == [2, 3]
+    assert Ranks(1, 4).idle_devices([1.0, 5.0]) == Ranks(0, 4).idle_devices([1.0] * 4) == []
+    # Another machine's, and GPUs that this process does not see.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Ranks(0, 4).idle_devices([1.0]) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Ranks(0, 8).idle_devices([1.0]) == []
+
+
+def test_a_process_of_several_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="leave out --device, or torchrun"):
+        inspect_captures([drawn(0, 32)], device="cuda:all", ranks=Ranks(0, 2))
+
+
 def test_details_are_one_processs() -> None:
     with pytest.raises(InputError, match="details are made by one process"):
         inspect_captures([drawn(0, 32)], details=1, ranks=Ranks(0, 2))

@@ -219,9 +219,9 @@ def inspect_captures(
         raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
-    where, *others = devices = pick_devices(device)
+    where, *others = pick_devices(device)
     if others and ranks.count > 1:
-        raise InputError("each process of torchrun has one GPU: leave out the device, or torchrun")
+        raise InputError("each process of torchrun has a GPU of its own: leave out --device, or torchrun")
     chosen, skipped, told = list(captures), list(unreadable), list[str]()
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
@@ -242,7 +242,11 @@ def inspect_captures(
             jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
         except Exception as error:
             complain(capture.source, error)
-    places = ranks.share([job.head_count * job.capture.q_length * job.capture.k_length for job in jobs])
+    costs = [job.head_count * job.capture.q_length * job.capture.k_length for job in jobs]
+    places = ranks.share(costs)
+    if ranks.count > 1 and where.type == "cuda":
+        others = ranks.idle_devices(costs)
+    devices = [where, *others]
     everybodys, numbers = len(skipped), {id(jobs[place]): place for place in places}
     mine = [jobs[place] for place in places]
     for job in mine:

@@ -33,13 +33,22 @@ class Ranks:
 
     def share(self, costs: Sequence[float]) -> list[int]:
         """Which items this rank does: the dearest first, each to whom has least to do; the same on every rank."""
-        load, mine = [0.0] * self.count, []
+        return self._shares(costs)[self.rank]
+
+    def idle_devices(self, costs: Sequence[float]) -> list[torch.device]:
+        """The GPUs of ranks without an item, for rank 0, which has the dearest one; none of another machine's."""
+        local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.count)
+        if self.rank or not local or torch.cuda.device_count() < self.count:
+            return []
+        return [torch.device("cuda", rank) for rank, share in enumerate(self._shares(costs)) if not share]
+
+    def _shares(self, costs: Sequence[float]) -> list[list[int]]:
+        load, shares = [0.0] * self.count, [list[int]() for _ in range(self.count)]
         for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
             rank = load.index(min(load))
             load[rank] += costs[item]
-            if rank == self.rank:
-                mine.append(item)
-        return sorted(mine)
+            shares[rank].append(item)
+        return [sorted(share) for share in shares]
 
     def in_order(self, own: Sequence[_Item], places: Sequence[int]) -> list[_Item]:
         """The items of all ranks in the order of their ``places``, of which each rank gives its own."""
