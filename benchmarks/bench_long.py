@@ -2,9 +2,9 @@
 
     python benchmarks/bench_long.py [--lengths T …] [--alone T] [--json FILE]
 
-One causal head of D = 128 in BF16: O is that of ``attn_diag.attention``, dQ the true one rounded. Seconds of a warm call,
-and the most memory that was allocated on each GPU; up to ``--alone`` rows also on one GPU, whose document must be the
-same but for the device's name.
+One causal head of D = 128 in BF16: O is that of ``attn_diag.attention``, dQ the true one rounded. Seconds of a warm
+call, and the most memory that was allocated on each GPU; up to ``--alone`` rows also on one GPU, whose document must be
+the same but for the name of the device.
 """
 
 from __future__ import annotations
