@@ -171,6 +171,16 @@ def test_an_unpublished_mixture_of_roundings_is_described() -> None:
     assert recipe not in {replace(r, schedule=recipe.schedule, name=recipe.name) for r in families("bf16", 64)}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_plain_attention_of_widened_operands_is_known_by_its_single_rounding(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 150, 32, generator=generator).to(dtype) for _ in range(3))
+    scores = (q.float() @ k.float().mT * 0.2).masked_fill(torch.ones(150, 150, dtype=torch.bool).triu(1), -torch.inf)
+    o = (scores.softmax(-1) @ v.float()).to(dtype)
+    result = attn_diag.identify(q, k, v, o=o, causal=True, scale=0.2, device="cpu")
+    assert (result.outcome, result.best.roundings) == ("unnamed", "plain attention in fp32")
+
+
 def test_mixtures_are_no_presets_and_differ() -> None:
     found = mixtures("bf16", 64)
     assert len({r.name for r in found}) == len({replace(r, name="") for r in found}) <= 48

@@ -58,20 +58,27 @@ def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     return tuple(found.values())
 
 
+# What torch's autograd makes of softmax(Q K^T) V where q, k and v were widened before, and O and the gradients are
+# rounded back.
+_WIDENED: dict[str, Any] = {
+    "name": "plain attention in fp32", "summary": "operands widened to fp32, O and the gradients rounded once",
+    "exp": "exact", "probs": "fp32", "delta_from": "dp", "backward_probs": "fp32", "dscores": "fp32",
+    "alpha_in_backward": "before-cast", "schedule": Schedule(key_tile=_ALL_KEYS),
+}  # fmt: skip
 # Sites that some kernels keep in fp32 and others round, beside the scores.
 _OPTIONAL = ("row_max", "row_sum", "range_pv", "accumulator")
 
 
 @cache
 def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
-    """Every choice of what is rounded to ``fmt`` among scores (and S - m with them), maximum, row sum, PV of a range
-    and O's accumulator, all else as in FlashAttention-2; without those that a preset has."""
+    """Forwards that no preset has: plain attention of operands widened to fp32; and every choice of what is rounded to
+    ``fmt`` among scores (and S - m with them), maximum, row sum, PV of a range and O's accumulator, all else as fa2."""
     known = {_forward(FP32_ROW_SUM.apply(r)) for r in families(fmt, head_dim)}
     fa2 = preset("fa2", fmt, head_dim)
     before, after = (coarse_scores(fmt, alpha) for alpha in ("before-rounding", "after-rounding"))
     short = SITES["scores"].short
     scores: dict[str, dict[str, Any]] = {"": {}, short: before, f"{short} (also before alpha)": after}
-    found = []
+    found = [replace(fa2, **_WIDENED)]
     for (of_scores, fields_of_scores), choice in product(scores.items(), product((False, True), repeat=len(_OPTIONAL))):
         rounded = [site for site, chosen in zip(_OPTIONAL, choice, strict=True) if chosen]
         words = ", ".join(filter(None, (of_scores, *(SITES[site].short for site in rounded))))
