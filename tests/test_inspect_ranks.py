@@ -15,6 +15,7 @@ import attn_diag
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.errors import InputError
+from attn_diag.head.machine import pick_devices
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +47,23 @@ def test_gpus_of_processes_without_a_capture_help_with_the_dearest(monkeypatch: 
     assert Ranks(0, 8).idle_devices([1.0]) == []
 
 
+def test_gpus_of_one_kind_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index == 1 else (9, 0))
+    assert [d.index for d in pick_devices("cuda:all")] == [0, 2]
+    assert [d.index for d in pick_devices("cuda:2, cuda:0")] == [2, 0]
+    for wrong, words in (
+        ("cuda:0,cuda:1", "of one kind, got sm_90, sm_80"),
+        ("cuda:0,cuda:0", "once"),
+        ("cuda:3", "here: cuda:0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            pick_devices(wrong)
+
+
 def test_a_process_of_several_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(InputError, match="leave out --device, or torchrun"):
         inspect_captures([drawn(0, 32)], device="cuda:all", ranks=Ranks(0, 2))
 

@@ -25,19 +25,26 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_devices(name: str) -> list[torch.device]:
-    """As ``pick_device``; or GPUs by number, as in 'cuda:0,cuda:1', or all of them, 'cuda:all'.
+    """As ``pick_device``; or GPUs by number, as in 'cuda:0,cuda:1', or all that are as the first, 'cuda:all'.
 
     Raises:
-        InputError: One of them is not there, or is named twice.
+        InputError: One of them is not there, is named twice, or is of another kind than the first.
     """
     if not name.startswith("cuda:"):
         return [pick_device(name)]
     known = {f"cuda:{i}": torch.device("cuda", i) for i in range(torch.cuda.device_count())}
-    names = list(known) if name == "cuda:all" else [part.strip() for part in name.split(",")]
     if not known:
         raise InputError("no CUDA device is available; use --device cpu")
+    names = list(known) if name == "cuda:all" else [part.strip() for part in name.split(",")]
     if not set(names) <= known.keys() or len(set(names)) < len(names):
         raise InputError(f"device {name!r}: expected GPUs as in cuda:0,cuda:1, each once; here: {', '.join(known)}")
+    kinds = [torch.cuda.get_device_capability(known[one]) for one in names]
+    if name == "cuda:all":
+        names = [one for one, kind in zip(names, kinds, strict=True) if kind == kinds[0]]
+    elif len(set(kinds)) > 1:
+        raise InputError(
+            f"device {name!r}: expected GPUs of one kind, got sm_{', sm_'.join(f'{a}{b}' for a, b in kinds)}"
+        )
     return [known[one] for one in names]
 
 
