@@ -89,17 +89,30 @@ def parts_of(frame: FrameType | None) -> Iterator[str]:
         yield frame.f_code.co_name
 
 
-def launch(_heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, *arguments: Any) -> None:
+def launch(
+    _heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, given: Any, made: Any, _numbers: object
+) -> None:
     """What a kernel of ``triton_attention`` stores, by plain products."""
     with _disable_current_modes():
-        name, (q, k, v) = kernel.fn.__name__, arguments[:3]
-        forward = name == "forward_kernel"
-        owners, numbers = arguments[{"forward_kernel": 4, "rows_kernel": 7, "keys_kernel": 6}[name] :][:2]
+        name, (q, k), filled = kernel.fn.__name__, given[:2], [one.tensor for one in made]
+        at = {"forward_kernel": 4, "scores_kernel": 5, "rows_kernel": 7, "keys_kernel": 8}[name]
+        owners, numbers = given[at : at + 2]
         hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
         for h, owner in enumerate(owners.tolist()):
             scores = (q[h] @ k[owner].T * float(numbers[0])).masked_fill_(hidden, -torch.inf)
-            if forward:
-                out, rows, places = arguments[9:12]
+            if name == "scores_kernel":
+                rows = given[2][h][given[2][h] < q.shape[1]]
+                above = scores[rows] > given[3][h, : len(rows), None]
+                filled[2][h, : len(rows)] = above.sum(1)
+                number, key = above.nonzero(as_tuple=True)
+                slot = (above.cumsum(1) - 1)[number, key]
+                few = slot < filled[0].shape[2]
+                filled[0][h, number[few], slot[few]] = key[few].int()
+                filled[1][h, number[few], slot[few]] = scores[rows][number, key][few]
+                continue
+            v = given[2]
+            if name == "forward_kernel":
+                out, rows, places = filled
                 row_max, top_key = scores.max(1)
                 probs = torch.exp(scores - row_max[:, None])
                 out[h] = probs @ v[owner]
@@ -108,20 +121,17 @@ def launch(_heads: FusedHeads, kernel: Any, _grid: object, tiling: Tiling, *argu
                 sums = probs.sum(1), second, probs.square().sum(1), torch.zeros_like(row_max)
                 rows[:, h] = torch.stack([row_max, *sums])
                 continue
-            if name == "rows_kernel":
-                row_max, delta, numbers_of, out = arguments[12:16]
-                factors = arguments[4:6]
-            else:
-                (row_max, delta, numbers_of), out, factors = arguments[11:14], arguments[14][None], arguments[4:5]
-            probs, do = torch.exp(scores - row_max[h][:, None]), arguments[3][h]
+            row_max, delta, numbers_of = given[-3:]
+            factors, out = given[4 : at - 1], filled[0]
+            probs, do = torch.exp(scores - row_max[h][:, None]), given[3][h]
             centred, numbers_of = do @ v[owner].T - delta[h][:, None], numbers_of.view(-1, 3, *row_max.shape)
             for i, chosen in enumerate(tiling.weights):
                 a, b, c = numbers_of[i, :, h, :, None].unbind()
                 weight = weight_of(probs, centred, a, b, c, chosen, float(numbers[0]))
-                x = factors[min(i, 1)] if name == "rows_kernel" else factors[0]
+                x = factors[min(i, len(factors) - 1)]
                 out[i, h] = weight @ x[owner] if name == "rows_kernel" else weight.T @ x[h]
                 if tiling.details and chosen.name == "dscores":
-                    arguments[16][:, h] = torch.stack([weight.sum(1), weight.square().sum(1)])
+                    filled[1][:, h] = torch.stack([weight.sum(1), weight.square().sum(1)])
 
 
 def weight_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -22,9 +22,11 @@ from attn_diag.reference.fused_products import (
     MOST_FEATURES,
     FusedRows,
     HighScores,
+    KeyProduct,
     RowProduct,
     TileProduct,
     TileWeight,
+    key_launches,
     launches,
 )
 
@@ -76,6 +78,7 @@ class FusedHeads(FusedInputs):
         super().__init__(heads)
         self._details = details
         self._asked: list[RowProduct] = []
+        self._asked_keys: list[KeyProduct] = []
 
     @property
     def sum_keys(self) -> tuple[int, int]:
@@ -109,19 +112,18 @@ class FusedHeads(FusedInputs):
         top_key, visible, rises = places.long().unbind()
         return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
 
-    def compile_ahead(self, products: Iterable[TileProduct]) -> None:
-        """Compile the forward and these products together, where that is still to be done: most of it is ptxas, a
-        process apart. What cannot be compiled is met again by whoever computes it."""
-        products = list(products)
-        key = (self.q.shape[1:], self.k.shape[1:], self.v.shape, str(self._tiling("forward", 1)), *products)
+    def compile_ahead(self, launches: Sequence[Sequence[TileProduct]]) -> None:
+        """Compile the forward and these products, each sequence asked for at once, where that is still to be done: most
+        of it is ptxas, a process apart. What cannot be compiled is met again by whoever computes it."""
+        key = (self.q.shape[1:], self.k.shape[1:], self.v.shape, str(self._tiling("forward", 1)), str(launches))
         mode = None if key in _COMPILED or not self.q.is_cuda else _async_mode()
         if mode is None:
             return
         _COMPILED.add(key)
         with ThreadPoolExecutor() as pool, mode(pool, ignore_errors=True):
-            self._rehearse(products)
+            self._rehearse(launches)
 
-    def _rehearse(self, products: Iterable[TileProduct]) -> None:
+    def _rehearse(self, launches: Sequence[Sequence[TileProduct]]) -> None:
         """Go through the forward and these products without launching anything."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
         self._ahead = True
@@ -129,14 +131,16 @@ class FusedHeads(FusedInputs):
             self._forward()
             one = self.head.positions.new_zeros(1)
             self.scores_above(self.q.new_zeros(1), one, one)
-            for way, weight, of, summed in products:
-                if way == "keys":
-                    x = tensors[of]
-                    assert x is not None
-                    self.keys(weight, x)
-                else:
-                    self.ask(weight, tensors.get(of), sums=self.q.new_empty(2, *self.q.shape[:2]) if summed else None)
-            self._make()
+            for products in launches:
+                for way, weight, of, summed in products:
+                    x = tensors.get(of)
+                    if way == "keys":
+                        assert x is not None
+                        self.ask_keys(weight, x)
+                    else:
+                        self.ask(weight, x, sums=self.q.new_empty(2, *self.q.shape[:2]) if summed else None)
+                self._make()
+                self._make_keys()
         finally:
             self._ahead = False
 
@@ -174,6 +178,18 @@ class FusedHeads(FusedInputs):
         """Ask for what dQ and ``products`` are made of, so that it is made with what else is asked for."""
         if self.do is not None:
             _ = self._dscores, self._sloped
+
+    def ask_key_gradients(self) -> None:
+        """Ask for dK and dV, so that they are made with what else is asked for of keys."""
+        if self.do is not None:
+            _ = self._key_gradients
+
+    @cached_property
+    def _key_gradients(self) -> tuple[KeyProduct, KeyProduct]:
+        """dK and dV."""
+        assert self.do is not None
+        q, do = self.q * (self.inverse * self.head.scale)[..., None], self.do * self.inverse[..., None]
+        return self.ask_keys(TileWeight("dscores"), q), self.ask_keys(TileWeight("probs"), do)
 
     @cached_property
     def _dscores(self) -> RowProduct:
@@ -263,22 +279,44 @@ class FusedHeads(FusedInputs):
             one.found = found
 
     def keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor) -> Tensor:
-        """W^T Y, [H, Tk, Dy], of ``y`` [H, Tq, Dy] float64; the rest as for ``rows``."""
+        """W^T Y, [H, Tk, Dy]; the arguments as of ``ask_keys``."""
+        return self.take_keys(self.ask_keys(weight, y, *numbers))
+
+    def ask_keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor) -> KeyProduct:
+        """Ask for W^T Y, of ``y`` [H, Tq, Dy] float64: as ``ask``."""
+        self._asked_keys.append(KeyProduct(weight, y, numbers))
+        return self._asked_keys[-1]
+
+    def take_keys(self, product: KeyProduct) -> Tensor:
+        """What was asked for."""
+        if product.found is None:
+            self._make_keys()
+        assert product.found is not None
+        return product.found
+
+    def _make_keys(self) -> None:
+        """Make what was asked for of keys."""
         from attn_diag.reference.triton_attention import keys_kernel
 
+        asked, self._asked_keys = self._asked_keys, []
         (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
-        out = self.q.new_empty(count, k_length, y.shape[2])
-        tiling = self._tiling("keys", y.shape[2], weight)
-        self._launch(
-            keys_kernel,
-            LaunchGrid(k_length, tiling.block_n, count, -(-y.shape[2] // tiling.block_x), last_first=False), tiling,
-            [self.q, self.k, self.v, self.q if self.do is None else self.do, y.contiguous(), self._positions,
-             self._owners, self._numbers, *self._mask, *self._row_numbers([numbers])],
-            [Filled(out, 1)],
-            [length, k_length, width, value_width, y.shape[2], *self._reach,
-             self.head.masking.shift(length, k_length)],
-        )  # fmt: skip
-        return out
+        for some in key_launches(asked, width, value_width):
+            factors = [one.y.contiguous() for one in some]
+            y_width, third = factors[0].shape[2], factors[2:] or factors[:1]
+            out = self.q.new_empty(len(some), count, k_length, y_width)
+            tiling = self._tiling("keys", y_width, *(one.weight for one in some))
+            self._launch(
+                keys_kernel,
+                LaunchGrid(k_length, tiling.block_n, count, -(-y_width // tiling.block_x), last_first=False), tiling,
+                [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], (factors * 2)[1], *third,
+                 self._positions, self._owners, self._numbers, *self._mask,
+                 *self._row_numbers([one.numbers for one in some])],
+                [Filled(out, 2)],
+                [length, k_length, width, value_width, y_width, *self._reach,
+                 self.head.masking.shift(length, k_length)],
+            )  # fmt: skip
+            for one, found in zip(some, out, strict=True):
+                one.found = found
 
     def scores_above(self, thresholds: Tensor, heads: Tensor, rows: Tensor) -> HighScores:
         """The scores of some rows above a threshold of each.
@@ -315,8 +353,7 @@ class FusedHeads(FusedInputs):
         if self.do is not None:
             dq = self._gradient[0]
             if key_gradients:
-                dk = self.keys(TileWeight("dscores"), self.q * (self.inverse * self.head.scale)[..., None])
-                dv = self.keys(TileWeight("probs"), self.do * self.inverse[..., None])
+                dk, dv = (self.take_keys(one) for one in self._key_gradients)
 
         def of(tensor: Tensor | None, i: int) -> Tensor | None:
             return None if tensor is None else tensor[i]

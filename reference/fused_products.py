@@ -18,6 +18,8 @@ Cast = Literal["none", "bf16", "fp16"]
 MOST_FEATURES = 128
 # So many sums of a tile of query rows fit into registers: of k, whose tile is there already, and of other factors.
 _OF_KEYS, _OF_OTHERS = 3, 2
+# Of a tile of keys.
+_OF_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class TileWeight:
     """The format of its cast."""
     alpha_first: bool = False
     """Whether alpha dS is cast instead of dS."""
+
+    @property
+    def needs_dprobs(self) -> bool:
+        """Whether it is made of dP."""
+        return self.name.startswith("dscores")
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,20 @@ class HighScores(NamedTuple):
     """The keys of the first of them, ascending, int32 [N, kept]; without meaning from ``counts`` on."""
     scores: Tensor
     """Their scores, float64 [N, kept]."""
+
+
+@dataclass(eq=False)
+class KeyProduct:
+    """W^T Y over tiles of keys, as ``RowProduct``."""
+
+    weight: TileWeight
+    """W."""
+    y: Tensor
+    """Y, [H, Tq, Dy]."""
+    numbers: tuple[Tensor, ...] = ()
+    """a, b and c of W, [H, Tq] each, as far as W has them."""
+    found: Tensor | None = None
+    """W^T Y, [H, Tk, Dy], once it is made."""
 
 
 class TileProduct(NamedTuple):
@@ -116,3 +137,15 @@ def launches(asked: Sequence[RowProduct], width: int, value_width: int) -> Itera
     for x_width, some in alike.items():
         many = _OF_KEYS if x_width is None else _OF_OTHERS
         yield from (some[start : start + many] for start in range(0, len(some), many))
+
+
+def key_launches(asked: Sequence[KeyProduct], width: int, value_width: int) -> Iterator[list[KeyProduct]]:
+    """As ``launches``, of products of keys: those that need dP first, and others where they leave room."""
+    if max(width, value_width) > MOST_FEATURES:
+        yield from ([one] for one in asked)
+        return
+    alike: dict[int, list[KeyProduct]] = {}
+    for one in sorted(asked, key=lambda one: not one.weight.needs_dprobs):
+        alike.setdefault(one.y.shape[2], []).append(one)
+    for some in alike.values():
+        yield from (some[start : start + _OF_ROWS] for start in range(0, len(some), _OF_ROWS))

@@ -16,7 +16,7 @@ Where m does not rise the factor is 1 and rounds nothing; how often it rises is 
     rows   W X      one tile of query rows against tiles of keys
     keys   W^T Y    one tile of keys against tiles of query rows
 
-(one launch of the first makes up to three products, of one S and one dP); ``scores_kernel`` looks at some rows again.
+(one launch makes up to three products, of one S and one dP); ``scores_kernel`` looks at some rows again.
 
 with a WEIGHT W of, by name (a, b, c: numbers by query row; slope: 1 - (S/c)^2 of a softcap c, else 1)
 
@@ -213,11 +213,14 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["first_block", "step"])
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, y_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    q_ptr, k_ptr, v_ptr, do_ptr, y_ptr, y1_ptr, y2_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
     m_ptr, delta_ptr, rows_ptr, out_ptr,
     q_length, k_length, width, value_width, y_width, left, right, shift, first_block, step, G: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [H, Tk, Dy] = W^T Y, ``y`` [H, Tq, Dy]; the rest as in ``rows_kernel``, of one weight."""
+    """``out`` [W, H, Tk, Dy]: W^T Y of up to three weights, each with a Y [H, Tq, Dy] of its own.
+
+    The rest as in ``rows_kernel``.
+    """
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_X: tl.constexpr = G.block_x
     block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -225,6 +228,8 @@ def keys_kernel(
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
     y_ptr += h.to(tl.int64) * q_length * y_width
+    y1_ptr += h.to(tl.int64) * q_length * y_width
+    y2_ptr += h.to(tl.int64) * q_length * y_width
     k_ptr += owner * k_length * width
     v_ptr += owner * k_length * value_width
     keys = block * G.block_n + tl.arange(0, G.block_n)
@@ -241,6 +246,7 @@ def keys_kernel(
         last = tl.minimum((block + 1) * G.block_n, k_length) - 1
         stop = tl.minimum(tl.maximum(last + left - shift + 1, 0), q_length)
     acc = tl.zeros([BLOCK_N, BLOCK_X], tl.float64)
+    acc1, acc2 = acc, acc
     for tile in tl.range(begin, tl.cdiv(stop, G.block_m), num_stages=G.stages):
         at = tile * G.block_m + tl.arange(0, G.block_m)
         here = at < q_length
@@ -250,20 +256,38 @@ def keys_kernel(
         s, slope, _ = tile_scores(dots, at[None, :], position[None, :], keys[:, None], numbers,
                            (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
         m = tl.load(m_ptr + row, mask=here, other=float("inf"))
-        a, b, c = row_numbers(rows_ptr + row, plane, here)
         p = tl.exp(s - m[None, :])
         centred = p
         if G.needs_dprobs:
             centred, _ = row_products(v, v_ptr, keys, k_length, do_ptr, at, q_length, value_width, G.block_v, G.parts_v)
             centred = centred - tl.load(delta_ptr + row, mask=here, other=0.0)[None, :]
+        a, b, c = row_numbers(rows_ptr + row, plane, here)
         w = tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :],
                         tl.constexpr(G.first.name), tl.constexpr(G.first.cast),
                         tl.constexpr(G.first.alpha_first), G)  # fmt: skip
         acc = tl.dot(w, load_rows(y_ptr, at, q_length, y_width, part, G.block_x), acc, out_dtype=tl.float64)
+        if G.count > 1:
+            a, b, c = row_numbers(rows_ptr + 3 * plane + row, plane, here)
+            w = tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :],
+                            tl.constexpr(G.second.name), tl.constexpr(G.second.cast),
+                            tl.constexpr(G.second.alpha_first), G)  # fmt: skip
+            acc1 = tl.dot(w, load_rows(y1_ptr, at, q_length, y_width, part, G.block_x), acc1, out_dtype=tl.float64)
+        if G.count > 2:
+            a, b, c = row_numbers(rows_ptr + 6 * plane + row, plane, here)
+            w = tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :],
+                            tl.constexpr(G.third.name), tl.constexpr(G.third.cast),
+                            tl.constexpr(G.third.alpha_first), G)  # fmt: skip
+            acc2 = tl.dot(w, load_rows(y2_ptr, at, q_length, y_width, part, G.block_x), acc2, out_dtype=tl.float64)
     features = part * G.block_x + tl.arange(0, G.block_x)
     inside = (keys < k_length)[:, None] & (features < y_width)[None, :]
     row = h.to(tl.int64) * k_length + keys
-    tl.store(out_ptr + row[:, None] * y_width + features[None, :], acc, mask=inside)
+    out_ptr += row[:, None] * y_width + features[None, :]
+    plane = tl.num_programs(1).to(tl.int64) * k_length * y_width
+    tl.store(out_ptr, acc, mask=inside)
+    if G.count > 1:
+        tl.store(out_ptr + plane, acc1, mask=inside)
+    if G.count > 2:
+        tl.store(out_ptr + 2 * plane, acc2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "first_block", "step"])

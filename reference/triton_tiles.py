@@ -89,7 +89,7 @@ class Tiling:
     @property
     def needs_dprobs(self) -> bool:
         """Whether a W is made of dP."""
-        return any(weight.name.startswith("dscores") for weight in self.weights)
+        return any(weight.needs_dprobs for weight in self.weights)
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def test_all_that_is_launched_is_compiled_ahead(device: str, monkeypatch: pytest
     monkeypatch.setattr(FusedHeads, "_launch", seen)
     monkeypatch.setattr(FusedHeads, "compile_ahead", FusedHeads._rehearse)
     inspect_captures([capture(scale=0.3)], device=device)
-    assert len(launched) > 10
+    assert len(launched) > 8
     assert launched <= compiled
 
 

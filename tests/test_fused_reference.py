@@ -245,7 +245,7 @@ def test_products_are_those_of_dense_weights(name: str, weight: Weight, alpha_fi
 
 @pytest.mark.parametrize("widths", [(16, 16), (24, 40), (80, 80), (160, 24)])
 def test_products_made_together_are_those_made_alone(widths: tuple[int, int], device: str) -> None:
-    """Two launches at most of one width, however many there are; features in parts are taken one by one."""
+    """Of query rows and of keys; features in parts are taken one by one."""
     width, value_width = widths
     head = make_head(Case(70, 90, width, Masking("bottom-right")))
     v, do = (torch.randn(n, value_width, dtype=torch.float64) for n in (90, 70))
@@ -262,6 +262,16 @@ def test_products_made_together_are_those_made_alone(widths: tuple[int, int], de
     for one, (weight, x, numbers) in zip(together, asked, strict=True):
         assert torch.equal(fused.take(one), alone.rows(weight, x, *numbers)), weight
     assert not torch.equal(fused.take(together[4]), fused.take(together[5]))
+    do, q2, do2 = fused.do, fused.q.square(), some(fused.do).square()
+    of_keys: list[tuple[TileWeight, Tensor, list[Tensor]]] = [
+        (TileWeight("probs"), some(do), []), (TileWeight("dscores"), fused.q, []),
+        (TileWeight("dscores_squared"), q2, [b, c, a]), (TileWeight("probs_squared"), do2, [a, b]),
+        (TileWeight("dscores_cast", "bf16"), fused.q, [a, b]), (TileWeight("sloped"), 2 * fused.q, []),
+        (TileWeight("dscores"), -fused.q, []),
+    ]  # fmt: skip
+    products = [fused.ask_keys(weight, y, *numbers) for weight, y, numbers in of_keys]
+    for product, (weight, y, numbers) in zip(products, of_keys, strict=True):
+        assert torch.equal(fused.take_keys(product), alone.keys(weight, y, *numbers)), weight
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])

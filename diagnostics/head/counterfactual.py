@@ -33,7 +33,7 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.reference.fused import FusedHeads
-from attn_diag.reference.fused_products import TileWeight
+from attn_diag.reference.fused_products import KeyProduct, TileWeight
 from attn_diag.reference.heads import stacked
 
 RECIPE = "fa2"
@@ -325,7 +325,7 @@ def together(alike: Tensor, visible: Tensor) -> Tensor:
     return counts[:, alike]
 
 
-def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callable[[], None]:
+def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callable[[], Callable[[], None]]:
     """Ask the kernels for what every head's collector gathers of blocks; the formulas are those of ``add``.
 
     Args:
@@ -333,7 +333,7 @@ def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callab
         fused: The heads.
 
     Returns:
-        What lets the collectors take it.
+        What takes that of query rows and asks for that of keys; it returns what lets the collectors take all.
     """
     first, inverse, found = collectors[0], fused.inverse, fused.forward
     scores = _FP32_SCORE * found.row_max.masked_fill(found.row_max == -torch.inf, 0.0)
@@ -346,23 +346,28 @@ def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callab
     if fused.do is not None:
         of_dq = fused.ask(dscores_squared, fused.k.square(), relative, least, torch.zeros_like(least))
 
-    def take() -> None:
+    def take() -> Callable[[], None]:
         out = fused.take(of_out)
         out += ulp(fused.out, first.out).square() / 12
         variance = {"row_sum": found.squares * square * first._relative, "o": out}
-        by_delta = torch.zeros_like(inverse)
+        by_delta, of_keys = torch.zeros_like(inverse), dict[str, KeyProduct]()
         if fused.do is not None and fused.probs_k is not None and of_dq is not None:
             do2, scale2 = fused.do.square(), first.head.scale**2
             delta, through = (do2 * out).sum(2), fused.probs_k
             variance |= {"delta": delta, "dq": (fused.take(of_dq) + delta[..., None] * through.square()) * scale2}
             if first.want_keys:
                 q2 = fused.q.square() * scale2
-                variance["dk"] = fused.keys(dscores_squared, q2, relative, least, square * delta)
-                variance["dv"] = fused.keys(probs_squared, do2, relative, smallest)
+                of_keys["dk"] = fused.ask_keys(dscores_squared, q2, relative, least, square * delta)
+                of_keys["dv"] = fused.ask_keys(probs_squared, do2, relative, smallest)
                 by_delta = fused.sloped_squares * square * delta * q2.sum(2)
-        for i, collector in enumerate(collectors):
-            collector.variance = {name: values[i] for name, values in variance.items()}
-            collector.by_delta = by_delta[i]
+
+        def finish() -> None:
+            every = variance | {name: fused.take_keys(one) for name, one in of_keys.items()}
+            for i, collector in enumerate(collectors):
+                collector.variance = {name: values[i] for name, values in every.items()}
+                collector.by_delta = by_delta[i]
+
+        return finish
 
     return take
 

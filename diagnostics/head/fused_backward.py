@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from attn_diag.head.propagation import BackwardCollector
 from attn_diag.reference.fused import FusedHeads
-from attn_diag.reference.fused_products import Cast, RowProduct, TileWeight
+from attn_diag.reference.fused_products import Cast, KeyProduct, RowProduct, TileWeight
 
 # From so many scores of a head on a few of its rows tell which cast a kernel makes, before all of them are computed.
 _LONG, _LOOKED_AT = 2**28, 64
 
 
-def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> Callable[[], None]:
+def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> Callable[[], Callable[[], None]]:
     """Ask the kernels for what every head's collector gathers of blocks; the formulas are those of ``add``.
 
     Args:
@@ -23,7 +24,7 @@ def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> 
         fused: The heads.
 
     Returns:
-        What lets the collectors take it.
+        What takes that of query rows and asks for that of keys; it returns what lets the collectors take all.
     """
     first, inverse = collectors[0], fused.inverse
     errors = [c.errors for c in collectors]
@@ -48,8 +49,8 @@ def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> 
             for alpha_first in tried
         }
 
-    def take() -> None:
-        found = _of_errors(first, fused, delta_error, lse_error)
+    def take() -> Callable[[], None]:
+        found = dict[str, Tensor]()
         both = {alpha_first: fused.take(product) for alpha_first, product in asked.items()}
         chosen = [
             _casts_alpha(e.dq, both[False][i], both[True][i]) if order is None else order
@@ -57,34 +58,45 @@ def ask_backward(collectors: Sequence[BackwardCollector], fused: FusedHeads) -> 
         ]
         if both:
             found["dq_cast"] = _chosen(both, chosen)
+        casts, of_keys = dict[bool, KeyProduct](), dict[str, list[KeyProduct]]()
         if first.wanted["dk_cast"] and fused.do is not None:
-            of_keys = {
-                alpha_first: fused.keys(TileWeight("dscores_cast", cast, alpha_first), fused.q, factor, delta_error)
-                for alpha_first in set(chosen)
+            casts = {
+                alpha_first: fused.ask_keys(TileWeight("dscores_cast", cast, alpha_first), fused.q, factor, delta_error)
+                for alpha_first in sorted(set(chosen))
             }
-            found["dk_cast"] = _chosen(of_keys, chosen)
-            found["dv_cast"] = fused.keys(TileWeight("probs_cast", cast), fused.do, factor)
-        for i, collector in enumerate(collectors):
-            for name, values in found.items():
-                setattr(collector, name, values[i])
+            of_keys["dv_cast"] = [fused.ask_keys(TileWeight("probs_cast", cast), fused.do, factor)]
+        of_keys |= _ask_of_errors(first, fused, delta_error, lse_error)
+
+        def finish() -> None:
+            if casts:
+                found["dk_cast"] = _chosen({order: fused.take_keys(one) for order, one in casts.items()}, chosen)
+            for name, products in of_keys.items():
+                found[name] = reduce(torch.add, map(fused.take_keys, products))
+            for i, collector in enumerate(collectors):
+                for name, values in found.items():
+                    setattr(collector, name, values[i])
+
+        return finish
 
     return take
 
 
-def _of_errors(
+def _ask_of_errors(
     first: BackwardCollector, fused: FusedHeads, delta_error: Tensor, lse_error: Tensor | None
-) -> dict[str, Tensor]:
-    """What the errors of delta and LSE, [H, Tq], make of dK and dV, by name, as far as it is wanted."""
+) -> dict[str, list[KeyProduct]]:
+    """Ask for what the errors of delta and LSE, [H, Tq], make of dK and dV: by name summands, as far as wanted."""
     assert fused.do is not None
-    scaled_q, found = fused.q * first.head.scale, dict[str, Tensor]()
+    scaled_q, found = fused.q * first.head.scale, dict[str, list[KeyProduct]]()
     dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
     if first.wanted["dk_delta"]:
-        found["dk_delta"] = -fused.keys(sloped, scaled_q * (delta_error * fused.inverse)[..., None])
+        found["dk_delta"] = [fused.ask_keys(sloped, scaled_q * (-delta_error * fused.inverse)[..., None])]
     if first.wanted["dk_lse"] and lse_error is not None:
         moved = (torch.expm1(-lse_error) * fused.inverse)[..., None]
-        found["dk_lse"] = fused.keys(dscores, scaled_q * moved)
-        found["dk_lse"] -= fused.keys(sloped, scaled_q * (moved * delta_error[..., None]))
-        found["dv_lse"] = fused.keys(probs, fused.do * moved)
+        found["dk_lse"] = [
+            fused.ask_keys(dscores, scaled_q * moved),
+            fused.ask_keys(sloped, scaled_q * (moved * -delta_error[..., None])),
+        ]
+        found["dv_lse"] = [fused.ask_keys(probs, fused.do * moved)]
     return found
 
 

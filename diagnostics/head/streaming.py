@@ -268,8 +268,10 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
         fused.ask_gradient()
         StreamedHead.follow(passes, fused)
         take_backward = [ask_backward([one.backward[name] for one in passes], fused) for name in passes[0].backward]
+        if passes[0].want_keys:
+            fused.ask_key_gradients()
+        rest = [take() for take in (take_noise, *take_backward)]
         references = fused.references(key_gradients=passes[0].want_keys)
-        take_noise()
         others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
         for other in others:
             other.beside = others
@@ -277,31 +279,37 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
             take_maxima([one._collectors[name] for one in passes], fused)
         BoundCollector.take([one.collected for one in passes], fused)
         StreamedHead.take(passes, fused, references)
-        for take in take_backward:
-            take()
+        for finish in rest:
+            finish()
 
 
-def _products(passed: StreamedHead) -> list[TileProduct]:
-    """The products that a head, and those like it, take of the kernels, in the order in which they are asked for."""
-    dscores, sloped, probs_squared = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs_squared")
-    dscores_squared = TileWeight("dscores_squared")
-    found = [TileProduct("rows", probs_squared, "v")]
+def _products(passed: StreamedHead) -> list[list[TileProduct]]:
+    """The products that a head, and those like it, take of the kernels, in the order in which they are asked for: those
+    of query rows at once, then those of keys, once for each order of cast and alpha that may be met."""
+    dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
+    probs_squared, dscores_squared = TileWeight("probs_squared"), TileWeight("dscores_squared")
+    rows = [TileProduct("rows", probs_squared, "v")]
     if passed.inputs.head.do is None:
-        return found
-    found += [TileProduct("rows", dscores_squared, "k")]
-    found += [TileProduct("rows", dscores, "keys", summed=True), TileProduct("rows", sloped, "keys")]
-    fed = any({"o", "delta"} & seen.outputs.keys() for seen in passed.observed)
+        return [rows]
+    rows += [TileProduct("rows", dscores_squared, "k")]
+    rows += [TileProduct("rows", dscores, "keys", summed=True), TileProduct("rows", sloped, "keys")]
+    fed = [seen for seen in passed.observed if {"o", "delta"} & seen.outputs.keys()]
     cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"
     orders = (False,) if math.frexp(passed.inputs.head.scale)[0] == 0.5 else (False, True)
     casts = [TileWeight("dscores_cast", cast, first) for first in orders]
-    if fed and any("dq" in seen.outputs or seen.want_keys for seen in passed.observed):
-        found += [TileProduct("rows", one, "keys") for one in casts]
-    if passed.want_keys:
-        found += [TileProduct("keys", dscores, "q"), TileProduct("keys", TileWeight("probs"), "do")]
-        found += [TileProduct("keys", dscores_squared, "q"), TileProduct("keys", probs_squared, "do")]
-        if fed:
-            found += [TileProduct("keys", sloped, "q"), TileProduct("keys", TileWeight("probs_cast", cast), "do")]
-            found += [TileProduct("keys", one, "q") for one in casts]
+    for seen in fed:
+        if "dq" in seen.outputs or seen.want_keys:
+            rows += [TileProduct("rows", one, "keys") for one in casts]
+    if not passed.want_keys:
+        return [rows]
+    found = [rows]
+    for of_dscores in casts:
+        keys = [(dscores, "q"), (probs, "do"), (dscores_squared, "q"), (probs_squared, "do")]
+        for seen in fed:
+            keys += [(of_dscores, "q"), (TileWeight("probs_cast", cast), "do"), (sloped, "q")] if seen.want_keys else []
+            if seen.want_keys and ("lse" in seen.outputs or seen.assumed_lse is not None):
+                keys += [(dscores, "q"), (sloped, "q"), (probs, "do")]
+        found.append([TileProduct("keys", weight, of) for weight, of in keys])
     return found
 
 
