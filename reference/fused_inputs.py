@@ -132,7 +132,8 @@ class FusedInputs:
 
         masking = self.head.masking
         left, right = masking.reach
-        chosen = tiling_of(kernel, self.q.shape[2], self.v.shape[2], x_width, of_keys=of_keys)
+        widths = self.q.shape[2], self.v.shape[2], x_width
+        chosen = tiling_of(kernel, *widths, of_keys=of_keys, count=len(weights))
         return replace(
             chosen,
             left=left is not None,

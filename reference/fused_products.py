@@ -16,10 +16,12 @@ Cast = Literal["none", "bf16", "fp16"]
 
 # More features than that are taken in parts.
 MOST_FEATURES = 128
-# So many sums of a tile of query rows fit into registers: of k, whose tile is there already, and of other factors.
+# Measured on an H100: so many sums of a tile of query rows fit into registers, of k, whose tile is there already, and
+# of other factors.
 _OF_KEYS, _OF_OTHERS = 3, 2
-# Of a tile of keys.
-_OF_ROWS = 3
+# So many sums of a tile of keys take less time together than alone: of those with dP; of those without, of up to
+# ``_NARROW`` features, and of more.
+_WITH_DPROBS, _WITHOUT, _NARROW, _WITHOUT_WIDE = 2, 3, 64, 1
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,12 @@ def launches(asked: Sequence[RowProduct], width: int, value_width: int) -> Itera
 
 
 def key_launches(asked: Sequence[KeyProduct], width: int, value_width: int) -> Iterator[list[KeyProduct]]:
-    """As ``launches``, of products of keys: those that need dP first, and others where they leave room."""
-    if max(width, value_width) > MOST_FEATURES:
-        yield from ([one] for one in asked)
-        return
-    alike: dict[int, list[KeyProduct]] = {}
-    for one in sorted(asked, key=lambda one: not one.weight.needs_dprobs):
-        alike.setdefault(one.y.shape[2], []).append(one)
-    for some in alike.values():
-        yield from (some[start : start + _OF_ROWS] for start in range(0, len(some), _OF_ROWS))
+    """As ``launches``, of products of keys."""
+    widest = max(width, value_width)
+    without = _WITHOUT if widest <= _NARROW else _WITHOUT_WIDE
+    alike: dict[tuple[int, bool], list[KeyProduct]] = {}
+    for one in asked:
+        alike.setdefault((one.y.shape[2], one.weight.needs_dprobs), []).append(one)
+    for (_, needs_dprobs), some in alike.items():
+        many = 1 if widest > MOST_FEATURES else _WITH_DPROBS if needs_dprobs else without
+        yield from (some[start : start + many] for start in range(0, len(some), many))

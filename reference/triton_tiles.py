@@ -239,7 +239,9 @@ def visible_tiles(position, here, view, G: tl.constexpr):
     return begin, tl.cdiv(stop, G.block_n)
 
 
-def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False) -> Tiling:
+def tiling_of(
+    kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False, count: int = 1
+) -> Tiling:
     """The tiles of a launch of ``kernel`` ("forward", "rows", "keys" or "scores").
 
     Args:
@@ -248,6 +250,7 @@ def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_key
         value_width: Of v and dO.
         x_width: Of the product.
         of_keys: See ``Tiling``; of "rows" alone, and where no features are taken in parts.
+        count: How many products are made.
     """
     block_d, block_v, block_x = (part_of_features(n) for n in (width, value_width, x_width))
     parts_d, parts_v = triton.cdiv(width, block_d), triton.cdiv(value_width, block_v)
@@ -259,6 +262,8 @@ def tiling_of(kernel: str, width: int, value_width: int, x_width: int, *, of_key
         m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     elif kernel == "rows" and max(block_d, block_v, block_x) > 64:
         n, warps, stages = (64, 8, 1) if of_keys else (32, 4, 1)
+    elif kernel == "keys" and max(block_d, block_v, block_x) > 64 and count > 1:
+        stages = 1
     return Tiling(m, n, block_d, parts_d, block_v, parts_v, block_x, warps, stages, of_keys=of_keys)
 
 
