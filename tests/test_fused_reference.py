@@ -262,9 +262,9 @@ def test_products_made_together_are_those_made_alone(widths: tuple[int, int], de
     for one, (weight, x, numbers) in zip(together, asked, strict=True):
         assert torch.equal(fused.take(one), alone.rows(weight, x, *numbers)), weight
     assert not torch.equal(fused.take(together[4]), fused.take(together[5]))
-    do, q2, do2 = fused.do, fused.q.square(), some(fused.do).square()
+    given, q2, do2 = some(fused.do), fused.q.square(), some(fused.do).square()
     of_keys: list[tuple[TileWeight, Tensor, list[Tensor]]] = [
-        (TileWeight("probs"), some(do), []), (TileWeight("dscores"), fused.q, []),
+        (TileWeight("probs"), given, []), (TileWeight("dscores"), fused.q, []),
         (TileWeight("dscores_squared"), q2, [b, c, a]), (TileWeight("probs_squared"), do2, [a, b]),
         (TileWeight("dscores_cast", "bf16"), fused.q, [a, b]), (TileWeight("sloped"), 2 * fused.q, []),
         (TileWeight("dscores"), -fused.q, []),

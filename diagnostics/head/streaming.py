@@ -304,12 +304,15 @@ def _products(passed: StreamedHead) -> list[list[TileProduct]]:
         return [rows]
     found = [rows]
     for of_dscores in casts:
-        keys = [(dscores, "q"), (probs, "do"), (dscores_squared, "q"), (probs_squared, "do")]
-        for seen in fed:
-            keys += [(of_dscores, "q"), (TileWeight("probs_cast", cast), "do"), (sloped, "q")] if seen.want_keys else []
-            if seen.want_keys and ("lse" in seen.outputs or seen.assumed_lse is not None):
-                keys += [(dscores, "q"), (sloped, "q"), (probs, "do")]
-        found.append([TileProduct("keys", weight, of) for weight, of in keys])
+        keys = [TileProduct("keys", dscores, "q"), TileProduct("keys", probs, "do")]
+        keys += [TileProduct("keys", dscores_squared, "q"), TileProduct("keys", probs_squared, "do")]
+        for seen in (s for s in fed if s.want_keys):
+            keys += [TileProduct("keys", of_dscores, "q"), TileProduct("keys", TileWeight("probs_cast", cast), "do")]
+            keys += [TileProduct("keys", sloped, "q")]
+            if "lse" in seen.outputs or seen.assumed_lse is not None:
+                keys += [TileProduct("keys", dscores, "q"), TileProduct("keys", sloped, "q")]
+                keys += [TileProduct("keys", probs, "do")]
+        found.append(keys)
     return found
 
 
