@@ -13,7 +13,9 @@ from attn_diag.kernels.emulation import (
     emulate_lse,
     emulate_rows,
     emulate_rows_of_several,
+    emulate_stack,
     score_rounding,
+    stackable,
     trace_row,
 )
 from attn_diag.kernels.emulation_forward import RangeTrace
@@ -40,7 +42,9 @@ __all__ = [
     "emulate_lse",
     "emulate_rows",
     "emulate_rows_of_several",
+    "emulate_stack",
     "preset",
     "score_rounding",
+    "stackable",
     "trace_row",
 ]

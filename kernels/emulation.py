@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
 _CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _CUDA_ELEMENTS = 2**20, 2**18, 2**23
+# Of heads that are emulated together; some fifty tensors of so many elements are held.
+_CUDA_ELEMENTS_OF_HEADS = 2**25
 _MIN_BLOCK_ROWS = 16
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
@@ -204,6 +207,50 @@ def emulate_blocks(
     yield from run(work, list(_places(recipes, head)))
 
 
+def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
+    """As ``emulate_blocks``, of H heads at once: every operation is one for all of them, and its results are [H, ...].
+
+    Each head has what it has alone, up to the order in which products add; random roundings draw the same numbers for
+    all, and other ones than alone where fewer rows are taken at a time.
+
+    Args:
+        recipes: Recipes with one query block, whose sums of products are not a tensor core's (``stackable``).
+        heads: Of one shape, scale, softcap and masking, without sinks, ALiBi's slopes or dropout.
+    """
+    first, names = heads[0], ("q", "k", "v") if heads[0].do is None else ("q", "k", "v", "do")
+    for recipe in recipes:
+        check_supported(recipe, first)
+    tensors = [torch.stack([getattr(head, name) for head in heads]) for name in names]
+    nothing = [None] * len(recipes)
+    for _, rows, keys in _places(recipes, first, len(heads)):
+
+        def work(*given: Tensor, rows: Tensor = rows, keys: slice = keys) -> list[list[Tensor]]:
+            found = _run_block(recipes, Block(Operands(_Given(first, *given)), rows, keys), nothing)[1]
+            return [[t for t in vars(made).values() if t is not None] for made in found]
+
+        found = torch.vmap(work, randomness="same")(*tensors)
+        yield rows, [EmulatedRows(*(*made, None, None)[:5]) for made in found]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A head with other tensors."""
+
+    of: HeadLike
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+
+def stackable(recipe: Recipe) -> bool:
+    """Whether ``emulate_stack`` takes it: a tensor core's sums look at their own exponents, number by number."""
+    return recipe.accumulation != "nvidia-tensor-core" and not recipe.quantized
+
+
 def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
     """O of the query rows ``rows`` ([R] indices) alone, [R, Dv] in the recipe's format, as ``emulate_head`` has them.
 
@@ -292,17 +339,18 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
 
 
-def _rows_at_once(head: HeadLike, recipes: int) -> int:
+def _rows_at_once(head: HeadLike, recipes: int, heads: int = 1) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
     on_cpu = _CPU_ELEMENTS if recipes == 1 else _CPU_ELEMENTS_OF_SEVERAL
-    budget = _CUDA_ELEMENTS if head.q.is_cuda else on_cpu
-    return max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
+    on_cuda = _CUDA_ELEMENTS if heads == 1 else _CUDA_ELEMENTS_OF_HEADS
+    budget = on_cuda if head.q.is_cuda else on_cpu
+    return max(_MIN_BLOCK_ROWS, budget // max(len(head.k) * heads, 1))
 
 
-def _places(recipes: Sequence[Recipe], head: HeadLike) -> Iterator[Place]:
+def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1) -> Iterator[Place]:
     """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows."""
     size = recipes[0].schedule.query_block
-    chunk = _rows_at_once(head, len(recipes))
+    chunk = _rows_at_once(head, len(recipes), heads)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
         keys = _block_keys(head, start // size, size)

@@ -205,7 +205,8 @@ def site_seed(seed: int, site: str, row: int, key: int) -> int:
 
 def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
     """Distance of neighbouring numbers of ``fmt`` at |x| (that of its smallest normal below it); ``x`` float64."""
-    exponent = (x.view(torch.int64) & _EXPONENT_FIELD).clamp_(
+    # (In place torch.vmap has no clamp.)
+    exponent = (x.view(torch.int64) & _EXPONENT_FIELD).clamp(
         (fmt.min_exponent + _BIAS) << 52, (_BIAS + 2**fmt.exponent_bits) << 52
     )
     exponent -= fmt.mantissa_bits << 52
@@ -214,7 +215,9 @@ def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
 
 def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tensor:
     """Overflow of what was rounded from ``x``."""
-    if float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
+    # A GPU's host would wait for the answer, and of heads under torch.vmap each has its own.
+    asked = not (x.is_cuda or torch._C._functorch.is_batchedtensor(x))
+    if asked and float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
         return rounded
     over = rounded.abs() > fmt.largest
     stays = torch.full_like(over, fmt.finite or mode is Mode.TOWARD_ZERO)
