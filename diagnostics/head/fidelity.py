@@ -6,7 +6,7 @@ that any statement about the mean has) and, of LSE, what fp32 arithmetic may dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch import Tensor
 from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
-from attn_diag.kernels import emulate_head
+from attn_diag.head.together import outputs_together
+from attn_diag.kernels import EmulatedHead, emulate_head, stackable
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp
 from attn_diag.results.wording import number, percent
@@ -43,9 +44,31 @@ class Fidelity:
 
 def fidelity(head: OpenHead) -> Fidelity:
     """Run the head's recipe once, and well-rounded ones, and compare."""
+    return fidelities([head])[0]
+
+
+def fidelities(heads: Sequence[OpenHead]) -> list[Fidelity]:
+    """The same of several heads of one recipe; those on a GPU are of one shape, and run together."""
+    others = [Counterfactuals(h.truth.head, h.truth.out_format, h.formats, key_gradients=False) for h in heads]
+    recipe, together = heads[0].baseline.recipe, len(heads) > 1 and heads[0].truth.head.q.is_cuda
+    if together:
+        for one in others:
+            one.beside = others
+    if together and stackable(recipe):
+        (stack,) = outputs_together([recipe], [head.truth.head for head in heads])
+        made = [{name: values[i].double() for name, values in stack.items()} for i in range(len(heads))]
+    else:
+        made = [_outputs_of(emulate_head(recipe, head.truth.head, key_gradients=False)) for head in heads]
+    return [_compared(*each) for each in zip(heads, made, others, strict=True)]
+
+
+def _outputs_of(made: EmulatedHead) -> dict[str, Tensor]:
+    return {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
+
+
+def _compared(head: OpenHead, emulated: Mapping[str, Tensor], others: Counterfactuals) -> Fidelity:
+    """One head, beside what its recipe and well-rounded ones make."""
     truth, reference = head.truth, head.truth.reference
-    made = emulate_head(head.baseline.recipe, truth.head, key_gradients=False)
-    emulated = {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
     # What rowsum(dO o O) errs by is no other delta's error.
     recipe = head.baseline.recipe
     in_fp32 = parse(recipe.delta) is None and parse(recipe.delta_products) is None
@@ -66,7 +89,7 @@ def fidelity(head: OpenHead) -> Fidelity:
             found[name] = words
     if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
         found["lse"] = words
-    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known))
+    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known, others))
 
 
 def _usable(rows: Tensor, values: Tensor) -> Tensor:
@@ -131,12 +154,11 @@ def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:
 
 
 def _beside_well_rounded(
-    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None]
+    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None], others: Counterfactuals
 ) -> dict[str, RatioEstimate]:
     truth = head.truth
     if not covers(truth.out_format):
         return {}
-    others = Counterfactuals(truth.head, truth.out_format, head.formats, key_gradients=False)
     found: dict[str, RatioEstimate] = {}
     for name in ("o", "dq"):
         exact = known[name]

@@ -124,6 +124,10 @@ class OpenCapture:
             self._identified[place] = identify_head(self.capture, observation, batch, head, self.device)
         return self._identified[place]
 
+    def take_identified(self, observation: str, batch: int, head: int, found: IdentifiedHead) -> None:
+        """Know what ``identify`` would look for."""
+        self._identified[observation, batch, head] = found
+
     def open_head(
         self,
         observation: str | None,

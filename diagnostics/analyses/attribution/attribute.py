@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -11,18 +11,21 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.attribution.reasons import reasons
-from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
-from attn_diag.analyses.several import answers
+from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_heads
+from attn_diag.analyses.attribution.variants import take_truths
+from attn_diag.analyses.several import require_by_name
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, CallTensors, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source, captures_of, is_several
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.fidelity import fidelity
+from attn_diag.head.by_kernels import Place, identify_by_kernels, worth_kernels
+from attn_diag.head.fidelity import Fidelity, fidelities
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.row_maxima import swamped_elements
+from attn_diag.head.together import alike, joins
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
@@ -79,44 +82,114 @@ def attribute(
             ``captures_of``.
     """
     require_level(level)
+    require_by_name("attribute", k)
     where = pick_device(device)
+    captures = captures_of(source, k, v, call, function="attribute")
+    groups = list(_together(captures, where))
+    found: list[Attribution] = []
+    for number, some in enumerate(groups):
+        counted = part_of(progress, number, len(groups))
+        found += _attributed(some, recipe, selection or Selection(), level, where, counted)
+    return Several(tuple(found)) if is_several(source) else found[0]
 
-    def of(capture: Capture, counted: Progress | None) -> Attribution:
-        return _attributed(capture, recipe, selection or Selection(), level, where, counted)
 
-    return answers("attribute", source, k, v, call, of, progress)
+# So many elements of q have heads that are held together on a GPU: some forty times as many float64 numbers.
+_HELD = 2**26
+
+
+def _together(captures: Sequence[Capture], where: torch.device) -> Iterator[list[Capture]]:
+    """Captures that are looked at together: where heads are measured together as many as fit, else each alone."""
+    some: list[Capture] = []
+    for capture in captures:
+        if some and (not joins(where) or sum(c.tensors["q"].numel() for c in (*some, capture)) > _HELD):
+            yield some
+            some = []
+        some.append(capture)
+    if some:
+        yield some
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """One head to be attributed."""
+
+    capture: Capture
+    opened: OpenCapture
+    observation: str | None
+    batch: int
+    head: int
 
 
 def _attributed(
-    capture: Capture,
+    captures: Sequence[Capture],
     recipe: str | Recipe | None,
     wanted: Selection,
     level: float,
     where: torch.device,
     progress: Progress | None,
-) -> Attribution:
-    """One capture's."""
-    capture = WithoutAbsorbedRows.of(capture).capture
-    name = observation_with_o(capture, wanted.observation)
-    heads, batches = select_heads(capture, wanted)
-    opened = OpenCapture(capture, where, batches, heads)
-    opened.require_assumptions(name)
-    notes = notes_of(opened)
-    results = []
-    places = [(batch, head) for batch in batches for head in heads]
-    for place, (batch, head) in enumerate(places):
-        found = attribute_head(
-            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, place, len(places))
+) -> list[Attribution]:
+    """Each capture's."""
+    subjects: list[list[_Subject]] = []
+    for given in captures:
+        capture = WithoutAbsorbedRows.of(given).capture
+        name = observation_with_o(capture, wanted.observation)
+        heads, batches = select_heads(capture, wanted)
+        opened = OpenCapture(capture, where, batches, heads)
+        opened.require_assumptions(name)
+        subjects.append([_Subject(capture, opened, name, batch, head) for batch in batches for head in heads])
+    every = [subject for of_capture in subjects for subject in of_capture]
+    step = len(every) if joins(where) else 1
+    results: list[HeadAttribution] = []
+    for start in range(0, len(every), max(step, 1)):
+        some = every[start : start + step]
+        if recipe is None and joins(where):
+            _identify_ahead(some, where)
+        heads_ = [s.opened.open_head(s.observation, recipe, s.batch, s.head) for s in some]
+        notes = [notes_of(s.opened) for s in some]
+        counted = part_of(progress, start // step, -(-len(every) // step))
+        made = attribute_opened(heads_, level, notes, counted)
+        results += [f if s.capture.batch > 1 else replace(f, batch=None) for f, s in zip(made, some, strict=True)]
+    found, taken = [], iter(results)
+    for of_capture in subjects:
+        capture, name = of_capture[0].capture, of_capture[0].observation
+        found.append(
+            Attribution(
+                tool=describe_tool(where),
+                source=capture.source,
+                observation=name,
+                level=level,
+                backend=f"emulation on {backend_name(where)}",
+                heads=tuple(next(taken) for _ in of_capture),
+            )
         )
-        results.append(found if capture.batch > 1 else replace(found, batch=None))
-    return Attribution(
-        tool=describe_tool(where),
-        source=capture.source,
-        observation=name,
-        level=level,
-        backend=f"emulation on {backend_name(where)}",
-        heads=tuple(results),
-    )
+    return found
+
+
+# Tensors of captures whose heads may be alike, beside what kernels returned.
+_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
+
+
+def _identify_ahead(subjects: Sequence[_Subject], where: torch.device) -> None:
+    """Identify the kernels of heads that are alike by running the published ones on all of them.
+
+    What is not identified so is looked for as each head is opened.
+    """
+    groups: dict[object, list[tuple[_Subject, Place]]] = {}
+    for subject in subjects:
+        c, m = subject.capture, subject.capture.metadata
+        outputs = {c.key(name, output) for name, found in c.observations.items() for output in found}
+        if subject.observation is None or not set(c.tensors) <= _PLAIN | outputs or m.dropout_p:
+            continue
+        shapes = c.lengths(subject.batch), c.head_dim, c.tensors["v"].shape[-1], c.tensors["q"].dtype
+        kind = *shapes, m.causal, m.window, m.softcap, c.scale, "do" in c.tensors
+        groups.setdefault(kind, []).append((subject, (c, subject.observation, subject.batch, subject.head)))
+    for some in groups.values():
+        places = [place for _, place in some]
+        if not worth_kernels(places, where):
+            continue
+        for (s, (_, name, batch, head)), found in zip(some, identify_by_kernels(places, where), strict=True):
+            if found is not None:
+                s.opened.take_identified(name, batch, head, found)
 
 
 def notes_of(opened: OpenCapture) -> tuple[str, ...]:
@@ -140,10 +213,21 @@ def attribute_head(
     Raises:
         InputError: No row is finite and sees a key.
     """
-    truth, recipe = head.truth, head.baseline.recipe
-    if not bool(truth.usable.any()):
-        raise InputError(f"{head.source}: head {head.head}: no row is finite and sees a key: nothing to attribute")
-    rows, done = len(truth.head.q), 0
+    return attribute_opened([head], level, [notes], progress)[0]
+
+
+def attribute_opened(
+    heads: Sequence[OpenHead], level: float, notes: Sequence[tuple[str, ...]], progress: Progress | None = None
+) -> list[HeadAttribution]:
+    """``attribute_head`` of several; on a GPU those that are alike, of one recipe, run together."""
+    take_truths(heads)
+    groups: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        if not bool(head.truth.usable.any()):
+            raise InputError(f"{head.source}: head {head.head}: no row is finite and sees a key: nothing to attribute")
+        kind = alike(head.truth.head) or i, head.baseline.recipe.json, tuple(head.formats.items())
+        groups.setdefault(kind, []).append(i)
+    rows, done = sum(len(head.truth.head.q) for head in heads), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -152,9 +236,20 @@ def attribute_head(
         if progress is not None:
             progress(done, 2 * rows)
 
-    captured = None if head.observation is None else observed_sizes(head.outputs, truth)
-    table = attribute_sites(truth, recipe, level=level, captured=captured, advance=advance)
-    beside = fidelity(head)
+    found: dict[int, HeadAttribution] = {}
+    for places in groups.values():
+        some = [heads[i] for i in places]
+        truths, recipe = [head.truth for head in some], some[0].baseline.recipe
+        captured = [None if h.observation is None else observed_sizes(h.outputs, h.truth) for h in some]
+        tables = attribute_heads(truths, recipe, level=level, captured=captured, advance=advance)
+        for i, head, table, beside in zip(places, some, tables, fidelities(some), strict=True):
+            found[i] = _told(head, table, beside, level, notes[i])
+    return [found[i] for i in range(len(heads))]
+
+
+def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, notes: tuple[str, ...]) -> HeadAttribution:
+    """One head's attribution in numbers and words."""
+    truth, recipe = head.truth, head.baseline.recipe
     unfit = head.baseline.caution
     # Nothing is blamed for errors that the recipe does not make; those of a recipe asked for are its own.
     blameless = {"o", "delta", "dq", "dw_q"} if unfit else set(beside.differences)
@@ -206,7 +301,8 @@ def _row_kinds(head: OpenHead, table: SiteTable) -> dict[str, RowKind]:
         "swamped": swamped & truth.maxima.several_keys,
         "near_one_hot": 1 - truth.top_prob < _NEAR_ONE_HOT,
     }
-    errors, reference = table.whole.dq_square, truth.reference.dq
+    reference = truth.reference.dq
+    errors = None if table.whole.dq_square is None else torch.from_numpy(table.whole.dq_square).to(rows.device)
     reference_square = None if reference is None else reference[rows].square().sum(1)
 
     def share(values: Tensor | None, kind: Tensor) -> float | None:

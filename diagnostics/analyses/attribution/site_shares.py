@@ -156,7 +156,9 @@ def attribute_heads(
     wanted = {i: next(one) for i, one in enumerate(asking)}
     while wanted:
         union = {key: asked for of_head in wanted.values() for key, asked in of_head.items()}
-        measured = measure_heads([truths[i] for i in wanted], list(union.values()), advance) if union else [[]] * len(wanted)
+        measured = (
+            measure_heads([truths[i] for i in wanted], list(union.values()), advance) if union else [[]] * len(wanted)
+        )
         answers = {i: dict(zip(union, variants, strict=True)) for i, variants in zip(wanted, measured, strict=True)}
         asked, wanted = wanted, {}
         for i, variants in answers.items():

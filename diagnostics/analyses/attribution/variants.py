@@ -11,14 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.open import OpenHead
+from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.stacks import inner
+from attn_diag.head.together import joins
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
 from attn_diag.kernels import Recipe, emulate_stack, stackable
-from attn_diag.reference import AttentionHead
+from attn_diag.reference.fused import FusedHeads, batches, fuses
 
 Array = npt.NDArray[np.float64]
-# Errors of dQ that are kept until they are carried over to dW_Q, in elements.
-_KEPT = 2**28
+# Errors of dQ that are kept until they are carried over to dW_Q, in elements; and scores of so many rows of all heads.
+_KEPT, _SCORES, _ROWS = 2**28, 2**25, 128
 Advance = Callable[[int], None]
 
 
@@ -81,27 +84,30 @@ def measure_heads(
     return [[of_head[i] for i in range(len(recipes))] for of_head in found]
 
 
-def joins(device: torch.device) -> bool:
-    """Whether heads are measured together there: a CPU's threads take one head each."""
-    return device.type == "cuda"
-
-
-def alike(head: AttentionHead) -> object:
-    """Heads of which this is the same can be measured together; None of one that cannot."""
-    if head.sink is not None or head.dropout is not None or head.masking.mask is not None:
-        return None
-    if head.masking.alibi is not None or head.masking.positions is not None:
-        return None
-    shapes = head.q.shape, head.k.shape, head.v.shape, head.do is None, head.q.device
-    return *shapes, head.scale, head.softcap, head.masking.causal, head.masking.window
+def take_truths(heads: Sequence[OpenHead]) -> None:
+    """Know the truth of every head; those whose reference the kernels compute in one launch get it so."""
+    waiting = [head for head in heads if head.measured is None and not head.inputs.marks_rows]
+    for places in (
+        batches([head.inputs.head for head in waiting]) if waiting and joins(waiting[0].inputs.head.q.device) else []
+    ):
+        some = [waiting[i] for i in places]
+        if len(some) < 2 or not fuses([head.inputs.head for head in some]):
+            continue
+        fused = FusedHeads([head.inputs.head for head in some])
+        collectors = [collector_of(head.inputs, None) for head in some]
+        references = fused.references(key_gradients=False)
+        take_maxima(collectors, fused)
+        for i, (head, reference, collector) in enumerate(zip(some, references, collectors, strict=True)):
+            products = None if fused.products is None else fused.products[i]
+            head.measured = HeadTruth(head.inputs, reference, collector, products, (slice(None),), head.projection)
 
 
 def measure_together(
     truths: Sequence[HeadTruth], recipes: Sequence[Recipe], advance: Advance | None = None
 ) -> list[list[Variant]]:
     """``measure_heads`` by emulating all heads at once, so many as their errors of dQ can be kept of."""
-    q = truths[0].head.q
-    most = max(1, _KEPT // max(len(recipes) * q.numel(), 1))
+    q, keys = truths[0].head.q, len(truths[0].head.k)
+    most = max(1, min(_KEPT // (len(recipes) * q.numel()), _SCORES // (_ROWS * keys)))
     found: list[list[Variant]] = []
     for start in range(0, len(truths), most):
         found += _Stack(truths[start : start + most]).measured(recipes, advance)
