@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,7 @@ from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
-_CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _CUDA_ELEMENTS = 2**20, 2**18, 2**23
-# Of heads that are emulated together; some fifty tensors of so many elements are held.
-_CUDA_ELEMENTS_OF_HEADS = 2**25
+_CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
@@ -145,11 +143,12 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     check_supported(recipe, head)
     parts: list[EmulatedRows] = []
     sums: KeyGradients | None = None
+    sums_wanted = key_gradients and head.do is not None
     operands, end = Operands(head), 0
     rounder = Rounder(recipe, 0)
-    for start, rows, keys in _places([recipe], head):
+    for start, rows, keys in _places([recipe], head, whole=sums_wanted):
         block = Block(operands, rows, keys)
-        if sums is None and key_gradients and head.do is not None:
+        if sums is None and sums_wanted:
             sums = KeyGradients(recipe, block)
         elif sums is not None and start != end:
             sums.end_query_block(Rounder(recipe, end))
@@ -205,50 +204,6 @@ def emulate_blocks(
         return _run_block(recipes, Block(operands, rows, keys), nothing)
 
     yield from run(work, list(_places(recipes, head)))
-
-
-def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
-    """As ``emulate_blocks``, of H heads at once: every operation is one for all of them, and its results are [H, ...].
-
-    Each head has what it has alone, up to the order in which products add; random roundings draw the same numbers for
-    all, and other ones than alone where fewer rows are taken at a time.
-
-    Args:
-        recipes: Recipes with one query block, whose sums of products are not a tensor core's (``stackable``).
-        heads: Of one shape, scale, softcap and masking, without sinks, ALiBi's slopes or dropout.
-    """
-    first, names = heads[0], ("q", "k", "v") if heads[0].do is None else ("q", "k", "v", "do")
-    for recipe in recipes:
-        check_supported(recipe, first)
-    tensors = [torch.stack([getattr(head, name) for head in heads]) for name in names]
-    nothing = [None] * len(recipes)
-    for _, rows, keys in _places(recipes, first, len(heads)):
-
-        def work(*given: Tensor, rows: Tensor = rows, keys: slice = keys) -> list[list[Tensor]]:
-            found = _run_block(recipes, Block(Operands(_Given(first, *given)), rows, keys), nothing)[1]
-            return [[t for t in vars(made).values() if t is not None] for made in found]
-
-        found = torch.vmap(work, randomness="same")(*tensors)
-        yield rows, [EmulatedRows(*(*made, None, None)[:5]) for made in found]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A head with other tensors."""
-
-    of: HeadLike
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.of, name)
-
-
-def stackable(recipe: Recipe) -> bool:
-    """Whether ``emulate_stack`` takes it: a tensor core's sums look at their own exponents, number by number."""
-    return recipe.accumulation != "nvidia-tensor-core" and not recipe.quantized
 
 
 def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
@@ -342,20 +297,42 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
 def _rows_at_once(head: HeadLike, recipes: int, heads: int = 1) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
     on_cpu = _CPU_ELEMENTS if recipes == 1 else _CPU_ELEMENTS_OF_SEVERAL
-    on_cuda = _CUDA_ELEMENTS if heads == 1 else _CUDA_ELEMENTS_OF_HEADS
-    budget = on_cuda if head.q.is_cuda else on_cpu
+    budget = _on_cuda(head.q.device) if head.q.is_cuda else on_cpu
     return max(_MIN_BLOCK_ROWS, budget // max(len(head.k) * heads, 1))
 
 
-def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1) -> Iterator[Place]:
-    """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows."""
+@cache
+def _on_cuda(device: torch.device) -> int:
+    """Scores of rows worked on together on a GPU: some hundred float64 tensors of so many elements fit half of it."""
+    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // 2**11)
+
+
+def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:
+    """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows.
+
+    On a GPU rows of several query blocks come together where that changes nothing, unless ``whole`` blocks are wanted.
+    """
     size = recipes[0].schedule.query_block
     chunk = _rows_at_once(head, len(recipes), heads)
+    if _joins_blocks(head) and not whole and all(_in_any_block(recipe, head) for recipe in recipes):
+        size = max(size, chunk - chunk % size)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
         keys = _block_keys(head, start // size, size)
         for first in range(start, stop, chunk):
             yield start, torch.arange(first, min(first + chunk, stop), device=head.q.device), keys
+
+
+def _joins_blocks(head: HeadLike) -> bool:
+    """Whether a launch takes longer than what it computes of a query block."""
+    return head.q.is_cuda
+
+
+def _in_any_block(recipe: Recipe, head: HeadLike) -> bool:
+    """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
+    ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
+    kept = recipe.rescaling == "difference" and recipe.row_sum_clamp is None
+    return ordered and kept and recipe.smooth_q == "none" and not recipe.quantized
 
 
 def _run_block(
