@@ -13,6 +13,7 @@ from attn_diag.kernels.emulation import (
     emulate_lse,
     emulate_rows,
     emulate_rows_of_several,
+    in_any_block,
     score_rounding,
     trace_row,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "emulate_rows",
     "emulate_rows_of_several",
     "emulate_stack",
+    "in_any_block",
     "preset",
     "score_rounding",
     "stackable",

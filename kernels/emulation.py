@@ -314,7 +314,7 @@ def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole:
     """
     size = recipes[0].schedule.query_block
     chunk = _rows_at_once(head, len(recipes), heads)
-    if _joins_blocks(head) and not whole and all(_in_any_block(recipe, head) for recipe in recipes):
+    if _joins_blocks(head) and not whole and all(in_any_block(recipe, head) for recipe in recipes):
         size = max(size, chunk - chunk % size)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
@@ -328,7 +328,7 @@ def _joins_blocks(head: HeadLike) -> bool:
     return head.q.is_cuda
 
 
-def _in_any_block(recipe: Recipe, head: HeadLike) -> bool:
+def in_any_block(recipe: Recipe, head: HeadLike) -> bool:
     """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
     ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
     kept = recipe.rescaling == "difference" and recipe.row_sum_clamp is None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.emulation_merging import merge, sink_step, with_sink
 from attn_diag.kernels.emulation_operands import (
     OF_SCORES,
     OF_VALUES,
@@ -22,6 +23,7 @@ from attn_diag.kernels.emulation_operands import (
     values_product,
     working_dtype,
 )
+from attn_diag.kernels.emulation_ranges import Ranges, Walked, walks_ahead
 from attn_diag.kernels.emulation_softmax import SoftmaxStep, exponential, softmax_step
 from attn_diag.kernels.formats import parse, round_to, rounds_monotonically
 from attn_diag.kernels.quantize import quantize
@@ -218,9 +220,9 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
     sink = block.head.sink if len(splits) == 1 else None
     parts = [_one_split(recipe, block, tiles, rounder, split, trace, sink) for split, tiles in enumerate(splits)]
     if parts:
-        out, lse = _merge(parts)
+        out, lse = merge(parts)
         if block.head.sink is not None and len(parts) > 1:
-            out, lse = _with_sink(out, lse, block.head.sink)
+            out, lse = with_sink(out, lse, block.head.sink)
     else:
         like = block.operands.get("q", working_dtype(recipe))
         out = like.new_zeros(len(block.rows), block.head.v.shape[1])
@@ -240,6 +242,9 @@ def _one_split(
     factor = block.operands.factor(recipe)
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
+    if trace is None and len(tiles) > 1 and _at_once(values) and walks_ahead(recipe, block.head):
+        walked = _walked(recipe, block, Ranges(recipe, tiles, rounder, factor), split)
+        return _divided(recipe, block, *walked, factor, rounder, sink)
     first = values.new_full((len(block.rows), 1), -torch.inf)
     maxima, exact_sum = first, torch.zeros_like(first)
     row_sum = exact_sum
@@ -276,12 +281,67 @@ def _one_split(
                 kept_probs=kept_probs, row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
             )  # fmt: skip
             trace.append(found)
+    if sink is not None and trace:
+        _, shrink, own = sink_step(sink, factor, maxima)
+        joined = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
+        trace[-1] = replace(trace[-1], row_sum=float(joined), sink=float(own))
+    return _divided(recipe, block, maxima, exact_sum, row_sum, accumulator, factor, rounder, sink)
+
+
+def _at_once(values: Tensor) -> bool:
+    """Whether launches take longer than what they compute of one range."""
+    return values.is_cuda
+
+
+def _walked(recipe: Recipe, block: Block, ranges: Ranges, split: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """m, l, l as it is rounded [R, 1] and O_bar [R, Dv] after all ranges, of recipes that ``walks_ahead`` knows."""
+    rounder, place = ranges.rounder, (split, "ranges")
+
+    def walk() -> Walked:
+        return ranges.walked(masked_scores(recipe, block, ranges.keys))
+
+    step = block.shared("softmax", recipe, _SOFTMAX, place, walk)
+
+    def cast_probs() -> Tensor:
+        return rounder("probs", step.probs if recipe.probs_scale == 1.0 else step.probs * recipe.probs_scale)
+
+    cast = block.shared("cast", recipe, _PROBS, place, cast_probs)
+
+    def sum_rows() -> tuple[Tensor, Tensor]:
+        added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
+        exact = rounded = torch.zeros_like(step.maxima[:, :1])
+        for i, keys in enumerate(ranges.tiles):
+            rescale, own = step.rescale[:, i : i + 1], added[:, i : i + 1]
+            before, exact = exact, rescale * exact + own
+            rounded = rounder("row_sum", exact if rounded is before else rescale * rounded + own, keys.start)
+        return exact, rounded
+
+    fields = (*_PROBS, "row_sum_of", "row_sum_clamp", "row_sum", "seed")
+    exact_sum, row_sum = block.shared("row sums", recipe, fields, place, sum_rows)
+
+    def add_up() -> Tensor:
+        v = block.operands.prepared(recipe).get(recipe, "v").values[ranges.keys]
+        products = block.shared("product", recipe, (*_PRODUCT, "range_pv"), place, partial(ranges.products, cast, v))
+        total = products.new_zeros(products.shape[1:])
+        for i, keys in enumerate(ranges.tiles):
+            scaled = rounder("accumulator", total * step.rescale[:, i : i + 1], keys.start, "rescale")
+            total = rounder("accumulator", scaled + products[i], keys.start)
+        return total
+
+    accumulator = block.shared("sums of products", recipe, (*_PRODUCT, "range_pv", "accumulator"), place, add_up)
+    return step.maxima[:, -1:], exact_sum, row_sum, accumulator
+
+
+def _divided(
+    recipe: Recipe, block: Block, maxima: Tensor, exact_sum: Tensor, row_sum: Tensor, accumulator: Tensor,
+    factor: float, rounder: Rounder, sink: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(O before its last rounding, L) from what the ranges leave, and a sink after them."""
+    v = block.operands.prepared(recipe).get(recipe, "v")
     if sink is not None:
-        maxima, shrink, own = _sink_step(sink, factor, maxima)
+        maxima, shrink, own = sink_step(sink, factor, maxima)
         accumulator, exact_sum = accumulator * shrink, exact_sum * shrink + own
         row_sum = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
-        if trace:
-            trace[-1] = replace(trace[-1], row_sum=float(row_sum), sink=float(own))
     if recipe.probs_scale != 1.0:
         accumulator = accumulator / recipe.probs_scale
     if v.scale is not None:
@@ -293,25 +353,6 @@ def _one_split(
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
     used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
     return out, (maxima * factor + used.log()).squeeze(1)
-
-
-# Past this exp(s - m) comes close to fp32's largest number, and m moves to the sink.
-_FAR_SINK = 64.0
-
-
-def _sink_step(sink: float, factor: float, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m with a sink, what multiplies the old sums, and exp(s - m), [R, 1] each; as FlashAttention-4 has it."""
-    difference = sink - maxima * factor  # inf in a row without keys
-    far = difference > _FAR_SINK
-    shrink = torch.where(far, torch.exp(-difference), 1.0)
-    own = torch.where(far, 1.0, torch.exp(difference.clamp(max=_FAR_SINK)))
-    return torch.where(far, sink / factor, maxima), shrink, own
-
-
-def _with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
-    """Merged splits with the sink as one more."""
-    whole = torch.logaddexp(lse, lse.new_tensor(sink))
-    return out * torch.exp(lse - whole)[:, None], whole
 
 
 def _cast_probs(recipe: Recipe, block: Block, step: SoftmaxStep, rounder: Rounder, keys: slice) -> Tensor:
@@ -351,13 +392,3 @@ def _chained(recipe: Recipe) -> bool:
     """Whether the hardware adds products into the accumulator itself, in the recipe's accumulation model."""
     hardware = recipe.accumulation == "nvidia-tensor-core" and recipe.pv_levels == "one"
     return hardware and recipe.range_pv == "fp32" and recipe.accumulator == "fp32"
-
-
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Independent splits weighted by exp(L_i - L)."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
-    return (weights[:, :, None] * torch.stack([out for out, _ in parts])).sum(0), lse

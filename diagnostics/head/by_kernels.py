@@ -19,6 +19,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge
+from attn_diag.head.open import OpenCapture
 from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject, spread_rows, threshold
 from attn_diag.head.together import alike, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
@@ -67,6 +68,34 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     recipes = _runnable(subjects[0], len(subjects))
     runs.compile(recipes)
     return [None if subject is None else _recognise(subject, recipes) for subject in opened]
+
+
+# Tensors of captures whose heads may be alike, beside what kernels returned.
+_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
+
+
+def identify_ahead(places: Sequence[tuple[OpenCapture, Place]], device: torch.device) -> None:
+    """Tell opened captures which kernels made these heads, by ``identify_by_kernels``, where that is sooner.
+
+    What is not identified so is looked for as a head is opened.
+    """
+    groups: dict[object, list[tuple[OpenCapture, Place]]] = {}
+    for opened, place in places:
+        capture, _, batch, _ = place
+        m = capture.metadata
+        outputs = {capture.key(name, output) for name, found in capture.observations.items() for output in found}
+        if not set(capture.tensors) <= _PLAIN | outputs or m.dropout_p:
+            continue
+        shapes = capture.lengths(batch), capture.head_dim, capture.tensors["v"].shape[-1], capture.tensors["q"].dtype
+        kind = *shapes, m.causal, m.window, m.softcap, capture.scale, "do" in capture.tensors
+        groups.setdefault(kind, []).append((opened, place))
+    for some in groups.values():
+        if not worth_kernels([place for _, place in some], device):
+            continue
+        known = identify_by_kernels([place for _, place in some], device)
+        for (opened, (_, name, batch, head)), found in zip(some, known, strict=True):
+            if found is not None:
+                opened.take_identified(name, batch, head, found)
 
 
 def identify_by_kernels(places: Sequence[Place], device: torch.device) -> list[IdentifiedHead | None]:

@@ -128,6 +128,10 @@ class OpenCapture:
         """Know what ``identify`` would look for."""
         self._identified[observation, batch, head] = found
 
+    def known(self, observation: str, batch: int, head: int) -> IdentifiedHead | None:
+        """What ``identify`` has found, or was told; None: nothing yet."""
+        return self._identified.get((observation, batch, head))
+
     def open_head(
         self,
         observation: str | None,

@@ -20,7 +20,7 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source, cap
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.by_kernels import Place, identify_by_kernels, worth_kernels
+from attn_diag.head.by_kernels import identify_ahead
 from attn_diag.head.fidelity import Fidelity, fidelities
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
@@ -142,8 +142,9 @@ def _attributed(
     results: list[HeadAttribution] = []
     for start in range(0, len(every), max(step, 1)):
         some = every[start : start + step]
-        if recipe is None and joins(where):
-            _identify_ahead(some, where)
+        if recipe is None:
+            named = [(s.opened, (s.capture, s.observation, s.batch, s.head)) for s in some if s.observation is not None]
+            identify_ahead(named, where)
         heads_ = [s.opened.open_head(s.observation, recipe, s.batch, s.head) for s in some]
         notes = [notes_of(s.opened) for s in some]
         counted = part_of(progress, start // step, -(-len(every) // step))
@@ -163,33 +164,6 @@ def _attributed(
             )
         )
     return found
-
-
-# Tensors of captures whose heads may be alike, beside what kernels returned.
-_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
-
-
-def _identify_ahead(subjects: Sequence[_Subject], where: torch.device) -> None:
-    """Identify the kernels of heads that are alike by running the published ones on all of them.
-
-    What is not identified so is looked for as each head is opened.
-    """
-    groups: dict[object, list[tuple[_Subject, Place]]] = {}
-    for subject in subjects:
-        c, m = subject.capture, subject.capture.metadata
-        outputs = {c.key(name, output) for name, found in c.observations.items() for output in found}
-        if subject.observation is None or not set(c.tensors) <= _PLAIN | outputs or m.dropout_p:
-            continue
-        shapes = c.lengths(subject.batch), c.head_dim, c.tensors["v"].shape[-1], c.tensors["q"].dtype
-        kind = *shapes, m.causal, m.window, m.softcap, c.scale, "do" in c.tensors
-        groups.setdefault(kind, []).append((subject, (c, subject.observation, subject.batch, subject.head)))
-    for some in groups.values():
-        places = [place for _, place in some]
-        if not worth_kernels(places, where):
-            continue
-        for (s, (_, name, batch, head)), found in zip(some, identify_by_kernels(places, where), strict=True):
-            if found is not None:
-                s.opened.take_identified(name, batch, head, found)
 
 
 def notes_of(opened: OpenCapture) -> tuple[str, ...]:

@@ -1,0 +1,102 @@
+"""All key ranges of a block of query rows at once, where the online softmax can be told before it is walked.
+
+With the safe rule, or the stabilised one, the maximum after a range is the largest of the ranges' own up to it. P_bar,
+its cast and P_barV of every range follow in one operation each; what is left to walk are l and O_bar, [R] and [R, Dv].
+For a GPU, which takes longer to be told of an operation than to do it for one range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.emulation_operands import HeadLike, Rounder
+from attn_diag.kernels.emulation_softmax import exponential, own_maximum
+from attn_diag.kernels.formats import base, rounds_monotonically
+from attn_diag.kernels.recipe import Recipe
+
+# Sites whose random draws would need every range's own.
+_DETERMINISTIC = ("scores", "difference", "row_max", "probs", "pv_sums", "range_pv")
+
+
+def walks_ahead(recipe: Recipe, head: HeadLike) -> bool:
+    """Whether ``Ranges`` has what the walk over the ranges has, but for the order in which products add."""
+    known = recipe.softmax.kind in ("safe", "stabilised") and recipe.accumulation != "nvidia-tensor-core"
+    plain = known and not recipe.quantized and recipe.smooth_v == "none" and head.dropout is None
+    return plain and all(rounds_monotonically(getattr(recipe, site)) for site in _DETERMINISTIC)
+
+
+@dataclass
+class Walked:
+    """The ranges' softmax; tiles as they lie, or in the recipe's order."""
+
+    probs: Tensor
+    """P_bar, [R, tiles, K] as they lie; 0 where the first or last range ends within a tile."""
+    maxima: Tensor
+    """m after each range, [R, tiles] in order."""
+    rescale: Tensor
+    """What it multiplies the old sums by, likewise."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The ranges of one split, in the recipe's order."""
+
+    recipe: Recipe
+    tiles: Sequence[slice]
+    rounder: Rounder
+    factor: float
+    """What S - m is multiplied by in the exponent."""
+
+    @cached_property
+    def keys(self) -> slice:
+        """All of them."""
+        return slice(min(t.start for t in self.tiles), max(t.stop for t in self.tiles))
+
+    @cached_property
+    def _pads(self) -> tuple[int, int]:
+        """Keys that the first and the last tile lack."""
+        width = self.recipe.schedule.key_tile  # of several tiles; they begin at multiples of it
+        return self.keys.start % width, -self.keys.stop % width
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Where the tile of each step lies."""
+        starts = sorted(t.start for t in self.tiles)
+        return [starts.index(t.start) for t in self.tiles]
+
+    def walked(self, scores: Tensor) -> Walked:
+        """From the scores of all keys, [R, keys]."""
+        padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf)
+        by_tile = padded.view(len(scores), len(self.tiles), -1)
+        top = own_maximum(self.recipe, by_tile)[..., 0][:, self.order]
+        maxima = self.rounder("row_max", top).cummax(1).values
+        before = torch.nn.functional.pad(maxima[:, :-1], (1, 0), value=-torch.inf)
+        rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, 0, "rescale")
+        lying = maxima[:, self._places, None]
+        probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, 0)
+        return Walked(probs, maxima, rescale)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """The step of each tile as it lies."""
+        return [self.order.index(i) for i in range(len(self.order))]
+
+    def sums(self, summed: Tensor) -> Tensor:
+        """What every range adds to l, [R, tiles] in order, from [R, tiles, K]."""
+        found = summed.sum(2)[:, self.order]
+        return found if self.recipe.row_sum_clamp is None else found.clamp(min=self.recipe.row_sum_clamp)
+
+    def products(self, cast: Tensor, v: Tensor) -> Tensor:
+        """P_barV of every range as the recipe rounds it, [tiles, R, Dv] in order; ``v`` of all keys."""
+        left, right = self._pads
+        by_tile = torch.nn.functional.pad(v, (0, 0, left, right)).view(len(self.tiles), -1, v.shape[1])
+        elements = base(self.recipe.probs)
+        operands = elements if elements in ("bf16", "fp16") else self.recipe.input
+        found = matmul(cast.transpose(0, 1), by_tile, self.recipe.accumulation, operands=operands)[self.order]
+        return self.rounder("range_pv", self.rounder("pv_sums", found))
