@@ -303,7 +303,8 @@ def _walked(recipe: Recipe, block: Block, ranges: Ranges, split: int) -> tuple[T
     step = block.shared("softmax", recipe, _SOFTMAX, place, walk)
 
     def cast_probs() -> Tensor:
-        return rounder("probs", step.probs if recipe.probs_scale == 1.0 else step.probs * recipe.probs_scale)
+        scaled = step.probs if recipe.probs_scale == 1.0 else step.probs * recipe.probs_scale
+        return rounder("probs", scaled, ranges.keys.start)
 
     cast = block.shared("cast", recipe, _PROBS, place, cast_probs)
 

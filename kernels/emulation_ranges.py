@@ -20,12 +20,12 @@ from attn_diag.kernels.emulation_softmax import exponential, own_maximum
 from attn_diag.kernels.formats import base, rounds_monotonically
 from attn_diag.kernels.recipe import Recipe
 
-# Sites whose random draws would need every range's own.
-_DETERMINISTIC = ("scores", "difference", "row_max", "probs", "pv_sums", "range_pv")
+# Sites that must not draw: the backward draws scores again range by range, and a maximum of draws is no draw of it.
+_DETERMINISTIC = ("scores", "row_max")
 
 
 def walks_ahead(recipe: Recipe, head: HeadLike) -> bool:
-    """Whether ``Ranges`` has what the walk over the ranges has, but for the order in which products add."""
+    """Whether ``Ranges`` has what the walk has, but for the order in which products add, and other random draws."""
     known = recipe.softmax.kind in ("safe", "stabilised") and recipe.accumulation != "nvidia-tensor-core"
     plain = known and not recipe.quantized and recipe.smooth_v == "none" and head.dropout is None
     return plain and all(rounds_monotonically(getattr(recipe, site)) for site in _DETERMINISTIC)
@@ -75,11 +75,11 @@ class Ranges:
         padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf)
         by_tile = padded.view(len(scores), len(self.tiles), -1)
         top = own_maximum(self.recipe, by_tile)[..., 0][:, self.order]
-        maxima = self.rounder("row_max", top).cummax(1).values
+        maxima = self.rounder("row_max", top, self.keys.start).cummax(1).values
         before = torch.nn.functional.pad(maxima[:, :-1], (1, 0), value=-torch.inf)
-        rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, 0, "rescale")
+        rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, self.keys.start, "rescale")
         lying = maxima[:, self._places, None]
-        probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, 0)
+        probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, self.keys.start)
         return Walked(probs, maxima, rescale)
 
     @cached_property
@@ -99,4 +99,5 @@ class Ranges:
         elements = base(self.recipe.probs)
         operands = elements if elements in ("bf16", "fp16") else self.recipe.input
         found = matmul(cast.transpose(0, 1), by_tile, self.recipe.accumulation, operands=operands)[self.order]
-        return self.rounder("range_pv", self.rounder("pv_sums", found))
+        key = self.keys.start
+        return self.rounder("range_pv", self.rounder("pv_sums", found, key), key)
