@@ -86,8 +86,8 @@ def main() -> None:
     long = capture_of(1, options.long, 128, 0, device, x=False)
     runs: dict[str, Callable[[], object]] = {
         "attribute": partial(attn_diag.attribute, short, device=device),
-        "what-if": partial(attn_diag.what_if, long, device=device),
         "identify": partial(attn_diag.identify, long, device=device),
+        "what-if": partial(attn_diag.what_if, long, device=device),
     }
     result: dict[str, Any] = made_by(device)
     result |= {
@@ -100,7 +100,7 @@ def main() -> None:
             again = partial(sampled, run) if options.profile else run
             result[name]["again [s]"] = round(timed(again), 3)
             print(name, result[name], flush=True)
-    save(result, options.json)
+            save(result, options.json)
 
 
 if __name__ == "__main__":
