@@ -51,7 +51,13 @@ def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Itera
             return [[t for t in vars(made).values() if t is not None] for made in found]
 
         found = torch.vmap(work, randomness="same")(*tensors)
-        yield rows, [EmulatedRows(*(*made, None, None)[:5]) for made in found]
+        yield rows, [_rows_of(*made) for made in found]
+
+
+def _rows_of(
+    unrounded: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None = None, dq: Tensor | None = None
+) -> EmulatedRows:
+    return EmulatedRows(unrounded, out, lse, delta, dq)
 
 
 def stackable(recipe: Recipe) -> bool:

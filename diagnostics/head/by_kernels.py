@@ -125,11 +125,11 @@ def identify_by_kernels(places: Sequence[Place], device: torch.device) -> list[I
     recipes = _runnable(subjects[0], len(subjects))
     runs.compile(recipes)
     found: list[IdentifiedHead | None] = []
-    for place, subject in zip(places, opened, strict=True):
+    for place, read in zip(places, opened, strict=True):
         known = None
-        if subject is not None and subject.made is not None:
+        if read is not None and read.made is not None:
             with suppress(RecipeNotSupportedError, BackendError, TritonError, ValueError):
-                known = _identify(place, subject, recipes)
+                known = _identify(place, read, recipes)
         found.append(known)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -94,14 +95,14 @@ def attribute(
 
 
 # So many elements of q have heads that are held together on a GPU: some forty times as many float64 numbers.
-_HELD = 2**26
+_HELD = 2**25
 
 
 def _together(captures: Sequence[Capture], where: torch.device) -> Iterator[list[Capture]]:
     """Captures that are looked at together: where heads are measured together as many as fit, else each alone."""
     some: list[Capture] = []
     for capture in captures:
-        if some and (not joins(where) or sum(c.tensors["q"].numel() for c in (*some, capture)) > _HELD):
+        if some and (not joins(where) or sum(math.prod(c.tensors["q"].shape) for c in (*some, capture)) > _HELD):
             yield some
             some = []
         some.append(capture)
@@ -138,9 +139,10 @@ def _attributed(
         opened.require_assumptions(name)
         subjects.append([_Subject(capture, opened, name, batch, head) for batch in batches for head in heads])
     every = [subject for of_capture in subjects for subject in of_capture]
-    step = len(every) if joins(where) else 1
+    longest = max((s.capture.lengths(s.batch)[0] * s.capture.head_dim for s in every), default=1)
+    step = max(1, _HELD // max(longest, 1)) if joins(where) else 1
     results: list[HeadAttribution] = []
-    for start in range(0, len(every), max(step, 1)):
+    for start in range(0, len(every), step):
         some = every[start : start + step]
         if recipe is None:
             named = [(s.opened, (s.capture, s.observation, s.batch, s.head)) for s in some if s.observation is not None]
