@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -113,6 +113,14 @@ class Block:
         """The head they belong to."""
         return self.operands.head
 
+    @cached_property
+    def _first_row(self) -> int:
+        return int(self.rows[0])
+
+    def rounder(self, recipe: Recipe) -> Rounder:
+        """The recipe's rounding sites in these rows."""
+        return Rounder(recipe, self._first_row, self.head.q.ndim - 2)
+
     def shared(self, name: str, recipe: Recipe, depends_on: tuple[str, ...], place: Key, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once for all recipes that agree in the fields ``depends_on``. Read-only."""
         key = name, place, _getter(depends_on)(recipe)
@@ -127,7 +135,7 @@ class Block:
         def make() -> Tensor:
             return self.operands.prepared(recipe).scores(recipe, self.rows, self.keys)
 
-        return self.shared("q k", recipe, OF_SCORES, (self._query_block(recipe),), make)[:, self.within(keys)]
+        return self.shared("q k", recipe, OF_SCORES, (self._query_block(recipe),), make)[..., self.within(keys)]
 
     def within(self, keys: slice) -> slice:
         """Where some of the keys are in tensors of all of them."""
@@ -142,8 +150,8 @@ class Block:
         dtype = working_dtype(recipe)
 
         def make() -> Tensor:
-            a, b = self.operands.get("do", dtype)[self.rows], self.operands.get("v", dtype)[keys]
-            return matmul(a, b.T, recipe.accumulation, operands=recipe.input)
+            a, b = self.operands.get("do", dtype)[..., self.rows, :], self.operands.get("v", dtype)[..., keys, :]
+            return matmul(a, b.mT, recipe.accumulation, operands=recipe.input)
 
         return self.shared("do v", recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
 
@@ -190,7 +198,7 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice, *, masked: bool = T
     """S as the recipe stores it, [R, K]; -inf where masked, if ``masked``. Shared: not to be changed."""
 
     def make(keys: slice) -> Tensor:
-        rounder = Rounder(recipe, int(block.rows[0]))
+        rounder = block.rounder(recipe)
         head = block.head
         products = block.scores(recipe, keys)
         if recipe.alpha in ("in-exponent", "in-q") and not block.operands.in_exponent(recipe):
@@ -209,12 +217,12 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice, *, masked: bool = T
 
     if not rounds_monotonically(recipe.scores):  # every range draws its own numbers
         return block.shared("scores", recipe, SCORES, (keys.start, keys.stop), partial(make, keys))
-    return block.shared("scores", recipe, SCORES, (), partial(make, block.keys))[:, block.within(keys)]
+    return block.shared("scores", recipe, SCORES, (), partial(make, block.keys))[..., block.within(keys)]
 
 
 def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = None) -> ForwardRows:
     """Run the recipe's forward on a block; ``trace`` (of a block of one row) is filled range by range."""
-    rounder = Rounder(recipe, int(block.rows[0]))
+    rounder = block.rounder(recipe)
     splits = list(recipe.schedule.ranges(block.keys))
     # Of several splits none knows the whole row: the sink joins them as one more.
     sink = block.head.sink if len(splits) == 1 else None
@@ -225,8 +233,9 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
             out, lse = with_sink(out, lse, block.head.sink)
     else:
         like = block.operands.get("q", working_dtype(recipe))
-        out = like.new_zeros(len(block.rows), block.head.v.shape[1])
-        lse = like.new_full((len(block.rows),), -torch.inf if block.head.sink is None else block.head.sink)
+        shape = *like.shape[:-2], len(block.rows)
+        out = like.new_zeros(*shape, block.head.v.shape[-1])
+        lse = like.new_full(shape, -torch.inf if block.head.sink is None else block.head.sink)
     if recipe.smooth_v != "none":
         out = torch.where(lse[:, None] == -torch.inf, 0.0, out + block.operands.prepared(recipe).mean_value())
     if recipe.smooth_k != "none":
@@ -245,10 +254,11 @@ def _one_split(
     if trace is None and len(tiles) > 1 and _at_once(values) and walks_ahead(recipe, block.head):
         walked = _walked(recipe, block, Ranges(recipe, tiles, rounder, factor), split)
         return _divided(recipe, block, *walked, factor, rounder, sink)
-    first = values.new_full((len(block.rows), 1), -torch.inf)
+    shape = *values.shape[:-2], len(block.rows)
+    first = values.new_full((*shape, 1), -torch.inf)
     maxima, exact_sum = first, torch.zeros_like(first)
     row_sum = exact_sum
-    accumulator = values.new_zeros(len(block.rows), values.shape[1])
+    accumulator = values.new_zeros(*shape, values.shape[-1])
     for i, keys in enumerate(tiles):
         place = split, i
         scores = masked_scores(recipe, block, keys)
@@ -258,7 +268,7 @@ def _one_split(
         follow_cast = partial(_cast_probs, recipe, block, step, rounder, keys)
         cast = block.shared("cast", recipe, _PROBS, place, follow_cast)
         summed = step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale
-        tile_sum = summed.sum(1, keepdim=True)
+        tile_sum = summed.sum(-1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
         exact, rounded = exact_sum, row_sum
@@ -310,9 +320,9 @@ def _walked(recipe: Recipe, block: Block, ranges: Ranges, split: int) -> tuple[T
 
     def sum_rows() -> tuple[Tensor, Tensor]:
         added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
-        exact = rounded = torch.zeros_like(step.maxima[:, :1])
+        exact = rounded = torch.zeros_like(step.maxima[..., :1])
         for i, keys in enumerate(ranges.tiles):
-            rescale, own = step.rescale[:, i : i + 1], added[:, i : i + 1]
+            rescale, own = step.rescale[..., i : i + 1], added[..., i : i + 1]
             before, exact = exact, rescale * exact + own
             rounded = rounder("row_sum", exact if rounded is before else rescale * rounded + own, keys.start)
         return exact, rounded
@@ -321,16 +331,16 @@ def _walked(recipe: Recipe, block: Block, ranges: Ranges, split: int) -> tuple[T
     exact_sum, row_sum = block.shared("row sums", recipe, fields, place, sum_rows)
 
     def add_up() -> Tensor:
-        v = block.operands.prepared(recipe).get(recipe, "v").values[ranges.keys]
+        v = block.operands.prepared(recipe).get(recipe, "v").values[..., ranges.keys, :]
         products = block.shared("product", recipe, (*_PRODUCT, "range_pv"), place, partial(ranges.products, cast, v))
-        total = products.new_zeros(products.shape[1:])
+        total = torch.zeros_like(products[..., 0, :, :])
         for i, keys in enumerate(ranges.tiles):
-            scaled = rounder("accumulator", total * step.rescale[:, i : i + 1], keys.start, "rescale")
-            total = rounder("accumulator", scaled + products[i], keys.start)
+            scaled = rounder("accumulator", total * step.rescale[..., i : i + 1], keys.start, "rescale")
+            total = rounder("accumulator", scaled + products[..., i, :, :], keys.start)
         return total
 
     accumulator = block.shared("sums of products", recipe, (*_PRODUCT, "range_pv", "accumulator"), place, add_up)
-    return step.maxima[:, -1:], exact_sum, row_sum, accumulator
+    return step.maxima[..., -1:], exact_sum, row_sum, accumulator
 
 
 def _divided(
@@ -353,7 +363,7 @@ def _divided(
     numerator = rounder("out", accumulator, step="numerator") if recipe.division == "after-last-cast" else accumulator
     out = torch.where((maxima == -torch.inf) & (row_sum == 0), 0.0, numerator * (1 / row_sum))
     used = row_sum if recipe.lse_from == "rounded-l" else exact_sum
-    return out, (maxima * factor + used.log()).squeeze(1)
+    return out, (maxima * factor + used.log()).squeeze(-1)
 
 
 def _cast_probs(recipe: Recipe, block: Block, step: SoftmaxStep, rounder: Rounder, keys: slice) -> Tensor:

@@ -21,7 +21,7 @@ def sink_step(sink: float, factor: float, maxima: Tensor) -> tuple[Tensor, Tenso
 def with_sink(out: Tensor, lse: Tensor, sink: float) -> tuple[Tensor, Tensor]:
     """Merged splits with the sink as one more."""
     whole = torch.logaddexp(lse, lse.new_tensor(sink))
-    return out * torch.exp(lse - whole)[:, None], whole
+    return out * torch.exp(lse - whole)[..., None], whole
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -31,4 +31,4 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     lses = torch.stack([lse for _, lse in parts])
     lse = torch.logsumexp(lses, 0)
     weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
-    return (weights[:, :, None] * torch.stack([out for out, _ in parts])).sum(0), lse
+    return (weights[..., None] * torch.stack([out for out, _ in parts])).sum(0), lse

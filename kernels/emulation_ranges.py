@@ -36,9 +36,9 @@ class Walked:
     """The ranges' softmax; tiles as they lie, or in the recipe's order."""
 
     probs: Tensor
-    """P_bar, [R, tiles, K] as they lie; 0 where the first or last range ends within a tile."""
+    """P_bar, [..., R, tiles, K] as they lie; 0 where the first or last range ends within a tile."""
     maxima: Tensor
-    """m after each range, [R, tiles] in order."""
+    """m after each range, [..., R, tiles] in order."""
     rescale: Tensor
     """What it multiplies the old sums by, likewise."""
 
@@ -71,14 +71,14 @@ class Ranges:
         return [starts.index(t.start) for t in self.tiles]
 
     def walked(self, scores: Tensor) -> Walked:
-        """From the scores of all keys, [R, keys]."""
+        """From the scores of all keys, [..., R, keys]."""
         padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf)
-        by_tile = padded.view(len(scores), len(self.tiles), -1)
-        top = own_maximum(self.recipe, by_tile)[..., 0][:, self.order]
-        maxima = self.rounder("row_max", top, self.keys.start).cummax(1).values
-        before = torch.nn.functional.pad(maxima[:, :-1], (1, 0), value=-torch.inf)
+        by_tile = padded.unflatten(-1, (len(self.tiles), -1))
+        top = own_maximum(self.recipe, by_tile)[..., 0][..., self.order]
+        maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
+        before = torch.nn.functional.pad(maxima[..., :-1], (1, 0), value=-torch.inf)
         rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, self.keys.start, "rescale")
-        lying = maxima[:, self._places, None]
+        lying = maxima[..., self._places, None]
         probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, self.keys.start)
         return Walked(probs, maxima, rescale)
 
@@ -88,16 +88,17 @@ class Ranges:
         return [self.order.index(i) for i in range(len(self.order))]
 
     def sums(self, summed: Tensor) -> Tensor:
-        """What every range adds to l, [R, tiles] in order, from [R, tiles, K]."""
-        found = summed.sum(2)[:, self.order]
+        """What every range adds to l, [..., R, tiles] in order, from [..., R, tiles, K]."""
+        found = summed.sum(-1)[..., self.order]
         return found if self.recipe.row_sum_clamp is None else found.clamp(min=self.recipe.row_sum_clamp)
 
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
-        """P_barV of every range as the recipe rounds it, [tiles, R, Dv] in order; ``v`` of all keys."""
+        """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] in order; ``v`` of all keys."""
         left, right = self._pads
-        by_tile = torch.nn.functional.pad(v, (0, 0, left, right)).view(len(self.tiles), -1, v.shape[1])
+        by_tile = torch.nn.functional.pad(v, (0, 0, left, right)).unflatten(-2, (len(self.tiles), -1))
         elements = base(self.recipe.probs)
         operands = elements if elements in ("bf16", "fp16") else self.recipe.input
-        found = matmul(cast.transpose(0, 1), by_tile, self.recipe.accumulation, operands=operands)[self.order]
+        found = matmul(cast.transpose(-3, -2), by_tile, self.recipe.accumulation, operands=operands)
+        found = found[..., self.order, :, :]
         key = self.keys.start
         return self.rounder("range_pv", self.rounder("pv_sums", found, key), key)

@@ -17,7 +17,8 @@ from attn_diag.head.stacks import inner
 from attn_diag.head.together import joins
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
 from attn_diag.kernels import Recipe, emulate_stack, stackable
-from attn_diag.reference.fused import FusedHeads, batches, fuses
+from attn_diag.reference.fused import FusedHeads, fuses
+from attn_diag.reference.heads import batches
 
 Array = npt.NDArray[np.float64]
 # Errors of dQ that are kept until they are carried over to dW_Q, in elements; and scores of so many rows of all heads.
