@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.emulation_backward import KeyGradients, backward_rows
-from attn_diag.kernels.emulation_forward import (
-    Block,
-    ForwardRows,
-    RangeTrace,
-    forward_rows,
-    masked_scores,
-    round_scores,
-    softmax_key,
-)
+from attn_diag.kernels.emulation_block import Block, masked_scores, round_scores, softmax_key
+from attn_diag.kernels.emulation_forward import ForwardRows, RangeTrace, forward_rows
 from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
@@ -297,14 +290,17 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
 def _rows_at_once(head: HeadLike, recipes: int, heads: int = 1) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
     on_cpu = _CPU_ELEMENTS if recipes == 1 else _CPU_ELEMENTS_OF_SEVERAL
-    budget = _on_cuda(head.q.device) if head.q.is_cuda else on_cpu
+    budget = _on_cuda(head.q.device, recipes) if head.q.is_cuda else on_cpu
     return max(_MIN_BLOCK_ROWS, budget // max(len(head.k) * heads, 1))
 
 
 @cache
-def _on_cuda(device: torch.device) -> int:
-    """Scores of rows worked on together on a GPU: some hundred float64 tensors of so many elements fit half of it."""
-    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // 2**11)
+def _on_cuda(device: torch.device, recipes: int) -> int:
+    """Scores of rows worked on together on a GPU: so many that ten fp32 tensors a recipe fill half of its memory.
+
+    Of its whole memory, not what is free, as random roundings depend on the rows that are taken together.
+    """
+    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // (80 * recipes))
 
 
 def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:

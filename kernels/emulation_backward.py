@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_forward import (
-    SCORES,
-    Block,
-    ForwardRows,
-    dropout_factor,
-    lse_key,
-    masked_scores,
-    rounds_dropout,
-)
+from attn_diag.kernels.emulation_block import SCORES, Block, dropout_factor, lse_key, masked_scores, rounds_dropout
+from attn_diag.kernels.emulation_forward import ForwardRows
 from attn_diag.kernels.emulation_operands import Rounder, working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.quantize import quantize

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.emulation_block import PROBS, PRODUCT, SOFTMAX, Block, masked_scores
 from attn_diag.kernels.emulation_operands import HeadLike, Rounder
 from attn_diag.kernels.emulation_softmax import exponential, own_maximum
 from attn_diag.kernels.formats import base, rounds_monotonically
@@ -25,7 +26,7 @@ _DETERMINISTIC = ("scores", "row_max")
 
 
 def walks_ahead(recipe: Recipe, head: HeadLike) -> bool:
-    """Whether ``Ranges`` has what the walk has, but for the order in which products add, and other random draws."""
+    """Whether ``KeyRanges`` has what the walk has, but for the order in which products add, and other random draws."""
     known = recipe.softmax.kind in ("safe", "stabilised") and recipe.accumulation != "nvidia-tensor-core"
     plain = known and not recipe.quantized and recipe.smooth_v == "none" and head.dropout is None
     return plain and all(rounds_monotonically(getattr(recipe, site)) for site in _DETERMINISTIC)
@@ -44,7 +45,7 @@ class Walked:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class KeyRanges:
     """The ranges of one split, in the recipe's order."""
 
     recipe: Recipe
@@ -102,3 +103,43 @@ class Ranges:
         found = found[..., self.order, :, :]
         key = self.keys.start
         return self.rounder("range_pv", self.rounder("pv_sums", found, key), key)
+
+
+def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """m, l, l as it is rounded [R, 1] and O_bar [R, Dv] after all ranges, of recipes that ``walks_ahead`` knows."""
+    rounder, place = ranges.rounder, (split, "ranges")
+
+    def walk() -> Walked:
+        return ranges.walked(masked_scores(recipe, block, ranges.keys))
+
+    step = block.shared("softmax", recipe, SOFTMAX, place, walk)
+
+    def cast_probs() -> Tensor:
+        scaled = step.probs if recipe.probs_scale == 1.0 else step.probs * recipe.probs_scale
+        return rounder("probs", scaled, ranges.keys.start)
+
+    cast = block.shared("cast", recipe, PROBS, place, cast_probs)
+
+    def sum_rows() -> tuple[Tensor, Tensor]:
+        added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
+        exact = rounded = torch.zeros_like(step.maxima[..., :1])
+        for i, keys in enumerate(ranges.tiles):
+            rescale, own = step.rescale[..., i : i + 1], added[..., i : i + 1]
+            before, exact = exact, rescale * exact + own
+            rounded = rounder("row_sum", exact if rounded is before else rescale * rounded + own, keys.start)
+        return exact, rounded
+
+    fields = (*PROBS, "row_sum_of", "row_sum_clamp", "row_sum", "seed")
+    exact_sum, row_sum = block.shared("row sums", recipe, fields, place, sum_rows)
+
+    def add_up() -> Tensor:
+        v = block.operands.prepared(recipe).get(recipe, "v").values[..., ranges.keys, :]
+        products = block.shared("product", recipe, (*PRODUCT, "range_pv"), place, partial(ranges.products, cast, v))
+        total = torch.zeros_like(products[..., 0, :, :])
+        for i, keys in enumerate(ranges.tiles):
+            scaled = rounder("accumulator", total * step.rescale[..., i : i + 1], keys.start, "rescale")
+            total = rounder("accumulator", scaled + products[..., i, :, :], keys.start)
+        return total
+
+    accumulator = block.shared("sums of products", recipe, (*PRODUCT, "range_pv", "accumulator"), place, add_up)
+    return step.maxima[..., -1:], exact_sum, row_sum, accumulator

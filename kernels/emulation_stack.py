@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.emulation import EmulatedRows, _places, _run_block, check_supported
-from attn_diag.kernels.emulation_forward import Block
+from attn_diag.kernels.emulation_block import Block
 from attn_diag.kernels.emulation_operands import HeadLike, Operands
 from attn_diag.kernels.recipe import SMOOTHING, Recipe
 

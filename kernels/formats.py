@@ -150,8 +150,8 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0, heads: int = 0
     """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype, after the rules above; None changes nothing.
 
     Nearest-even and directed roundings are correct for every input. ``seed`` (of which torch's CPU generator looks at
-    32 bits) starts the random modes. They draw 24 bits an element: no mean is off by 2**-24 of a spacing for it. What lies side by
-    side on the first ``heads`` axes draws the same numbers.
+    32 bits) starts the random modes. They draw 24 bits an element: no mean is off by 2**-24 of a spacing for it. What
+    lies side by side on the first ``heads`` axes draws the same numbers.
     """
     if rounding is None or x.numel() == 0:
         return x

@@ -22,10 +22,9 @@ from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
 from attn_diag.head.assumptions import better_reading, check_assumptions
 from attn_diag.head.baseline import engine_backend
-from attn_diag.head.by_kernels import Place, identify_ahead
+from attn_diag.head.by_kernels import Place, identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.machine import pick_device
-from attn_diag.head.open import OpenCapture
 from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL
@@ -122,9 +121,7 @@ def _identified(
 
 def _by_own_kernel(place: Place, where: torch.device) -> IdentifiedHead | None:
     """The published kernel that has every bit, run on a GPU: no other schedule could fit better. None: search."""
-    opened = OpenCapture(place[0], where, [place[2]], [place[3]])
-    identify_ahead([(opened, place)], where)
-    found = opened.known(*place[1:])
+    (found,) = identify_by_kernels([place], where)
     return found if found is not None and found.best.match.agreement == 1.0 else None
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge
-from attn_diag.head.open import OpenCapture
 from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject, spread_rows, threshold
-from attn_diag.head.together import alike, outputs_together
+from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
@@ -70,47 +69,39 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     return [None if subject is None else _recognise(subject, recipes) for subject in opened]
 
 
-# Tensors of captures whose heads may be alike, beside what kernels returned.
-_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
-
-
-def identify_ahead(places: Sequence[tuple[OpenCapture, Place]], device: torch.device) -> None:
-    """Tell opened captures which kernels made these heads, by ``identify_by_kernels``, where that is sooner.
-
-    What is not identified so is looked for as a head is opened.
-    """
-    groups: dict[object, list[tuple[OpenCapture, Place]]] = {}
-    for opened, place in places:
-        capture, _, batch, _ = place
-        m = capture.metadata
-        outputs = {capture.key(name, output) for name, found in capture.observations.items() for output in found}
-        if not set(capture.tensors) <= _PLAIN | outputs or m.dropout_p:
-            continue
-        shapes = capture.lengths(batch), capture.head_dim, capture.tensors["v"].shape[-1], capture.tensors["q"].dtype
-        kind = *shapes, m.causal, m.window, m.softcap, capture.scale, "do" in capture.tensors
-        groups.setdefault(kind, []).append((opened, place))
-    for some in groups.values():
-        if not worth_kernels([place for _, place in some], device):
-            continue
-        known = identify_by_kernels([place for _, place in some], device)
-        for (opened, (_, name, batch, head)), found in zip(some, known, strict=True):
-            if found is not None:
-                opened.take_identified(name, batch, head, found)
-
-
 def identify_by_kernels(places: Sequence[Place], device: torch.device) -> list[IdentifiedHead | None]:
-    """``identify_head`` of heads that a published kernel made, by running the published ones on all of them.
+    """``identify_head`` of heads that a published kernel made, by running the published ones on all that are alike.
 
     Schedules and mixtures that none of them has are not looked for. Backwards are told apart by emulating dQ.
 
     Args:
-        places: Capture, observation, batch item and head; of one shape and masking.
-        device: A GPU.
+        places: Capture, observation, batch item and head.
+        device: Where float64 is computed.
 
     Returns:
-        None where none of them fits, or has O but for a flaw, and where they do not take the inputs: the whole search
-        may know more.
+        None where none of them fits, or has O but for a flaw, where they do not take the inputs or memory does not
+        suffice, and where emulation is as fast: the whole search may know more.
     """
+    groups: dict[object, list[int]] = {}
+    for i, (capture, _, batch, _) in enumerate(places):
+        m = capture.metadata
+        if not capture.is_plain or m.dropout_p:
+            continue
+        shapes = capture.lengths(batch), capture.head_dim, capture.tensors["v"].shape[-1], capture.tensors["q"].dtype
+        kind = *shapes, m.causal, m.window, m.softcap, capture.scale, "do" in capture.tensors
+        groups.setdefault(kind, []).append(i)
+    found: list[IdentifiedHead | None] = [None] * len(places)
+    for alike_ones in groups.values():
+        some = [places[i] for i in alike_ones]
+        if worth_kernels(some, device):
+            with suppress(torch.OutOfMemoryError):
+                for i, known_one in zip(alike_ones, in_parts(partial(_identified, device), some), strict=True):
+                    found[i] = known_one
+    return found
+
+
+def _identified(device: torch.device, places: Sequence[Place]) -> list[IdentifiedHead | None]:
+    """Those of one shape and masking."""
     from triton.runtime.errors import TritonError
 
     from attn_diag.kernels.backend import BackendError

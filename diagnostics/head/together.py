@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels import Recipe, emulate_stack
 from attn_diag.reference import AttentionHead
+
+T, R = TypeVar("T"), TypeVar("R")
+
+
+def in_parts(work: Callable[[Sequence[T]], list[R]], items: Sequence[T]) -> list[R]:
+    """What ``work`` returns of some items together; of halves of them, and so on, where memory does not suffice.
+
+    Raises:
+        torch.OutOfMemoryError: It does not for one of them alone.
+    """
+    try:
+        return work(items)
+    except torch.OutOfMemoryError:
+        if len(items) == 1:
+            raise
+    # Here, as the error holds what the attempt has made.
+    torch.cuda.empty_cache()
+    half = len(items) // 2
+    return in_parts(work, items[:half]) + in_parts(work, items[half:])
 
 
 def joins(device: torch.device) -> bool:

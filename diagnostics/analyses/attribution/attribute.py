@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import overload
 
 import torch
@@ -12,21 +12,20 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.attribution.reasons import reasons
-from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_heads
+from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
 from attn_diag.analyses.attribution.variants import take_truths
-from attn_diag.analyses.several import require_by_name
+from attn_diag.analyses.several import answers
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, CallTensors, Named, One, Source, captures_of, is_several
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.by_kernels import identify_ahead
 from attn_diag.head.fidelity import Fidelity, fidelities
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.row_maxima import swamped_elements
-from attn_diag.head.together import alike, joins
+from attn_diag.head.together import alike, in_parts, joins
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
@@ -83,89 +82,55 @@ def attribute(
             ``captures_of``.
     """
     require_level(level)
-    require_by_name("attribute", k)
     where = pick_device(device)
-    captures = captures_of(source, k, v, call, function="attribute")
-    groups = list(_together(captures, where))
-    found: list[Attribution] = []
-    for number, some in enumerate(groups):
-        counted = part_of(progress, number, len(groups))
-        found += _attributed(some, recipe, selection or Selection(), level, where, counted)
-    return Several(tuple(found)) if is_several(source) else found[0]
+
+    def of(capture: Capture, counted: Progress | None) -> Attribution:
+        return _attributed(capture, recipe, selection or Selection(), level, where, counted)
+
+    return answers("attribute", source, k, v, call, of, progress)
 
 
-# So many elements of q have heads that are held together on a GPU: some forty times as many float64 numbers.
+# Heads that a GPU holds together have so many elements of q: some forty times as many float64 numbers.
 _HELD = 2**25
 
 
-def _together(captures: Sequence[Capture], where: torch.device) -> Iterator[list[Capture]]:
-    """Captures that are looked at together: where heads are measured together as many as fit, else each alone."""
-    some: list[Capture] = []
-    for capture in captures:
-        if some and (not joins(where) or sum(math.prod(c.tensors["q"].shape) for c in (*some, capture)) > _HELD):
-            yield some
-            some = []
-        some.append(capture)
-    if some:
-        yield some
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """One head to be attributed."""
-
-    capture: Capture
-    opened: OpenCapture
-    observation: str | None
-    batch: int
-    head: int
-
-
 def _attributed(
-    captures: Sequence[Capture],
+    capture: Capture,
     recipe: str | Recipe | None,
     wanted: Selection,
     level: float,
     where: torch.device,
     progress: Progress | None,
-) -> list[Attribution]:
-    """Each capture's."""
-    subjects: list[list[_Subject]] = []
-    for given in captures:
-        capture = WithoutAbsorbedRows.of(given).capture
-        name = observation_with_o(capture, wanted.observation)
-        heads, batches = select_heads(capture, wanted)
-        opened = OpenCapture(capture, where, batches, heads)
-        opened.require_assumptions(name)
-        subjects.append([_Subject(capture, opened, name, batch, head) for batch in batches for head in heads])
-    every = [subject for of_capture in subjects for subject in of_capture]
-    longest = max((s.capture.lengths(s.batch)[0] * s.capture.head_dim for s in every), default=1)
-    step = max(1, _HELD // max(longest, 1)) if joins(where) else 1
+) -> Attribution:
+    """One capture's."""
+    capture = WithoutAbsorbedRows.of(capture).capture
+    name = observation_with_o(capture, wanted.observation)
+    heads, batches = select_heads(capture, wanted)
+    opened = OpenCapture(capture, where, batches, heads)
+    opened.require_assumptions(name)
+    places = [(batch, head) for batch in batches for head in heads]
+    if recipe is None and name is not None:
+        opened.identify_ahead(name, places)
+
+    def attributed(counted: Progress | None, some: Sequence[tuple[int, int]]) -> list[HeadAttribution]:
+        read = [opened.open_head(name, recipe, batch, head) for batch, head in some]
+        return attribute_heads(read, level, notes_of(opened), counted)
+
+    largest = max(capture.lengths(batch)[0] for batch in batches) * capture.head_dim
+    step = max(1, _HELD // max(largest, 1)) if joins(where) else 1
+    starts = range(0, len(places), step)
     results: list[HeadAttribution] = []
-    for start in range(0, len(every), step):
-        some = every[start : start + step]
-        if recipe is None:
-            named = [(s.opened, (s.capture, s.observation, s.batch, s.head)) for s in some if s.observation is not None]
-            identify_ahead(named, where)
-        heads_ = [s.opened.open_head(s.observation, recipe, s.batch, s.head) for s in some]
-        notes = [notes_of(s.opened) for s in some]
-        counted = part_of(progress, start // step, -(-len(every) // step))
-        made = attribute_opened(heads_, level, notes, counted)
-        results += [f if s.capture.batch > 1 else replace(f, batch=None) for f, s in zip(made, some, strict=True)]
-    found, taken = [], iter(results)
-    for of_capture in subjects:
-        capture, name = of_capture[0].capture, of_capture[0].observation
-        found.append(
-            Attribution(
-                tool=describe_tool(where),
-                source=capture.source,
-                observation=name,
-                level=level,
-                backend=f"emulation on {backend_name(where)}",
-                heads=tuple(next(taken) for _ in of_capture),
-            )
-        )
-    return found
+    for number, start in enumerate(starts):
+        counted = part_of(progress, number, len(starts))
+        results += in_parts(partial(attributed, counted), places[start : start + step])
+    return Attribution(
+        tool=describe_tool(where),
+        source=capture.source,
+        observation=name,
+        level=level,
+        backend=f"emulation on {backend_name(where)}",
+        heads=tuple(results if capture.batch > 1 else (replace(found, batch=None) for found in results)),
+    )
 
 
 def notes_of(opened: OpenCapture) -> tuple[str, ...]:
@@ -175,27 +140,22 @@ def notes_of(opened: OpenCapture) -> tuple[str, ...]:
     return () if opened.projection.note is None else (opened.projection.note,)
 
 
-def attribute_head(
-    head: OpenHead, level: float, notes: tuple[str, ...] = (), progress: Progress | None = None
-) -> HeadAttribution:
-    """Attribute the errors of one head, sort its rows into kinds, and put it into words.
+def attribute_heads(
+    heads: Sequence[OpenHead], level: float, notes: tuple[str, ...] = (), progress: Progress | None = None
+) -> list[HeadAttribution]:
+    """Attribute the errors of some heads, sort their rows into kinds, and put it into words.
+
+    On a GPU those that are alike, of one recipe, run together.
 
     Args:
-        head: The head, opened.
+        heads: The heads, opened.
         level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
         notes: Of the capture, to be repeated.
         progress: Counts query rows.
 
     Raises:
-        InputError: No row is finite and sees a key.
+        InputError: Of one of them no row is finite and sees a key.
     """
-    return attribute_opened([head], level, [notes], progress)[0]
-
-
-def attribute_opened(
-    heads: Sequence[OpenHead], level: float, notes: Sequence[tuple[str, ...]], progress: Progress | None = None
-) -> list[HeadAttribution]:
-    """``attribute_head`` of several; on a GPU those that are alike, of one recipe, run together."""
     take_truths(heads)
     groups: dict[object, list[int]] = {}
     for i, head in enumerate(heads):
@@ -217,9 +177,9 @@ def attribute_opened(
         some = [heads[i] for i in places]
         truths, recipe = [head.truth for head in some], some[0].baseline.recipe
         captured = [None if h.observation is None else observed_sizes(h.outputs, h.truth) for h in some]
-        tables = attribute_heads(truths, recipe, level=level, captured=captured, advance=advance)
+        tables = attribute_sites(truths, recipe, level=level, captured=captured, advance=advance)
         for i, head, table, beside in zip(places, some, tables, fidelities(some), strict=True):
-            found[i] = _told(head, table, beside, level, notes[i])
+            found[i] = _told(head, table, beside, level, notes)
     return [found[i] for i in range(len(heads))]
 
 

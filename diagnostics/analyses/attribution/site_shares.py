@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
-from attn_diag.analyses.attribution.variants import Variant, measure_heads
+from attn_diag.analyses.attribution.variants import RecipeErrors, measure_heads
 from attn_diag.head.recipe_changes import SITES, exact, in_mode
 from attn_diag.head.truth import HeadTruth
 from attn_diag.kernels import Recipe
@@ -121,49 +121,40 @@ class SiteTable:
     twin: Twin
     guilty: dict[str, str]
     biased: dict[str, str]
-    whole: Variant
+    whole: RecipeErrors
 
 
 def attribute_sites(
-    truth: HeadTruth,
-    recipe: Recipe,
-    *,
-    level: float = 0.01,
-    captured: Mapping[str, float] | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> SiteTable:
-    """Attribute the errors that ``recipe`` makes on one head; ``captured``: errors of the real kernel, for comparison.
-
-    ``advance(rows)`` is called after every block of query rows.
-    """
-    return attribute_heads([truth], recipe, level=level, captured=[captured], advance=advance)[0]
-
-
-def attribute_heads(
     truths: Sequence[HeadTruth],
     recipe: Recipe,
     *,
     level: float = 0.01,
-    captured: Sequence[Mapping[str, float] | None],
+    captured: Sequence[Mapping[str, float] | None] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[SiteTable]:
-    """``attribute_sites`` of several heads that are ``alike``: their recipes run together where a GPU does so.
+    """Attribute the errors that ``recipe`` makes on some heads that are ``alike``.
 
-    Each says which recipes it wants next; they are run on all heads.
+    Each head says which recipes it wants next; they are run on all of them together where a GPU does so.
+
+    Args:
+        truths: Of the heads.
+        recipe: The recipe.
+        level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
+        captured: Errors of the real kernel on each, for comparison.
+        advance: Called with the number of query rows after every block of them.
     """
-    asking = [_Table(truth, recipe, level, known or {}).made() for truth, known in zip(truths, captured, strict=True)]
+    asking = [
+        _Table(*each, recipe, level).made() for each in zip(truths, captured or [None] * len(truths), strict=True)
+    ]
     found: dict[int, SiteTable] = {}
     wanted = {i: next(one) for i, one in enumerate(asking)}
     while wanted:
         union = {key: asked for of_head in wanted.values() for key, asked in of_head.items()}
-        measured = (
-            measure_heads([truths[i] for i in wanted], list(union.values()), advance) if union else [[]] * len(wanted)
-        )
-        answers = {i: dict(zip(union, variants, strict=True)) for i, variants in zip(wanted, measured, strict=True)}
+        measured = measure_heads([truths[i] for i in wanted], list(union.values()), advance)
         asked, wanted = wanted, {}
-        for i, variants in answers.items():
+        for i, errors in zip(asked, measured, strict=True):
             try:
-                wanted[i] = asking[i].send({key: variants[key] for key in asked[i]})
+                wanted[i] = asking[i].send({key: e for key, e in zip(union, errors, strict=True) if key in asked[i]})
             except StopIteration as done:
                 found[i] = done.value
     return [found[i] for i in range(len(truths))]
@@ -172,12 +163,12 @@ def attribute_heads(
 class _Table:
     """One head's table, and the recipes that it takes."""
 
-    def __init__(self, truth: HeadTruth, recipe: Recipe, level: float, captured: Mapping[str, float]) -> None:
-        self._truth, self._recipe, self._level, self._captured = truth, recipe, level, captured
+    def __init__(self, truth: HeadTruth, captured: Mapping[str, float] | None, recipe: Recipe, level: float) -> None:
+        self._truth, self._captured, self._recipe, self._level = truth, captured or {}, recipe, level
         self._sites = rounding_sites(recipe, dropout=truth.head.dropout is not None)
-        self._runs: dict[object, Variant] = {}
+        self._runs: dict[object, RecipeErrors] = {}
 
-    def made(self) -> Generator[dict[object, Recipe], dict[object, Variant], SiteTable]:
+    def made(self) -> Generator[dict[object, Recipe], dict[object, RecipeErrors], SiteTable]:
         """Ask for recipes twice, by subset of sites that round or by name; then the table."""
         truth, recipe, sites, level, runs = self._truth, self._recipe, self._sites, self._level, self._runs
         names = [site.name for site in sites]
@@ -246,11 +237,7 @@ class _Table:
                 max((abs(runs["inert"].sizes[q] - runs[everything].sizes[q]) for q in quantities), default=0.0),
             ),
             repairs=tuple(Repair(name, runs[stage].sizes) for name, stage in zip(order, stages, strict=True)),
-            twin=Twin(
-                seeds=1,
-                sizes=runs["twin"].sizes,
-                bias={q: of_twin for q, (_, of_twin) in tested.items()},
-            ),
+            twin=Twin(seeds=1, sizes=runs["twin"].sizes, bias={q: of_twin for q, (_, of_twin) in tested.items()}),
             guilty=guilty,
             biased=biased,
             whole=runs[everything],
@@ -275,7 +262,7 @@ class _Game:
         if truth.noise_floor is not None:
             self.by_row |= {"delta": (1, 1.0), "dq": (truth.head.q.shape[1], truth.mean_ulp["dq"])}
 
-    def value(self, errors: Variant) -> Array:
+    def value(self, errors: RecipeErrors) -> Array:
         parts = [np.array([errors.sizes.get(q, 0.0) ** 2 for q in QUANTITIES] + [errors.along]), errors.o_away]
         if errors.in_floors is not None and errors.dq is not None:
             parts += [errors.in_floors, errors.dq]

@@ -27,7 +27,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Variant:
+class RecipeErrors:
     """One recipe's errors on a head; by row over its n usable rows."""
 
     sizes: dict[str, float]
@@ -44,7 +44,7 @@ class Variant:
     """The sum of their squares, [n]; None without dO."""
 
     @classmethod
-    def of(cls, errors: VariantErrors, truth: HeadTruth) -> Variant:
+    def of(cls, errors: VariantErrors, truth: HeadTruth) -> RecipeErrors:
         """From the errors of one head."""
         along, in_floors = 0.0, None
         if errors.dw_q is not None and truth.dw_q is not None and truth.norms["dw_q"]:
@@ -64,16 +64,18 @@ class Variant:
 
 def measure_heads(
     truths: Sequence[HeadTruth], recipes: Sequence[Recipe], advance: Advance | None = None
-) -> list[list[Variant]]:
+) -> list[list[RecipeErrors]]:
     """Errors of these recipes (of one query block) on heads that are ``alike``: of each head, in the recipes' order.
 
     On a GPU, where a launch takes longer than what it computes of one head, all heads are emulated together, but for
     recipes whose sums cannot be.
     """
+    if not recipes:
+        return [[] for _ in truths]
     joined = len(truths) > 1 and joins(truths[0].head.q.device)
     together = [i for i, recipe in enumerate(recipes) if joined and stackable(recipe)]
     apart = [i for i in range(len(recipes)) if i not in together]
-    found: list[dict[int, Variant]] = [{} for _ in truths]
+    found: list[dict[int, RecipeErrors]] = [{} for _ in truths]
     if together:
         some = [recipes[i] for i in together]
         for of_head, variants in zip(found, measure_together(truths, some, None if apart else advance), strict=True):
@@ -81,7 +83,7 @@ def measure_heads(
     if apart:
         for of_head, truth in zip(found, truths, strict=True):
             errors = measure_variants(truth, [recipes[i] for i in apart], advance)
-            of_head |= zip(apart, (Variant.of(e, truth) for e in errors), strict=True)
+            of_head |= zip(apart, (RecipeErrors.of(e, truth) for e in errors), strict=True)
     return [[of_head[i] for i in range(len(recipes))] for of_head in found]
 
 
@@ -105,11 +107,11 @@ def take_truths(heads: Sequence[OpenHead]) -> None:
 
 def measure_together(
     truths: Sequence[HeadTruth], recipes: Sequence[Recipe], advance: Advance | None = None
-) -> list[list[Variant]]:
+) -> list[list[RecipeErrors]]:
     """``measure_heads`` by emulating all heads at once, so many as their errors of dQ can be kept of."""
     q, keys = truths[0].head.q, len(truths[0].head.k)
     most = max(1, min(_KEPT // (len(recipes) * q.numel()), _SCORES // (_ROWS * keys)))
-    found: list[list[Variant]] = []
+    found: list[list[RecipeErrors]] = []
     for start in range(0, len(truths), most):
         found += _Stack(truths[start : start + most]).measured(recipes, advance)
     return found
@@ -132,7 +134,7 @@ class _Stack:
         self._delta, self._dq = (all_of(lambda t, n=name: getattr(t.reference, n)) for name in ("delta", "dq"))  # type: ignore[misc]
         self._floor = all_of(lambda t: t.noise_floor)
 
-    def measured(self, recipes: Sequence[Recipe], advance: Advance | None) -> list[list[Variant]]:
+    def measured(self, recipes: Sequence[Recipe], advance: Advance | None) -> list[list[RecipeErrors]]:
         parts: list[dict[str, list[Tensor]]] = [{} for _ in recipes]
         dq_errors: list[list[Tensor]] = [[] for _ in recipes]
         for rows, results in emulate_stack(recipes, [truth.head for truth in self._truths]):
@@ -183,7 +185,7 @@ class _Stack:
                     sizes["delta"] = factors[h][i]
                 known = {n: t[h, i] if every else t[h, i][rows_of[h]] for n, t in on_host.items() if n != "o_square"}
                 variants.append(
-                    Variant(
+                    RecipeErrors(
                         sizes={n: sizes[n] for n in ("o", "delta", "dq", "dw_q") if n in sizes},
                         along=along / norms["dw_q"] ** 2 if norms.get("dw_q") else 0.0,
                         o_away=known["o_away"],

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from attn_diag.analyses.attribution.attribute import attribute_head, notes_of
+from attn_diag.analyses.attribution.attribute import attribute_heads, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob
 from attn_diag.analyses.microscopy.closed_form import of_open_head
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
@@ -70,7 +70,7 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
         return place.open_head(seen, recipe, batch, index, measured=job.truths.get((batch, index)))
 
     def shares(read: OpenHead) -> HeadAttribution:
-        found = attribute_head(read, level, notes_of(place))
+        (found,) = attribute_heads([read], level, notes_of(place))
         return found if job.capture.batch > 1 else replace(found, batch=None)
 
     def element(read: OpenHead) -> Microscope:

@@ -26,7 +26,7 @@ from attn_diag.analyses.mitigation.mitigations import PRODUCTS, Price, WhatIfPla
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants
 from attn_diag.kernels import Recipe, in_any_block
-from attn_diag.kernels.emulation_forward import SCORES
+from attn_diag.kernels.emulation_block import SCORES
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors

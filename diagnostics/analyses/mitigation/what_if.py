@@ -22,7 +22,6 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.by_kernels import identify_ahead
 from attn_diag.head.fidelity import fidelity
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
@@ -130,7 +129,7 @@ def _tried(
         notes.append(f"the capture has observations {', '.join(capture.observations)}; {chosen} is looked at")
     opened = OpenCapture(capture, where, [batch], [index])
     if recipe is None and chosen is not None:
-        identify_ahead([(opened, (capture, chosen, batch, index))], where)
+        opened.identify_ahead(chosen, [(batch, index)])
     given = opened.open_head(chosen, recipe, batch, index)
     notes += _projection_notes(opened)
     baseline, inputs, truth = given.baseline, given.inputs, given.truth
