@@ -85,8 +85,8 @@ def _one_split(
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
     if trace is None and len(tiles) > 1 and _at_once(values) and walks_ahead(recipe, block.head):
-        found = walked(recipe, block, KeyRanges(recipe, tiles, rounder, factor), split)
-        return _divided(recipe, block, *found, factor, rounder, sink)
+        sums = walked(recipe, block, KeyRanges(recipe, tiles, rounder, factor), split)
+        return _divided(recipe, block, *sums, factor, rounder, sink)
     shape = *values.shape[:-2], len(block.rows)
     first = values.new_full((*shape, 1), -torch.inf)
     maxima, exact_sum = first, torch.zeros_like(first)

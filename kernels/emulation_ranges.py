@@ -74,7 +74,7 @@ class KeyRanges:
     def walked(self, scores: Tensor) -> Walked:
         """From the scores of all keys, [..., R, keys]."""
         padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf)
-        by_tile = padded.unflatten(-1, (len(self.tiles), -1))
+        by_tile = padded.view(*scores.shape[:-1], len(self.tiles), -1)
         top = own_maximum(self.recipe, by_tile)[..., 0][..., self.order]
         maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
         before = torch.nn.functional.pad(maxima[..., :-1], (1, 0), value=-torch.inf)
@@ -96,7 +96,8 @@ class KeyRanges:
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
         """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] in order; ``v`` of all keys."""
         left, right = self._pads
-        by_tile = torch.nn.functional.pad(v, (0, 0, left, right)).unflatten(-2, (len(self.tiles), -1))
+        by_tile = torch.nn.functional.pad(v, (0, 0, left, right))
+        by_tile = by_tile.view(*v.shape[:-2], len(self.tiles), -1, v.shape[-1])
         elements = base(self.recipe.probs)
         operands = elements if elements in ("bf16", "fp16") else self.recipe.input
         found = matmul(cast.transpose(-3, -2), by_tile, self.recipe.accumulation, operands=operands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ import attn_diag
 from attn_diag.analyses.attribution import attribute as attribution
 from attn_diag.analyses.attribution import variants
 from attn_diag.captures.capture import Capture
-from attn_diag.head import by_kernels
+from attn_diag.head import by_kernels, fidelity, together
 from attn_diag.head.identification import identify_head
 from attn_diag.kernels import (
     Recipe,
@@ -129,6 +129,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (variants, "joins", lambda _: True),
+            (fidelity, "joins", lambda _: True),
             (attribution, "joins", lambda _: True),
             (triton_head, "run_heads", run_heads),
             (by_kernels, "worth_kernels", lambda places, _: bool(places)),
@@ -141,10 +142,11 @@ def test_attribute_of_many_heads_at_once_is_that_of_each() -> None:
     captures = [capture(0), capture(1), capture(2, length=150)]
     each = attn_diag.attribute(captures, device="cpu")
     with as_on_a_gpu():
-        together = attn_diag.attribute(captures, device="cpu")
-    for one, other in zip(each, together, strict=True):
+        joint = attn_diag.attribute(captures, device="cpu")
+    for one, other in zip(each, joint, strict=True):
         assert [h.head for h in one.heads] == [h.head for h in other.heads]
         for a, b in zip(one.heads, other.heads, strict=True):
+            assert b.recipe == a.recipe.replace("recognised", "recognised by its Triton kernel")
             assert (a.recipe_json, a.guilty, a.biased, a.runs) == (b.recipe_json, b.guilty, b.biased, b.runs)
             for quantity, total in a.totals.items():
                 assert b.totals[quantity].error == pytest.approx(total.error, rel=1e-4)
@@ -184,3 +186,39 @@ def test_identify_searches_where_no_published_kernel_has_every_bit() -> None:
         found = attn_diag.identify(broken, device="cpu")
     assert found.backend == "emulation on cpu"
     assert found.outcome == "flawed"
+
+
+@pytest.mark.parametrize("place", ["emulate_stack", "run_heads", "outputs_together"])
+def test_heads_are_taken_by_halves_where_memory_does_not_suffice(place: str) -> None:
+    """Each of the heads alone fits; two together never do."""
+    found = capture(6, count=3)
+    each = attn_diag.attribute(found, device="cpu")
+    refused = []
+
+    def at_most_one(run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(recipes: Any, some: Sequence[Any]) -> Any:
+            if len(some) > 1:
+                refused.append(len(some))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(recipes, some)
+
+        return wrapped
+
+    with as_on_a_gpu(), ExitStack() as stack:
+        for module in (triton_head, variants, fidelity, by_kernels):
+            if hasattr(module, place):
+                stack.enter_context(patch.object(module, place, at_most_one(getattr(module, place))))
+        parts = attn_diag.attribute(found, device="cpu")
+    assert refused
+    assert ("memory did not suffice" in parts.backend) == (place != "run_heads")
+    assert [(h.head, h.recipe_json, h.guilty, h.biased) for h in parts.heads] == [
+        (h.head, h.recipe_json, h.guilty, h.biased) for h in each.heads
+    ]
+
+
+def test_memory_that_does_not_suffice_for_one_head_is_an_error() -> None:
+    def never(_: Sequence[int]) -> list[int]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        together.in_parts(never, [1, 2, 3])

@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
-from attn_diag.head.together import outputs_together
+from attn_diag.head.together import joins, outputs_together
 from attn_diag.kernels import EmulatedHead, emulate_head, stackable
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp
@@ -50,7 +50,7 @@ def fidelity(head: OpenHead) -> Fidelity:
 def fidelities(heads: Sequence[OpenHead]) -> list[Fidelity]:
     """The same of several heads of one recipe; those on a GPU are of one shape, and run together."""
     others = [Counterfactuals(h.truth.head, h.truth.out_format, h.formats, key_gradients=False) for h in heads]
-    recipe, together = heads[0].baseline.recipe, len(heads) > 1 and heads[0].truth.head.q.is_cuda
+    recipe, together = heads[0].baseline.recipe, len(heads) > 1 and joins(heads[0].truth.head.q.device)
     if together:
         for one in others:
             one.beside = others

@@ -11,7 +11,8 @@ from torch import Tensor
 from attn_diag.kernels import Recipe, emulate_stack
 from attn_diag.reference import AttentionHead
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def in_parts(work: Callable[[Sequence[T]], list[R]], items: Sequence[T]) -> list[R]:

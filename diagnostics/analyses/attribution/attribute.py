@@ -112,7 +112,10 @@ def _attributed(
     if recipe is None and name is not None:
         opened.identify_ahead(name, places)
 
+    parts = []
+
     def attributed(counted: Progress | None, some: Sequence[tuple[int, int]]) -> list[HeadAttribution]:
+        parts.append(some)
         read = [opened.open_head(name, recipe, batch, head) for batch, head in some]
         return attribute_heads(read, level, notes_of(opened), counted)
 
@@ -123,12 +126,13 @@ def _attributed(
     for number, start in enumerate(starts):
         counted = part_of(progress, number, len(starts))
         results += in_parts(partial(attributed, counted), places[start : start + step])
+    in_smaller = "" if len(parts) == len(starts) else ", fewer heads at a time than meant: memory did not suffice"
     return Attribution(
         tool=describe_tool(where),
         source=capture.source,
         observation=name,
         level=level,
-        backend=f"emulation on {backend_name(where)}",
+        backend=f"emulation on {backend_name(where)}{in_smaller}",
         heads=tuple(results if capture.batch > 1 else (replace(found, batch=None) for found in results)),
     )
 
