@@ -39,9 +39,8 @@ def capture_of(heads: int, length: int, width: int, seed: int, device: str, *, x
     if device == "cuda":
         q, k, v, do = (t.cuda().requires_grad_() for t in inputs)
         o = attention(q, k, v, causal="top-left")
-        o.backward(do)
-        assert q.grad is not None
-        return captured(inputs, o=o.detach().cpu(), dq=q.grad.cpu(), **extra)
+        (dq,) = torch.autograd.grad(o, q, do)
+        return captured(inputs, o=o.detach().cpu(), dq=dq.cpu(), **extra)
     made = []
     for h in range(heads):
         q, k, v, do = (t[0, h].double() for t in inputs)

@@ -32,6 +32,7 @@ from attn_diag.kernels import (
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.results.several import Several
 
 FIELDS = ("out", "lse", "delta", "dq")
 FA2 = preset("fa2", "bf16", 32)
@@ -143,6 +144,8 @@ def test_attribute_of_many_heads_at_once_is_that_of_each() -> None:
     each = attn_diag.attribute(captures, device="cpu")
     with as_on_a_gpu():
         joint = attn_diag.attribute(captures, device="cpu")
+    assert isinstance(each, Several)
+    assert isinstance(joint, Several)
     for one, other in zip(each, joint, strict=True):
         assert [h.head for h in one.heads] == [h.head for h in other.heads]
         for a, b in zip(one.heads, other.heads, strict=True):
@@ -179,7 +182,7 @@ def test_identify_says_that_the_kernels_were_run_and_what_was_not_tried() -> Non
 
 def test_identify_searches_where_no_published_kernel_has_every_bit() -> None:
     other = capture(5)
-    o = other.tensors["o"].clone()
+    o = other.tensors["o"][:].clone()
     o[0, 0, 7, 3] *= 1.25
     broken = replace(other, tensors={**other.tensors, "o": o})
     with as_on_a_gpu():

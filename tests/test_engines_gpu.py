@@ -36,8 +36,8 @@ def made_by(name: str, seed: int = 0) -> Capture:
     k, v = (torch.randn(count // shared, length, width, generator=generator).bfloat16() for _ in range(2))
     made = []
     for i in range(count):
-        inputs = (t.double() for t in (q[i], k[i // shared], v[i // shared], do[i]))
-        head = AttentionHead(*inputs, width**-0.5, masking)
+        q_i, k_i, v_i, do_i = (t.double() for t in (q[i], k[i // shared], v[i // shared], do[i]))
+        head = AttentionHead(q_i, k_i, v_i, do_i, width**-0.5, masking)
         made.append(emulate_head(preset(kernel, "bf16", width), head, key_gradients=False))
     outputs = {n: torch.stack([getattr(m, n) for m in made])[None] for n in ("o", "dq", "lse")}
     tensors = {"q": q[None], "k": k[None], "v": v[None], "do": do[None]} | outputs
