@@ -18,7 +18,7 @@ from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.emulation_block import PROBS, PRODUCT, SOFTMAX, Block, masked_scores
 from attn_diag.kernels.emulation_operands import HeadLike, Rounder
 from attn_diag.kernels.emulation_softmax import exponential, own_maximum
-from attn_diag.kernels.formats import base, rounds_monotonically
+from attn_diag.kernels.formats import base, parse, rounds_monotonically
 from attn_diag.kernels.recipe import Recipe
 
 # Sites that must not draw: the backward draws scores again range by range, and a maximum of draws is no draw of it.
@@ -73,7 +73,7 @@ class KeyRanges:
 
     def walked(self, scores: Tensor) -> Walked:
         """From the scores of all keys, [..., R, keys]."""
-        padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf)
+        padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf) if any(self._pads) else scores
         by_tile = padded.view(*scores.shape[:-1], len(self.tiles), -1)
         top = own_maximum(self.recipe, by_tile)[..., 0][..., self.order]
         maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
@@ -94,14 +94,13 @@ class KeyRanges:
         return found if self.recipe.row_sum_clamp is None else found.clamp(min=self.recipe.row_sum_clamp)
 
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
-        """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] in order; ``v`` of all keys."""
+        """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] as they lie; ``v`` of all keys."""
         left, right = self._pads
         by_tile = torch.nn.functional.pad(v, (0, 0, left, right))
         by_tile = by_tile.view(*v.shape[:-2], len(self.tiles), -1, v.shape[-1])
         elements = base(self.recipe.probs)
         operands = elements if elements in ("bf16", "fp16") else self.recipe.input
         found = matmul(cast.transpose(-3, -2), by_tile, self.recipe.accumulation, operands=operands)
-        found = found[..., self.order, :, :]
         key = self.keys.start
         return self.rounder("range_pv", self.rounder("pv_sums", found, key), key)
 
@@ -123,12 +122,13 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
 
     def sum_rows() -> tuple[Tensor, Tensor]:
         added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
-        exact = rounded = torch.zeros_like(step.maxima[..., :1])
-        for i, keys in enumerate(ranges.tiles):
-            rescale, own = step.rescale[..., i : i + 1], added[..., i : i + 1]
-            before, exact = exact, rescale * exact + own
-            rounded = rounder("row_sum", exact if rounded is before else rescale * rounded + own, keys.start)
-        return exact, rounded
+        exact = torch.zeros_like(step.maxima[..., 0])
+        rounded = None if parse(recipe.row_sum) is None else exact.clone()
+        for keys, rescale, own in zip(ranges.tiles, step.rescale.unbind(-1), added.unbind(-1), strict=True):
+            exact.mul_(rescale).add_(own)
+            if rounded is not None:
+                rounded = rounder("row_sum", rounded.mul_(rescale).add_(own), keys.start)
+        return exact[..., None], (exact if rounded is None else rounded)[..., None]
 
     fields = (*PROBS, "row_sum_of", "row_sum_clamp", "row_sum", "seed")
     exact_sum, row_sum = block.shared("row sums", recipe, fields, place, sum_rows)
@@ -136,10 +136,11 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
     def add_up() -> Tensor:
         v = block.operands.prepared(recipe).get(recipe, "v").values[..., ranges.keys, :]
         products = block.shared("product", recipe, (*PRODUCT, "range_pv"), place, partial(ranges.products, cast, v))
-        total = torch.zeros_like(products[..., 0, :, :])
-        for i, keys in enumerate(ranges.tiles):
-            scaled = rounder("accumulator", total * step.rescale[..., i : i + 1], keys.start, "rescale")
-            total = rounder("accumulator", scaled + products[..., i, :, :], keys.start)
+        by_tile, rescale = products.unbind(-3), step.rescale[..., None].unbind(-2)
+        total = torch.zeros_like(by_tile[0])
+        for keys, lying, factor in zip(ranges.tiles, ranges.order, rescale, strict=True):
+            scaled = rounder("accumulator", total.mul_(factor), keys.start, "rescale")
+            total = rounder("accumulator", scaled.add_(by_tile[lying]), keys.start)
         return total
 
     accumulator = block.shared("sums of products", recipe, (*PRODUCT, "range_pv", "accumulator"), place, add_up)

@@ -20,7 +20,8 @@ from rich.cells import cell_len
 import attn_diag
 from attn_diag.analyses.attribution.attribute import attribute
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
-from attn_diag.analyses.attribution.site_shares import attribute_sites, rounding_sites, with_low, with_mode
+from attn_diag.analyses.attribution.site_shares import attribute_sites
+from attn_diag.analyses.attribution.sites import rounding_sites, with_low, with_mode
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 from attn_diag.captures.selection import Selection

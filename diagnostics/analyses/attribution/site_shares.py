@@ -9,99 +9,19 @@ all sites: its part is small, and every run after it costs half of what float64 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
+from attn_diag.analyses.attribution.sites import RoundingSite, inert_change, rounding_sites, with_low, with_mode
 from attn_diag.analyses.attribution.variants import RecipeErrors, measure_heads
-from attn_diag.head.recipe_changes import SITES, exact, in_mode
 from attn_diag.head.truth import HeadTruth
 from attn_diag.kernels import Recipe
-from attn_diag.kernels.formats import Mode, parse
-from attn_diag.kernels.quantizers import NO_QUANTIZER
-from attn_diag.kernels.recipe import QUANTIZERS
+from attn_diag.kernels.formats import Mode
 from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
 from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_biases
-
-
-@dataclass(frozen=True)
-class RoundingSite:
-    """A place where a recipe loses precision: ``exact`` holds the fields that undo it, ``format`` what it rounds to.
-
-    ``format`` is None for sites that do not round to a format (arithmetic, accumulation, exp).
-    """
-
-    name: str
-    words: str
-    exact: dict[str, Any]
-    format: str | None = None
-
-
-def rounding_sites(recipe: Recipe, *, dropout: bool = False) -> tuple[RoundingSite, ...]:
-    """Every site at which the recipe does less than float64 would, in the order of the computation.
-
-    ``dropout``: whether the head has it.
-    """
-    sites = []
-    for name, site in SITES.items():
-        value, words, undone, fmt = getattr(recipe, name), site.words, exact(name), None
-        if name == "exp":
-            loses, words = value == "polynomial", f"{words} of degree {recipe.exp_degree}"
-        elif name == "accumulation":
-            loses = value == "nvidia-tensor-core"
-        elif name in QUANTIZERS:
-            loses = value != NO_QUANTIZER
-        elif name == "backward_operands":
-            loses = value == "quantized" and ("quantize_k" in recipe.quantized or "quantize_q" in recipe.quantized)
-        elif name == "dropout_factor":
-            loses = dropout and value != "fp32"
-        elif name == "arithmetic":
-            loses = value == "fp32"
-            if recipe.accumulation == "fp32-nearest":
-                undone |= exact("accumulation")
-        else:
-            loses, fmt = parse(value) is not None and _acts(recipe, name), value
-        if loses:
-            sites.append(RoundingSite(name, words, undone, fmt))
-    return tuple(sites)
-
-
-def inert_change(recipe: Recipe) -> tuple[str, Recipe]:
-    """A sham: a site that reaches none of O, delta, dQ and dW_Q, and the recipe with it changed.
-
-    The cast of P, where only dV sees it; else a lower limit on l that no row comes near.
-    """
-    if _acts(recipe, "backward_probs"):
-        return "row_sum_clamp", replace(recipe, row_sum_clamp=recipe.row_sum_clamp or 1e-30)
-    changed = recipe.input if recipe.backward_probs == "fp32" else "fp32"
-    return "backward_probs", replace(recipe, backward_probs=changed)
-
-
-def with_low(recipe: Recipe, sites: Collection[RoundingSite], low: Collection[str]) -> Recipe:
-    """The recipe with only the sites named ``low`` as they are, all others exact."""
-    undone = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
-    return replace(recipe, **undone)
-
-
-def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode, seed: int = 0) -> Recipe:
-    """The recipe with these sites' roundings in another mode; sites without a format stay."""
-    changes: dict[str, Any] = {site.name: in_mode(site.format, mode) for site in sites if site.format is not None}
-    return replace(recipe, seed=seed, **changes)
-
-
-def _acts(recipe: Recipe, name: str) -> bool:
-    """Whether a site that rounds is reached at all."""
-    if name == "difference":
-        return recipe.exp == "exact"
-    if name == "backward_probs":
-        return recipe.dscores_from == "cast-probs"
-    if name == "delta_products":
-        return recipe.delta_from != "dp"
-    return True
-
 
 ARITHMETIC = "arithmetic"
 # So many sites are repaired one after the other.
@@ -143,21 +63,26 @@ def attribute_sites(
         captured: Errors of the real kernel on each, for comparison.
         advance: Called with the number of query rows after every block of them.
     """
-    asking = [
-        _Table(*each, recipe, level).made() for each in zip(truths, captured or [None] * len(truths), strict=True)
-    ]
+    tables = [_Table(*each, recipe, level) for each in zip(truths, captured or [None] * len(truths), strict=True)]
+    asking = [table.made() for table in tables]
     found: dict[int, SiteTable] = {}
     wanted = {i: next(one) for i, one in enumerate(asking)}
     while wanted:
-        union = {key: asked for of_head in wanted.values() for key, asked in of_head.items()}
-        measured = measure_heads([truths[i] for i in wanted], list(union.values()), advance)
+        union = dict.fromkeys(run for of_head in wanted.values() for run in of_head)
+        recipes = [tables[0].recipe_of(run) for run in union]
+        measured = measure_heads([truths[i] for i in wanted], recipes, advance)
         asked, wanted = wanted, {}
         for i, errors in zip(asked, measured, strict=True):
+            by_run = dict(zip(union, errors, strict=True))
             try:
-                wanted[i] = asking[i].send({key: e for key, e in zip(union, errors, strict=True) if key in asked[i]})
+                wanted[i] = asking[i].send({run: by_run[run] for run in asked[i]})
             except StopIteration as done:
                 found[i] = done.value
     return [found[i] for i in range(len(truths))]
+
+
+# The sites that round, or one of "inert", "twin" and "sham " and a site.
+Run = Subset | str
 
 
 class _Table:
@@ -166,19 +91,17 @@ class _Table:
     def __init__(self, truth: HeadTruth, captured: Mapping[str, float] | None, recipe: Recipe, level: float) -> None:
         self._truth, self._captured, self._recipe, self._level = truth, captured or {}, recipe, level
         self._sites = rounding_sites(recipe, dropout=truth.head.dropout is not None)
-        self._runs: dict[object, RecipeErrors] = {}
+        self._runs: dict[Run, RecipeErrors] = {}
 
-    def made(self) -> Generator[dict[object, Recipe], dict[object, RecipeErrors], SiteTable]:
-        """Ask for recipes twice, by subset of sites that round or by name; then the table."""
+    def made(self) -> Generator[list[Run], dict[Run, RecipeErrors], SiteTable]:
+        """Ask for runs twice; then the table."""
         truth, recipe, sites, level, runs = self._truth, self._recipe, self._sites, self._level, self._runs
         names = [site.name for site in sites]
         everything, nothing = frozenset(names), frozenset[str]()
         plan = SubsetPlan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
         alone = {name: frozenset([*plan.first, name]) for name in names}
         without = {name: everything - {name} for name in names}
-        inert, unchanged = inert_change(recipe)
-        extra: dict[object, Recipe] = {"inert": unchanged, "twin": with_mode(recipe, sites, Mode.STOCHASTIC)}
-        runs |= yield self._of([everything, nothing, *plan.subsets, *alone.values(), *without.values()]) | extra
+        runs |= yield [everything, nothing, *plan.subsets, *alone.values(), *without.values(), "inert", "twin"]
 
         game = _Game(truth)
         contributions = plan.values({subset: game.value(runs[subset]) for subset in plan.subsets})
@@ -192,15 +115,15 @@ class _Table:
         stages = [everything - set(order[: i + 1]) for i in range(len(order))]
         # A sham repair shows something only where a repair would: at the sites that are blamed.
         blamed = {*guilty.values(), *biased.values()}
-        shams = [site for site in sites if site.format is not None and site.name in blamed]
-        runs |= yield self._of(stages) | {f"sham {s.name}": with_mode(recipe, [s], Mode.RANDOM_SIGN) for s in shams}
+        shams = [site.name for site in sites if site.format is not None and site.name in blamed]
+        runs |= yield [*(stage for stage in stages if stage not in runs), *(f"sham {name}" for name in shams)]
 
         def effect(site: RoundingSite, q: str) -> Effect:
             one, sham = alone[site.name], f"sham {site.name}"
             share, error = shares[site.name][q]
             bias = biases[q][site.name] if q in biases else None
 
-            def mean(run: object) -> float | None:
+            def mean(run: Run) -> float | None:
                 return None if bias is None else game.mean(q, game.value(runs[run]))
 
             return Effect(
@@ -233,7 +156,7 @@ class _Table:
                 SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites
             ),
             inert=(
-                inert,
+                inert_change(recipe)[0],
                 max((abs(runs["inert"].sizes[q] - runs[everything].sizes[q]) for q in quantities), default=0.0),
             ),
             repairs=tuple(Repair(name, runs[stage].sizes) for name, stage in zip(order, stages, strict=True)),
@@ -243,9 +166,14 @@ class _Table:
             whole=runs[everything],
         )
 
-    def _of(self, subsets: Iterable[Subset]) -> dict[object, Recipe]:
-        """The recipes in which only these sites round, but for those that have been run."""
-        return {s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self._runs}
+    def recipe_of(self, run: Run) -> Recipe:
+        """What is run."""
+        if isinstance(run, frozenset):
+            return with_low(self._recipe, self._sites, run)
+        if run == "inert":
+            return inert_change(self._recipe)[1]
+        sites = self._sites if run == "twin" else [s for s in self._sites if run == f"sham {s.name}"]
+        return with_mode(self._recipe, sites, Mode.STOCHASTIC if run == "twin" else Mode.RANDOM_SIGN)
 
 
 class _Game:

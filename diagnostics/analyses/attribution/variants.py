@@ -16,7 +16,7 @@ from attn_diag.head.row_maxima import collector_of, take_maxima
 from attn_diag.head.stacks import inner
 from attn_diag.head.together import joins
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
-from attn_diag.kernels import Recipe, emulate_stack, stackable
+from attn_diag.kernels import Recipe, emulate_stack, in_any_block, stackable
 from attn_diag.reference.fused import FusedHeads, fuses
 from attn_diag.reference.heads import batches
 
@@ -68,22 +68,22 @@ def measure_heads(
     """Errors of these recipes (of one query block) on heads that are ``alike``: of each head, in the recipes' order.
 
     On a GPU, where a launch takes longer than what it computes of one head, all heads are emulated together, but for
-    recipes whose sums cannot be.
+    recipes whose sums cannot be; and those whose rows need their own query blocks alone keep to them.
     """
-    if not recipes:
-        return [[] for _ in truths]
-    joined = len(truths) > 1 and joins(truths[0].head.q.device)
-    together = [i for i, recipe in enumerate(recipes) if joined and stackable(recipe)]
-    apart = [i for i in range(len(recipes)) if i not in together]
+    head, many = truths[0].head, joins(truths[0].head.q.device)
+    groups: dict[tuple[bool, bool] | None, list[int]] = {}
+    for i, recipe in enumerate(recipes):
+        kind = (len(truths) > 1 and stackable(recipe), in_any_block(recipe, head)) if many else None
+        groups.setdefault(kind, []).append(i)
     found: list[dict[int, RecipeErrors]] = [{} for _ in truths]
-    if together:
-        some = [recipes[i] for i in together]
-        for of_head, variants in zip(found, measure_together(truths, some, None if apart else advance), strict=True):
-            of_head |= zip(together, variants, strict=True)
-    if apart:
-        for of_head, truth in zip(found, truths, strict=True):
-            errors = measure_variants(truth, [recipes[i] for i in apart], advance)
-            of_head |= zip(apart, (RecipeErrors.of(e, truth) for e in errors), strict=True)
+    for number, (kind, places) in enumerate(groups.items(), 1):
+        some, told = [recipes[i] for i in places], advance if number == len(groups) else None
+        if kind is not None and kind[0]:
+            made = measure_together(truths, some, told)
+        else:
+            made = [[RecipeErrors.of(e, t) for e in measure_variants(t, some, told)] for t in truths]
+        for of_head, errors in zip(found, made, strict=True):
+            of_head |= zip(places, errors, strict=True)
     return [[of_head[i] for i in range(len(recipes))] for of_head in found]
 
 
