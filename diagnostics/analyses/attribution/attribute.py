@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.attribution.reasons import reasons
@@ -241,15 +242,18 @@ def _row_kinds(head: OpenHead, table: SiteTable) -> dict[str, RowKind]:
         "swamped": swamped & truth.maxima.several_keys,
         "near_one_hot": 1 - truth.top_prob < _NEAR_ONE_HOT,
     }
-    reference = truth.reference.dq
-    errors = None if table.whole.dq_square is None else torch.from_numpy(table.whole.dq_square).to(rows.device)
-    reference_square = None if reference is None else reference[rows].square().sum(1)
+    dq = truth.reference.dq
+    squares = torch.zeros_like(truth.top_prob) if dq is None else dq.square().sum(1)
+    # In one copy from a GPU.
+    usable, square, *members = torch.stack([t.double() for t in (rows, squares, *kinds.values())]).cpu().numpy()
+    of_usable = usable > 0
+    references = None if dq is None else square[of_usable]
 
-    def share(values: Tensor | None, kind: Tensor) -> float | None:
+    def share(values: npt.NDArray[np.float64] | None, kind: npt.NDArray[np.bool_]) -> float | None:
         total = 0.0 if values is None else float(values.sum())
-        return float(values[kind[rows]].sum()) / total if values is not None and total else None
+        return float(values[kind].sum()) / total if values is not None and total else None
 
     return {
-        name: RowKind(int((kind & rows).sum()), share(errors, kind), share(reference_square, kind))
-        for name, kind in kinds.items()
+        name: RowKind(int(kind.sum()), share(table.whole.dq_square, kind), share(references, kind))
+        for name, kind in ((name, member[of_usable] > 0) for name, member in zip(kinds, members, strict=True))
     }

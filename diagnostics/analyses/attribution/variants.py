@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.open import OpenHead
-from attn_diag.head.row_maxima import collector_of, take_maxima
+from attn_diag.head.row_maxima import collector_of, settle_alike, take_maxima
 from attn_diag.head.stacks import inner
 from attn_diag.head.together import joins
 from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
@@ -100,6 +100,7 @@ def take_truths(heads: Sequence[OpenHead]) -> None:
         collectors = [collector_of(head.inputs, None) for head in some]
         references = fused.references(key_gradients=False)
         take_maxima(collectors, fused)
+        settle_alike(collectors)
         for i, (head, reference, collector) in enumerate(zip(some, references, collectors, strict=True)):
             products = None if fused.products is None else fused.products[i]
             head.measured = HeadTruth(head.inputs, reference, collector, products, (slice(None),), head.projection)
