@@ -19,6 +19,7 @@ from attn_diag.kernels.emulation_backward import KeyGradients, backward_rows
 from attn_diag.kernels.emulation_block import Block, masked_scores, round_scores, softmax_key
 from attn_diag.kernels.emulation_forward import ForwardRows, RangeTrace, forward_rows
 from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
+from attn_diag.kernels.emulation_ranges import launches, walks_ahead
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -310,7 +311,7 @@ def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole:
     """
     size = recipes[0].schedule.query_block
     chunk = _rows_at_once(head, len(recipes), heads)
-    if _joins_blocks(head) and not whole and all(in_any_block(recipe, head) for recipe in recipes):
+    if launches(head.q) and not whole and all(in_any_block(recipe, head) for recipe in recipes):
         size = max(size, chunk - chunk % size)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
@@ -319,16 +320,15 @@ def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole:
             yield start, torch.arange(first, min(first + chunk, stop), device=head.q.device), keys
 
 
-def _joins_blocks(head: HeadLike) -> bool:
-    """Whether a launch takes longer than what it computes of a query block."""
-    return head.q.is_cuda
-
-
 def in_any_block(recipe: Recipe, head: HeadLike) -> bool:
     """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
     ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
-    kept = recipe.rescaling == "difference" and recipe.row_sum_clamp is None
-    return ordered and kept and recipe.smooth_q == "none" and not recipe.quantized
+    return (
+        ordered
+        and (recipe.keeps_sums or walks_ahead(recipe, head))
+        and recipe.smooth_q == "none"
+        and not recipe.quantized
+    )
 
 
 def _run_block(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from operator import attrgetter
@@ -91,6 +91,17 @@ class Block:
     def within(self, keys: slice) -> slice:
         """Where some of the keys are in tensors of all of them."""
         return slice(keys.start - self.keys.start, keys.stop - self.keys.start)
+
+    def visited(self, recipe: Recipe, tiles: Sequence[slice]) -> Tensor | None:
+        """Whether each row's query block comes to these key ranges, bool [R, tiles]; None for rows of one block."""
+        size = recipe.schedule.query_block
+        first, last = self._first_row // size, int(self.rows[-1]) // size
+        if first == last:
+            return None
+        blocks = [slice(n * size, min((n + 1) * size, self.head.q.shape[-2])) for n in range(first, last + 1)]
+        spans = [self.head.visible_span(block) for block in blocks]
+        found = [[tile.start < span.stop and tile.stop > span.start for tile in tiles] for span in spans]
+        return torch.tensor(found, device=self.rows.device)[self.rows // size - first]
 
     def keep_scores(self) -> None:
         """Forget what is shared but the scores, which recipes with other schedules share too."""

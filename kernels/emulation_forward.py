@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.kernels.emulation_block import PROBS, PRODUCT, SOFTMAX, Block, masked_scores, rounds_dropout
 from attn_diag.kernels.emulation_operands import Factor, Rounder, values_product, working_dtype
-from attn_diag.kernels.emulation_ranges import KeyRanges, walked, walks_ahead
+from attn_diag.kernels.emulation_ranges import KeyRanges, launches, walked, walks_ahead
 from attn_diag.kernels.emulation_softmax import SoftmaxStep, exponential, softmax_step
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
@@ -84,8 +84,9 @@ def _one_split(
     factor = block.operands.factor(recipe)
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
-    if trace is None and len(tiles) > 1 and _at_once(values) and walks_ahead(recipe, block.head):
-        sums = walked(recipe, block, KeyRanges(recipe, tiles, rounder, factor), split)
+    if trace is None and len(tiles) > 1 and launches(values) and walks_ahead(recipe, block.head):
+        visited = None if recipe.keeps_sums else block.visited(recipe, tiles)
+        sums = walked(recipe, block, KeyRanges(recipe, tiles, rounder, factor, visited), split)
         return _divided(recipe, block, *sums, factor, rounder, sink)
     shape = *values.shape[:-2], len(block.rows)
     first = values.new_full((*shape, 1), -torch.inf)
@@ -129,11 +130,6 @@ def _one_split(
         joined = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")
         trace[-1] = replace(trace[-1], row_sum=float(joined), sink=float(own))
     return _divided(recipe, block, maxima, exact_sum, row_sum, accumulator, factor, rounder, sink)
-
-
-def _at_once(values: Tensor) -> bool:
-    """Whether launches take longer than what they compute of one range."""
-    return values.is_cuda
 
 
 def _divided(

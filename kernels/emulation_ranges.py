@@ -25,6 +25,11 @@ from attn_diag.kernels.recipe import Recipe
 _DETERMINISTIC = ("scores", "row_max")
 
 
+def launches(tensor: Tensor) -> bool:
+    """Whether it is where an operation takes longer to be told of than to be done for a range, or for a query block."""
+    return tensor.is_cuda
+
+
 def walks_ahead(recipe: Recipe, head: HeadLike) -> bool:
     """Whether ``KeyRanges`` has what the walk has, but for the order in which products add, and other random draws."""
     known = recipe.softmax.kind in ("safe", "stabilised") and recipe.accumulation != "nvidia-tensor-core"
@@ -53,6 +58,8 @@ class KeyRanges:
     rounder: Rounder
     factor: float
     """What S - m is multiplied by in the exponent."""
+    visited: Tensor | None = None
+    """Whether a row's query block comes to each, bool [R, tiles] in order; None: it comes to all."""
 
     @cached_property
     def keys(self) -> slice:
@@ -79,6 +86,8 @@ class KeyRanges:
         maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
         before = torch.nn.functional.pad(maxima[..., :-1], (1, 0), value=-torch.inf)
         rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, self.keys.start, "rescale")
+        if self.visited is not None:  # where m stays a fused multiply-add leaves a factor that is not quite 1
+            rescale = rescale.masked_fill(~self.visited, 1.0)
         lying = maxima[..., self._places, None]
         probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, self.keys.start)
         return Walked(probs, maxima, rescale)
@@ -91,7 +100,10 @@ class KeyRanges:
     def sums(self, summed: Tensor) -> Tensor:
         """What every range adds to l, [..., R, tiles] in order, from [..., R, tiles, K]."""
         found = summed.sum(-1)[..., self.order]
-        return found if self.recipe.row_sum_clamp is None else found.clamp(min=self.recipe.row_sum_clamp)
+        if self.recipe.row_sum_clamp is not None:
+            found = found.clamp(min=self.recipe.row_sum_clamp)
+            found = found if self.visited is None else found.masked_fill(~self.visited, 0.0)
+        return found
 
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
         """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] as they lie; ``v`` of all keys."""

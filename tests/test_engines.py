@@ -44,6 +44,8 @@ RECIPES = {
     "stabilised": replace(COARSE, softmax=SoftmaxRule("stabilised", beta=2.0)),
     "splits": replace(FA2, schedule=replace(FA2.schedule, key_tile=64, split_keys=128, order="ascending")),
     "diagonal first": replace(FA2, schedule=replace(FA2.schedule, key_tile=64, order="diagonal-first")),
+    "fused": replace(FA2, rescaling="fused", schedule=replace(FA2.schedule, key_tile=32, order="ascending")),
+    "clamped": replace(COARSE, row_sum_clamp=0.5, row_sum="bf16", lse_from="rounded-l"),
     "cast sums": replace(FA2, row_sum_of="cast-probs", rescaling="fused", row_sum="bf16", lse_from="rounded-l"),
 }
 MASKS = {"causal": Masking("top-left"), "none": Masking("none"), "window": Masking("top-left", window=(75, 0))}
@@ -93,7 +95,7 @@ def test_heads_together_draw_what_each_draws_alone(mode: str) -> None:
 def test_all_ranges_at_once_are_the_walk(name: str, mask: str) -> None:
     (head,) = heads(1, masking=MASKS[mask], seed=1)
     walked = joined(RECIPES[name], head)
-    with patch.object(emulation_forward, "_at_once", lambda _: True):
+    with patch.object(emulation_forward, "launches", lambda _: True):
         found = joined(RECIPES[name], head)
     for field in FIELDS:
         assert_as_good(found[field], walked[field])
@@ -104,9 +106,12 @@ def test_all_ranges_at_once_are_the_walk(name: str, mask: str) -> None:
 def test_rows_of_many_query_blocks_are_those_of_each(name: str, mask: str) -> None:
     (head,) = heads(1, masking=MASKS[mask], seed=2)
     recipe = RECIPES[name]
-    with patch.object(emulation, "_joins_blocks", lambda _: True):
+    with (
+        patch.object(emulation, "launches", lambda _: True),
+        patch.object(emulation_forward, "launches", lambda _: True),
+    ):
         found, blocks = joined(recipe, head), len(list(emulation._places([recipe], head)))
-    assert blocks == (1 if emulation.in_any_block(recipe, head) else 3)
+    assert blocks == (3 if name == "diagonal first" else 1)
     for field in FIELDS:
         assert_as_good(found[field], joined(recipe, head)[field])
 

@@ -56,7 +56,10 @@ def test_attribution_is_that_of_a_cpu(name: str) -> None:
     far = 0.0, 0.0
     for a, b in zip(on_cpu.heads, on_gpu.heads, strict=True):
         assert a.recipe_json == b.recipe_json
-        assert (a.guilty, a.biased) == (b.guilty, b.biased)
+        assert a.guilty == b.guilty
+        # The mean that fp32 arithmetic leaves by itself is that of each library's exponential and sums.
+        biased = ({q: site for q, site in h.biased.items() if site != "arithmetic"} for h in (a, b))
+        assert next(biased) == next(biased)
         for quantity, total in a.totals.items():
             error = abs(b.totals[quantity].error / total.error - 1) if total.error else 0.0
             share = max(
