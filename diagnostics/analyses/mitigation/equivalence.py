@@ -128,14 +128,14 @@ def repeated_maxima_as_run(recipe: Recipe, head: AttentionHead, epsilon: float) 
     ``epsilon``: scores within it of the maximum repeat it, in the unit of the stored scores.
     """
     acted = torch.zeros(len(head.q), dtype=torch.bool, device=head.q.device)
-    largest, factor = 0.0, 1.0
+    largest, factor = torch.zeros((), dtype=torch.float64, device=head.q.device), 1.0
     for rows, scores, factor in block_scores(recipe, head):
         top = scores.amax(1, keepdim=True)
         repeated = ((scores >= top - epsilon).sum(1) > 1) & (top[:, 0] > -torch.inf) & (top[:, 0] != 0)
         acted[rows] |= repeated
-        if bool(repeated.any()):
-            largest = max(largest, float(top[repeated].max()) * factor)
-    return RepeatedMaxima(int(acted.sum()), largest or None)
+        found = torch.where(repeated, top[:, 0], 0.0).amax().double() * factor
+        largest = torch.maximum(largest, found)
+    return RepeatedMaxima(int(acted.sum()), float(largest) or None)
 
 
 def beta_limits(recipe: Recipe, largest: float) -> tuple[float, float, float]:
