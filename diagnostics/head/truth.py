@@ -355,7 +355,7 @@ class _Sums:
         self._o_square = truth.reference.out.new_zeros(())
 
     def add(self, rows: Tensor, result: EmulatedRows, kept: Tensor) -> Tensor | None:
-        """Take a block's results: those at ``kept`` are of the usable ``rows`` [n]; returns dQ's error [n, D] if any."""
+        """Take a block's results, at ``kept`` those of the usable ``rows`` [n]; returns dQ's error [n, D] if any."""
         reference = self._truth.reference
         truth = reference.out[rows]
         error = result.out[kept].double() - truth
