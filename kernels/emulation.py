@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -35,11 +35,10 @@ for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
 
 
 Place = tuple[int, Tensor, slice]
+# Query rows, and what each recipe returns for them.
+Done = tuple[Tensor, list["EmulatedRows"]]
 # ``map``, or something like it that keeps the order.
-Runner = Callable[
-    [Callable[[Place], tuple[Tensor, list["EmulatedRows"]]], Sequence[Place]],
-    Iterable[tuple[Tensor, list["EmulatedRows"]]],
-]
+Runner = Callable[[Callable[[Place], list[Done]], Sequence[Place]], Iterable[list[Done]]]
 
 
 class RecipeNotSupportedError(ValueError):
@@ -170,9 +169,7 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     return result
 
 
-def emulate_blocks(
-    recipes: Sequence[Recipe], head: HeadLike, run: Runner = map
-) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
+def emulate_blocks(recipes: Sequence[Recipe], head: HeadLike, run: Runner = map) -> Iterator[Done]:
     """Run several recipes of one schedule side by side: (rows [R], one EmulatedRows a recipe), block by block.
 
     Products of the inputs, scores, softmax and forwards that recipes share are computed once.
@@ -190,14 +187,20 @@ def emulate_blocks(
         check_supported(recipe, head)
     if len({recipe.schedule.query_block for recipe in recipes}) > 1:
         raise ValueError("recipes that are emulated side by side need one query_block")
-    operands = Operands(head)
-    nothing = [None] * len(recipes)
+    for done in run(partial(run_place, recipes, Operands(head)), list(_places(recipes, head))):
+        yield from done
 
-    def work(place: Place) -> tuple[Tensor, list[EmulatedRows]]:
-        _, rows, keys = place
-        return _run_block(recipes, Block(operands, rows, keys), nothing)
 
-    yield from run(work, list(_places(recipes, head)))
+def run_place(recipes: Sequence[Recipe], operands: Operands, place: Place) -> list[Done]:
+    """All recipes on some rows, without dK and dV; by halves of them where memory does not suffice."""
+    start, rows, keys = place
+    try:
+        return [_run_block(recipes, Block(operands, rows, keys), [None] * len(recipes))]
+    except torch.OutOfMemoryError:
+        if len(rows) <= _MIN_BLOCK_ROWS:
+            raise
+    torch.cuda.empty_cache()  # here, as the error holds what the attempt has made
+    return [done for half in rows.chunk(2) for done in run_place(recipes, operands, (start, half, keys))]
 
 
 def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
@@ -301,7 +304,7 @@ def _on_cuda(device: torch.device, recipes: int) -> int:
 
     Of its whole memory, not what is free, as random roundings depend on the rows that are taken together.
     """
-    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // (80 * recipes))
+    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // (80 * max(recipes, 1)))
 
 
 def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.emulation import EmulatedRows, _places, _run_block, check_supported
-from attn_diag.kernels.emulation_block import Block
+from attn_diag.kernels.emulation import Done, _places, check_supported, run_place
 from attn_diag.kernels.emulation_operands import HeadLike, Operands
 from attn_diag.kernels.recipe import SMOOTHING, Recipe
 
@@ -29,7 +28,7 @@ class _SideBySide:
         return getattr(self.first, name)
 
 
-def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
+def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Iterator[Done]:
     """As ``emulate_blocks``, of H heads at once: every operation is one for all of them, and its results are [H, ...].
 
     Each head has what it has alone, up to the order in which products add; random roundings draw the same numbers for
@@ -43,9 +42,9 @@ def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Itera
     for recipe in recipes:
         check_supported(recipe, first)
     stack = _SideBySide(first, *(torch.stack([getattr(head, name) for head in heads]) for name in names))
-    operands, nothing = Operands(stack), [None] * len(recipes)
-    for _, rows, keys in _places(recipes, first, len(heads)):
-        yield _run_block(recipes, Block(operands, rows, keys), nothing)
+    operands = Operands(stack)
+    for place in _places(recipes, first, len(heads)):
+        yield from run_place(recipes, operands, place)
 
 
 def stackable(recipe: Recipe) -> bool:

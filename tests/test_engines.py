@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -145,7 +146,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def test_attribute_of_many_heads_at_once_is_that_of_each() -> None:
-    captures = [capture(0), capture(1), capture(2, length=150)]
+    captures = [capture(0, length=150), capture(1, length=90)]
     each = attn_diag.attribute(captures, device="cpu")
     with as_on_a_gpu():
         joint = attn_diag.attribute(captures, device="cpu")
@@ -199,7 +200,7 @@ def test_identify_searches_where_no_published_kernel_has_every_bit() -> None:
 @pytest.mark.parametrize("place", ["emulate_stack", "run_heads", "outputs_together"])
 def test_heads_are_taken_by_halves_where_memory_does_not_suffice(place: str) -> None:
     """Each of the heads alone fits; two together never do."""
-    found = capture(6, count=3)
+    found = capture(6, count=3, length=90)
     each = attn_diag.attribute(found, device="cpu")
     refused = []
 
@@ -230,3 +231,29 @@ def test_memory_that_does_not_suffice_for_one_head_is_an_error() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         together.in_parts(never, [1, 2, 3])
+
+
+def test_rows_are_taken_by_halves_where_memory_does_not_suffice() -> None:
+    every, sizes, run = heads(2), list[int](), emulation._run_block
+
+    def at_most_fifty(recipes: Any, block: Any, gradients: Any) -> Any:
+        sizes.append(len(block.rows))
+        if len(block.rows) > 50:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(recipes, block, gradients)
+
+    expected = joined(FA2, every[1])
+    with patch.object(emulation, "_run_block", at_most_fifty):
+        alone = joined(FA2, every[1])
+        rows, parts = zip(*((rows, made) for rows, (made,) in emulate_stack([FA2], every)), strict=True)
+    assert max(sizes) > 50
+    assert torch.cat(rows).tolist() == list(range(333))
+    for field in FIELDS:
+        assert_as_good(alone[field], expected[field])
+        assert_as_good(torch.cat([getattr(part, field)[1] for part in parts]), expected[field])
+
+
+def test_no_recipes_are_run_on_a_gpu() -> None:
+    with patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**34)):
+        assert emulation._on_cuda(torch.device("cuda"), 0) >= emulation._on_cuda(torch.device("cuda"), 8)
+    emulation._on_cuda.cache_clear()
