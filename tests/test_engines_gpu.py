@@ -71,7 +71,8 @@ def test_attribution_is_that_of_a_cpu(name: str) -> None:
             )
             far = max(far[0], error), max(far[1], share)
     print(name, f"largest relative difference of an error {far[0]:.2g}, largest difference of a share {far[1]:.2g}")
-    assert far < (1e-2, 1e-2)
+    # Casts turn where the order of fp32 sums moves them: 3e-3 and 2e-3 at most on an H100.
+    assert max(far) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["fa2", "efficient", "fa2, grouped"])
