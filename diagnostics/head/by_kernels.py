@@ -122,6 +122,8 @@ def _identified(device: torch.device, places: Sequence[Place]) -> list[Identifie
             with suppress(RecipeNotSupportedError, BackendError, TritonError, ValueError):
                 known = _identify(place, read, recipes)
         found.append(known)
+    for subject in subjects:
+        subject.made_dq = None  # so that what was found does not hold every dQ
     return found
 
 

@@ -110,8 +110,6 @@ def _attributed(
     opened = OpenCapture(capture, where, batches, heads)
     opened.require_assumptions(name)
     places = [(batch, head) for batch in batches for head in heads]
-    if recipe is None and name is not None:
-        opened.identify_ahead(name, places)
 
     parts = []
 
@@ -125,8 +123,10 @@ def _attributed(
     starts = range(0, len(places), step)
     results: list[HeadAttribution] = []
     for number, start in enumerate(starts):
-        counted = part_of(progress, number, len(starts))
-        results += in_parts(partial(attributed, counted), places[start : start + step])
+        some, counted = places[start : start + step], part_of(progress, number, len(starts))
+        if recipe is None and name is not None:
+            opened.identify_ahead(name, some)
+        results += in_parts(partial(attributed, counted), some)
     in_smaller = "" if len(parts) == len(starts) else ", fewer heads at a time than meant: memory did not suffice"
     return Attribution(
         tool=describe_tool(where),
