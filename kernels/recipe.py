@@ -274,6 +274,11 @@ class Recipe:
         """Whether m is the maximum of the stored scores itself, neither moved by a rule nor rounded."""
         return self.softmax.kind == "safe" and self.row_max in ("fp32", self.scores)
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether a key range that a row does not see leaves its l and O_bar as they are."""
+        return self.rescaling == "difference" and self.row_sum_clamp is None
+
     def for_input(self, input_format: Format) -> Recipe:
         """The same recipe for another 16-bit input format: what was BF16 becomes ``input_format``."""
         changes: dict[str, Any] = {"input": input_format}

@@ -20,7 +20,8 @@ from rich.cells import cell_len
 import attn_diag
 from attn_diag.analyses.attribution.attribute import attribute
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
-from attn_diag.analyses.attribution.site_shares import attribute_sites, rounding_sites, with_low, with_mode
+from attn_diag.analyses.attribution.site_shares import attribute_sites
+from attn_diag.analyses.attribution.sites import rounding_sites, with_low, with_mode
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 from attn_diag.captures.selection import Selection
@@ -138,7 +139,7 @@ def test_every_subset_is_a_run_of_its_own() -> None:
     found = plan.values(values)
     total = values[frozenset([*names, "arithmetic"])] - values[frozenset()]
     assert abs(sum(float(phi[0]) for phi, _ in found.values()) - float(total[0])) <= 1e-10 * float(total[0])
-    shares = {s.site: s.effects["dq"].share for s in attribute_sites(truth, recipe).sites}
+    shares = {s.site: s.effects["dq"].share for s in attribute_sites([truth], recipe)[0].sites}
     assert sum(shares.values()) == pytest.approx(1.0, abs=1e-10)
     for name, (phi, _) in found.items():
         assert shares[name] == pytest.approx(float(phi[0] / total[0]), abs=1e-9)
@@ -158,7 +159,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 def assert_named(head: AttentionHead, recipe: Recipe, planted: str, dtype: torch.dtype = torch.bfloat16) -> None:
     truth = head_truth(inputs_of(head, dtype))
-    found = attribute_sites(truth, recipe)
+    (found,) = attribute_sites([truth], recipe)
     sites = {s.site: s.effects["o"] for s in found.sites}
     alone = some(sites[planted].bias_alone)
     assert 0.02 <= abs(alone) <= 0.05
@@ -198,7 +199,7 @@ def test_a_polynomial_exponential_is_named_beside_a_louder_decoy() -> None:
 
 def test_nothing_is_named_where_only_the_decoy_rounds() -> None:
     named = [
-        attribute_sites(head_truth(inputs_of(random_head(seed))), replace(QUIET, out="bf16:stochastic", seed=seed))
+        attribute_sites([head_truth(inputs_of(random_head(seed)))], replace(QUIET, out="bf16:stochastic", seed=seed))[0]
         for seed in SEEDS
     ]
     # At level 0.01 one false alarm in twenty seeds has probability 0.18, three have 0.001.

@@ -21,8 +21,10 @@ from attn_diag.captures.selection import Selection, select_heads, select_observa
 from attn_diag.errors import InputError
 from attn_diag.head import recipe_search as search
 from attn_diag.head.assumptions import better_reading, check_assumptions
+from attn_diag.head.baseline import engine_backend
+from attn_diag.head.by_kernels import Place, identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head
-from attn_diag.head.machine import backend_name, pick_device
+from attn_diag.head.machine import pick_device
 from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL
@@ -106,12 +108,21 @@ def _identified(
     name = _observation(capture, observation)
     batch, index = select_place(capture, batch, head)
     steps = _Steps(progress)
-    found = identify_head(capture, name, batch, index, where, rows=rows, step=steps)
+    place = capture, name, batch, index
+    found = None if rows is not None else _by_own_kernel(place, where)
+    if found is None:
+        found = identify_head(*place, where, rows=rows, step=steps)
     if found is None:
         raise InputError(f"{capture.source}: {_why_not(capture, name)}")
     result = _Report(capture, name, batch, index, found, where).result()
     steps.finish()
     return result
+
+
+def _by_own_kernel(place: Place, where: torch.device) -> IdentifiedHead | None:
+    """The published kernel that has every bit, run on a GPU: no other schedule could fit better. None: search."""
+    (found,) = identify_by_kernels([place], where)
+    return found if found is not None and found.best.match.agreement == 1.0 else None
 
 
 class _Steps:
@@ -158,7 +169,7 @@ class _Report:
             head=self.head + c.metadata.head_offset,
             shape=c.sizes(self.batch),
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
-            backend=f"emulation on {backend_name(self.device)}",
+            backend=engine_backend("emulation" if found.subject.made is None else "triton", self.device),
             rows=found.rows,
             rows_all=q_length,
             elements=self.elements,
@@ -272,6 +283,11 @@ class _Report:
         notes = [found.note] if found.note else []
         if " with the backward of " in found.name:
             notes.append(f"dQ is not as {found.names[0] if found.names else 'FlashAttention-2'} makes it: {found.name}")
+        if found.subject.made is not None:
+            notes.append(
+                "published kernels were run themselves, and one has every bit compared; schedules and mixtures that "
+                "none of them has were not tried (--device cpu, or --rows, tries them)"
+            )
         if not found.subject.diagonal and self.capture.metadata.causal != "none":
             notes.append(
                 "q_positions: the query blocks are not known, so that schedules with the diagonal first were not tried"

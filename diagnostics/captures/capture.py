@@ -33,6 +33,9 @@ from attn_diag.printing import printable
 from attn_diag.reference import Dropout
 from attn_diag.results.wording import plural
 
+# Tensors of a capture, beside what kernels returned, that hold nothing but what belongs to its heads.
+_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
+
 
 @dataclass(frozen=True, repr=False)
 class Capture:
@@ -201,6 +204,12 @@ class Capture:
             if output in OBSERVED:
                 found.setdefault(observation or DEFAULT_OBSERVATION, []).append(output)
         return {name: tuple(sorted(outputs)) for name, outputs in sorted(found.items())}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its heads may be looked at beside another capture's: a mask, say, belongs to one capture alone."""
+        outputs = {self.key(name, output) for name, found in self.observations.items() for output in found}
+        return set(self.tensors) <= _PLAIN | outputs
 
     def key(self, observation: str, output: str) -> str:
         """The tensor name of an observation's output."""

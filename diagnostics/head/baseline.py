@@ -213,6 +213,8 @@ class Baseline:
     """Where it was recognised, where O is not the recipe's, in words; empty: nowhere."""
     unfit: str = ""
     """Where an O was captured that no recipe has, that in a sentence; empty: there is a recipe, or no O."""
+    by_kernel: bool = False
+    """Whether those elements are compared with what the recipe's Triton kernel returns, not its emulation."""
 
     @property
     def caution(self) -> str:
@@ -227,7 +229,8 @@ class Baseline:
         if self.origin == "recognised" and self.agreement is not None:
             # Never rounded up: 100 % is said of every bit alone.
             share = math.floor(1e4 * self.agreement) / 100
-            known = f"{self.name}, recognised ({share:g} % of sampled elements of O bit-equal)"
+            how = "recognised by its Triton kernel" if self.by_kernel else "recognised"
+            known = f"{self.name}, {how} ({share:g} % of sampled elements of O bit-equal)"
             return f"{known}, but {self.flaw}" if self.flaw else known
         reason = "as asked for" if self.origin == "given" else "assumed: no captured O was recognised"
         return f"{self.name}, {reason}"
@@ -249,7 +252,8 @@ def find_baseline(
     """
     if wanted is None and found is not None and found.recipe is not None:
         flaw = "" if found.flaw is None else found.flaw.words
-        return Baseline(found.recipe, found.name, "recognised", found.best.match.agreement, flaw)
+        by_kernel = found.subject.made is not None
+        return Baseline(found.recipe, found.name, "recognised", found.best.match.agreement, flaw, by_kernel=by_kernel)
     chosen = DEFAULT_RECIPE if wanted is None else wanted
     require_known("emulation", [chosen])
     (recipe,) = select_recipes(capture, [chosen], "emulation", needed=True).values()

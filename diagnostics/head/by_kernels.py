@@ -18,13 +18,17 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
-from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject
+from attn_diag.head.identification import IdentifiedHead, judge
+from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject, spread_rows, threshold
+from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
 WORTH = 2**23
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
 _SUMS_OF_SPLITS = 2**28
+# Rows that are compared where more than a name is wanted: so many scores together, and at least so many rows.
+_FINAL_SCORES, _ROWS = 2**20, 128
 
 Place = tuple[Capture, str, int, int]
 
@@ -63,6 +67,103 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     recipes = _runnable(subjects[0], len(subjects))
     runs.compile(recipes)
     return [None if subject is None else _recognise(subject, recipes) for subject in opened]
+
+
+def identify_by_kernels(places: Sequence[Place], device: torch.device) -> list[IdentifiedHead | None]:
+    """``identify_head`` of heads that a published kernel made, by running the published ones on all that are alike.
+
+    Schedules and mixtures that none of them has are not looked for. Backwards are told apart by emulating dQ.
+
+    Args:
+        places: Capture, observation, batch item and head.
+        device: Where float64 is computed.
+
+    Returns:
+        None where none of them fits, or has O but for a flaw, where they do not take the inputs or memory does not
+        suffice, and where emulation is as fast: the whole search may know more.
+    """
+    groups: dict[object, list[int]] = {}
+    for i, (capture, _, batch, _) in enumerate(places):
+        m = capture.metadata
+        if not capture.is_plain or m.dropout_p:
+            continue
+        shapes = capture.lengths(batch), capture.head_dim, capture.tensors["v"].shape[-1], capture.tensors["q"].dtype
+        kind = *shapes, m.causal, m.window, m.softcap, capture.scale, "do" in capture.tensors
+        groups.setdefault(kind, []).append(i)
+    found: list[IdentifiedHead | None] = [None] * len(places)
+    for alike_ones in groups.values():
+        some = [places[i] for i in alike_ones]
+        if worth_kernels(some, device):
+            with suppress(torch.OutOfMemoryError):
+                for i, known_one in zip(alike_ones, in_parts(partial(_identified, device), some), strict=True):
+                    found[i] = known_one
+    return found
+
+
+def _identified(device: torch.device, places: Sequence[Place]) -> list[IdentifiedHead | None]:
+    """Those of one shape and masking."""
+    from triton.runtime.errors import TritonError
+
+    from attn_diag.kernels.backend import BackendError
+
+    opened = [read_subject(*place, device) for place in places]
+    subjects = [subject for subject in opened if subject is not None and not subject.inputs.marks_rows]
+    if not subjects:
+        return [None] * len(places)
+    runs, gradients = _Runs(subjects), _Gradients(subjects)
+    for i, subject in enumerate(subjects):
+        subject.made, subject.made_dq = partial(runs.out, i), partial(gradients.of, i) if gradients.possible else None
+    recipes = _runnable(subjects[0], len(subjects))
+    runs.compile(recipes)
+    found: list[IdentifiedHead | None] = []
+    for place, read in zip(places, opened, strict=True):
+        known = None
+        if read is not None and read.made is not None:
+            with suppress(RecipeNotSupportedError, BackendError, TritonError, ValueError):
+                known = _identify(place, read, recipes)
+        found.append(known)
+    for subject in subjects:
+        subject.made_dq = None  # so that what was found does not hold every dQ
+    return found
+
+
+def _identify(place: Place, subject: SearchedHead, recipes: Sequence[Recipe]) -> IdentifiedHead | None:
+    """One of them."""
+    capture, observation, batch, head = place
+    length = len(subject.observed)
+    good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
+    rows = good.nonzero()[:, 0]
+    if not len(rows):
+        return None
+    rows = rows[spread_rows(len(rows), max(_ROWS, _FINAL_SCORES // len(subject.inputs.head.k)), rows.device)]
+    trials = first_trials(subject, recipes, rows)
+    if not fits(subject, trials[0]):
+        return None
+    least = threshold(subject.fmt, trials[0].match.equal.numel(), trials[0].recipe)
+    found = IdentifiedHead(subject, min(len(rows), length), trials, len(recipes), least, None)
+    judge(capture, observation, batch, head, found, rows)
+    return found if found.recipe is not None and found.flaw is None else None
+
+
+class _Gradients:
+    """dQ of some heads by recipe, emulated on all of them when the first asks."""
+
+    def __init__(self, subjects: Sequence[SearchedHead]) -> None:
+        self._heads = [subject.inputs.head for subject in subjects]
+        self._found: dict[Recipe, Tensor] = {}
+        self.possible = alike(self._heads[0]) is not None and self._heads[0].do is not None
+        """Whether they can be."""
+
+    def of(self, i: int, recipes: Sequence[Recipe]) -> list[Tensor]:
+        """dQ of head ``i``, [Tq, D]: numbers of each recipe's format in its arithmetic's dtype."""
+        by_block: dict[int, list[Recipe]] = {}
+        for recipe in recipes:
+            if recipe not in self._found:
+                by_block.setdefault(recipe.schedule.query_block, []).append(recipe)
+        for some in by_block.values():
+            for recipe, made in zip(some, outputs_together(some, self._heads), strict=True):
+                self._found[recipe] = made["dq"]
+        return [self._found[recipe][i] for recipe in recipes]
 
 
 # Recipes and shapes whose kernels this process has compiled, or found on disk.

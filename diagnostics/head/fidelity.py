@@ -6,7 +6,7 @@ that any statement about the mean has) and, of LSE, what fp32 arithmetic may dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch import Tensor
 from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
-from attn_diag.kernels import emulate_head
+from attn_diag.head.together import joins, outputs_together
+from attn_diag.kernels import EmulatedHead, emulate_head, stackable
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp
 from attn_diag.results.wording import number, percent
-from attn_diag.statistics.means import SignedErrors, estimate_bias
+from attn_diag.statistics.means import BiasCase, SignedErrors, estimate_biases
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
 
 # Means further apart than so many standard errors of the recipe's own are not the same.
@@ -43,9 +44,31 @@ class Fidelity:
 
 def fidelity(head: OpenHead) -> Fidelity:
     """Run the head's recipe once, and well-rounded ones, and compare."""
+    return fidelities([head])[0]
+
+
+def fidelities(heads: Sequence[OpenHead]) -> list[Fidelity]:
+    """The same of several heads of one recipe; those on a GPU are of one shape, and run together."""
+    others = [Counterfactuals(h.truth.head, h.truth.out_format, h.formats, key_gradients=False) for h in heads]
+    recipe, together = heads[0].baseline.recipe, len(heads) > 1 and joins(heads[0].truth.head.q.device)
+    if together:
+        for one in others:
+            one.beside = others
+    if together and stackable(recipe):
+        (stack,) = outputs_together([recipe], [head.truth.head for head in heads])
+        made = [{name: values[i].double() for name, values in stack.items()} for i in range(len(heads))]
+    else:
+        made = [_outputs_of(emulate_head(recipe, head.truth.head, key_gradients=False)) for head in heads]
+    return [_compared(*each) for each in zip(heads, made, others, strict=True)]
+
+
+def _outputs_of(made: EmulatedHead) -> dict[str, Tensor]:
+    return {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
+
+
+def _compared(head: OpenHead, emulated: Mapping[str, Tensor], others: Counterfactuals) -> Fidelity:
+    """One head, beside what its recipe and well-rounded ones make."""
     truth, reference = head.truth, head.truth.reference
-    made = emulate_head(head.baseline.recipe, truth.head, key_gradients=False)
-    emulated = {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
     # What rowsum(dO o O) errs by is no other delta's error.
     recipe = head.baseline.recipe
     in_fp32 = parse(recipe.delta) is None and parse(recipe.delta_products) is None
@@ -66,7 +89,7 @@ def fidelity(head: OpenHead) -> Fidelity:
             found[name] = words
     if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
         found["lse"] = words
-    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known))
+    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known, others))
 
 
 def _usable(rows: Tensor, values: Tensor) -> Tensor:
@@ -75,41 +98,45 @@ def _usable(rows: Tensor, values: Tensor) -> Tensor:
 
 def _apart(captured: Tensor, emulated: Tensor, exact: Tensor, unit: Tensor, rows: Tensor, keys: Tensor) -> str:
     """In what two sets of errors differ; empty: in nothing that is certain."""
-    if not bool(rows.any()):
+    known = rows.cpu().numpy()
+    if not known.any():
         return ""
-    one, other = ((x - exact)[rows].reshape(int(rows.sum()), -1) for x in (captured, emulated))
-    clusters = np.unique(keys[rows].cpu().numpy(), return_inverse=True)[1]
+    clusters = np.unique(keys.cpu().numpy()[known], return_inverse=True)[1]
+    # By row, so that a GPU is waited for once. NaN in a row that does not count is none.
+    matrix = exact.reshape(len(exact), -1)
+    one, other = (torch.where(rows[:, None], x.reshape(matrix.shape) - matrix, 0.0) for x in (captured, emulated))
+    away = matrix.sign() if exact.ndim == 2 else torch.ones_like(matrix)
+    scale = unit[:, None] if unit.ndim else unit
+    away = torch.where(scale > 0, away / scale, 0.0)
+    errors = one, other, one - other
+    sums = [x.square().sum(1) for x in errors] + [(x * away).sum(1) for x in errors]
+    a, b, difference, *signed = torch.stack(sums).cpu().numpy()[:, known]
     said = []
-    a, b = one.square().sum(1).cpu().numpy(), other.square().sum(1).cpu().numpy()
     ratio = paired_ratio(a, b, clusters if exact.ndim == 2 else None)
     if ratio is not None and (ratio.low > AS_GOOD or ratio.high < 1 / AS_GOOD):
         said.append(f"its error is {number(ratio.factor)} times the recipe's")
     elif ratio is None and bool(a.any()) != bool(b.any()):
         said.append("its error is not the recipe's")
-    rest, whole = float((one - other).square().sum()), float(other.square().sum())
+    rest, whole = float(difference.sum()), float(b.sum())
     if not said and rest > _REST * whole:
-        part = rest / max(float(one.square().sum()), 1e-300)
+        part = rest / max(float(a.sum()), 1e-300)
         said.append(f"{percent(min(part, 1.0), '.0f')} of its squared error is not the recipe's")
-    away = exact[rows].sign().reshape(len(one), -1) if exact.ndim == 2 else torch.ones_like(one)
-    scale = unit[rows][:, None] if unit.ndim else unit
-    away = torch.where(scale > 0, away / scale, 0.0)
-    means = [_mean((x * away).sum(1), one.shape[1], clusters) for x in (one, other, one - other)]
-    (mean, _, _), (theirs, error, _), (_, _, p_value) = means
-    if p_value is not None and p_value <= _LEVEL and error is not None and abs(mean - theirs) > _APART * error:
+    mine, theirs, apart = estimate_biases([_case(rows, matrix.shape[1], clusters) for rows in signed], _LEVEL)
+    p_value, error = apart.p_value, theirs.standard_error
+    moved = (mine.mean or 0.0) - (theirs.mean or 0.0)
+    if p_value is not None and p_value <= _LEVEL and error is not None and abs(moved) > _APART * error:
         name = "noise floors" if exact.ndim == 1 else "ulp away from zero"
-        said.append(f"its mean is {mean:+.2g} {name}, the recipe's {theirs:+.2g}")
+        said.append(f"its mean is {mine.mean or 0.0:+.2g} {name}, the recipe's {theirs.mean or 0.0:+.2g}")
     return ", ".join(said)
 
 
-def _mean(rows: Tensor, count: int, clusters: np.ndarray) -> tuple[float, float | None, float | None]:
-    """The mean, its standard error and p-value."""
-    values = rows.cpu().numpy()
+def _case(sums: np.ndarray, count: int, clusters: np.ndarray) -> BiasCase:
+    """Signed errors of which the sums by row are known."""
     errors = SignedErrors(
-        total=values, square=float(np.square(values).sum()), positive=int((values > 0).sum()),
-        nonzero=int((values != 0).sum()), unit_total=float(values.sum()), unit_scale=1.0, count=count,
+        total=sums, square=float(np.square(sums).sum()), positive=int((sums > 0).sum()),
+        nonzero=int((sums != 0).sum()), unit_total=float(sums.sum()), unit_scale=1.0, count=count,
     )  # fmt: skip
-    found = estimate_bias(errors, clusters, _LEVEL, with_drift=False)
-    return found.mean or 0.0, found.standard_error, found.p_value
+    return BiasCase(errors, clusters, with_drift=False)
 
 
 def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:
@@ -131,12 +158,11 @@ def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:
 
 
 def _beside_well_rounded(
-    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None]
+    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None], others: Counterfactuals
 ) -> dict[str, RatioEstimate]:
     truth = head.truth
     if not covers(truth.out_format):
         return {}
-    others = Counterfactuals(truth.head, truth.out_format, head.formats, key_gradients=False)
     found: dict[str, RatioEstimate] = {}
     for name in ("o", "dq"):
         exact = known[name]

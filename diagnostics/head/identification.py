@@ -6,11 +6,12 @@ What ``identify`` reports and what every analysis of a captured kernel follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head import recipe_search as search
@@ -130,6 +131,14 @@ def identify_head(
     return found
 
 
+def judge(capture: Capture, observation: str, batch: int, head: int, found: IdentifiedHead, rows: Tensor) -> None:
+    """Complete what a search found that ran the recipes' own kernels (``SearchedHead.made``) on these rows."""
+    sampled, flaw = _flaws(found.subject, found.best, rows, None)
+    found.flaw = None if flaw is None or flaw.chance else flaw
+    device = found.subject.observed.device
+    _Judge(capture, observation, batch, head, found.subject, device).choose(found, sampled)
+
+
 def _flaws(
     subject: SearchedHead, best: Trial, compared: torch.Tensor, rows: int | None
 ) -> tuple[Flaw | None, Flaw | None]:
@@ -223,10 +232,16 @@ class _Judge:
             assert emulated is not None
             return Match((emulated == observed)[good])
 
+        def matches_of(recipes: Sequence[Recipe]) -> list[Match]:
+            if (made := self.subject.made_dq) is None:
+                return list(map_in_order(match, recipes, parallel=parallel))
+            equal = torch.stack([dq == observed for dq in made(recipes)])[:, good].cpu()
+            return [Match(same) for same in equal]
+
         parallel = self.device.type == "cpu"
         if len(ways) > 1:
             firsts = [of_way[0] for of_way in ways.values()]
-            matches = dict(zip(ways, map_in_order(match, firsts, parallel=parallel), strict=True))
+            matches = dict(zip(ways, matches_of(firsts), strict=True))
             order = sorted(ways, key=lambda way: -matches[way].agreement)
             best = matches[order[0]]
             p_values = {way: best.compare(matches[way]).p_value for way in order}
@@ -251,7 +266,7 @@ class _Judge:
         others.pop(_backward_of(own), None)
         ports = {p.name: replace(own, **{site: getattr(p, site) for site in BACKWARD}) for p in others.values()}
         tried = [own, *ports.values()]
-        scored = list(map_in_order(match, tried, parallel=parallel))
+        scored = matches_of(tried)
         top = max(range(len(tried)), key=lambda i: scored[i].agreement)
         # The right backward has 79 % of dQ's bits and more (H200), others up to 55 %: a minority says nothing.
         most = scored[top].agreement > _MOST_OF_DQ
@@ -275,8 +290,8 @@ class _Judge:
         """
         c, names = self.capture, found.names
         scores = math.prod(c.lengths(self.batch))
-        if len(names) < 2 or scores > _HARDWARE_SCORES:
-            return
+        if len(names) < 2 or scores > _HARDWARE_SCORES or self.subject.made is not None:
+            return  # kernels have their own sums
         heads = dict.fromkeys([self.head, *range(c.q_heads)])
         subjects = [
             search.read_subject(c, self.observation, self.batch, head, self.device)

@@ -13,6 +13,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
+from attn_diag.head.by_kernels import identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head
 from attn_diag.head.output_fit import OutputFit
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
@@ -123,6 +124,16 @@ class OpenCapture:
         if place not in self._identified:
             self._identified[place] = identify_head(self.capture, observation, batch, head, self.device)
         return self._identified[place]
+
+    def identify_ahead(self, observation: str, places: Sequence[tuple[int, int]]) -> None:
+        """Look for the kernels of some heads (batch item, head) together, as ``identify_by_kernels`` does.
+
+        For those that it does not know ``identify`` searches.
+        """
+        known = identify_by_kernels([(self.capture, observation, *place) for place in places], self.device)
+        for place, found in zip(places, known, strict=True):
+            if found is not None:
+                self._identified[observation, *place] = found
 
     def open_head(
         self,

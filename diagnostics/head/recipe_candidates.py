@@ -131,10 +131,11 @@ def family_name(recipe: Recipe, head_dim: int) -> str:
     return next(named, recipe.name)
 
 
-def same_forward(name: str, fmt: Format, head_dim: int) -> list[Recipe]:
+@lru_cache(1024)
+def same_forward(name: str, fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     """All presets with the forward and schedule of preset ``name``: they differ, if at all, in their backward."""
     wanted, presets = preset(name, fmt, head_dim), [preset(n, fmt, head_dim) for n in RECIPES]
-    return [p for p in presets if _forward(p) == _forward(wanted) and p.schedule == wanted.schedule]
+    return tuple(p for p in presets if _forward(p) == _forward(wanted) and p.schedule == wanted.schedule)
 
 
 def describe_schedule(schedule: Schedule) -> str:

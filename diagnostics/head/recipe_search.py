@@ -121,6 +121,8 @@ class SearchedHead:
     step: Callable[[], None] = field(default=lambda: None)
     made: Callable[[Recipe], Tensor] | None = None
     """O of all rows by a recipe's own kernel, [Tq, Dv] on this device; None: recipes are emulated on chosen rows."""
+    made_dq: Callable[[Sequence[Recipe]], list[Tensor]] | None = None
+    """dQ of some recipes, [Tq, D] in their format, of many heads at once; None: this head is emulated by itself."""
 
     @property
     def head_dim(self) -> int:

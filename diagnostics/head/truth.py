@@ -321,10 +321,12 @@ def measure_variants(
     dw_q: Tensor | None = None
     run = partial(map_in_order, parallel=truth.head.q.device.type == "cpu")
     for rows, results in emulate_blocks(recipes, truth.head, run):
-        dq = [total.add(rows, result) for total, result in zip(sums, results, strict=True)]
+        kept = truth.usable[rows].nonzero()[:, 0]  # once, as a GPU is waited for here
+        rows_kept = rows[kept]
+        dq = [total.add(rows_kept, result, kept) for total, result in zip(sums, results, strict=True)]
         known = [error for error in dq if error is not None]
         # One product for all recipes.
-        part = truth.project(known, rows[truth.usable[rows]])
+        part = truth.project(known, rows_kept)
         if part is not None:
             dw_q = part if dw_q is None else dw_q.add_(part)
         if advance is not None:
@@ -350,20 +352,16 @@ class _Sums:
             keys = int(truth.clusters.max()) + 1 if len(truth.clusters) else 0
             self._delta_cells = truth.reference.out.new_zeros(keys, truth.head.v.shape[1])
         self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._o_square = 0.0
-        self._finite = True
+        self._o_square = truth.reference.out.new_zeros(())
 
-    def add(self, rows: Tensor, result: EmulatedRows) -> Tensor | None:
-        """Take a block's results; returns dQ's error [n, D] where there is one."""
-        kept = self._truth.usable[rows]
-        rows = rows[kept]
+    def add(self, rows: Tensor, result: EmulatedRows, kept: Tensor) -> Tensor | None:
+        """Take a block's results, at ``kept`` those of the usable ``rows`` [n]; returns dQ's error [n, D] if any."""
         reference = self._truth.reference
         truth = reference.out[rows]
         error = result.out[kept].double() - truth
-        self._finite &= bool(error.sum().isfinite())
         self._parts["o"].append(error.sum(1))
         self._parts["o_away"].append((error * truth.sign()).sum(1))
-        self._o_square += float(error.square().sum())
+        self._o_square += error.square().sum()
         if result.delta is None or result.dq is None:
             return None
         assert reference.delta is not None
@@ -372,7 +370,6 @@ class _Sums:
         if self._delta_cells is not None and self._truth.head.do is not None:
             self._delta_cells.index_add_(0, self._truth.clusters[rows], self._truth.head.do[rows] * error)
         error = result.dq[kept].double() - reference.dq[rows]
-        self._finite &= bool(error.sum().isfinite())
         self._parts["dq"].append(error.sum(1))
         self._parts["dq_square"].append(error.square().sum(1))
         return error
@@ -380,9 +377,9 @@ class _Sums:
     def errors(self, dw_q: Tensor | None) -> VariantErrors:
         """What has been summed up; ``dw_q`` [D, C] dW_Q's error."""
         rows = {name: torch.cat(parts) for name, parts in self._parts.items()}
-        return VariantErrors(
-            **rows, o_square=self._o_square, finite=self._finite, dw_q=dw_q, delta_cells=self._delta_cells
-        )
+        finite = all(bool(rows[name].sum().isfinite()) for name in ("o", "dq") if name in rows)
+        square = float(self._o_square)
+        return VariantErrors(**rows, o_square=square, finite=finite, dw_q=dw_q, delta_cells=self._delta_cells)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

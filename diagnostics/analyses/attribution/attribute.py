@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
 from attn_diag.analyses.attribution.reasons import reasons
 from attn_diag.analyses.attribution.site_shares import SiteTable, attribute_sites
+from attn_diag.analyses.attribution.variants import take_truths
 from attn_diag.analyses.several import answers
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
@@ -19,10 +22,11 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.fidelity import fidelity
+from attn_diag.head.fidelity import Fidelity, fidelities
 from attn_diag.head.machine import backend_name, describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.row_maxima import swamped_elements
+from attn_diag.head.together import alike, in_parts, joins
 from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
@@ -87,6 +91,10 @@ def attribute(
     return answers("attribute", source, k, v, call, of, progress)
 
 
+# Heads that a GPU holds together have so many elements of q: some forty times as many float64 numbers.
+_HELD = 2**25
+
+
 def _attributed(
     capture: Capture,
     recipe: str | Recipe | None,
@@ -101,21 +109,32 @@ def _attributed(
     heads, batches = select_heads(capture, wanted)
     opened = OpenCapture(capture, where, batches, heads)
     opened.require_assumptions(name)
-    notes = notes_of(opened)
-    results = []
     places = [(batch, head) for batch in batches for head in heads]
-    for place, (batch, head) in enumerate(places):
-        found = attribute_head(
-            opened.open_head(name, recipe, batch, head), level, notes, part_of(progress, place, len(places))
-        )
-        results.append(found if capture.batch > 1 else replace(found, batch=None))
+
+    parts = []
+
+    def attributed(counted: Progress | None, some: Sequence[tuple[int, int]]) -> list[HeadAttribution]:
+        parts.append(some)
+        read = [opened.open_head(name, recipe, batch, head) for batch, head in some]
+        return attribute_heads(read, level, notes_of(opened), counted)
+
+    largest = max(capture.lengths(batch)[0] for batch in batches) * capture.head_dim
+    step = max(1, _HELD // max(largest, 1)) if joins(where) else 1
+    starts = range(0, len(places), step)
+    results: list[HeadAttribution] = []
+    for number, start in enumerate(starts):
+        some, counted = places[start : start + step], part_of(progress, number, len(starts))
+        if recipe is None and name is not None:
+            opened.identify_ahead(name, some)
+        results += in_parts(partial(attributed, counted), some)
+    in_smaller = "" if len(parts) == len(starts) else ", fewer heads at a time than meant: memory did not suffice"
     return Attribution(
         tool=describe_tool(where),
         source=capture.source,
         observation=name,
         level=level,
-        backend=f"emulation on {backend_name(where)}",
-        heads=tuple(results),
+        backend=f"emulation on {backend_name(where)}{in_smaller}",
+        heads=tuple(results if capture.batch > 1 else (replace(found, batch=None) for found in results)),
     )
 
 
@@ -126,24 +145,30 @@ def notes_of(opened: OpenCapture) -> tuple[str, ...]:
     return () if opened.projection.note is None else (opened.projection.note,)
 
 
-def attribute_head(
-    head: OpenHead, level: float, notes: tuple[str, ...] = (), progress: Progress | None = None
-) -> HeadAttribution:
-    """Attribute the errors of one head, sort its rows into kinds, and put it into words.
+def attribute_heads(
+    heads: Sequence[OpenHead], level: float, notes: tuple[str, ...] = (), progress: Progress | None = None
+) -> list[HeadAttribution]:
+    """Attribute the errors of some heads, sort their rows into kinds, and put it into words.
+
+    On a GPU those that are alike, of one recipe, run together.
 
     Args:
-        head: The head, opened.
+        heads: The heads, opened.
         level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
         notes: Of the capture, to be repeated.
         progress: Counts query rows.
 
     Raises:
-        InputError: No row is finite and sees a key.
+        InputError: Of one of them no row is finite and sees a key.
     """
-    truth, recipe = head.truth, head.baseline.recipe
-    if not bool(truth.usable.any()):
-        raise InputError(f"{head.source}: head {head.head}: no row is finite and sees a key: nothing to attribute")
-    rows, done = len(truth.head.q), 0
+    take_truths(heads)
+    groups: dict[object, list[int]] = {}
+    for i, head in enumerate(heads):
+        if not bool(head.truth.usable.any()):
+            raise InputError(f"{head.source}: head {head.head}: no row is finite and sees a key: nothing to attribute")
+        kind = alike(head.truth.head) or i, head.baseline.recipe.json, tuple(head.formats.items())
+        groups.setdefault(kind, []).append(i)
+    rows, done = sum(len(head.truth.head.q) for head in heads), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -152,9 +177,20 @@ def attribute_head(
         if progress is not None:
             progress(done, 2 * rows)
 
-    captured = None if head.observation is None else observed_sizes(head.outputs, truth)
-    table = attribute_sites(truth, recipe, level=level, captured=captured, advance=advance)
-    beside = fidelity(head)
+    found: dict[int, HeadAttribution] = {}
+    for places in groups.values():
+        some = [heads[i] for i in places]
+        truths, recipe = [head.truth for head in some], some[0].baseline.recipe
+        captured = [None if h.observation is None else observed_sizes(h.outputs, h.truth) for h in some]
+        tables = attribute_sites(truths, recipe, level=level, captured=captured, advance=advance)
+        for i, head, table, beside in zip(places, some, tables, fidelities(some), strict=True):
+            found[i] = _told(head, table, beside, level, notes)
+    return [found[i] for i in range(len(heads))]
+
+
+def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, notes: tuple[str, ...]) -> HeadAttribution:
+    """One head's attribution in numbers and words."""
+    truth, recipe = head.truth, head.baseline.recipe
     unfit = head.baseline.caution
     # Nothing is blamed for errors that the recipe does not make; those of a recipe asked for are its own.
     blameless = {"o", "delta", "dq", "dw_q"} if unfit else set(beside.differences)
@@ -206,14 +242,18 @@ def _row_kinds(head: OpenHead, table: SiteTable) -> dict[str, RowKind]:
         "swamped": swamped & truth.maxima.several_keys,
         "near_one_hot": 1 - truth.top_prob < _NEAR_ONE_HOT,
     }
-    errors, reference = table.whole.dq_square, truth.reference.dq
-    reference_square = None if reference is None else reference[rows].square().sum(1)
+    dq = truth.reference.dq
+    squares = torch.zeros_like(truth.top_prob) if dq is None else dq.square().sum(1)
+    # In one copy from a GPU.
+    usable, square, *members = torch.stack([t.double() for t in (rows, squares, *kinds.values())]).cpu().numpy()
+    of_usable = usable > 0
+    references = None if dq is None else square[of_usable]
 
-    def share(values: Tensor | None, kind: Tensor) -> float | None:
+    def share(values: npt.NDArray[np.float64] | None, kind: npt.NDArray[np.bool_]) -> float | None:
         total = 0.0 if values is None else float(values.sum())
-        return float(values[kind[rows]].sum()) / total if values is not None and total else None
+        return float(values[kind].sum()) / total if values is not None and total else None
 
     return {
-        name: RowKind(int((kind & rows).sum()), share(errors, kind), share(reference_square, kind))
-        for name, kind in kinds.items()
+        name: RowKind(int(kind.sum()), share(table.whole.dq_square, kind), share(references, kind))
+        for name, kind in ((name, member[of_usable] > 0) for name, member in zip(kinds, members, strict=True))
     }

@@ -9,99 +9,19 @@ all sites: its part is small, and every run after it costs half of what float64 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
 
 from attn_diag.analyses.attribution.shapley import Array, Subset, SubsetPlan
-from attn_diag.head.recipe_changes import SITES, exact, in_mode
-from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
+from attn_diag.analyses.attribution.sites import RoundingSite, inert_change, rounding_sites, with_low, with_mode
+from attn_diag.analyses.attribution.variants import RecipeErrors, measure_heads
+from attn_diag.head.truth import HeadTruth
 from attn_diag.kernels import Recipe
-from attn_diag.kernels.formats import Mode, parse
-from attn_diag.kernels.quantizers import NO_QUANTIZER
-from attn_diag.kernels.recipe import QUANTIZERS
+from attn_diag.kernels.formats import Mode
 from attn_diag.results.attribution import QUANTITIES, Effect, MeanError, Repair, SiteAttribution, Total, Twin
-from attn_diag.statistics.means import SignedErrors, adjust, estimate_bias
-
-
-@dataclass(frozen=True)
-class RoundingSite:
-    """A place where a recipe loses precision: ``exact`` holds the fields that undo it, ``format`` what it rounds to.
-
-    ``format`` is None for sites that do not round to a format (arithmetic, accumulation, exp).
-    """
-
-    name: str
-    words: str
-    exact: dict[str, Any]
-    format: str | None = None
-
-
-def rounding_sites(recipe: Recipe, *, dropout: bool = False) -> tuple[RoundingSite, ...]:
-    """Every site at which the recipe does less than float64 would, in the order of the computation.
-
-    ``dropout``: whether the head has it.
-    """
-    sites = []
-    for name, site in SITES.items():
-        value, words, undone, fmt = getattr(recipe, name), site.words, exact(name), None
-        if name == "exp":
-            loses, words = value == "polynomial", f"{words} of degree {recipe.exp_degree}"
-        elif name == "accumulation":
-            loses = value == "nvidia-tensor-core"
-        elif name in QUANTIZERS:
-            loses = value != NO_QUANTIZER
-        elif name == "backward_operands":
-            loses = value == "quantized" and ("quantize_k" in recipe.quantized or "quantize_q" in recipe.quantized)
-        elif name == "dropout_factor":
-            loses = dropout and value != "fp32"
-        elif name == "arithmetic":
-            loses = value == "fp32"
-            if recipe.accumulation == "fp32-nearest":
-                undone |= exact("accumulation")
-        else:
-            loses, fmt = parse(value) is not None and _acts(recipe, name), value
-        if loses:
-            sites.append(RoundingSite(name, words, undone, fmt))
-    return tuple(sites)
-
-
-def inert_change(recipe: Recipe) -> tuple[str, Recipe]:
-    """A sham: a site that reaches none of O, delta, dQ and dW_Q, and the recipe with it changed.
-
-    The cast of P, where only dV sees it; else a lower limit on l that no row comes near.
-    """
-    if _acts(recipe, "backward_probs"):
-        return "row_sum_clamp", replace(recipe, row_sum_clamp=recipe.row_sum_clamp or 1e-30)
-    changed = recipe.input if recipe.backward_probs == "fp32" else "fp32"
-    return "backward_probs", replace(recipe, backward_probs=changed)
-
-
-def with_low(recipe: Recipe, sites: Collection[RoundingSite], low: Collection[str]) -> Recipe:
-    """The recipe with only the sites named ``low`` as they are, all others exact."""
-    undone = {key: value for site in sites if site.name not in low for key, value in site.exact.items()}
-    return replace(recipe, **undone)
-
-
-def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode, seed: int = 0) -> Recipe:
-    """The recipe with these sites' roundings in another mode; sites without a format stay."""
-    changes: dict[str, Any] = {site.name: in_mode(site.format, mode) for site in sites if site.format is not None}
-    return replace(recipe, seed=seed, **changes)
-
-
-def _acts(recipe: Recipe, name: str) -> bool:
-    """Whether a site that rounds is reached at all."""
-    if name == "difference":
-        return recipe.exp == "exact"
-    if name == "backward_probs":
-        return recipe.dscores_from == "cast-probs"
-    if name == "delta_products":
-        return recipe.delta_from != "dp"
-    return True
-
+from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_biases
 
 ARITHMETIC = "arithmetic"
 # So many sites are repaired one after the other.
@@ -121,116 +41,139 @@ class SiteTable:
     twin: Twin
     guilty: dict[str, str]
     biased: dict[str, str]
-    whole: VariantErrors
+    whole: RecipeErrors
 
 
 def attribute_sites(
-    truth: HeadTruth,
+    truths: Sequence[HeadTruth],
     recipe: Recipe,
     *,
     level: float = 0.01,
-    captured: Mapping[str, float] | None = None,
+    captured: Sequence[Mapping[str, float] | None] | None = None,
     advance: Callable[[int], None] | None = None,
-) -> SiteTable:
-    """Attribute the errors that ``recipe`` makes on one head; ``captured``: errors of the real kernel, for comparison.
+) -> list[SiteTable]:
+    """Attribute the errors that ``recipe`` makes on some heads that are ``alike``.
 
-    ``advance(rows)`` is called after every block of query rows.
+    Each head says which recipes it wants next; they are run on all of them together where a GPU does so.
+
+    Args:
+        truths: Of the heads.
+        recipe: The recipe.
+        level: Significance of a site's mean error after Benjamini-Hochberg over the sites.
+        captured: Errors of the real kernel on each, for comparison.
+        advance: Called with the number of query rows after every block of them.
     """
-    sites = rounding_sites(recipe, dropout=truth.head.dropout is not None)
-    names = [site.name for site in sites]
-    everything, nothing = frozenset(names), frozenset[str]()
-    plan = SubsetPlan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
-    runs = _Runs(truth, recipe, sites, advance)
-    alone = {name: frozenset([*plan.first, name]) for name in names}
-    without = {name: everything - {name} for name in names}
-    inert, unchanged = inert_change(recipe)
-    extra = {"inert": unchanged, "twin": with_mode(recipe, sites, Mode.STOCHASTIC)}
-    runs.run([everything, nothing, *plan.subsets, *alone.values(), *without.values()], extra)
+    tables = [_Table(*each, recipe, level) for each in zip(truths, captured or [None] * len(truths), strict=True)]
+    asking = [table.made() for table in tables]
+    found: dict[int, SiteTable] = {}
+    wanted = {i: next(one) for i, one in enumerate(asking)}
+    while wanted:
+        union = dict.fromkeys(run for of_head in wanted.values() for run in of_head)
+        recipes = [tables[0].recipe_of(run) for run in union]
+        measured = measure_heads([truths[i] for i in wanted], recipes, advance)
+        asked, wanted = wanted, {}
+        for i, errors in zip(asked, measured, strict=True):
+            by_run = dict(zip(union, errors, strict=True))
+            try:
+                wanted[i] = asking[i].send({run: by_run[run] for run in asked[i]})
+            except StopIteration as done:
+                found[i] = done.value
+    return [found[i] for i in range(len(truths))]
 
-    game = _Game(truth)
-    contributions = plan.values({subset: game.value(runs[subset]) for subset in plan.subsets})
-    quantities = [q for q in QUANTITIES if q in runs.sizes(everything)]
-    biases = {q: game.biases(q, contributions, level) for q in quantities if game.has_bias(q)}
-    shares = _shares(contributions, game.value(runs[everything]) - game.value(runs[nothing]), quantities)
-    guilty = {q: max(names, key=lambda n: shares[n][q][0]) for q in quantities} if names else {}
-    biased = _biased(biases, level)
-    main = "dq" if "dq" in quantities else "o"
-    order = sorted(names, key=lambda n: -shares[n][main][0])[:_REPAIRS]
-    stages = [everything - set(order[: i + 1]) for i in range(len(order))]
-    # A sham repair shows something only where a repair would: at the sites that are blamed.
-    blamed = {*guilty.values(), *biased.values()}
-    shams = [site for site in sites if site.format is not None and site.name in blamed]
-    runs.run(stages, {f"sham {site.name}": with_mode(recipe, [site], Mode.RANDOM_SIGN) for site in shams})
 
-    def effect(site: RoundingSite, q: str) -> Effect:
-        one, sham = alone[site.name], f"sham {site.name}"
-        share, error = shares[site.name][q]
-        bias = biases[q][site.name] if q in biases else None
+# The sites that round, or one of "inert", "twin" and "sham " and a site.
+Run = Subset | str
 
-        def mean(run: object) -> float | None:
-            return None if bias is None else game.mean(q, game.value(runs[run]), level).mean
 
-        return Effect(
-            share=share,
-            share_error=error,
-            alone=runs.sizes(one)[q],
-            repaired=runs.sizes(without[site.name])[q],
-            sham=runs.sizes(sham)[q] if sham in runs else None,
-            bias=bias,
-            bias_alone=mean(one),
-            bias_repaired=mean(without[site.name]),
-            bias_sham=mean(sham) if sham in runs else None,
+class _Table:
+    """One head's table, and the recipes that it takes."""
+
+    def __init__(self, truth: HeadTruth, captured: Mapping[str, float] | None, recipe: Recipe, level: float) -> None:
+        self._truth, self._captured, self._recipe, self._level = truth, captured or {}, recipe, level
+        self._sites = rounding_sites(recipe, dropout=truth.head.dropout is not None)
+        self._runs: dict[Run, RecipeErrors] = {}
+
+    def made(self) -> Generator[list[Run], dict[Run, RecipeErrors], SiteTable]:
+        """Ask for runs twice; then the table."""
+        truth, recipe, sites, level, runs = self._truth, self._recipe, self._sites, self._level, self._runs
+        names = [site.name for site in sites]
+        everything, nothing = frozenset(names), frozenset[str]()
+        plan = SubsetPlan.make([n for n in names if n != ARITHMETIC], [n for n in names if n == ARITHMETIC])
+        alone = {name: frozenset([*plan.first, name]) for name in names}
+        without = {name: everything - {name} for name in names}
+        runs |= yield [everything, nothing, *plan.subsets, *alone.values(), *without.values(), "inert", "twin"]
+
+        game = _Game(truth)
+        contributions = plan.values({subset: game.value(runs[subset]) for subset in plan.subsets})
+        quantities = [q for q in QUANTITIES if q in runs[everything].sizes]
+        biases = {q: game.biases(q, contributions, level) for q in quantities if game.has_bias(q)}
+        shares = _shares(contributions, game.value(runs[everything]) - game.value(runs[nothing]), quantities)
+        guilty = {q: max(names, key=lambda n: shares[n][q][0]) for q in quantities} if names else {}
+        biased = _biased(biases, level)
+        main = "dq" if "dq" in quantities else "o"
+        order = sorted(names, key=lambda n: -shares[n][main][0])[:_REPAIRS]
+        stages = [everything - set(order[: i + 1]) for i in range(len(order))]
+        # A sham repair shows something only where a repair would: at the sites that are blamed.
+        blamed = {*guilty.values(), *biased.values()}
+        shams = [site.name for site in sites if site.format is not None and site.name in blamed]
+        runs |= yield [*(stage for stage in stages if stage not in runs), *(f"sham {name}" for name in shams)]
+
+        def effect(site: RoundingSite, q: str) -> Effect:
+            one, sham = alone[site.name], f"sham {site.name}"
+            share, error = shares[site.name][q]
+            bias = biases[q][site.name] if q in biases else None
+
+            def mean(run: Run) -> float | None:
+                return None if bias is None else game.mean(q, game.value(runs[run]))
+
+            return Effect(
+                share=share,
+                share_error=error,
+                alone=runs[one].sizes[q],
+                repaired=runs[without[site.name]].sizes[q],
+                sham=runs[sham].sizes[q] if sham in runs else None,
+                bias=bias,
+                bias_alone=mean(one),
+                bias_repaired=mean(without[site.name]),
+                bias_sham=mean(sham) if sham in runs else None,
+            )
+
+        whole, twin = game.value(runs[everything]), game.value(runs["twin"])
+        tested = {q: game.means(q, [whole, twin], level) for q in quantities if game.has_bias(q)}
+        return SiteTable(
+            runs=len(runs),
+            orders=None if plan.orders is None else len(plan.orders),
+            totals={
+                q: Total(
+                    runs[everything].sizes[q],
+                    runs[nothing].sizes[q],
+                    self._captured.get(q),
+                    tested[q][0] if q in tested else None,
+                )
+                for q in quantities
+            },
+            sites=tuple(
+                SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites
+            ),
+            inert=(
+                inert_change(recipe)[0],
+                max((abs(runs["inert"].sizes[q] - runs[everything].sizes[q]) for q in quantities), default=0.0),
+            ),
+            repairs=tuple(Repair(name, runs[stage].sizes) for name, stage in zip(order, stages, strict=True)),
+            twin=Twin(seeds=1, sizes=runs["twin"].sizes, bias={q: of_twin for q, (_, of_twin) in tested.items()}),
+            guilty=guilty,
+            biased=biased,
+            whole=runs[everything],
         )
 
-    whole = game.value(runs[everything])
-    return SiteTable(
-        runs=len(runs),
-        orders=None if plan.orders is None else len(plan.orders),
-        totals={
-            q: Total(
-                runs.sizes(everything)[q],
-                runs.sizes(nothing)[q],
-                (captured or {}).get(q),
-                game.mean(q, whole, level) if game.has_bias(q) else None,
-            )
-            for q in quantities
-        },
-        sites=tuple(SiteAttribution(s.name, s.words, s.format, {q: effect(s, q) for q in quantities}) for s in sites),
-        inert=(inert, max((abs(runs.sizes("inert")[q] - runs.sizes(everything)[q]) for q in quantities), default=0.0)),
-        repairs=tuple(Repair(name, runs.sizes(stage)) for name, stage in zip(order, stages, strict=True)),
-        twin=Twin(
-            seeds=1,
-            sizes=runs.sizes("twin"),
-            bias={q: game.mean(q, game.value(runs["twin"]), level) for q in quantities if game.has_bias(q)},
-        ),
-        guilty=guilty,
-        biased=biased,
-        whole=runs[everything],
-    )
-
-
-class _Runs(dict[object, VariantErrors]):
-    """Errors of the recipe's variants: by the subset of sites that round, or by name."""
-
-    def __init__(
-        self, truth: HeadTruth, recipe: Recipe, sites: Sequence[RoundingSite], advance: Callable[[int], None] | None
-    ) -> None:
-        super().__init__()
-        self._truth, self._recipe, self._sites, self._advance = truth, recipe, sites, advance
-
-    def run(self, subsets: Iterable[Subset], others: Mapping[str, Recipe]) -> None:
-        """Run the recipes of these subsets, where they have not been run, and others by name, side by side."""
-        recipes: dict[object, Recipe] = {
-            s: with_low(self._recipe, self._sites, s) for s in dict.fromkeys(subsets) if s not in self
-        }
-        recipes.update(others)
-        if recipes:
-            errors = measure_variants(self._truth, list(recipes.values()), self._advance)
-            self.update(zip(recipes, errors, strict=True))
-
-    def sizes(self, key: object) -> dict[str, float]:
-        """||error|| / ||reference|| by quantity; delta's noise factor."""
-        return self[key].relative(self._truth)
+    def recipe_of(self, run: Run) -> Recipe:
+        """What is run."""
+        if isinstance(run, frozenset):
+            return with_low(self._recipe, self._sites, run)
+        if run == "inert":
+            return inert_change(self._recipe)[1]
+        sites = self._sites if run == "twin" else [s for s in self._sites if run == f"sham {s.name}"]
+        return with_mode(self._recipe, sites, Mode.STOCHASTIC if run == "twin" else Mode.RANDOM_SIGN)
 
 
 class _Game:
@@ -242,56 +185,65 @@ class _Game:
         self.rows = int(truth.usable.sum())
         # Argmax keys alone: sums by feature as well (``means.two_way``) would need them of every subset.
         self.clusters = truth.clusters[truth.usable].cpu().numpy()
-        self.floor = None if truth.noise_floor is None else truth.noise_floor[truth.usable]
         # By row: how many elements each has, and in what the mean is stated.
         self.by_row = {"o": (truth.head.v.shape[1], truth.mean_ulp["o"])}
-        if self.floor is not None:
+        if truth.noise_floor is not None:
             self.by_row |= {"delta": (1, 1.0), "dq": (truth.head.q.shape[1], truth.mean_ulp["dq"])}
 
-    def value(self, errors: VariantErrors) -> Array:
-        relative = errors.relative(self.truth)
-        along = 0.0
-        if errors.dw_q is not None and self.truth.dw_q is not None and self.truth.norms["dw_q"]:
-            along = float((errors.dw_q * self.truth.dw_q).sum()) / self.truth.norms["dw_q"] ** 2
-        parts = [np.array([relative.get(q, 0.0) ** 2 for q in QUANTITIES] + [along]), errors.o_away.cpu().numpy()]
-        if self.floor is not None and errors.delta is not None and errors.dq is not None:
-            in_floors = torch.where(self.floor > 0, errors.delta / self.floor, 0.0)
-            parts += [in_floors.cpu().numpy(), errors.dq.cpu().numpy()]
+    def value(self, errors: RecipeErrors) -> Array:
+        parts = [np.array([errors.sizes.get(q, 0.0) ** 2 for q in QUANTITIES] + [errors.along]), errors.o_away]
+        if errors.in_floors is not None and errors.dq is not None:
+            parts += [errors.in_floors, errors.dq]
         return np.concatenate(parts)
 
     def has_bias(self, quantity: str) -> bool:
         return quantity in self.by_row or (quantity == "dw_q" and self.truth.dw_q is not None)
 
-    def mean(self, quantity: str, value: Array, level: float) -> MeanError:
-        """The mean signed error in a value (or in a contribution to one), with its uncertainty where there is one."""
+    def mean(self, quantity: str, value: Array) -> float:
+        """The mean signed error in a value, or in a contribution to one."""
         if quantity == "dw_q":
-            return MeanError(float(value[len(QUANTITIES)]))
-        start = len(QUANTITIES) + 1 + self.rows * list(self.by_row).index(quantity)
-        rows = value[start : start + self.rows]
+            return float(value[len(QUANTITIES)])
         count, unit = self.by_row[quantity]
-        errors = SignedErrors(
-            total=rows,
-            square=float(np.square(rows).sum()),
-            positive=int((rows > 0).sum()),
-            nonzero=int((rows != 0).sum()),
-            unit_total=float(rows.sum()),
-            unit_scale=1.0,
-            count=count,
-        )
-        estimate = estimate_bias(errors, None if quantity == "dq" else self.clusters, level, with_drift=False)
-        error = estimate.standard_error
-        return MeanError(
-            mean=(estimate.mean or 0.0) / unit,
-            standard_error=None if error is None else error / unit,
-            n_eff=estimate.n_eff,
-            p_value=estimate.p_value,
-        )
+        return float(self._rows(quantity, value).sum()) / (self.rows * count) / unit if self.rows else 0.0
+
+    def means(self, quantity: str, values: Sequence[Array], level: float) -> list[MeanError]:
+        """The same of several, with its uncertainty where there is one."""
+        if quantity == "dw_q":
+            return [MeanError(self.mean(quantity, value)) for value in values]
+        count, unit = self.by_row[quantity]
+        cases = []
+        for value in values:
+            rows = self._rows(quantity, value)
+            errors = SignedErrors(
+                total=rows,
+                square=float(np.square(rows).sum()),
+                positive=int((rows > 0).sum()),
+                nonzero=int((rows != 0).sum()),
+                unit_total=float(rows.sum()),
+                unit_scale=1.0,
+                count=count,
+            )
+            cases.append(BiasCase(errors, None if quantity == "dq" else self.clusters, with_drift=False))
+        return [
+            MeanError(
+                mean=(found.mean or 0.0) / unit,
+                standard_error=None if found.standard_error is None else found.standard_error / unit,
+                n_eff=found.n_eff,
+                p_value=found.p_value,
+            )
+            for found in estimate_biases(cases, level)
+        ]
+
+    def _rows(self, quantity: str, value: Array) -> Array:
+        start = len(QUANTITIES) + 1 + self.rows * list(self.by_row).index(quantity)
+        return value[start : start + self.rows]
 
     def biases(
         self, quantity: str, contributions: Mapping[str, tuple[Array, Array | None]], level: float
     ) -> dict[str, MeanError]:
         """Every site's contribution to the mean signed error."""
-        means = {name: self.mean(quantity, phi, level) for name, (phi, _) in contributions.items()}
+        found = self.means(quantity, [phi for phi, _ in contributions.values()], level)
+        means = dict(zip(contributions, found, strict=True))
         tested = {name: m.p_value for name, m in means.items() if m.p_value is not None}
         adjusted = dict(zip(tested, adjust(list(tested.values())), strict=True))
         return {name: replace(m, p_adjusted=adjusted.get(name)) for name, m in means.items()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from attn_diag.analyses.attribution.attribute import attribute_head, notes_of
+from attn_diag.analyses.attribution.attribute import attribute_heads, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob
 from attn_diag.analyses.microscopy.closed_form import of_open_head
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
@@ -41,6 +41,9 @@ def with_details(
     def of_observation(job: CaptureJob, observation: ObservationDiagnosis) -> ObservationDiagnosis:
         nonlocal done
         chosen = [head for place, head in worst if place == id(observation)]
+        opened, name, recipe = _explained(job, observation.name)
+        if name is not None and recipe is None:
+            opened.identify_ahead(name, [_place(job, head) for head in chosen])
         detailed: dict[int, HeadDiagnosis] = {}
         for head in chosen:
             detailed[id(head)] = _detailed(job, observation, head, diagnosis.family.level)
@@ -58,10 +61,8 @@ def with_details(
 
 def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiagnosis, level: float) -> HeadDiagnosis:
     """One head of one observation, taken apart in the sequence of its worst row."""
-    assert head.head is not None
     top = head.top_rows[0] if head.top_rows else None
-    batch = job.batches[0] if top is None else top.batch
-    index = head.head - job.capture.metadata.head_offset
+    batch, index = _place(job, head)
     opened, name, recipe = _explained(job, observation.name)
     place = opened.only(batch, index)
 
@@ -70,7 +71,7 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
         return place.open_head(seen, recipe, batch, index, measured=job.truths.get((batch, index)))
 
     def shares(read: OpenHead) -> HeadAttribution:
-        found = attribute_head(read, level, notes_of(place))
+        (found,) = attribute_heads([read], level, notes_of(place))
         return found if job.capture.batch > 1 else replace(found, batch=None)
 
     def element(read: OpenHead) -> Microscope:
@@ -90,6 +91,13 @@ def _detailed(job: CaptureJob, observation: ObservationDiagnosis, head: HeadDiag
     if observation.name in job.recipes and not observation.emulated:
         said.append("attribution and microscope follow the recipe's emulation, not what the kernels returned")
     return replace(head, attribution=attribution, microscope=microscope, details_note="; ".join(said) or None)
+
+
+def _place(job: CaptureJob, head: HeadDiagnosis) -> tuple[int, int]:
+    """The sequence of its worst row, and its index in the capture."""
+    assert head.head is not None
+    batch = head.top_rows[0].batch if head.top_rows else job.batches[0]
+    return batch, head.head - job.capture.metadata.head_offset
 
 
 def _attempt(work: Callable[[], _Found]) -> tuple[_Found | None, str | None]:

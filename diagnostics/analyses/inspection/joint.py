@@ -31,10 +31,6 @@ from attn_diag.head.streaming import StreamedHead
 from attn_diag.kernels import Recipe
 from attn_diag.results.diagnosis import Assumptions
 
-# Captures that hold nothing else, but their observations, are measured together: what belongs to one capture alone, as
-# a mask, is not the same in all of their heads.
-_PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
-
 # One of several captures cannot be read, or changes while it is, or together they need memory that each alone does not.
 _OF_ONE_CAPTURE = (InputError, OSError, torch.OutOfMemoryError)
 
@@ -227,8 +223,7 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
 def _shape_of(job: Job) -> object | None:
     """What captures agree in whose heads are alike; None: others are not, whatever they hold."""
     c, m = job.capture, job.capture.metadata
-    outputs = {c.key(name, output) for name, found in c.observations.items() for output in found}
-    if not set(c.tensors) <= _PLAIN | outputs or job.recipes or job.declared is not None:
+    if not c.is_plain or job.recipes or job.declared is not None:
         return None
     tensors = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in c.tensors.items()))
     how = m.layout, m.causal, m.window, m.softcap, c.scale, m.lse_base, m.softmax_offset, m.lse_sink, m.dropout_p

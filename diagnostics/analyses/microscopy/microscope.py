@@ -24,7 +24,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_rows, trace_row
-from attn_diag.kernels.emulation_forward import rounds_dropout
+from attn_diag.kernels.emulation_block import rounds_dropout
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, RowBlock, reference_head, reference_rows, round_nearest_even, ulp
 from attn_diag.results.microscope import Addition, Class, Curve, Element, Microscope, Point, SumSite, Term

@@ -25,8 +25,8 @@ from attn_diag.analyses.mitigation.equivalence import (
 from attn_diag.analyses.mitigation.mitigations import PRODUCTS, Price, WhatIfPlan, changed_fields, content
 from attn_diag.head.signed_errors import by_cell, of_rows
 from attn_diag.head.truth import HeadTruth, VariantErrors, head_truth, measure_variants
-from attn_diag.kernels import Recipe
-from attn_diag.kernels.emulation_forward import SCORES
+from attn_diag.kernels import Recipe, in_any_block
+from attn_diag.kernels.emulation_block import SCORES
 from attn_diag.reference import round_nearest_even, ulp
 from attn_diag.results.diagnosis import BiasEstimate
 from attn_diag.results.what_if import Candidate, Cost, Equivalence, Errors
@@ -70,10 +70,11 @@ class Bench:
 
         def likeness(key: str) -> tuple[object, ...]:
             recipe = recipes[key]
-            return recipe.schedule.query_block, recipe.arithmetic, recipe.forward_json
+            alone = not in_any_block(recipe, self.truth.head)
+            return alone, recipe.schedule.query_block, recipe.arithmetic, recipe.forward_json
 
         groups: list[list[str]] = []
-        for _, alike in groupby(sorted(recipes, key=likeness), key=lambda key: likeness(key)[:2]):
+        for _, alike in groupby(sorted(recipes, key=likeness), key=lambda key: likeness(key)[:3]):
             keys = list(alike)
             groups += [keys[i : i + _SIDE_BY_SIDE] for i in range(0, len(keys), _SIDE_BY_SIDE)]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn_diag.head.truth import HeadTruth, exact_recipe
-from attn_diag.kernels import Recipe, SoftmaxRule, block_scores, emulate_blocks
+from attn_diag.kernels import Recipe, Schedule, SoftmaxRule, block_scores, emulate_blocks
 from attn_diag.kernels.formats import NumberFormat, parse
 from attn_diag.reference import AttentionHead
 from attn_diag.results.what_if import Equivalence
@@ -25,17 +25,25 @@ NEARLY = 2.0**-24
 _UNIT = 2.0**-53
 CLAMP_LOG = -math.log(1e-10)
 _FP32 = NumberFormat(8, 23)
+_IN_ONE_RANGE = Schedule(key_tile=2**20)
 
 
 def exact_twin(recipe: Recipe) -> Recipe:
     """The recipe's float64 run; the same one for recipes that differ in nothing that is left without roundings."""
+    # Under the safe rule the ranges' order and size only change how float64's own sums round.
+    whole = recipe.softmax.kind == "safe" and recipe.row_sum_clamp is None
     return replace(
         exact_recipe(recipe),
+        schedule=_IN_ONE_RANGE if whole else recipe.schedule,
+        alpha="in-exponent" if whole else recipe.alpha,
         name="exact",
         summary="",
         seed=0,
         # Without casts these choose between equal numbers.
+        rescaling="difference",
         row_sum_of="fp32-probs",
+        dscores_from="fp32-probs",
+        alpha_in_backward="after-product",
         backward_scores="as-forward",
         lse_from="unrounded-l",
         division="before-last-cast",
@@ -120,14 +128,14 @@ def repeated_maxima_as_run(recipe: Recipe, head: AttentionHead, epsilon: float) 
     ``epsilon``: scores within it of the maximum repeat it, in the unit of the stored scores.
     """
     acted = torch.zeros(len(head.q), dtype=torch.bool, device=head.q.device)
-    largest, factor = 0.0, 1.0
+    largest, factor = torch.zeros((), dtype=torch.float64, device=head.q.device), 1.0
     for rows, scores, factor in block_scores(recipe, head):
         top = scores.amax(1, keepdim=True)
         repeated = ((scores >= top - epsilon).sum(1) > 1) & (top[:, 0] > -torch.inf) & (top[:, 0] != 0)
         acted[rows] |= repeated
-        if bool(repeated.any()):
-            largest = max(largest, float(top[repeated].max()) * factor)
-    return RepeatedMaxima(int(acted.sum()), largest or None)
+        found = torch.where(repeated, top[:, 0], 0.0).amax().double() * factor
+        largest = torch.maximum(largest, found)
+    return RepeatedMaxima(int(acted.sum()), float(largest) or None)
 
 
 def beta_limits(recipe: Recipe, largest: float) -> tuple[float, float, float]:

@@ -128,6 +128,8 @@ def _tried(
     if observation is None and len(capture.observations) > 1:
         notes.append(f"the capture has observations {', '.join(capture.observations)}; {chosen} is looked at")
     opened = OpenCapture(capture, where, [batch], [index])
+    if recipe is None and chosen is not None:
+        opened.identify_ahead(chosen, [(batch, index)])
     given = opened.open_head(chosen, recipe, batch, index)
     notes += _projection_notes(opened)
     baseline, inputs, truth = given.baseline, given.inputs, given.truth
