@@ -74,6 +74,8 @@ class Map:
     """Whether they are coloured by their logarithm."""
     ends: tuple[float, float] | None = None
     """Where the colours begin and end, so that maps side by side are read alike; None: at the extremes."""
+    names: tuple[tuple[str | None, ...], ...] = ()
+    """What is written in each cell, likewise; the cells of a name are shown and hidden together. Empty: nothing."""
 
 
 @dataclass(frozen=True)

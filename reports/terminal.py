@@ -19,7 +19,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
 from rich.text import Text
 
-from attn_diag.reports import layout, story, words
+from attn_diag.reports import error_map, layout, story, words
 from attn_diag.reports.finding_words import style_of
 from attn_diag.reports.head_map import HeadMap
 from attn_diag.reports.opening import next_command, opening, style
@@ -82,6 +82,7 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         if any(_faulty(entry) for entry in entries):
             yield from _what_to_do(diagnosis)
         yield from _heads(diagnosis, entries)
+        yield from _taken_apart(diagnosis)
         names = story.Names(entries)
         for entry in detailed(diagnosis, entries):
             yield from _detail(entry, names)
@@ -124,6 +125,17 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
                 worst = f" (the worst of {captures} captures)" if captures > 1 else ""
                 yield from layout.title(f"All heads of {name}, layer by layer{worst}")
                 yield HeadMap(named)
+
+
+def _taken_apart(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Which sites make the errors of the heads that were taken apart, where these are several."""
+    for name, maps in error_map.of_diagnosis(diagnosis).items():
+        stepped = len({one.step for one in maps}) > 1
+        for one in maps:
+            yield from layout.title(f"{error_map.title(one, stepped=stepped)}: {name}")
+            yield layout.paragraph(f"{error_map.finding(one)}.")
+            yield from (layout.paragraph(sentence) for sentence in error_map.sentences(one))
+            yield from error_map.tables(one)
 
 
 def _shown(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:

@@ -116,6 +116,7 @@ def _attributed(
         level=level,
         backend=f"emulation on {backend_name(where)}",
         heads=tuple(results),
+        step=capture.metadata.step,
     )
 
 
@@ -187,6 +188,7 @@ def attribute_head(
         differences=dict(beside.differences),
         well_rounded={q: (r.factor, r.low, r.high) for q, r in beside.well_rounded.items()},
         notes=notes,
+        norms=dict(truth.norms),
     )
     return replace(found, reasons=tuple(reasons(found, level)))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.details import with_details
@@ -88,7 +89,7 @@ def inspect(
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
     certify: int | Certify | None = None,
-    details: int = 0,
+    details: int | Literal["all"] = 0,
 ) -> Diagnosis:
     """Diagnose one attention call from its tensors, at a breakpoint or in a notebook; or captures of calls.
 
@@ -125,8 +126,8 @@ def inspect(
         level: Significance after Benjamini-Hochberg.
         device: auto, cpu or cuda.
         certify: Recompute so many rows of every head (or those of a ``Certify``) in mpmath: is the reference right?
-        details: Of so many heads, the worst, also find each rounding site's part (``attribution``) and follow one
-            element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
+        details: Of so many heads, the worst, or "all", also find each rounding site's part (``attribution``) and follow
+            one element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
 
     Raises:
         InputError: As ``captures_of``.
@@ -185,7 +186,7 @@ def inspect_captures(
     skip: Callable[[InputError], None] | None = None,
     certify: int | Certify | None = None,
     merge_ranks: bool = True,
-    details: int = 0,
+    details: int | Literal["all"] = 0,
     ranks: Ranks | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
@@ -211,8 +212,8 @@ def inspect_captures(
             precision that cannot be certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
-    if details < 0:
-        raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
+    if details != "all" and (isinstance(details, str) or details < 0):
+        raise InputError(f"details must be how many heads to look at closely, 0 or more, or 'all'; got {details!r}")
     ranks = ranks or Ranks()
     if details and ranks.count > 1:
         raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
@@ -275,7 +276,8 @@ def inspect_captures(
     )
     if not details:
         return diagnosis
-    return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
+    count = sys.maxsize if details == "all" else details
+    return with_details(diagnosis, list(ran.values()), count, _after(progress, counted.total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:

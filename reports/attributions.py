@@ -1,0 +1,115 @@
+"""The report of ``attribute`` over many captures: which layers, heads and sites carry the error; text and page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from attn_diag.reports import error_map, glossary, layout, words
+from attn_diag.reports.attribution import KINDS, grouped
+from attn_diag.reports.charts import Gallery, Section
+from attn_diag.reports.html import gallery_document
+from attn_diag.reports.lead import lead, on_head
+from attn_diag.results.attribution import Attribution
+from attn_diag.results.attributions import Attributions, ErrorMap, side_by_side
+from attn_diag.results.wording import file_name, percent, plural
+
+# Rows of the page's table, and heads of one kind that are told of in a sentence.
+_LISTED, _TOLD = 400, 3
+_MEANING = (
+    "Part: a head's part of the squared error of all heads. Squares add up, as every head has rows of its own in W_Q, and "
+    "every layer its own W_Q; a head with a small gradient has a small part however far off it is, so that both stand "
+    "here. Site: the rounding with the largest share (Shapley value) of that head's error, of runs of the recipe that has "
+    "its kernel's bits. Each sequence counts by itself."
+)
+
+
+def attributions_renderables(found: Attributions) -> Iterator[RenderableType]:
+    """The report, piece by piece, for a rich console."""
+    for message in found.unreadable:
+        yield Text(f"warning: not attributed: {message}", style="yellow")
+    ordered, stepped = _ordered(found)
+    kind, said, told, following = _opening(found)
+    yield from lead(f"{kind} {_source(found)}:", said, told, following, KINDS.get(kind, "bold"))
+    for one in ordered:
+        yield from layout.title(error_map.title(one, stepped=stepped))
+        if one is not ordered[0]:
+            yield layout.paragraph(f"{error_map.finding(one)}.")
+            yield from (layout.paragraph(sentence) for sentence in error_map.sentences(one))
+        yield from error_map.tables(one)
+    yield Rule(style="dim")
+    yield layout.note(f"{_MEANING} {words.CAVEAT}")
+    yield layout.note(f"{found.results[0].backend}; {words.tool_line(found.results[0].tool)}")
+
+
+def attribution_document(found: Attribution) -> str:
+    """One capture's heads beside each other, as a self-contained page."""
+    return attributions_document(Attributions((found,), side_by_side((found,)), ()))
+
+
+def attributions_document(found: Attributions) -> str:
+    """The same as a self-contained page."""
+    ordered, stepped = _ordered(found)
+    kind, said, told, following = _opening(found)
+    unread = tuple(f"Not attributed: {message}" for message in found.unreadable)
+    sections = [part for one in ordered for part in _sections(one, stepped, told if one is ordered[0] else ())]
+    sections.append(Section("What the numbers mean", (*unread, _MEANING, words.CAVEAT)))
+    sentences = f"Next: {following}" if following else ""
+    footer = f"{found.results[0].backend}; {words.tool_line(found.results[0].tool)}"
+    title = f"{kind} {_source(found)}: {said}"
+    return gallery_document(Gallery(title, sentences, tuple(sections), footer, glossary.GROUPS))
+
+
+def _sections(one: ErrorMap, stepped: bool, told: tuple[str, ...]) -> Iterator[Section]:
+    """Of one map: the heads in colours, the sites over all of them, and the heads in a table."""
+    said = told or (f"{error_map.finding(one)}.", *error_map.sentences(one))
+    yield Section(error_map.title(one, stepped=stepped), said, charts=error_map.charts(one, stepped=stepped))
+    if one.sites:
+        rows = ((s.site, s.words, percent(s.share)) for s in one.sites)
+        rest = (("", "heads that are not attributed", percent(one.not_attributed)),) if one.not_attributed else ()
+        yield Section("Sites over all heads", table=(("site", "what it is", "part of the error"), *rows, *rest))
+    more = (f"The {_LISTED} with the largest parts; --json has all.",) if len(one.heads) > _LISTED else ()
+    yield Section("Every head", more, error_map.table_rows(one, _LISTED))
+
+
+def _ordered(found: Attributions) -> tuple[list[ErrorMap], bool]:
+    """The maps, by quantity and the step with the largest error first; and whether they are of several steps."""
+    steps = {one.step for one in found.maps}
+    kinds = list(dict.fromkeys(one.quantity for one in sorted(found.maps, key=lambda m: _DEPTH.index(m.quantity))))
+    return sorted(found.maps, key=lambda m: (kinds.index(m.quantity), -(m.relative or 0.0))), len(steps) > 1
+
+
+_DEPTH = ("dw_q", "dq", "o")
+
+
+def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None]:
+    """The first word, what was found, more sentences, and what to run next."""
+    ordered, stepped = _ordered(found)
+    groups = grouped(found.heads)
+    if not ordered or not groups:
+        return "NOTHING", "no rounding site was found to err", (), None
+    first = ordered[0]
+    kind = groups[0].kind
+    if kind == "NORMAL" and any(head.site is None for one in ordered for head in one.heads):
+        kind = "UNKNOWN"
+    step = f"step {first.step}: " if stepped and first.step is not None else ""
+    told = [*error_map.sentences(first)]
+    if stepped:
+        sizes = sorted((m.step, m.relative) for m in ordered if m.quantity == first.quantity and m.step is not None)
+        told.insert(1, f"By step: {', '.join(f'{n} {percent(size)} off' for n, size in sizes)}.")
+    told += [group.sentence + "." for group in groups if group.kind == "COARSE"][:_TOLD]
+    top = first.heads[0]
+    observation = next((one.observation for one in found.results if one.source == top.source), None)
+    command = "inspect" if top.site is None else "what-if"
+    return kind, step + error_map.finding(first), tuple(told), on_head(command, top.source, top.head, observation)
+
+
+def _source(found: Attributions) -> str:
+    """The folder that all captures are in, or how many they are."""
+    if len(found.results) == 1:
+        return file_name(found.results[0].source)
+    folders = {one.source.rpartition("/")[0] for one in found.results}
+    return file_name(folders.pop()) if len(folders) == 1 and "" not in folders else plural(len(found.results), "capture")

@@ -1,0 +1,290 @@
+"""All heads of a step beside each other: the finding in a sentence, tables for a terminal, charts for a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from statistics import median
+
+from rich.console import ConsoleOptions, RenderableType
+from rich.table import Column
+from rich.text import Text
+
+from attn_diag.reports import layout
+from attn_diag.reports.charts import Axis, Chart, Map
+from attn_diag.reports.head_map import log_levels
+from attn_diag.results.attribution import HeadAttribution
+from attn_diag.results.attributions import MOST, ErrorMap, HeadError, Placed, entry_of, error_maps
+from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.grouping import step_of
+from attn_diag.results.wording import DASH, SYMBOLS, head_names, listed, percent, plural, ranges
+
+# A site with a smaller share of its head's error does not make it alone.
+_ALONE = 0.5
+# So many heads have a row of their own, so many sites and layers a part in a sentence.
+_ROWS, _PARTS = 12, 4
+# Parts below are not told in a sentence.
+_TOLD = 0.005
+# Where the colours of a map begin at the latest, so that heads which hardly differ look alike.
+_LOWEST = 1e-3
+# Carriers beyond this part of the heads are no concentration.
+_FEW = 0.25
+
+Head = tuple[int | None, int]
+
+
+def of_diagnosis(diagnosis: Diagnosis) -> dict[str, tuple[ErrorMap, ...]]:
+    """By observation, the heads that were taken apart beside each other; none where there are fewer than two."""
+    apart: dict[str, list[Placed]] = {}
+    for capture, observation, head in diagnosis.entries():
+        if head.attribution is not None:
+            apart.setdefault(observation.name, []).append(Placed(capture.source, step_of(capture), head.attribution))
+    return {name: error_maps(heads) for name, heads in apart.items() if len(heads) > 1}
+
+
+def title(found: ErrorMap, *, stepped: bool) -> str:
+    """What is compared, and at which step where there are several."""
+    step = f"step {found.step}: " if stepped and found.step is not None else ""
+    return f"{step}{SYMBOLS[found.quantity]}'s error, head by head"
+
+
+def finding(found: ErrorMap) -> str:
+    """Which heads and site carry the error, and how concentrated it is."""
+    name, known = SYMBOLS[found.quantity], found.known
+    of = f"{plural(len(known), 'head')}{_layers(known)}"
+    if not known:
+        return f"the error of {name} is not known of any of {plural(len(found.heads), 'head')}: {found.heads[0].reason}"
+    if not found.carry_most:
+        return f"{name} has no error in {of}"
+    top, carriers = known[0], known[: found.carry_most]
+    most = percent(top.share, ".0f")
+    if (top.share or 0.0) >= _ALONE:
+        few = "" if found.carry_most == 1 else f" ({found.carry_most} heads carry {percent(MOST, '.0f')})"
+        return f"{top.name} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
+    if found.carry_most <= _FEW * len(known):
+        names = head_names({(h.layer, h.head) for h in carriers})
+        share = percent(sum(h.share or 0.0 for h in carriers), ".0f")
+        said = f"{names} carry {share} of {name}'s squared error over {of}, {top.name} the largest part ({most})"
+        return f"{said}; {_site_there(found, top)}"
+    said = (
+        f"{name}'s squared error is spread: {found.carry_most} of {of} carry {percent(MOST, '.0f')} of it, {top.name} "
+        f"the largest part ({most})"
+    )
+    return f"{said}; {_sites_of_all(found) if found.sites else _unnamed(top)}"
+
+
+def _layers(heads: Sequence[HeadError]) -> str:
+    layers = sorted({h.layer for h in heads if h.layer is not None})
+    return f" of layer{'s' if len(layers) > 1 else ''} {ranges(layers)}" if layers else ""
+
+
+def _words(found: ErrorMap, site: str) -> str:
+    return next(s.words for s in found.sites if s.site == site).removeprefix("the ")
+
+
+def _unnamed(head: HeadError) -> str:
+    return f"no site is named there: {head.reason}"
+
+
+def _site_there(found: ErrorMap, head: HeadError) -> str:
+    if head.site is None or head.site_share is None:
+        return _unnamed(head)
+    first = f"the {_words(found, head.site)} ({percent(head.site_share, '.0f')})"
+    if head.site_share >= _ALONE or head.second is None:
+        return f"{first} makes most of it there" if head.site_share >= _ALONE else f"{first} comes first there"
+    second = f"the {_words(found, head.second)} ({percent(head.second_share, '.0f')})"
+    return f"no site alone makes it there: {first} and {second} come first"
+
+
+def _sites_of_all(found: ErrorMap) -> str:
+    first = found.sites[0]
+    share = percent(first.share, ".0f")
+    if first.share >= _ALONE:
+        return f"the {first.words.removeprefix('the ')} makes {share} of it"
+    return f"no site alone makes it, first the {first.words.removeprefix('the ')} ({share})"
+
+
+def sentences(found: ErrorMap) -> Iterator[str]:
+    """How far off the heads are, which sites and layers carry how much, and what is not attributed."""
+    name, known = SYMBOLS[found.quantity], found.known
+    if known and found.relative is not None:
+        off = sorted(known, key=lambda h: -(h.relative or 0.0))
+        said = f"{name} of these heads together is {percent(found.relative)} off"
+        if len(known) > 1:
+            middle = percent(median(h.relative or 0.0 for h in known))
+            said += f"; by its own size {off[0].name} is furthest off ({percent(off[0].relative)}), the median {middle}"
+        yield f"{said}.{'' if all(h.captured for h in known) else _emulated(known)}"
+    parts = [f"{s.site} {percent(s.share, '.0f')}" for s in found.sites if s.share >= _TOLD]
+    if parts:
+        yield f"By site: {listed(parts, _PARTS)}."
+    layers = _by_layer(known)
+    if len(layers) > 1:
+        ordered = sorted(layers.items(), key=lambda part: -_part(part[1]))
+        yield "By layer: " + listed([f"{_layer(n)} {percent(_part(h), '.0f')}" for n, h in ordered], _PARTS) + "."
+    yield from unattributed(found)
+    yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in found.notes)
+
+
+def _emulated(known: Sequence[HeadError]) -> str:
+    which = [h for h in known if not h.captured]
+    of = "" if len(which) == len(known) else f" of {plural(len(which), 'head')}"
+    return f" The errors{of} are those of the recipe that has the kernel's bits: no gradient was captured."
+
+
+def unattributed(found: ErrorMap) -> Iterator[str]:
+    """The heads of which no site is named, by the reason."""
+    alike: dict[str, list[HeadError]] = {}
+    for head in found.heads:
+        if head.site is None:
+            alike.setdefault(head.reason, []).append(head)
+    for reason, heads in alike.items():
+        known = [h.share for h in heads if h.share is not None]
+        part = f"{percent(sum(known), '.2g')} of the error" if known else "error not known"
+        yield f"Not attributed: {head_names({(h.layer, h.head) for h in heads})} ({part}): {reason}."
+
+
+def tables(found: ErrorMap) -> Iterator[RenderableType]:
+    """The heads that carry most, and all heads layer by layer, for a terminal."""
+    name = SYMBOLS[found.quantity]
+    shown = found.heads[: max(min(found.carry_most, _ROWS), 5)]
+    if len(found.heads) <= _ROWS:
+        shown = found.heads
+    figures = layout.figures(["part", "so far", f"{name}\noff"])
+    table = layout.table(Column("head", no_wrap=True), *figures, "site, with its part of that", collapse=False)
+    reached = 0.0
+    for head in shown:
+        reached += head.share or 0.0
+        so_far = DASH if head.share is None else percent(reached, ".0f")
+        table.add_row(head.name, percent(head.share, ".2g"), so_far, percent(head.relative, ".2g"), _cell(head))
+    yield layout.indented(table, expand=False)
+    if rest := found.heads[len(shown) :]:
+        known = [h.share for h in rest if h.share is not None]
+        sites = Counter(h.site or "not attributed" for h in rest)
+        counted = listed([f"{count} {site}" for site, count in sites.most_common()], _PARTS)
+        yield layout.paragraph(f"  and {len(rest)} more, {percent(sum(known), '.2g')} together: {counted}", "dim")
+    layers = _by_layer(found.heads)
+    if len(layers) > 1 or len(found.heads) > _ROWS:
+        yield Text("")
+        yield layout.Sized(partial(_layer_table, found))
+
+
+def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[RenderableType]:
+    """A row a layer: its heads as blocks, by the logarithm of their part."""
+    characters, layers = layout.blocks(options), _by_layer(found.heads)
+    cells = {(n, h): _part(same) for n, heads in layers.items() for h, same in _by_head(heads).items()}
+    levels = dict(zip(cells, log_levels(list(cells.values())), strict=True))
+    columns = sorted({head for _, head in cells})
+    table = layout.table(
+        Column("layer", no_wrap=True), Column(f"heads {columns[0]}–{columns[-1]}", no_wrap=True),
+        *layout.figures(["part"]), Column("largest", no_wrap=True), "sites of its heads",
+    )  # fmt: skip
+    for n, heads in layers.items():
+        drawn = "".join(" " if (v := levels.get((n, h))) is None else characters[v] for h in columns)
+        sites = Counter(h.site or "not attributed" for h in heads)
+        said = ", ".join(f"{site} {count}" for site, count in sites.most_common(_PARTS))
+        table.add_row(_layer(n), drawn, percent(_part(heads), ".2g"), heads[0].name, said)
+    yield layout.indented(table, expand=False)
+    yield layout.indented(layout.note("blocks: a head's part of the squared error (height: logarithm)"))
+
+
+def site_of(head: HeadAttribution) -> str:
+    """The guilty site of one head, in a table."""
+    found = entry_of(Placed("", None, head))
+    return DASH if found.site is None else _cell(found)
+
+
+def _cell(head: HeadError) -> str:
+    if head.site is None or head.site_share is None:
+        return f"– {head.reason}"
+    said = f"{head.site} {percent(head.site_share, '.0f')}"
+    alone = head.site_share >= _ALONE or head.second is None
+    return said if alone else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
+
+
+def _by_layer(heads: Sequence[HeadError]) -> dict[int | None, list[HeadError]]:
+    def of(head: HeadError) -> int:
+        return -1 if head.layer is None else head.layer
+
+    return {own[0].layer: own for _, same in groupby(sorted(heads, key=of), of) if (own := list(same))}
+
+
+def _by_head(heads: Sequence[HeadError]) -> dict[int, list[HeadError]]:
+    found: dict[int, list[HeadError]] = {}
+    for head in heads:
+        found.setdefault(head.head, []).append(head)
+    return found
+
+
+def _part(heads: Sequence[HeadError]) -> float:
+    return sum(h.share for h in heads if h.share is not None)
+
+
+def _layer(number: int | None) -> str:
+    return DASH if number is None else f"L{number}"
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Heads that share a cell: several sequences, or ranks."""
+
+    cells: dict[Head, list[HeadError]]
+    layers: tuple[int | None, ...]
+    heads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, found: ErrorMap) -> _Cells:
+        cells: dict[Head, list[HeadError]] = {}
+        for head in found.heads:
+            cells.setdefault((head.layer, head.head), []).append(head)
+        return cls(cells, tuple(_by_layer(found.heads)), tuple(sorted({h for _, h in cells})))
+
+
+def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
+    """Two maps of layers and heads, with the guilty site in every cell: coloured by part, and by how far off it is."""
+    grid, name = _Cells.of(found), SYMBOLS[found.quantity]
+    of_step = f", step {found.step}" if stepped and found.step is not None else ""
+    sites = tuple(tuple(_site_of(grid.cells.get((n, h), [])) for h in grid.heads) for n in grid.layers)
+    x = Axis("head", names=tuple(map(str, grid.heads)))
+    y = Axis("layer", names=tuple("" if n is None else str(n) for n in grid.layers))
+    # The largest first in a cell.
+    off = {place: same[0].relative for place, same in grid.cells.items()}
+    part = {place: _part(same) if any(h.share is not None for h in same) else None for place, same in grid.cells.items()}
+    captions = {
+        "part": f"How much of the squared error of {name} over all heads is a head's, and the site that makes most of it "
+        "there (a dash: not attributed). A site's name above the map shows or hides its heads.",
+        "off": f"How far off {name} is by its own size, ‖error‖ / ‖{name}‖, with the same sites.",
+    }
+    titles = {"part": f"Part of {name}'s squared error", "off": f"{name} error"}
+    made = []
+    for key, values in (("part", part), ("off", off)):
+        rows = tuple(tuple(values.get((n, h)) for h in grid.heads) for n in grid.layers)
+        known = [v for row in rows for v in row if v]
+        if known:
+            ends = min(*known, _LOWEST), max(*known, 1.0)
+            chart_map = Map(titles[key], rows, log=True, ends=ends, names=sites)
+            made.append(
+                Chart(f"{found.quantity}-{key}{of_step}", f"{titles[key]}{of_step}", captions[key], x, y, map=chart_map)
+            )
+    return tuple(made)
+
+
+def _site_of(heads: Sequence[HeadError]) -> str | None:
+    """The name in a cell: that of its head with the largest part."""
+    return None if not heads else heads[0].site or DASH
+
+
+def table_rows(found: ErrorMap, most: int) -> tuple[tuple[str, ...], ...]:
+    """The heads as rows of a page's table, the header first."""
+    name = SYMBOLS[found.quantity]
+    header = ("head", f"part of {name}'s error", f"{name} error", "site", "its part of that", "next", "its part")
+    rows = (
+        (
+            h.name, percent(h.share), percent(h.relative), h.site or DASH,
+            percent(h.site_share, ".0f") if h.site else h.reason, h.second or DASH, percent(h.second_share, ".0f"),
+        )
+        for h in found.heads[:most]
+    )  # fmt: skip
+    return (header, *rows)
