@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby, islice
 
 from rich.console import RenderableType
 from rich.rule import Rule
-from rich.text import Text
 
 from attn_diag.reports import error_map, glossary, layout, words
 from attn_diag.reports.attribution import KINDS, grouped
@@ -15,34 +15,43 @@ from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead, on_head
 from attn_diag.results.attribution import Attribution
 from attn_diag.results.attributions import Attributions, ErrorMap, side_by_side
-from attn_diag.results.wording import file_name, percent, plural
+from attn_diag.results.wording import SYMBOLS, file_name, percent, plural
 
-# Rows of the page's table, and heads of one kind that are told of in a sentence.
-_LISTED, _TOLD = 400, 3
+# Rows of the page's table, groups of heads that are told of in a sentence, and maps that a page holds.
+_LISTED, _TOLD, _MAPS = 400, 3, 12
 _MEANING = (
-    "Part: a head's part of the squared error of all heads. Squares add up, as every head has rows of its own in W_Q, and "
-    "every layer its own W_Q; a head with a small gradient has a small part however far off it is, so that both stand "
-    "here. Site: the rounding with the largest share (Shapley value) of that head's error, of runs of the recipe that has "
-    "its kernel's bits. Each sequence counts by itself."
+    "Part: a head's part of the squared error of all heads. Squares add up, as every head has rows of its own in W_Q, "
+    "and every layer its own W_Q; a head with a small gradient has a small part however far off it is, so that both "
+    "stand here. Site: the rounding with the largest share (Shapley value) of that head's error, of runs of the recipe "
+    "that has its kernel's bits. Each sequence counts by itself."
 )
 
 
 def attributions_renderables(found: Attributions) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
-    for message in found.unreadable:
-        yield Text(f"warning: not attributed: {message}", style="yellow")
     ordered, stepped = _ordered(found)
     kind, said, told, following = _opening(found)
     yield from lead(f"{kind} {_source(found)}:", said, told, following, KINDS.get(kind, "bold"))
-    for one in ordered:
+    for message in (*(f"not attributed: {why}" for why in found.unreadable), *found.warnings):
+        yield layout.paragraph(f"warning: {message}", style="yellow")
+    # Of several steps the one with the largest error.
+    for alike in _by_quantity(ordered):
+        one = alike[0]
         yield from layout.title(error_map.title(one, stepped=stepped))
         if one is not ordered[0]:
             yield layout.paragraph(f"{error_map.finding(one)}.")
             yield from (layout.paragraph(sentence) for sentence in error_map.sentences(one))
         yield from error_map.tables(one)
+        if len(alike) > 1:
+            yield from layout.title(f"{SYMBOLS[one.quantity]}'s error, step by step")
+            header, *rows = error_map.steps_table(alike)
+            table = layout.table(*layout.figures(header[:-1]), header[-1])
+            for row in rows:
+                table.add_row(*row)
+            yield layout.indented(table, expand=False)
     yield Rule(style="dim")
     yield layout.note(f"{_MEANING} {words.CAVEAT}")
-    yield layout.note(f"{found.results[0].backend}; {words.tool_line(found.results[0].tool)}")
+    yield layout.note(_made_by(found))
 
 
 def attribution_document(found: Attribution) -> str:
@@ -55,10 +64,18 @@ def attributions_document(found: Attributions) -> str:
     ordered, stepped = _ordered(found)
     kind, said, told, following = _opening(found)
     unread = tuple(f"Not attributed: {message}" for message in found.unreadable)
-    sections = [part for one in ordered for part in _sections(one, stepped, told if one is ordered[0] else ())]
-    sections.append(Section("What the numbers mean", (*unread, _MEANING, words.CAVEAT)))
+    sections = [
+        Section(f"{SYMBOLS[alike[0].quantity]}'s error, step by step", table=error_map.steps_table(alike))
+        for alike in _by_quantity(ordered)
+        if len(alike) > 1
+    ]
+    for one in ordered[:_MAPS]:
+        sections += _sections(one, stepped, told if one is ordered[0] else ())
+    if len(ordered) > _MAPS:
+        sections.append(Section(f"The other {len(ordered) - _MAPS} steps", ("--json has their heads.",)))
+    sections.append(Section("What the numbers mean", (*unread, *found.warnings, _MEANING, words.CAVEAT)))
     sentences = f"Next: {following}" if following else ""
-    footer = f"{found.results[0].backend}; {words.tool_line(found.results[0].tool)}"
+    footer = _made_by(found)
     title = f"{kind} {_source(found)}: {said}"
     return gallery_document(Gallery(title, sentences, tuple(sections), footer, glossary.GROUPS))
 
@@ -85,6 +102,10 @@ def _ordered(found: Attributions) -> tuple[list[ErrorMap], bool]:
 _DEPTH = ("dw_q", "dq", "o")
 
 
+def _by_quantity(ordered: list[ErrorMap]) -> list[list[ErrorMap]]:
+    return [list(alike) for _, alike in groupby(ordered, key=lambda one: one.quantity)]
+
+
 def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None]:
     """The first word, what was found, more sentences, and what to run next."""
     ordered, stepped = _ordered(found)
@@ -93,18 +114,27 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         return "NOTHING", "no rounding site was found to err", (), None
     first = ordered[0]
     kind = groups[0].kind
-    if kind == "NORMAL" and any(head.site is None for one in ordered for head in one.heads):
+    if kind == "NORMAL" and (found.unreadable or any(head.site is None for one in ordered for head in one.heads)):
         kind = "UNKNOWN"
     step = f"step {first.step}: " if stepped and first.step is not None else ""
     told = [*error_map.sentences(first)]
-    if stepped:
-        sizes = sorted((m.step, m.relative) for m in ordered if m.quantity == first.quantity and m.step is not None)
-        told.insert(1, f"By step: {', '.join(f'{n} {percent(size)} off' for n, size in sizes)}.")
+    others = (f"Step {one.step}: {said}" for one in ordered[1:] for said in error_map.unattributed(one))
+    told += [*islice(others, _TOLD)] if stepped else []
     told += [group.sentence + "." for group in groups if group.kind == "COARSE"][:_TOLD]
     top = first.heads[0]
     observation = next((one.observation for one in found.results if one.source == top.source), None)
     command = "inspect" if top.site is None else "what-if"
-    return kind, step + error_map.finding(first), tuple(told), on_head(command, top.source, top.head, observation)
+    said = step + error_map.finding(first)
+    if found.unreadable:
+        said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
+    return kind, said, tuple(told), on_head(command, top.source, top.head, observation)
+
+
+def _made_by(found: Attributions) -> str:
+    """Whose errors these are, and what ran the recipes."""
+    names = dict.fromkeys(one.observation for one in found.results if one.observation is not None)
+    of = f"Observation {', '.join(names)}. " if names else ""
+    return f"{of}{found.results[0].backend}; {words.tool_line(found.results[0].tool)}"
 
 
 def _source(found: Attributions) -> str:
@@ -112,4 +142,6 @@ def _source(found: Attributions) -> str:
     if len(found.results) == 1:
         return file_name(found.results[0].source)
     folders = {one.source.rpartition("/")[0] for one in found.results}
-    return file_name(folders.pop()) if len(folders) == 1 and "" not in folders else plural(len(found.results), "capture")
+    return (
+        file_name(folders.pop()) if len(folders) == 1 and "" not in folders else plural(len(found.results), "capture")
+    )

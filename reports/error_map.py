@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.attributions import MOST, ErrorMap, HeadError, Placed, entry_of, error_maps
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.grouping import step_of
-from attn_diag.results.wording import DASH, SYMBOLS, head_names, listed, percent, plural, ranges
+from attn_diag.results.wording import DASH, SYMBOLS, file_name, head_names, listed, percent, plural, ranges
 
 # A site with a smaller share of its head's error does not make it alone.
 _ALONE = 0.5
@@ -28,6 +29,8 @@ _ALONE = 0.5
 _ROWS, _PARTS = 12, 4
 # Parts below are not told in a sentence.
 _TOLD = 0.005
+# What in a reason differs from head to head.
+_NUMBERS = re.compile(r"[:(\d]")
 # Where the colours of a map begin at the latest, so that heads which hardly differ look alike.
 _LOWEST = 1e-3
 # Carriers beyond this part of the heads are no concentration.
@@ -54,7 +57,7 @@ def title(found: ErrorMap, *, stepped: bool) -> str:
 def finding(found: ErrorMap) -> str:
     """Which heads and site carry the error, and how concentrated it is."""
     name, known = SYMBOLS[found.quantity], found.known
-    of = f"{plural(len(known), 'head')}{_layers(known)}"
+    of = _count(known)
     if not known:
         return f"the error of {name} is not known of any of {plural(len(found.heads), 'head')}: {found.heads[0].reason}"
     if not found.carry_most:
@@ -62,18 +65,26 @@ def finding(found: ErrorMap) -> str:
     top, carriers = known[0], known[: found.carry_most]
     most = percent(top.share, ".0f")
     if (top.share or 0.0) >= _ALONE:
-        few = "" if found.carry_most == 1 else f" ({found.carry_most} heads carry {percent(MOST, '.0f')})"
+        few = "" if found.carry_most == 1 else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
         return f"{top.name} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
-    if found.carry_most <= _FEW * len(known):
+    layers = {h.layer for h in known}
+    if found.carry_most <= _FEW * len(known) or (len(layers) > 1 and len({h.layer for h in carriers}) == 1):
         names = head_names({(h.layer, h.head) for h in carriers})
         share = percent(sum(h.share or 0.0 for h in carriers), ".0f")
         said = f"{names} carry {share} of {name}'s squared error over {of}, {top.name} the largest part ({most})"
         return f"{said}; {_site_there(found, top)}"
-    said = (
-        f"{name}'s squared error is spread: {found.carry_most} of {of} carry {percent(MOST, '.0f')} of it, {top.name} "
-        f"the largest part ({most})"
-    )
+    most_of = f"{found.carry_most} of {of} carry {percent(MOST, '.0f')} of it"
+    if found.carry_most == len(known):
+        most_of = f"all {of} carry a part"
+    said = f"{name}'s squared error is spread: {most_of}, {top.name} the largest ({most})"
     return f"{said}; {_sites_of_all(found) if found.sites else _unnamed(top)}"
+
+
+def _count(known: Sequence[HeadError]) -> str:
+    """How many heads there are, and of which layers; sequences of one head count each."""
+    heads = {(h.layer, h.head) for h in known}
+    each = f"{len(known)} sequences of " if len(known) > len(heads) else ""
+    return f"{each}{plural(len(heads), 'head')}{_layers(known)}"
 
 
 def _layers(heads: Sequence[HeadError]) -> str:
@@ -101,10 +112,15 @@ def _site_there(found: ErrorMap, head: HeadError) -> str:
 
 def _sites_of_all(found: ErrorMap) -> str:
     first = found.sites[0]
+    named = f"the {first.words.removeprefix('the ')}"
     share = percent(first.share, ".0f")
-    if first.share >= _ALONE:
-        return f"the {first.words.removeprefix('the ')} makes {share} of it"
-    return f"no site alone makes it, first the {first.words.removeprefix('the ')} ({share})"
+    said = (
+        f"{named} makes {share} of it"
+        if first.share >= _ALONE
+        else f"no site makes half of it, first {named} ({share})"
+    )
+    left = found.not_attributed
+    return f"{said}; {percent(left, '.0f')} is not attributed" if left >= _TOLD else said
 
 
 def sentences(found: ErrorMap) -> Iterator[str]:
@@ -122,7 +138,7 @@ def sentences(found: ErrorMap) -> Iterator[str]:
         yield f"By site: {listed(parts, _PARTS)}."
     layers = _by_layer(known)
     if len(layers) > 1:
-        ordered = sorted(layers.items(), key=lambda part: -_part(part[1]))
+        ordered = sorted(layers.items(), key=lambda part: -(_part(part[1]) or 0.0))
         yield "By layer: " + listed([f"{_layer(n)} {percent(_part(h), '.0f')}" for n, h in ordered], _PARTS) + "."
     yield from unattributed(found)
     yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in found.notes)
@@ -139,11 +155,18 @@ def unattributed(found: ErrorMap) -> Iterator[str]:
     alike: dict[str, list[HeadError]] = {}
     for head in found.heads:
         if head.site is None:
-            alike.setdefault(head.reason, []).append(head)
-    for reason, heads in alike.items():
-        known = [h.share for h in heads if h.share is not None]
-        part = f"{percent(sum(known), '.2g')} of the error" if known else "error not known"
-        yield f"Not attributed: {head_names({(h.layer, h.head) for h in heads})} ({part}): {reason}."
+            # Numbers differ from head to head.
+            alike.setdefault(_NUMBERS.split(head.reason)[0], []).append(head)
+    for heads in [*alike.values()][:_PARTS]:
+        part = _part(heads)
+        size = "error not known" if part is None else f"{percent(part, '.2g')} of the error"
+        such = "" if len(heads) == 1 else f" (the first of {len(heads)})"
+        yield (
+            f"Not attributed: {head_names({(h.layer, h.head) for h in heads})} ({size}): {heads[0].reason}"
+            f"{such if len({h.reason for h in heads}) > 1 else ''}."
+        )
+    if left := sum(len(heads) for heads in [*alike.values()][_PARTS:]):
+        yield f"Not attributed: {plural(left, 'head')} more; --json says why."
 
 
 def tables(found: ErrorMap) -> Iterator[RenderableType]:
@@ -154,11 +177,11 @@ def tables(found: ErrorMap) -> Iterator[RenderableType]:
         shown = found.heads
     figures = layout.figures(["part", "so far", f"{name}\noff"])
     table = layout.table(Column("head", no_wrap=True), *figures, "site, with its part of that", collapse=False)
-    reached = 0.0
+    reached, names = 0.0, _names(found)
     for head in shown:
         reached += head.share or 0.0
         so_far = DASH if head.share is None else percent(reached, ".0f")
-        table.add_row(head.name, percent(head.share, ".2g"), so_far, percent(head.relative, ".2g"), _cell(head))
+        table.add_row(names[id(head)], percent(head.share, ".2g"), so_far, percent(head.relative, ".2g"), _cell(head))
     yield layout.indented(table, expand=False)
     if rest := found.heads[len(shown) :]:
         known = [h.share for h in rest if h.share is not None]
@@ -171,6 +194,12 @@ def tables(found: ErrorMap) -> Iterator[RenderableType]:
         yield layout.Sized(partial(_layer_table, found))
 
 
+def _names(found: ErrorMap) -> dict[int, str]:
+    """The heads by name, with their files where several captures have one of that name."""
+    times = Counter(h.name for h in found.heads)
+    return {id(h): h.name if times[h.name] == 1 else f"{h.name} {file_name(h.source)}" for h in found.heads}
+
+
 def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[RenderableType]:
     """A row a layer: its heads as blocks, by the logarithm of their part."""
     characters, layers = layout.blocks(options), _by_layer(found.heads)
@@ -179,7 +208,7 @@ def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[Renderabl
     columns = sorted({head for _, head in cells})
     table = layout.table(
         Column("layer", no_wrap=True), Column(f"heads {columns[0]}–{columns[-1]}", no_wrap=True),
-        *layout.figures(["part"]), Column("largest", no_wrap=True), "sites of its heads",
+        *layout.figures(["part"]), Column("largest", no_wrap=True), "first site of its heads",
     )  # fmt: skip
     for n, heads in layers.items():
         drawn = "".join(" " if (v := levels.get((n, h))) is None else characters[v] for h in columns)
@@ -198,10 +227,9 @@ def site_of(head: HeadAttribution) -> str:
 
 def _cell(head: HeadError) -> str:
     if head.site is None or head.site_share is None:
-        return f"– {head.reason}"
+        return f"{DASH} not attributed"
     said = f"{head.site} {percent(head.site_share, '.0f')}"
-    alone = head.site_share >= _ALONE or head.second is None
-    return said if alone else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
+    return said if _alone(head) else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
 
 
 def _by_layer(heads: Sequence[HeadError]) -> dict[int | None, list[HeadError]]:
@@ -218,8 +246,10 @@ def _by_head(heads: Sequence[HeadError]) -> dict[int, list[HeadError]]:
     return found
 
 
-def _part(heads: Sequence[HeadError]) -> float:
-    return sum(h.share for h in heads if h.share is not None)
+def _part(heads: Sequence[HeadError]) -> float | None:
+    """Their part of the error of all heads; None where the error of none is known."""
+    known = [h.share for h in heads if h.share is not None]
+    return sum(known) if known else None
 
 
 def _layer(number: int | None) -> str:
@@ -251,10 +281,13 @@ def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
     y = Axis("layer", names=tuple("" if n is None else str(n) for n in grid.layers))
     # The largest first in a cell.
     off = {place: same[0].relative for place, same in grid.cells.items()}
-    part = {place: _part(same) if any(h.share is not None for h in same) else None for place, same in grid.cells.items()}
+    part = {
+        place: _part(same) if any(h.share is not None for h in same) else None for place, same in grid.cells.items()
+    }
     captions = {
-        "part": f"How much of the squared error of {name} over all heads is a head's, and the site that makes most of it "
-        "there (a dash: not attributed). A site's name above the map shows or hides its heads.",
+        "part": f"How much of the squared error of {name} over all heads is a head's, and the site with the largest "
+        "share of it there (dots: not half of it; a dash: not attributed). A name above the map shows or hides its "
+        "heads.",
         "off": f"How far off {name} is by its own size, ‖error‖ / ‖{name}‖, with the same sites.",
     }
     titles = {"part": f"Part of {name}'s squared error", "off": f"{name} error"}
@@ -272,19 +305,40 @@ def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
 
 
 def _site_of(heads: Sequence[HeadError]) -> str | None:
-    """The name in a cell: that of its head with the largest part."""
-    return None if not heads else heads[0].site or DASH
+    """The name in a cell: that of its head with the largest part; with dots where no site alone makes it."""
+    if not heads or heads[0].site is None:
+        return DASH if heads else None
+    return heads[0].site if _alone(heads[0]) else f"{heads[0].site} …"
+
+
+def _alone(head: HeadError) -> bool:
+    return head.second is None or (head.site_share or 0.0) >= _ALONE
+
+
+def steps_table(maps: Sequence[ErrorMap]) -> tuple[tuple[str, ...], ...]:
+    """A row a step of one quantity, the header first."""
+    header = ("step", f"{SYMBOLS[maps[0].quantity]} error", "heads", "carry 90 %", "largest", "its part", "site there")
+    rows = [header]
+    for one in sorted(maps, key=lambda m: -1 if m.step is None else m.step):
+        top = one.heads[0]
+        rows.append((
+            DASH if one.step is None else str(one.step), percent(one.relative), str(len(one.known)),
+            str(one.carry_most), top.name, percent(top.share, ".0f"), _cell(top),
+        ))  # fmt: skip
+    return tuple(rows)
 
 
 def table_rows(found: ErrorMap, most: int) -> tuple[tuple[str, ...], ...]:
     """The heads as rows of a page's table, the header first."""
     name = SYMBOLS[found.quantity]
     header = ("head", f"part of {name}'s error", f"{name} error", "site", "its part of that", "next", "its part")
+    names = _names(found)
+    why = any(h.reason for h in found.heads[:most])
     rows = (
         (
-            h.name, percent(h.share), percent(h.relative), h.site or DASH,
-            percent(h.site_share, ".0f") if h.site else h.reason, h.second or DASH, percent(h.second_share, ".0f"),
+            names[id(h)], percent(h.share), percent(h.relative), h.site or DASH, percent(h.site_share, ".0f"),
+            h.second or DASH, percent(h.second_share, ".0f"), *((h.reason,) if why else ()),
         )
         for h in found.heads[:most]
     )  # fmt: skip
-    return (header, *rows)
+    return ((*header, *(("why not attributed",) if why else ())), *rows)

@@ -18,7 +18,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import cards, embedding, error_map, glossary, head_labels, opening, quantities, story, timeline, words
+from attn_diag.reports import (
+    cards,
+    embedding,
+    error_map,
+    glossary,
+    head_labels,
+    opening,
+    quantities,
+    story,
+    timeline,
+    words,
+)
 from attn_diag.reports.charts import Gallery
 from attn_diag.reports.finding_words import grows, style_of
 from attn_diag.results import wording
@@ -126,7 +137,7 @@ def html_document(diagnosis: Diagnosis) -> str:
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS), *(("site",) if apart else ())),
         "apart": [_apart(name, found) for name, found in apart.items()],
-        "apart_data": _apart_data(diagnosis, rows, apart) if apart else "",
+        "apart_data": _apart_data(rows, apart) if apart else "",
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
@@ -186,9 +197,7 @@ def _apart(name: str, maps: tuple[error_map.ErrorMap, ...]) -> tuple[str, list[s
     return name, said
 
 
-def _apart_data(
-    diagnosis: Diagnosis, rows: list[Row], apart: Mapping[str, tuple[error_map.ErrorMap, ...]]
-) -> Markup:
+def _apart_data(rows: list[Row], apart: Mapping[str, tuple[error_map.ErrorMap, ...]]) -> Markup:
     """Their maps, and for the rows that the page's script makes the site of every head."""
     charts = []
     for maps in apart.values():

@@ -47,6 +47,8 @@ def attribute(
             captures, recipe=recipe, selection=places.selection(observation), level=level, device=device,
             progress=progress, unreadable=unreadable, skip=complain if len(captures) > 1 else None,
         )  # fmt: skip
+    for warning in found.warnings:
+        complain(warning)
     # One capture is told of in full.
     delivery.deliver(found if len(captures) > 1 else found.results[0], html)
     return 2 if found.unreadable else 0

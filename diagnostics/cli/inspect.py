@@ -54,7 +54,9 @@ def inspect(
     ] = None,
     details: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Attribution and microscope of the N worst heads, or all; 1 with --html, else 0."),
+        typer.Option(
+            metavar="N", help="Attribution and microscope of the N worst heads, or all; 1 with --html, else 0."
+        ),
     ] = None,
     certify: Annotated[
         int, typer.Option(metavar="N", help="Recompute N rows of every head in mpmath: is the reference right?")
@@ -92,7 +94,9 @@ def inspect(
         with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
             captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
         # By default the head that the first screen of a page is about.
-        count = (0 if html is None or ranks.count > 1 else 1) if details is None else number_or_all("--details", details)
+        count = (
+            (0 if html is None or ranks.count > 1 else 1) if details is None else number_or_all("--details", details)
+        )
         with progress_bar() as progress:
             diagnosis = inspect_captures(
                 captures, selection=places.selection(observation), recipes=recipe or (), engine=engine, level=level,

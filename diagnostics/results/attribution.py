@@ -183,7 +183,7 @@ class HeadAttribution:
     reasons: tuple[str, ...] = ()
     """All of it in words."""
     norms: dict[str, Number] = field(default_factory=dict)
-    """||reference|| of o, dq and dw_q, by which the relative sizes of several heads are compared; none in older documents."""
+    """||reference|| of o, dq and dw_q, by which sizes of several heads are compared; none in older documents."""
 
 
 @dataclass(frozen=True, repr=False)

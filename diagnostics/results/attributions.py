@@ -6,9 +6,9 @@ layers, whose W_Q are different parameters:
 
     ‖error of dW_Q‖² = sum over layers and heads of ‖error of dW_Q,h‖²
 
-The same holds of dQ and O. A head's part of that sum is its ``share``; it is large where the head's gradient is large or
-far off, and says nothing of how far off it is: that is ``relative``. Shares of sites are Shapley values, which are linear
-in the game (L. Shapley, "A value for n-person games", 1953): those of a sum of games are the sums of the heads' own.
+The same holds of dQ and O. A head's part of that sum is its ``share``; it is large where the head's gradient is large
+or far off, and says nothing of how far off it is: that is ``relative``. Shares of sites are Shapley values, which are
+linear in the game (L. Shapley, "A value for n-person games", 1953): those of a sum of games are the sums of the heads'.
 
 Of one head dQᵀ x of several sequences are added up as matrices, not in squares: each sequence counts by itself here.
 """
@@ -117,6 +117,8 @@ class Attributions(Result):
     """The heads beside each other, step by step; one a quantity."""
     unreadable: tuple[str, ...]
     """What could not be read or attributed, and why."""
+    warnings: tuple[str, ...] = ()
+    """What is to be known of the captures, such as ranks that are missing."""
     schema: Literal["attn-diag-attributions"] = "attn-diag-attributions"
     schema_version: Literal[1] = 1
 
@@ -245,7 +247,7 @@ def _not_attributed(head: HeadAttribution, quantity: Quantity) -> str:
     if head.unfit:
         return head.unfit.partition(": no rounding")[0].rstrip(".")
     if head.recipe_from == "assumed":
-        return "no O was captured by which its recipe could be recognised"
+        return "no O was captured by which its recipe could be recognised (--recipe NAME takes one apart)"
     made_otherwise = [q for q in ("o", "dq") if q in head.differences and (q == "o" or quantity != "o")]
     if made_otherwise:
         q = made_otherwise[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attn_diag.analyses.attribution.attribute import attribute
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection
 from attn_diag.errors import InputError
 from attn_diag.kernels import Recipe
@@ -28,7 +29,8 @@ def attribute_captures(
     """Attribute every capture, one after the other, and say which layers, heads and sites carry the error of a step.
 
     Args:
-        captures: The captures, such as all layers of a step, or of several steps.
+        captures: The captures, such as all layers of a step, or of several steps; those of several ranks become one
+            with all their batch items (``merged_over_ranks``).
         recipe, selection, level, device: As in ``attribute``.
         progress: Called with (done, total) rows.
         unreadable: Complaints about captures that could not be opened.
@@ -40,7 +42,7 @@ def attribute_captures(
     Raises:
         InputError: Nothing can be attributed, and as ``attribute`` does.
     """
-    chosen, skipped = list(captures), list(unreadable)
+    (chosen, told), skipped = merged_over_ranks(captures), list(unreadable)
     results: list[Attribution] = []
     errors: list[InputError] = []
     for number, capture in enumerate(chosen):
@@ -59,4 +61,4 @@ def attribute_captures(
         if skip is not None:
             skip(problem)
         skipped.append(str(problem))
-    return Attributions(tuple(results), side_by_side(results), tuple(skipped))
+    return Attributions(tuple(results), side_by_side(results), tuple(skipped), tuple(told))
