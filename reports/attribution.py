@@ -81,7 +81,7 @@ def _first(found: Attribution) -> Iterator[RenderableType]:
 
 
 @dataclass(frozen=True)
-class HeadGroup:
+class MadeAlike:
     """Heads whose error is made alike."""
 
     kind: str
@@ -96,7 +96,7 @@ class HeadGroup:
         return _sentence(self.kind, self.quantity, self.heads)
 
 
-def grouped(all_heads: Iterable[HeadAttribution]) -> list[HeadGroup]:
+def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
     """The heads by what makes their error, the gravest first."""
     groups: dict[tuple[str, str, str], list[HeadAttribution]] = {}
     for head in all_heads:
@@ -119,7 +119,7 @@ def grouped(all_heads: Iterable[HeadAttribution]) -> list[HeadGroup]:
             first = "cancelled"
         groups.setdefault((kind, first, quantity), []).append(head)
     ordered = sorted(groups.items(), key=lambda item: list(KINDS).index(item[0][0]))
-    return [HeadGroup(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
+    return [MadeAlike(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
 
 
 def _otherwise(head: HeadAttribution, quantity: str) -> bool:
