@@ -120,6 +120,8 @@ def _sites_of_all(found: ErrorMap) -> str:
         else f"no site makes half of it, first {named} ({share})"
     )
     left = found.not_attributed
+    if left >= _ALONE:
+        return f"{percent(left, '.0f')} of it lies in heads that are not attributed"
     return f"{said}; {percent(left, '.0f')} is not attributed" if left >= _TOLD else said
 
 
@@ -141,7 +143,11 @@ def sentences(found: ErrorMap) -> Iterator[str]:
         ordered = sorted(layers.items(), key=lambda part: -(_part(part[1]) or 0.0))
         yield "By layer: " + listed([f"{_layer(n)} {percent(_part(h), '.0f')}" for n, h in ordered], _PARTS) + "."
     yield from unattributed(found)
-    yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in found.notes)
+    alike: dict[str, list[str]] = {}
+    for note in found.notes:
+        alike.setdefault(re.sub(r"[\d.]+(e[+-]?\d+)?", "", note), []).append(note)
+    for first, *more in alike.values():
+        yield f"{first.rstrip('.')}{f' (and {len(more)} likewise)' if more else ''}."
 
 
 def _emulated(known: Sequence[HeadError]) -> str:

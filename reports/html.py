@@ -33,6 +33,7 @@ from attn_diag.reports import (
 from attn_diag.reports.charts import Gallery
 from attn_diag.reports.finding_words import grows, style_of
 from attn_diag.results import wording
+from attn_diag.results.attributions import ErrorMap
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
 from attn_diag.results.findings import SharedFinding
@@ -187,7 +188,7 @@ def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
     }  # fmt: skip
 
 
-def _apart(name: str, maps: tuple[error_map.ErrorMap, ...]) -> tuple[str, list[str]]:
+def _apart(name: str, maps: tuple[ErrorMap, ...]) -> tuple[str, list[str]]:
     """The heads of one observation that were taken apart: its name, and what they show."""
     stepped = len({one.step for one in maps}) > 1
     said = []
@@ -197,7 +198,7 @@ def _apart(name: str, maps: tuple[error_map.ErrorMap, ...]) -> tuple[str, list[s
     return name, said
 
 
-def _apart_data(rows: list[Row], apart: Mapping[str, tuple[error_map.ErrorMap, ...]]) -> Markup:
+def _apart_data(rows: list[Row], apart: Mapping[str, tuple[ErrorMap, ...]]) -> Markup:
     """Their maps, and for the rows that the page's script makes the site of every head."""
     charts = []
     for maps in apart.values():

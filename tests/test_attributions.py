@@ -202,6 +202,14 @@ def test_an_older_document_without_norms_has_no_parts() -> None:
     assert {h.share for h in only(side_by_side([older])).heads} == {None}
 
 
+def test_progress_counts_heads() -> None:
+    seen: list[tuple[int, int]] = []
+    attribute_captures(model(), device="cpu", progress=lambda done, total: seen.append((done, total)))
+    assert {total for _, total in seen} == {4}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (4, 4)
+
+
 def test_the_first_line_is_the_finding() -> None:
     first = " ".join(found().report(80).split("Next:")[0].split())
     assert first.startswith("COARSE 2 captures: L3H1 carries ")

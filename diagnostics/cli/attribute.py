@@ -42,7 +42,7 @@ def attribute(
         delivery.deliver(shares)
         return 2 if unreadable else 0
     captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
-    with progress_bar("rows") as progress:
+    with progress_bar("heads" if len(captures) > 1 else "rows") as progress:
         found = attribute_captures(
             captures, recipe=recipe, selection=places.selection(observation), level=level, device=device,
             progress=progress, unreadable=unreadable, skip=complain if len(captures) > 1 else None,

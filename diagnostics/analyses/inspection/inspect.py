@@ -212,7 +212,7 @@ def inspect_captures(
             precision that cannot be certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
-    if details != "all" and (isinstance(details, str) or details < 0):
+    if details != "all" and (not isinstance(details, int) or details < 0):
         raise InputError(f"details must be how many heads to look at closely, 0 or more, or 'all'; got {details!r}")
     ranks = ranks or Ranks()
     if details and ranks.count > 1:
