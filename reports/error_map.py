@@ -65,7 +65,7 @@ def finding(found: ErrorMap) -> str:
     top, carriers = known[0], known[: found.carry_most]
     most = percent(top.share, ".0f")
     if (top.share or 0.0) >= _ALONE:
-        few = "" if found.carry_most == 1 else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
+        few = "" if round(top.share or 0.0, 2) >= MOST else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
         return f"{top.name} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
     layers = {h.layer for h in known}
     if found.carry_most <= _FEW * len(known) or (len(layers) > 1 and len({h.layer for h in carriers}) == 1):
@@ -135,7 +135,7 @@ def sentences(found: ErrorMap) -> Iterator[str]:
             middle = percent(median(h.relative or 0.0 for h in known))
             said += f"; by its own size {off[0].name} is furthest off ({percent(off[0].relative)}), the median {middle}"
         yield f"{said}.{'' if all(h.captured for h in known) else _emulated(known)}"
-    parts = [f"{s.site} {percent(s.share, '.0f')}" for s in found.sites if s.share >= _TOLD]
+    parts = [f"{s.site} {percent(s.share, '.0f')}" for s in found.sites if abs(s.share) >= _TOLD]
     if parts:
         yield f"By site: {listed(parts, _PARTS)}."
     layers = _by_layer(known)
