@@ -296,6 +296,8 @@ def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
         "heads.",
         "off": f"How far off {name} is by its own size, ‖error‖ / ‖{name}‖, with the same sites.",
     }
+    # Short: it stands beside the scale of colours on a phone.
+    labels = {"part": "part of the error", "off": f"{name} error"}
     titles = {"part": f"Part of {name}'s squared error", "off": f"{name} error"}
     made = []
     for key, values in (("part", part), ("off", off)):
@@ -303,7 +305,7 @@ def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
         known = [v for row in rows for v in row if v]
         if known:
             ends = min(*known, _LOWEST), max(*known, 1.0)
-            chart_map = Map(titles[key], rows, log=True, ends=ends, names=sites)
+            chart_map = Map(labels[key], rows, log=True, ends=ends, names=sites)
             made.append(
                 Chart(f"{found.quantity}-{key}{of_step}", f"{titles[key]}{of_step}", captions[key], x, y, map=chart_map)
             )

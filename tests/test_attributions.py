@@ -13,6 +13,7 @@ import jsonschema
 import planted_folders
 import pytest
 import torch
+from browsers import Open
 from builders import some
 from command_line import Run
 from planted_folders import CAUSAL, SCALE, D, coarse_scores, healthy, noisy_dq
@@ -24,8 +25,9 @@ from attn_diag import Capture, InputError
 from attn_diag.analyses.attribution.of_captures import attribute_captures
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
+from attn_diag.reports.renderers import page as page_of
 from attn_diag.results.attribution import Attribution
-from attn_diag.results.attributions import Attributions, ErrorMap, side_by_side
+from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
 
 ROWS = 64
 
@@ -275,6 +277,34 @@ def test_details_of_all_heads() -> None:
     # Of one head there is nothing to compare.
     one = attn_diag.inspect_captures(list(model()), device="cpu", details=1)
     assert 'id="attn-diag-apart"' not in html_document(one)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_map_in_a_browser(width: int, tmp_path: Path, open_page: Open) -> None:
+    """Every cell has its site, a click on a site's name hides its heads, and nothing is cut off."""
+    diagnosis = attn_diag.inspect_captures(list(model()), device="cpu", details="all")
+    for name, text in (("map", page_of(found())), ("diagnosis", html_document(diagnosis))):
+        file = tmp_path / f"{name}.html"
+        file.write_text(text, encoding="utf-8")
+        page = open_page(file, width=width)
+        figure = page.locator('figure[data-chart^="dw_q-part"]')
+        figure.scroll_into_view_if_needed()
+        figure.locator("svg").wait_for()
+        texts, cells = figure.locator("svg text"), figure.locator("svg path[fill^=rgb]")
+        shown = [_cell(head) for head in only(found().maps).heads]
+        before, drawn = texts.all_text_contents(), cells.count()
+        # The legend is drawn last.
+        assert all(before.count(cell) == 1 + shown.count(cell) for cell in shown), before
+        texts.filter(has_text=shown[0]).last.click()
+        page.wait_for_timeout(500)
+        assert cells.count() == drawn - shown.count(shown[0])
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), name
+
+
+def _cell(head: HeadError) -> str:
+    return f"{head.site}{'' if some(head.site_share) >= 0.5 else ' …'}"
 
 
 @pytest.mark.parametrize("wrong", ["some", "-1", "1.5"])
