@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 
 from rich.console import RenderableType
@@ -14,8 +14,8 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import lead, on_head
 from attn_diag.results.attribution import Attribution
-from attn_diag.results.attributions import Attributions, ErrorMap, side_by_side
-from attn_diag.results.wording import SYMBOLS, file_name, percent, plural
+from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
+from attn_diag.results.wording import SYMBOLS, file_name, head_names, percent, plural
 
 # Rows of the page's table, groups of heads that are told of in a sentence, and maps that a page holds.
 _LISTED, _TOLD, _MAPS = 400, 3, 12
@@ -93,10 +93,28 @@ def _sections(one: ErrorMap, stepped: bool, told: tuple[str, ...]) -> Iterator[S
 
 
 def _ordered(found: Attributions) -> tuple[list[ErrorMap], bool]:
-    """The maps, by quantity and the step with the largest error first; and whether they are of several steps."""
-    steps = {one.step for one in found.maps}
-    kinds = list(dict.fromkeys(one.quantity for one in sorted(found.maps, key=lambda m: _DEPTH.index(m.quantity))))
-    return sorted(found.maps, key=lambda m: (kinds.index(m.quantity), -(m.relative or 0.0))), len(steps) > 1
+    """The maps, by quantity, those with coarse roundings and large errors first; and whether they are of several steps.
+
+    A head that is coarse at some step is not to stand behind one that is fragile at another.
+    """
+    coarse = _coarse(found)
+
+    def rank(one: ErrorMap) -> tuple[int, bool, float]:
+        return _DEPTH.index(one.quantity), not any(coarse(one, head) for head in one.heads), -(one.relative or 0.0)
+
+    return sorted(found.maps, key=rank), len({one.step for one in found.maps}) > 1
+
+
+def _coarse(found: Attributions) -> Callable[[ErrorMap, HeadError], bool]:
+    """Whether a head of a map is one of those with roundings that good kernels do not do."""
+    places = {
+        (one.source, one.step, head.layer, head.batch, head.head)
+        for one in found.results
+        for group in grouped(one.heads)
+        for head in group.heads
+        if group.kind == "COARSE"
+    }
+    return lambda one, head: (head.source, one.step, head.layer, head.batch, head.head) in places
 
 
 _DEPTH = ("dw_q", "dq", "o")
@@ -118,15 +136,26 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         kind = "UNKNOWN"
     step = f"step {first.step}: " if stepped and first.step is not None else ""
     told = [*error_map.sentences(first)]
-    others = (f"Step {one.step}: {said}" for one in ordered[1:] for said in error_map.unattributed(one))
+    others = (
+        f"{SYMBOLS[one.quantity] if one.step is None else f'Step {one.step}'}: {said}"
+        for one in ordered[1:]
+        for said in error_map.unattributed(one)
+    )
     told += [*islice(others, _TOLD)] if stepped else []
     told += [group.sentence + "." for group in groups if group.kind == "COARSE"][:_TOLD]
-    top = first.heads[0]
-    observation = next((one.observation for one in found.results if one.source == top.source), None)
-    command = "inspect" if top.site is None else "what-if"
     said = step + error_map.finding(first)
+    coarse = _coarse(found)
+    if kind == "COARSE" and not coarse(first, first.heads[0]):
+        names = head_names({(h.layer, h.head) for h in first.heads if coarse(first, h)})
+        said += f"; coarse roundings: {names or 'in other heads, see below'}"
     if found.unreadable:
         said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
+    # The head that the first word is about, else the one with the largest part.
+    about = {"COARSE": lambda one, h: coarse(one, h), "UNKNOWN": lambda _, h: h.site is None}.get(kind)
+    meant = [h for one in ordered for h in one.heads if about is not None and about(one, h)]
+    top = meant[0] if meant else first.heads[0]
+    observation = next((one.observation for one in found.results if one.source == top.source), None)
+    command = "inspect" if top.site is None else "what-if"
     return kind, said, tuple(told), on_head(command, top.source, top.head, observation)
 
 

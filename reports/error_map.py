@@ -64,6 +64,8 @@ def finding(found: ErrorMap) -> str:
         return f"{name} has no error in {of}"
     top, carriers = known[0], known[: found.carry_most]
     most = percent(top.share, ".0f")
+    if len(known) == 1:
+        return f"{name} of {top.name} is {percent(top.relative)} off; {_site_there(found, top)}"
     if (top.share or 0.0) >= _ALONE:
         few = "" if round(top.share or 0.0, 2) >= MOST else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
         return f"{top.name} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
@@ -128,13 +130,15 @@ def _sites_of_all(found: ErrorMap) -> str:
 def sentences(found: ErrorMap) -> Iterator[str]:
     """How far off the heads are, which sites and layers carry how much, and what is not attributed."""
     name, known = SYMBOLS[found.quantity], found.known
-    if known and found.relative is not None:
+    if len(known) > 1 and found.relative is not None:
         off = sorted(known, key=lambda h: -(h.relative or 0.0))
-        said = f"{name} of these heads together is {percent(found.relative)} off"
-        if len(known) > 1:
-            middle = percent(median(h.relative or 0.0 for h in known))
-            said += f"; by its own size {off[0].name} is furthest off ({percent(off[0].relative)}), the median {middle}"
-        yield f"{said}.{'' if all(h.captured for h in known) else _emulated(known)}"
+        middle = percent(median(h.relative or 0.0 for h in known))
+        yield (
+            f"{name} of these heads together is {percent(found.relative)} off; by its own size {off[0].name} is "
+            f"furthest off ({percent(off[0].relative)}), the median {middle}."
+        )
+    if any(not h.captured for h in known):
+        yield _emulated(known)
     parts = [f"{s.site} {percent(s.share, '.0f')}" for s in found.sites if abs(s.share) >= _TOLD]
     if parts:
         yield f"By site: {listed(parts, _PARTS)}."
@@ -153,7 +157,7 @@ def sentences(found: ErrorMap) -> Iterator[str]:
 def _emulated(known: Sequence[HeadError]) -> str:
     which = [h for h in known if not h.captured]
     of = "" if len(which) == len(known) else f" of {plural(len(which), 'head')}"
-    return f" The errors{of} are those of the recipe that has the kernel's bits: no gradient was captured."
+    return f"The errors{of} are those of the recipe that has the kernel's bits: no gradient was captured."
 
 
 def unattributed(found: ErrorMap) -> Iterator[str]:

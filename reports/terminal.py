@@ -309,6 +309,11 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (layout.line("next", f"{question}: {command}") for question, command in story.commands(diagnosis))
     names = story.Names(entries)
     yield from (_head_line(entry, _place(entry, names)) for entry in entries)
+    for name, maps in error_map.of_diagnosis(diagnosis).items():
+        yield from (layout.line("sites", name, error_map.finding(one)) for one in maps)
+    for entry in entries:
+        if (apart := entry[2].attribution) is not None:
+            yield layout.line("site", _place(entry, names), error_map.site_of(apart))
     faulty = [e for e in entries if label_names(e[2]) != ("clean",)] or entries[:1]
     for entry in faulty[:_MAX_FACTS]:
         yield from _facts(entry, _place(entry, names))

@@ -26,6 +26,7 @@ from attn_diag.analyses.attribution.of_captures import attribute_captures
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
 from attn_diag.reports.renderers import page as page_of
+from attn_diag.reports.renderers import plain_text
 from attn_diag.results.attribution import Attribution
 from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
 
@@ -118,7 +119,10 @@ def test_the_culprit_and_its_site_are_named() -> None:
 
 
 UNNAMED: dict[str, tuple[Callable[[], Capture], str]] = {
-    "a dQ that is not the recipe's": (lambda: capture([healthy, noisy_dq(0.4)], layer=3), "captured dQ is not as"),
+    "a dQ that is not the recipe's": (
+        lambda: capture([healthy, noisy_dq(0.4)], layer=3),
+        "captured dQ errs otherwise than",
+    ),
     "NaN in dQ": (lambda: changed("dq", 0.0), "NaN or Inf in 1 row"),
     "an O that no recipe makes": (lambda: changed("o", 0.01), "No recipe that is known here made this O"),
 }
@@ -173,7 +177,7 @@ def test_heads_are_compared_by_the_deepest_quantity_that_is_known() -> None:
     assert {one.quantity: one.heads[0].layer for one in made.maps} == {"dw_q": 0, "dq": 1, "o": 2}
     assert any("x or w_q was not captured" in note for one in made.maps for note in one.notes)
     # The deepest leads.
-    assert "dW_Q's squared error" in " ".join(made.report().split("Next")[0].split())
+    assert made.report().startswith("NORMAL 3 captures: dW_Q of L0H0 is ")
 
 
 def test_without_an_o_no_recipe_is_taken_for_the_kernels() -> None:
@@ -216,6 +220,20 @@ def test_the_first_line_is_the_finding() -> None:
     first = " ".join(found().report(80).split("Next:")[0].split())
     assert first.startswith("COARSE 2 captures: L3H1 carries ")
     assert "of dW_Q's squared error over 4 heads of layers 0, 3; the rounding of the scores S" in first
+
+
+def test_a_coarse_head_is_not_hidden_by_a_larger_error() -> None:
+    """The larger error is a healthy kernel's on a head with a large gradient, or at another step."""
+    large = capture([healthy], layer=1, step=500)
+    tensors = {n: 16 * t[...] if n in ("do", "dq", "dk", "dv") else t[...] for n, t in large.tensors.items()}
+    large = Capture.from_tensors(tensors, causal="top-left", scale=SCALE, layer=1, step=500)
+    made = attribute_captures([large, capture([coarse_scores], layer=2, step=500)], device="cpu")
+    first = " ".join(made.report().split("Next:")[0].split())
+    assert first.startswith("COARSE 2 captures: L1H0 carries ")
+    assert "; coarse roundings: L2H0 " in first
+    fragile = planted_folders.capture([healthy], layer=1, step=700, rows=ROWS, v_mean=30.0)
+    made = attribute_captures([fragile, capture([coarse_scores], layer=2, step=500)], device="cpu")
+    assert made.report().startswith("COARSE 2 captures: step 500: dW_Q of L2H0 is ")
 
 
 def test_lines_fit_the_terminal() -> None:

@@ -251,5 +251,5 @@ def _not_attributed(head: HeadAttribution, quantity: Quantity) -> str:
     made_otherwise = [q for q in ("o", "dq") if q in head.differences and (q == "o" or quantity != "o")]
     if made_otherwise:
         q = made_otherwise[0]
-        return f"the captured {SYMBOLS[q]} is not as {head.recipe.partition(',')[0]} makes it: {head.differences[q]}"
+        return f"the captured {SYMBOLS[q]} errs otherwise than {head.recipe.partition(',')[0]}: {head.differences[q]}"
     return ""
