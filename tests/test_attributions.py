@@ -123,7 +123,7 @@ UNNAMED: dict[str, tuple[Callable[[], Capture], str]] = {
         lambda: capture([healthy, noisy_dq(0.4)], layer=3),
         "captured dQ errs otherwise than",
     ),
-    "NaN in dQ": (lambda: changed("dq", 0.0), "NaN or Inf in 1 row"),
+    "NaN in dQ": (lambda: changed("dq", 0.0), "NaN or Inf in 1 of its rows"),
     "an O that no recipe makes": (lambda: changed("o", 0.01), "No recipe that is known here made this O"),
 }
 

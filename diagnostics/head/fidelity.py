@@ -19,7 +19,7 @@ from attn_diag.head.quality import AS_GOOD
 from attn_diag.kernels import emulate_head
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp
-from attn_diag.results.wording import number, percent, plural
+from attn_diag.results.wording import number, percent
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
 
@@ -61,11 +61,11 @@ def fidelity(head: OpenHead) -> Fidelity:
             continue
         unit = ulp(exact, truth.out_format).mean() if name != "delta" else truth.noise_floor
         assert unit is not None
-        rows = _usable(truth.usable, captured[name])
-        said = [_nonfinite(truth.usable & ~rows & _usable(truth.usable, emulated[name]))]
-        said.append(_apart(captured[name], emulated[name], exact, unit, rows, keys))
-        if any(said):
-            found[name] = ", ".join(filter(None, said))
+        words = _apart(captured[name], emulated[name], exact, unit, _usable(truth.usable, captured[name]), keys)
+        if words:
+            found[name] = words
+    for name, rows in _nonfinite(captured, emulated, truth.usable).items():
+        found[name] = ", ".join(filter(None, (f"it has NaN or Inf in {rows} of its rows", found.get(name))))
     if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
         found["lse"] = words
     return Fidelity(found, _beside_well_rounded(head, captured or emulated, known))
@@ -73,11 +73,6 @@ def fidelity(head: OpenHead) -> Fidelity:
 
 def _usable(rows: Tensor, values: Tensor) -> Tensor:
     return rows & (values.isfinite() if values.ndim == 1 else values.isfinite().all(1))
-
-
-def _nonfinite(rows: Tensor) -> str:
-    """Rows in which the captured kernel returned no numbers and the recipe does; they are left out of all else."""
-    return f"it has NaN or Inf in {plural(int(rows.sum()), 'row')}" if bool(rows.any()) else ""
 
 
 def _apart(captured: Tensor, emulated: Tensor, exact: Tensor, unit: Tensor, rows: Tensor, keys: Tensor) -> str:
@@ -164,3 +159,14 @@ def _beside_well_rounded(
         if best is not None:
             found[name] = best
     return found
+
+
+def _nonfinite(captured: Mapping[str, Tensor], emulated: Mapping[str, Tensor], usable: Tensor) -> dict[str, int]:
+    """By quantity, in how many rows the captured kernel returned no numbers where the recipe does; they are left out
+    of all else. Those in which it does not are not there."""
+    names = [name for name in ("o", "delta", "dq") if name in captured and name in emulated]
+    if not names:
+        return {}
+    lost = [(usable & ~_usable(usable, captured[n]) & _usable(usable, emulated[n])).sum() for n in names]
+    # A GPU is waited for once.
+    return {name: count for name, count in zip(names, torch.stack(lost).tolist(), strict=True) if count}
