@@ -111,6 +111,10 @@ def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
             quantity = "o"
         kind = "UNKNOWN" if head.unfit else "COARSE" if _coarse(head) else "NORMAL"
         first = ""
+        if kind == "NORMAL" and quantity != "o" and _otherwise(head, "o"):
+            # Nothing is called normal whose O is not the recipe's.
+            groups.setdefault(("UNKNOWN", "", "o"), []).append(head)
+            continue
         if kind == "COARSE":
             first = " ".join(site.site for site in _larger(_coarse(head), (quantity, "o")))
         elif kind == "UNKNOWN":
@@ -151,8 +155,9 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
     off = f"{name} {_range([h.totals[quantity].error for h in heads])} off"
     if _otherwise(heads[0], quantity):
         captured = _range([size for h in heads if (size := h.totals[quantity].captured) is not None])
+        bits = "most of its bits" if quantity == "o" else "O's bits"
         return (
-            f"{where}: the captured {name} is {captured} off, and not as the recipe that has O's bits makes it "
+            f"{where}: the captured {name} is {captured} off, and not as the recipe that has {bits} makes it "
             f"({off}; emulated). No cause of its error is named"
         )
     if kind == "COARSE":

@@ -26,7 +26,6 @@ from attn_diag.analyses.attribution.of_captures import attribute_captures
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
 from attn_diag.reports.renderers import page as page_of
-from attn_diag.reports.renderers import plain_text
 from attn_diag.results.attribution import Attribution
 from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
 
