@@ -112,11 +112,11 @@ def _attributed(
     return Attribution(
         tool=describe_tool(where),
         source=capture.source,
+        step=capture.metadata.step,
         observation=name,
         level=level,
         backend=f"emulation on {backend_name(where)}",
         heads=tuple(results),
-        step=capture.metadata.step,
     )
 
 

@@ -214,6 +214,7 @@ def inspect_captures(
     require_level(level)
     if details != "all" and (not isinstance(details, int) or details < 0):
         raise InputError(f"details must be how many heads to look at closely, 0 or more, or 'all'; got {details!r}")
+    details = sys.maxsize if details == "all" else details
     ranks = ranks or Ranks()
     if details and ranks.count > 1:
         raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
@@ -276,8 +277,7 @@ def inspect_captures(
     )
     if not details:
         return diagnosis
-    count = sys.maxsize if details == "all" else details
-    return with_details(diagnosis, list(ran.values()), count, _after(progress, counted.total))
+    return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:
