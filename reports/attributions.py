@@ -151,8 +151,8 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
     if found.unreadable:
         said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
     # The head that the first word is about, else the one with the largest part.
-    about = {"COARSE": lambda one, h: coarse(one, h), "UNKNOWN": lambda _, h: h.site is None}.get(kind)
-    meant = [h for one in ordered for h in one.heads if about is not None and about(one, h)]
+    heads = [(one, head) for one in ordered for head in one.heads]
+    meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.site is None)]
     top = meant[0] if meant else first.heads[0]
     observation = next((one.observation for one in found.results if one.source == top.source), None)
     command = "inspect" if top.site is None else "what-if"
