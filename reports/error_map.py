@@ -57,7 +57,7 @@ def title(found: ErrorMap, *, stepped: bool) -> str:
 def finding(found: ErrorMap) -> str:
     """Which heads and site carry the error, and how concentrated it is."""
     name, known = SYMBOLS[found.quantity], found.known
-    of = _count(known)
+    of = _count(known) + (" whose error is known" if len(known) < len(found.heads) else "")
     if not known:
         return f"the error of {name} is not known of any of {plural(len(found.heads), 'head')}: {found.heads[0].reason}"
     if not found.carry_most:
@@ -157,7 +157,7 @@ def sentences(found: ErrorMap) -> Iterator[str]:
 def _emulated(known: Sequence[HeadError]) -> str:
     which = [h for h in known if not h.captured]
     of = "" if len(which) == len(known) else f" of {plural(len(which), 'head')}"
-    return f"The errors{of} are those of the recipe that has the kernel's bits: no gradient was captured."
+    return f"The errors{of} are those of the emulated recipe: the kernel's own were not captured."
 
 
 def unattributed(found: ErrorMap) -> Iterator[str]:

@@ -163,7 +163,10 @@ def test_a_head_of_unknown_recipe_and_gradient_has_no_part() -> None:
     assert (last.layer, last.head, last.share, last.relative, last.site) == (3, 1, None, None, None)
     assert [h.captured for h in one.heads[:-1] if h.layer == 3] == [False]
     assert len(one.known) == 3
-    assert "(error not known)" in made.report()
+    report = " ".join(made.report().split())
+    assert "3 heads of layers 0, 3 whose error is known" in report
+    assert "(error not known)" in report
+    assert "The errors of 1 head are those of the emulated recipe" in report
 
 
 def test_heads_are_compared_by_the_deepest_quantity_that_is_known() -> None:

@@ -48,7 +48,7 @@ class HeadError:
     norm: Number | None
     """||reference||, by which ``relative`` is multiplied to compare heads; null: not known."""
     captured: bool
-    """Whether that is the captured kernel's error; else that of the recipe which has the bits of its O."""
+    """Whether that is the captured kernel's error; else the emulated recipe's."""
     share: Number | None
     """Its part of the squared error of all heads whose error is known; null: its own is not."""
     site: str | None
