@@ -83,13 +83,16 @@ def attributions_document(found: Attributions) -> str:
 def _sections(one: ErrorMap, stepped: bool, told: tuple[str, ...]) -> Iterator[Section]:
     """Of one map: the heads in colours, the sites over all of them, and the heads in a table."""
     said = told or (f"{error_map.finding(one)}.", *error_map.sentences(one))
-    yield Section(error_map.title(one, stepped=stepped), said, charts=error_map.charts(one, stepped=stepped))
+    # As addresses of rows: a step has one map of a quantity.
+    rows = {id(head): f"{one.quantity}-{one.step}-{i}" for i, head in enumerate(one.heads[:_LISTED])}
+    maps = error_map.charts(one, rows, stepped=stepped)
+    yield Section(error_map.title(one, stepped=stepped), said, charts=maps)
     if one.sites:
-        rows = ((s.site, s.words, percent(s.share)) for s in one.sites)
+        sites = ((s.site, s.words, percent(s.share)) for s in one.sites)
         rest = (("", "heads that are not attributed", percent(one.not_attributed)),) if one.not_attributed else ()
-        yield Section("Sites over all heads", table=(("site", "what it is", "part of the error"), *rows, *rest))
+        yield Section("Sites over all heads", table=(("site", "what it is", "part of the error"), *sites, *rest))
     more = (f"The {_LISTED} with the largest parts; --json has all.",) if len(one.heads) > _LISTED else ()
-    yield Section("Every head", more, error_map.table_rows(one, _LISTED))
+    yield Section("Every head", more, error_map.table_rows(one, _LISTED), places=tuple(rows.values()))
 
 
 def _ordered(found: Attributions) -> tuple[list[ErrorMap], bool]:

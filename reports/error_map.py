@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -282,11 +282,18 @@ class _Cells:
         return cls(cells, tuple(_by_layer(found.heads)), tuple(sorted({h for _, h in cells})))
 
 
-def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
-    """Two maps of layers and heads, with the guilty site in every cell: coloured by part, and by how far off it is."""
+def charts(found: ErrorMap, places: Mapping[int, str], *, stepped: bool = False) -> tuple[Chart, ...]:
+    """Two maps of layers and heads, with the guilty site in every cell: coloured by part, and by how far off it is.
+
+    Args:
+        found: The heads.
+        places: By the identity of a head its address on the page.
+        stepped: Whether there are maps of other steps.
+    """
     grid, name = _Cells.of(found), SYMBOLS[found.quantity]
     of_step = f", step {found.step}" if stepped and found.step is not None else ""
     sites = tuple(tuple(_site_of(grid.cells.get((n, h), [])) for h in grid.heads) for n in grid.layers)
+    lead = tuple(tuple(_first_place(grid.cells.get((n, h), []), places) for h in grid.heads) for n in grid.layers)
     x = Axis("head", names=tuple(map(str, grid.heads)))
     y = Axis("layer", names=tuple("" if n is None else str(n) for n in grid.layers))
     # The largest first in a cell.
@@ -309,11 +316,16 @@ def charts(found: ErrorMap, *, stepped: bool = False) -> tuple[Chart, ...]:
         known = [v for row in rows for v in row if v]
         if known:
             ends = min(*known, _LOWEST), max(*known, 1.0)
-            chart_map = Map(labels[key], rows, log=True, ends=ends, names=sites)
+            chart_map = Map(labels[key], rows, log=True, ends=ends, names=sites, places=lead)
             made.append(
                 Chart(f"{found.quantity}-{key}{of_step}", f"{titles[key]}{of_step}", captions[key], x, y, map=chart_map)
             )
     return tuple(made)
+
+
+def _first_place(heads: Sequence[HeadError], places: Mapping[int, str]) -> str | None:
+    """Where a cell leads: to its head with the largest part."""
+    return next((places[id(h)] for h in heads if id(h) in places), None)
 
 
 def _site_of(heads: Sequence[HeadError]) -> str | None:

@@ -138,7 +138,7 @@ def html_document(diagnosis: Diagnosis) -> str:
         "undecided": _undecided(diagnosis),
         "columns": ("verdict", *(q.title for q in _COLUMNS), *(("site",) if apart else ())),
         "apart": [_apart(name, found) for name, found in apart.items()],
-        "apart_data": _apart_data(rows, apart) if apart else "",
+        "apart_data": _apart_data(diagnosis, rows, apart) if apart else "",
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
@@ -198,12 +198,18 @@ def _apart(name: str, maps: tuple[ErrorMap, ...]) -> tuple[str, list[str]]:
     return name, said
 
 
-def _apart_data(rows: list[Row], apart: Mapping[str, tuple[ErrorMap, ...]]) -> Markup:
+def _apart_data(diagnosis: Diagnosis, rows: list[Row], apart: Mapping[str, tuple[ErrorMap, ...]]) -> Markup:
     """Their maps, and for the rows that the page's script makes the site of every head."""
+    at = {
+        (observation.name, capture.source, head.layer, a.batch, head.head): row.place
+        for row, (capture, observation, head) in zip(rows, diagnosis.entries(), strict=True)
+        if (a := head.attribution) is not None
+    }
     charts = []
-    for maps in apart.values():
+    for name, maps in apart.items():
         stepped = len({one.step for one in maps}) > 1
-        charts.append([asdict(chart) for one in maps for chart in error_map.charts(one, stepped=stepped)])
+        places = {id(h): at[name, h.source, h.layer, h.batch, h.head] for one in maps for h in one.heads}
+        charts.append([asdict(chart) for one in maps for chart in error_map.charts(one, places, stepped=stepped)])
     sites = {row.place: row.cells[-1][0] for row in rows} if len(rows) > _LISTED else {}
     return _json_element(_APART, {"charts": charts, "sites": sites})
 

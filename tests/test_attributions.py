@@ -312,7 +312,7 @@ def test_the_map_in_a_browser(width: int, tmp_path: Path, open_page: Open) -> No
         figure = page.locator('figure[data-chart^="dw_q-part"]')
         figure.scroll_into_view_if_needed()
         figure.locator("svg").wait_for()
-        texts, cells = figure.locator("svg text"), figure.locator("svg path[fill^=rgb]")
+        texts, cells = figure.locator("svg text"), figure.locator("svg path[fill^=rgb]:not([fill-opacity='0'])")
         shown = [_cell(head) for head in only(found().maps).heads]
         before, drawn = texts.all_text_contents(), cells.count()
         # The legend is drawn last.
@@ -320,6 +320,13 @@ def test_the_map_in_a_browser(width: int, tmp_path: Path, open_page: Open) -> No
         texts.filter(has_text=shown[0]).last.click()
         page.wait_for_timeout(500)
         assert cells.count() == drawn - shown.count(shown[0])
+        # A cell that is left leads to its head.
+        cells.first.click(position={"x": 3, "y": 3})
+        page.wait_for_timeout(300)
+        if name == "map":
+            assert page.locator("tr:target td").first.inner_text().startswith("L")
+        else:
+            assert page.evaluate("location.hash").startswith("#c")
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), name
 
 

@@ -224,7 +224,7 @@ attnDiag.options = (() => {
     const at = (value) => (chart.map.log ? Math.log10(value) : value);
     const back = (x) => (chart.map.log ? 10 ** x : x);
     const named = (chart.map.names ?? []).length > 0;
-    const all = chart.map.values.flatMap((row, i) => row.map((value, j) => ({ value: [j, i, value, value === null ? NaN : at(value)], name: named ? chart.map.names[i][j] : "" })));
+    const all = chart.map.values.flatMap((row, i) => row.map((value, j) => ({ value: [j, i, value, value === null ? NaN : at(value)], name: named ? chart.map.names[i][j] : "", place: chart.map.places?.[i]?.[j] })));
     // A cell that has a name but no place on the scale is drawn pale.
     const cells = all.filter((c) => Number.isFinite(c.value[3]) || c.name);
     const values = cells.map((c) => c.value[3]).filter(Number.isFinite);
@@ -237,11 +237,11 @@ attnDiag.options = (() => {
     const rows = { ...chart.y, names: chart.y.names.length ? chart.y.names : indices(chart.map.values.length) };
     const colors = chart.map.diverging ? theme.signs() : theme.magnitude;
     const room = (width - 60) / Math.max(columns.names.length, 1);
-    const drawn = ({ value, name }) => {
+    const drawn = ({ value, name, place }) => {
       const known = Number.isFinite(value[3]);
       const fill = known ? theme.along(colors, (value[3] - range[0]) / (range[1] - range[0] || 1)) : theme.color("empty");
       const label = { show: room > NAMED, color: known ? theme.readable(fill) : theme.color("soft"), fontSize: 10.5, width: room - 4, overflow: "truncate", formatter: () => name };
-      return { value: known ? value : [value[0], value[1], null, range[0]], label, ...(known ? {} : { visualMap: false, itemStyle: { color: fill } }) };
+      return { value: known ? value : [value[0], value[1], null, range[0]], label, place, ...(known ? {} : { visualMap: false, itemStyle: { color: fill } }) };
     };
     // One series a name, so that the legend shows and hides the cells of a name.
     const names = [...new Set(cells.map((c) => c.name))].sort((a, b) => cells.filter((c) => c.name === b).length - cells.filter((c) => c.name === a).length);
