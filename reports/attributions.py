@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from rich.console import RenderableType
 from rich.rule import Rule
 
-from attn_diag.reports import error_map, glossary, layout, words
+from attn_diag.reports import error_charts, error_map, glossary, layout, words
 from attn_diag.reports.attribution import KINDS, grouped
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
@@ -85,14 +85,14 @@ def _sections(one: ErrorMap, stepped: bool, told: tuple[str, ...]) -> Iterator[S
     said = told or (f"{error_map.finding(one)}.", *error_map.sentences(one))
     # As addresses of rows: a step has one map of a quantity.
     rows = {id(head): f"{one.quantity}-{one.step}-{i}" for i, head in enumerate(one.heads[:_LISTED])}
-    maps = error_map.charts(one, rows, stepped=stepped)
+    maps = error_charts.charts(one, rows, stepped=stepped)
     yield Section(error_map.title(one, stepped=stepped), said, charts=maps)
     if one.sites:
         sites = ((s.site, s.words, percent(s.share)) for s in one.sites)
         rest = (("", "heads that are not attributed", percent(one.not_attributed)),) if one.not_attributed else ()
         yield Section("Sites over all heads", table=(("site", "what it is", "part of the error"), *sites, *rest))
     more = (f"The {_LISTED} with the largest parts; --json has all.",) if len(one.heads) > _LISTED else ()
-    yield Section("Every head", more, error_map.table_rows(one, _LISTED), places=tuple(rows.values()))
+    yield Section("Every head", more, error_charts.table_rows(one, _LISTED), places=tuple(rows.values()))
 
 
 def _ordered(found: Attributions) -> tuple[list[ErrorMap], bool]:

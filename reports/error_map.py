@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from statistics import median
@@ -15,7 +14,6 @@ from rich.table import Column
 from rich.text import Text
 
 from attn_diag.reports import layout
-from attn_diag.reports.charts import Axis, Chart, Map
 from attn_diag.reports.head_map import log_levels
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.attributions import MOST, ErrorMap, HeadError, Placed, entry_of, error_maps
@@ -31,12 +29,8 @@ _ROWS, _PARTS = 12, 4
 _TOLD = 0.005
 # What in a reason differs from head to head.
 _NUMBERS = re.compile(r"[:(\d]")
-# Where the colours of a map begin at the latest, so that heads which hardly differ look alike.
-_LOWEST = 1e-3
 # Carriers beyond this part of the heads are no concentration.
 _FEW = 0.25
-
-Head = tuple[int | None, int]
 
 
 def of_diagnosis(diagnosis: Diagnosis) -> dict[str, tuple[ErrorMap, ...]]:
@@ -142,10 +136,10 @@ def sentences(found: ErrorMap) -> Iterator[str]:
     parts = [f"{s.site} {percent(s.share, '.0f')}" for s in found.sites if abs(s.share) >= _TOLD]
     if parts:
         yield f"By site: {listed(parts, _PARTS)}."
-    layers = _by_layer(known)
+    layers = by_layer(known)
     if len(layers) > 1:
-        ordered = sorted(layers.items(), key=lambda part: -(_part(part[1]) or 0.0))
-        yield "By layer: " + listed([f"{_layer(n)} {percent(_part(h), '.0f')}" for n, h in ordered], _PARTS) + "."
+        ordered = sorted(layers.items(), key=lambda layer: -(part_of(layer[1]) or 0.0))
+        yield "By layer: " + listed([f"{_layer(n)} {percent(part_of(h), '.0f')}" for n, h in ordered], _PARTS) + "."
     yield from unattributed(found)
     alike: dict[str, list[str]] = {}
     for note in found.notes:
@@ -168,7 +162,7 @@ def unattributed(found: ErrorMap) -> Iterator[str]:
             # Numbers differ from head to head.
             alike.setdefault(_NUMBERS.split(head.reason)[0], []).append(head)
     for heads in [*alike.values()][:_PARTS]:
-        part = _part(heads)
+        part = part_of(heads)
         size = "error not known" if part is None else f"{percent(part, '.2g')} of the error"
         such = "" if len(heads) == 1 else f" (the first of {len(heads)})"
         yield (
@@ -187,7 +181,7 @@ def tables(found: ErrorMap) -> Iterator[RenderableType]:
         shown = found.heads
     figures = layout.figures(["part", "so far", f"{name}\noff"])
     table = layout.table(Column("head", no_wrap=True), *figures, "site, with its part of that", collapse=False)
-    reached, names = 0.0, _names(found)
+    reached, names = 0.0, names_of(found)
     for head in shown:
         reached += head.share or 0.0
         so_far = DASH if head.share is None else percent(reached, ".0f")
@@ -198,13 +192,13 @@ def tables(found: ErrorMap) -> Iterator[RenderableType]:
         sites = Counter(h.site or "not attributed" for h in rest)
         counted = listed([f"{count} {site}" for site, count in sites.most_common()], _PARTS)
         yield layout.paragraph(f"  and {len(rest)} more, {percent(sum(known), '.2g')} together: {counted}", "dim")
-    layers = _by_layer(found.heads)
+    layers = by_layer(found.heads)
     if len(layers) > 1 or len(found.heads) > _ROWS:
         yield Text("")
         yield layout.Sized(partial(_layer_table, found))
 
 
-def _names(found: ErrorMap) -> dict[int, str]:
+def names_of(found: ErrorMap) -> dict[int, str]:
     """The heads by name, with their files where several captures have one of that name."""
     times = Counter(h.name for h in found.heads)
     return {id(h): h.name if times[h.name] == 1 else f"{h.name} {file_name(h.source)}" for h in found.heads}
@@ -212,8 +206,8 @@ def _names(found: ErrorMap) -> dict[int, str]:
 
 def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[RenderableType]:
     """A row a layer: its heads as blocks, by the logarithm of their part."""
-    characters, layers = layout.blocks(options), _by_layer(found.heads)
-    cells = {(n, h): _part(same) for n, heads in layers.items() for h, same in _by_head(heads).items()}
+    characters, layers = layout.blocks(options), by_layer(found.heads)
+    cells = {(n, h): part_of(same) for n, heads in layers.items() for h, same in _by_head(heads).items()}
     levels = dict(zip(cells, log_levels(list(cells.values())), strict=True))
     columns = sorted({head for _, head in cells})
     table = layout.table(
@@ -224,7 +218,7 @@ def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[Renderabl
         drawn = "".join(" " if (v := levels.get((n, h))) is None else characters[v] for h in columns)
         sites = Counter(h.site or "not attributed" for h in heads)
         said = ", ".join(f"{site} {count}" for site, count in sites.most_common(_PARTS))
-        table.add_row(_layer(n), drawn, percent(_part(heads), ".2g"), heads[0].name, said)
+        table.add_row(_layer(n), drawn, percent(part_of(heads), ".2g"), heads[0].name, said)
     yield layout.indented(table, expand=False)
     yield layout.indented(layout.note("blocks: a head's part of the squared error (height: logarithm)"))
 
@@ -239,10 +233,12 @@ def _cell(head: HeadError) -> str:
     if head.site is None or head.site_share is None:
         return f"{DASH} not attributed"
     said = f"{head.site} {percent(head.site_share, '.0f')}"
-    return said if _alone(head) else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
+    return said if alone(head) else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
 
 
-def _by_layer(heads: Sequence[HeadError]) -> dict[int | None, list[HeadError]]:
+def by_layer(heads: Sequence[HeadError]) -> dict[int | None, list[HeadError]]:
+    """The heads of each layer, the layers in order."""
+
     def of(head: HeadError) -> int:
         return -1 if head.layer is None else head.layer
 
@@ -256,7 +252,7 @@ def _by_head(heads: Sequence[HeadError]) -> dict[int, list[HeadError]]:
     return found
 
 
-def _part(heads: Sequence[HeadError]) -> float | None:
+def part_of(heads: Sequence[HeadError]) -> float | None:
     """Their part of the error of all heads; None where the error of none is known."""
     known = [h.share for h in heads if h.share is not None]
     return sum(known) if known else None
@@ -266,76 +262,8 @@ def _layer(number: int | None) -> str:
     return DASH if number is None else f"L{number}"
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """Heads that share a cell: several sequences, or ranks."""
-
-    cells: dict[Head, list[HeadError]]
-    layers: tuple[int | None, ...]
-    heads: tuple[int, ...]
-
-    @classmethod
-    def of(cls, found: ErrorMap) -> _Cells:
-        cells: dict[Head, list[HeadError]] = {}
-        for head in found.heads:
-            cells.setdefault((head.layer, head.head), []).append(head)
-        return cls(cells, tuple(_by_layer(found.heads)), tuple(sorted({h for _, h in cells})))
-
-
-def charts(found: ErrorMap, places: Mapping[int, str], *, stepped: bool = False) -> tuple[Chart, ...]:
-    """Two maps of layers and heads, with the guilty site in every cell: coloured by part, and by how far off it is.
-
-    Args:
-        found: The heads.
-        places: By the identity of a head its address on the page.
-        stepped: Whether there are maps of other steps.
-    """
-    grid, name = _Cells.of(found), SYMBOLS[found.quantity]
-    of_step = f", step {found.step}" if stepped and found.step is not None else ""
-    sites = tuple(tuple(_site_of(grid.cells.get((n, h), [])) for h in grid.heads) for n in grid.layers)
-    lead = tuple(tuple(_first_place(grid.cells.get((n, h), []), places) for h in grid.heads) for n in grid.layers)
-    x = Axis("head", names=tuple(map(str, grid.heads)))
-    y = Axis("layer", names=tuple("" if n is None else str(n) for n in grid.layers))
-    # The largest first in a cell.
-    off = {place: same[0].relative for place, same in grid.cells.items()}
-    part = {
-        place: _part(same) if any(h.share is not None for h in same) else None for place, same in grid.cells.items()
-    }
-    captions = {
-        "part": f"How much of the squared error of {name} over all heads is a head's, and the site with the largest "
-        "share of it there (dots: not half of it; a dash: not attributed). A name above the map shows or hides its "
-        "heads.",
-        "off": f"How far off {name} is by its own size, ‖error‖ / ‖{name}‖, with the same sites.",
-    }
-    # Short: it stands beside the scale of colours on a phone.
-    labels = {"part": "part of the error", "off": f"{name} error"}
-    titles = {"part": f"Part of {name}'s squared error", "off": f"{name} error"}
-    made = []
-    for key, values in (("part", part), ("off", off)):
-        rows = tuple(tuple(values.get((n, h)) for h in grid.heads) for n in grid.layers)
-        known = [v for row in rows for v in row if v]
-        if known:
-            ends = min(*known, _LOWEST), max(*known, 1.0)
-            chart_map = Map(labels[key], rows, log=True, ends=ends, names=sites, places=lead)
-            made.append(
-                Chart(f"{found.quantity}-{key}{of_step}", f"{titles[key]}{of_step}", captions[key], x, y, map=chart_map)
-            )
-    return tuple(made)
-
-
-def _first_place(heads: Sequence[HeadError], places: Mapping[int, str]) -> str | None:
-    """Where a cell leads: to its head with the largest part."""
-    return next((places[id(h)] for h in heads if id(h) in places), None)
-
-
-def _site_of(heads: Sequence[HeadError]) -> str | None:
-    """The name in a cell: that of its head with the largest part; with dots where no site alone makes it."""
-    if not heads or heads[0].site is None:
-        return DASH if heads else None
-    return heads[0].site if _alone(heads[0]) else f"{heads[0].site} …"
-
-
-def _alone(head: HeadError) -> bool:
+def alone(head: HeadError) -> bool:
+    """Whether its site makes most of its error."""
     return head.second is None or (head.site_share or 0.0) >= _ALONE
 
 
@@ -350,19 +278,3 @@ def steps_table(maps: Sequence[ErrorMap]) -> tuple[tuple[str, ...], ...]:
             str(one.carry_most), top.name, percent(top.share, ".0f"), _cell(top),
         ))  # fmt: skip
     return tuple(rows)
-
-
-def table_rows(found: ErrorMap, most: int) -> tuple[tuple[str, ...], ...]:
-    """The heads as rows of a page's table, the header first."""
-    name = SYMBOLS[found.quantity]
-    header = ("head", f"part of {name}'s error", f"{name} error", "site", "its part of that", "next", "its part")
-    names = _names(found)
-    why = any(h.reason for h in found.heads[:most])
-    rows = (
-        (
-            names[id(h)], percent(h.share), percent(h.relative), h.site or DASH, percent(h.site_share, ".0f"),
-            h.second or DASH, percent(h.second_share, ".0f"), *((h.reason,) if why else ()),
-        )
-        for h in found.heads[:most]
-    )  # fmt: skip
-    return ((*header, *(("why not attributed",) if why else ())), *rows)

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from attn_diag.reports import (
     cards,
     embedding,
+    error_charts,
     error_map,
     glossary,
     head_labels,
@@ -209,7 +210,7 @@ def _apart_data(diagnosis: Diagnosis, rows: list[Row], apart: Mapping[str, tuple
     for name, maps in apart.items():
         stepped = len({one.step for one in maps}) > 1
         places = {id(h): at[name, h.source, h.layer, h.batch, h.head] for one in maps for h in one.heads}
-        charts.append([asdict(chart) for one in maps for chart in error_map.charts(one, places, stepped=stepped)])
+        charts.append([asdict(chart) for one in maps for chart in error_charts.charts(one, places, stepped=stepped)])
     sites = {row.place: row.cells[-1][0] for row in rows} if len(rows) > _LISTED else {}
     return _json_element(_APART, {"charts": charts, "sites": sites})
 

@@ -197,10 +197,11 @@ def _map(quantity: Quantity, step: int | None, group: Sequence[Placed]) -> Error
 
 
 def _square(entry: HeadError) -> float | None:
-    """A head's squared error; None where it is not known."""
+    """A head's squared error; None where it is not known, or too large for a float."""
     if entry.relative is None or entry.norm is None:
         return None
-    return (entry.relative * entry.norm) ** 2
+    size = entry.relative * entry.norm
+    return size * size if math.isfinite(size * size) else None
 
 
 def entry_of(one: Placed) -> HeadError:
