@@ -1,6 +1,7 @@
 """The public names and where they are defined: what type checkers read, and what is imported on first use."""
 
 from .analyses.attribution.attribute import attribute as attribute
+from .analyses.attribution.of_captures import attribute_captures as attribute_captures
 from .analyses.comparison.diff import diff as diff
 from .analyses.comparison.read import read_diagnosis as read_diagnosis
 from .analyses.conversion import convert as convert
@@ -40,6 +41,7 @@ from .kernels.dump import Dump as Dump
 from .kernels.quantize import Quantized as Quantized
 from .kernels.quantizers import Quantizer as Quantizer
 from .results.attribution import Attribution as Attribution
+from .results.attributions import Attributions as Attributions
 from .results.check import CheckReport as CheckReport
 from .results.comparison import Comparison as Comparison
 from .results.diagnosis import Diagnosis as Diagnosis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.rule import Rule
@@ -38,8 +39,8 @@ _NAMED = 0.05
 _KEPT = ("scores", "difference", "row_max", "row_sum", "range_pv", "accumulator")
 # What every kernel of 16-bit inputs rounds.
 _EVERYWHERE = ("probs", "out", "backward_probs", "dscores", "dq")
-# What a report begins with, the gravest first, and its style.
-_KINDS = {"COARSE": "bold red", "UNKNOWN": "bold yellow", "NORMAL": "bold green"}
+KINDS = {"COARSE": "bold red", "UNKNOWN": "bold yellow", "NORMAL": "bold green"}
+"""What a report begins with, the gravest first, and its style."""
 _UNITS = {
     "o": "O away from zero, ulp",
     "delta": "delta, noise floors (1: one rounding of O)",
@@ -68,8 +69,37 @@ def attribution_renderables(found: Attribution) -> Iterator[RenderableType]:
 
 def _first(found: Attribution) -> Iterator[RenderableType]:
     """Which site makes the error, of heads that share it together, the coarse ones first; and what to run next."""
+    groups = grouped(found.heads)
+    if not groups:
+        yield from lead(f"NOTHING {file_name(found.source)}:", "no rounding site was found to err")
+        return
+    first = groups[0]
+    command = "inspect" if _otherwise(first.heads[0], first.quantity) else "what-if"
+    following = on_head(command, found.source, first.heads[0].head, found.observation)
+    told = [group.sentence for group in groups[1:]]
+    yield from lead(f"{first.kind} {file_name(found.source)}:", first.sentence, told, following, KINDS[first.kind])
+
+
+@dataclass(frozen=True)
+class MadeAlike:
+    """Heads whose error is made alike."""
+
+    kind: str
+    """One of ``KINDS``."""
+    quantity: str
+    """By which they were put together."""
+    heads: list[HeadAttribution]
+
+    @property
+    def sentence(self) -> str:
+        """What makes their error."""
+        return _sentence(self.kind, self.quantity, self.heads)
+
+
+def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
+    """The heads by what makes their error, the gravest first."""
     groups: dict[tuple[str, str, str], list[HeadAttribution]] = {}
-    for head in found.heads:
+    for head in all_heads:
         quantity = "dq" if "dq" in head.totals else "o"
         known = [s for s in head.sites if quantity in s.effects]
         if not known or quantity not in head.totals:
@@ -81,6 +111,10 @@ def _first(found: Attribution) -> Iterator[RenderableType]:
             quantity = "o"
         kind = "UNKNOWN" if head.unfit else "COARSE" if _coarse(head) else "NORMAL"
         first = ""
+        if kind == "NORMAL" and quantity != "o" and _otherwise(head, "o"):
+            # Nothing is called normal whose O is not the recipe's.
+            groups.setdefault(("UNKNOWN", "", "o"), []).append(head)
+            continue
         if kind == "COARSE":
             first = " ".join(site.site for site in _larger(_coarse(head), (quantity, "o")))
         elif kind == "UNKNOWN":
@@ -88,15 +122,8 @@ def _first(found: Attribution) -> Iterator[RenderableType]:
         elif max(s.effects[quantity].share for s in known) > CANCELLED:
             first = "cancelled"
         groups.setdefault((kind, first, quantity), []).append(head)
-    if not groups:
-        yield from lead(f"NOTHING {file_name(found.source)}:", "no rounding site was found to err")
-        return
-    ordered = sorted(groups.items(), key=lambda item: list(_KINDS).index(item[0][0]))
-    sentences = [_sentence(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
-    (kind, _, quantity), heads = ordered[0]
-    command = "inspect" if _otherwise(heads[0], quantity) else "what-if"
-    following = on_head(command, found.source, heads[0].head, found.observation)
-    yield from lead(f"{kind} {file_name(found.source)}:", sentences[0], sentences[1:], following, _KINDS[kind])
+    ordered = sorted(groups.items(), key=lambda item: list(KINDS).index(item[0][0]))
+    return [MadeAlike(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
 
 
 def _otherwise(head: HeadAttribution, quantity: str) -> bool:
@@ -128,8 +155,9 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
     off = f"{name} {_range([h.totals[quantity].error for h in heads])} off"
     if _otherwise(heads[0], quantity):
         captured = _range([size for h in heads if (size := h.totals[quantity].captured) is not None])
+        bits = "most of its bits" if quantity == "o" else "O's bits"
         return (
-            f"{where}: the captured {name} is {captured} off, and not as the recipe that has O's bits makes it "
+            f"{where}: the captured {name} is {captured} off, and not as the recipe that has {bits} makes it "
             f"({off}; emulated). No cause of its error is named"
         )
     if kind == "COARSE":

@@ -74,6 +74,10 @@ class Map:
     """Whether they are coloured by their logarithm."""
     ends: tuple[float, float] | None = None
     """Where the colours begin and end, so that maps side by side are read alike; None: at the extremes."""
+    names: tuple[tuple[str | None, ...], ...] = ()
+    """What is written in each cell, likewise; the cells of a name are shown and hidden together. Empty: nothing."""
+    places: tuple[tuple[str | None, ...], ...] = ()
+    """Addresses on the page to which cells lead, likewise. Empty: nowhere."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -18,10 +18,23 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from attn_diag.reports import cards, embedding, glossary, head_labels, opening, quantities, story, timeline, words
+from attn_diag.reports import (
+    cards,
+    embedding,
+    error_charts,
+    error_map,
+    glossary,
+    head_labels,
+    opening,
+    quantities,
+    story,
+    timeline,
+    words,
+)
 from attn_diag.reports.charts import Gallery
 from attn_diag.reports.finding_words import grows, style_of
 from attn_diag.results import wording
+from attn_diag.results.attributions import ErrorMap
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
 from attn_diag.results.findings import SharedFinding
@@ -67,6 +80,8 @@ _STYLES = ("base", "report", "print")
 _REPORT_STYLES = (*_STYLES, "verdicts")
 # The element of a gallery's data.
 _GALLERY = "attn-diag-gallery"
+# The element of the maps of heads that were taken apart.
+_APART = "attn-diag-apart"
 # What begins a number, or stands for one that there is none of.
 _NUMBER = re.compile(r"[-+<\d−–∞]|NaN|Inf")
 # Cells of so many characters are sentences, not numbers.
@@ -95,7 +110,8 @@ def html_document(diagnosis: Diagnosis) -> str:
     shortened, all of it compressed, and the figures of the better heads left out, as far as that takes. All names and
     texts are escaped.
     """
-    rows = list(_rows(diagnosis))
+    apart = error_map.of_diagnosis(diagnosis)
+    rows = list(_rows(diagnosis, sites=bool(apart)))
     places = {id(head): row.place for row, (_, _, head) in zip(rows, diagnosis.entries(), strict=True)}
     order = {places[id(head)]: rank for rank, (_, _, head) in enumerate(diagnosis.ranked())}
     times = timeline.timelines(diagnosis, places)
@@ -121,7 +137,9 @@ def html_document(diagnosis: Diagnosis) -> str:
         "passed": opening.style(diagnosis) == style_of("clean"),
         "nothing": cards.nothing(diagnosis),
         "undecided": _undecided(diagnosis),
-        "columns": ("verdict", *(q.title for q in _COLUMNS)),
+        "columns": ("verdict", *(q.title for q in _COLUMNS), *(("site",) if apart else ())),
+        "apart": [_apart(name, found) for name, found in apart.items()],
+        "apart_data": _apart_data(diagnosis, rows, apart) if apart else "",
         "rows": sorted(rows, key=lambda row: order[row.place])[:_LISTED],
         "total": len(rows),
         "worst": worst,
@@ -171,13 +189,47 @@ def _text_columns(table: tuple[tuple[str, ...], ...]) -> set[int]:
     }  # fmt: skip
 
 
-def _rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    """In the order of ``Diagnosis.entries``. A place names capture, observation and head by position."""
+def _apart(name: str, maps: tuple[ErrorMap, ...]) -> tuple[str, list[str]]:
+    """The heads of one observation that were taken apart: its name, and what they show."""
+    stepped = len({one.step for one in maps}) > 1
+    said = []
+    for one in maps:
+        step = f"Step {one.step}: " if stepped and one.step is not None else ""
+        said.append(" ".join((f"{step}{error_map.finding(one)}.", *error_map.sentences(one))))
+    return name, said
+
+
+def _apart_data(diagnosis: Diagnosis, rows: list[Row], apart: Mapping[str, tuple[ErrorMap, ...]]) -> Markup:
+    """Their maps, and for the rows that the page's script makes the site of every head."""
+    at = {
+        (observation.name, capture.source, head.layer, a.batch, head.head): row.place
+        for row, (capture, observation, head) in zip(rows, diagnosis.entries(), strict=True)
+        if (a := head.attribution) is not None
+    }
+    charts = []
+    for name, maps in apart.items():
+        stepped = len({one.step for one in maps}) > 1
+        places = {id(h): at[name, h.source, h.layer, h.batch, h.head] for one in maps for h in one.heads}
+        charts.append([asdict(chart) for one in maps for chart in error_charts.charts(one, places, stepped=stepped)])
+    sites = {row.place: row.cells[-1][0] for row in rows} if len(rows) > _LISTED else {}
+    return _json_element(_APART, {"charts": charts, "sites": sites})
+
+
+def _rows(diagnosis: Diagnosis, *, sites: bool) -> Iterator[Row]:
+    """In the order of ``Diagnosis.entries``. A place names capture, observation and head by position.
+
+    ``sites``: whether there is a column for what ``details`` found.
+    """
     for i, capture in enumerate(diagnosis.captures):
         for j, observation in enumerate(capture.observations):
             for k, head in enumerate(observation.heads):
                 if head.head is not None:
-                    yield _row(f"c{i}o{j}h{k}", capture, observation, head)
+                    row = _row(f"c{i}o{j}h{k}", capture, observation, head)
+                    if not sites:
+                        yield row
+                        continue
+                    site = wording.DASH if head.attribution is None else error_map.site_of(head.attribution)
+                    yield replace(row, cells=(*row.cells, (site, site if site != wording.DASH else "")))
 
 
 def _row(place: str, capture: CaptureDiagnosis, observation: ObservationDiagnosis, head: HeadDiagnosis) -> Row:

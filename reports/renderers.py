@@ -47,7 +47,8 @@ class Renderer:
 
 _RENDERERS = {
     "addition": Renderer("microscope:addition_renderables"),
-    "attribution": Renderer("attribution:attribution_renderables"),
+    "attribution": Renderer("attribution:attribution_renderables", page="attributions:attribution_document"),
+    "attributions": Renderer("attributions:attributions_renderables", page="attributions:attributions_document"),
     "check": Renderer("check:check_renderables"),
     "closed-form": Renderer("microscope:whole_closed_form_renderables"),
     "comparison": Renderer("diff:diff_renderables", plain="diff:diff_lines", page="diff_page:diff_document"),

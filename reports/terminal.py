@@ -19,7 +19,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
 from rich.text import Text
 
-from attn_diag.reports import layout, story, words
+from attn_diag.reports import error_map, layout, story, words
 from attn_diag.reports.finding_words import style_of
 from attn_diag.reports.head_map import HeadMap
 from attn_diag.reports.opening import next_command, opening, style
@@ -82,6 +82,7 @@ def terminal_renderables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         if any(_faulty(entry) for entry in entries):
             yield from _what_to_do(diagnosis)
         yield from _heads(diagnosis, entries)
+        yield from _taken_apart(diagnosis)
         names = story.Names(entries)
         for entry in detailed(diagnosis, entries):
             yield from _detail(entry, names)
@@ -124,6 +125,17 @@ def _heads(diagnosis: Diagnosis, entries: list[Entry]) -> Iterator[RenderableTyp
                 worst = f" (the worst of {captures} captures)" if captures > 1 else ""
                 yield from layout.title(f"All heads of {name}, layer by layer{worst}")
                 yield HeadMap(named)
+
+
+def _taken_apart(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Which sites make the errors of the heads that were taken apart, where these are several."""
+    for name, maps in error_map.of_diagnosis(diagnosis).items():
+        stepped = len({one.step for one in maps}) > 1
+        for one in maps:
+            yield from layout.title(f"{error_map.title(one, stepped=stepped)}: {name}")
+            yield layout.paragraph(f"{error_map.finding(one)}.")
+            yield from (layout.paragraph(sentence) for sentence in error_map.sentences(one))
+            yield from error_map.tables(one)
 
 
 def _shown(diagnosis: Diagnosis, entries: list[Entry]) -> list[Entry]:
@@ -297,6 +309,11 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (layout.line("next", f"{question}: {command}") for question, command in story.commands(diagnosis))
     names = story.Names(entries)
     yield from (_head_line(entry, _place(entry, names)) for entry in entries)
+    for name, maps in error_map.of_diagnosis(diagnosis).items():
+        yield from (layout.line("sites", name, error_map.finding(one)) for one in maps)
+    for entry in entries:
+        if (apart := entry[2].attribution) is not None:
+            yield layout.line("site", _place(entry, names), error_map.site_of(apart))
     faulty = [e for e in entries if label_names(e[2]) != ("clean",)] or entries[:1]
     for entry in faulty[:_MAX_FACTS]:
         yield from _facts(entry, _place(entry, names))

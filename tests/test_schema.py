@@ -61,7 +61,7 @@ def test_every_kind_of_document_is_known_and_none_else_is_shipped() -> None:
         "diagnosis-1",
         "diagnosis-2",
     }
-    assert len(KINDS) == 27
+    assert len(KINDS) == 28
     assert SCHEMAS.keys() == {*KINDS, "diagnosis-4"}
     assert attn_diag.json_schema() == shipped(3)
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from attn_diag.cli.delivery import Delivery, progress_bar
-from attn_diag.cli.options import Device, Inputs, Level, ObservationName, Overrides, Places, command
+from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.options import Device, Html, Inputs, Level, ObservationName, Overrides, Places, command
 
 
 @command
@@ -20,14 +20,18 @@ def attribute(
     ] = None,
     places: Places,
     delivery: Delivery,
+    html: Html = None,
     level: Level = 0.01,
     device: Device = "auto",
     overrides: Overrides,
 ) -> int:
-    """Say which rounding site makes the errors of O, delta, dQ and dW_Q, head by head."""
-    from attn_diag.analyses.attribution.attribute import attribute as take_apart
+    """Say which rounding site makes the errors of O, delta, dQ and dW_Q, head by head.
 
-    if (linear := inputs.one_linear(places, delivery, refused=overrides.given())) is not None:
+    Of several captures, such as all layers of a step: which layers, heads and sites carry dW_Q's error.
+    """
+    from attn_diag.analyses.attribution.of_captures import attribute_captures
+
+    if (linear := inputs.one_linear(places, delivery, refused={"--html": html, **overrides.given()})) is not None:
         from attn_diag.analyses.linear_recipes.attribute import attribute_linear
 
         one, head, unreadable = linear
@@ -37,9 +41,14 @@ def attribute(
             )
         delivery.deliver(shares)
         return 2 if unreadable else 0
-    capture, unreadable = inputs.open_one(places.layer, overrides, delivery)
-    selection = places.selection(observation)
-    with progress_bar("rows") as progress:
-        found = take_apart(capture, recipe=recipe, selection=selection, level=level, device=device, progress=progress)
-    delivery.deliver(found)
-    return 2 if unreadable else 0
+    captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
+    with progress_bar("heads" if len(captures) > 1 else "rows") as progress:
+        found = attribute_captures(
+            captures, recipe=recipe, selection=places.selection(observation), level=level, device=device,
+            progress=progress, unreadable=unreadable, skip=complain if len(captures) > 1 else None,
+        )  # fmt: skip
+    for warning in found.warnings:
+        complain(warning)
+    # One capture is told of in full.
+    delivery.deliver(found if len(captures) > 1 else found.results[0], html)
+    return 2 if found.unreadable else 0

@@ -20,6 +20,7 @@ from attn_diag.cli.options import (
     Places,
     command,
     labels,
+    number_or_all,
     numbers,
 )
 from attn_diag.cli.tables import Tables
@@ -52,8 +53,10 @@ def inspect(
         typer.Option(metavar="LABELS", help="Exit with 1 if a head has one of these labels: nonfinite,wrong,lossy,…"),
     ] = None,
     details: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Attribution and microscope of the N worst heads; 1 with --html, else 0."),
+        str | None,
+        typer.Option(
+            metavar="N", help="Attribution and microscope of the N worst heads, or all; 1 with --html, else 0."
+        ),
     ] = None,
     certify: Annotated[
         int, typer.Option(metavar="N", help="Recompute N rows of every head in mpmath: is the reference right?")
@@ -90,14 +93,15 @@ def inspect(
         # What is wrong with the files is said once.
         with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
             captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
-        if details is None:
-            # The head that the first screen of a page is about.
-            details = 0 if html is None or ranks.count > 1 else 1
+        # By default the head that the first screen of a page is about.
+        count = (
+            (0 if html is None or ranks.count > 1 else 1) if details is None else number_or_all("--details", details)
+        )
         with progress_bar() as progress:
             diagnosis = inspect_captures(
                 captures, selection=places.selection(observation), recipes=recipe or (), engine=engine, level=level,
                 device=device, progress=progress if ranks.rank == 0 else None, unreadable=unreadable, skip=complain,
-                certify=certified, merge_ranks=merge_ranks, details=details, ranks=ranks,
+                certify=certified, merge_ranks=merge_ranks, details=count, ranks=ranks,
             )  # fmt: skip
     if ranks.rank > 0:
         return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -297,6 +297,16 @@ def numbers(option: str, value: str | None) -> Ranges | None:
     from attn_diag.captures.selection import Ranges
 
     return None if value is None else Ranges.parse(option, value)
+
+
+def number_or_all(option: str, value: str) -> int | Literal["all"]:
+    """How many, or all, as an option says. Raises InputError for anything else."""
+    if value == "all":
+        return "all"
+    try:
+        return int(value)
+    except ValueError:
+        raise InputError(f"{option} must be a number or all, got {value!r}") from None
 
 
 def listed(text: str | None) -> list[str] | None:

@@ -87,6 +87,8 @@ def _compared(head: OpenHead, emulated: Mapping[str, Tensor], others: Counterfac
         words = _apart(captured[name], emulated[name], exact, unit, _usable(truth.usable, captured[name]), keys)
         if words:
             found[name] = words
+    for name, rows in _nonfinite(captured, emulated, truth.usable).items():
+        found[name] = ", ".join(filter(None, (f"it has NaN or Inf in {rows} of its rows", found.get(name))))
     if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
         found["lse"] = words
     return Fidelity(found, _beside_well_rounded(head, captured or emulated, known, others))
@@ -183,3 +185,14 @@ def _beside_well_rounded(
         if best is not None:
             found[name] = best
     return found
+
+
+def _nonfinite(captured: Mapping[str, Tensor], emulated: Mapping[str, Tensor], usable: Tensor) -> dict[str, int]:
+    """By quantity, in how many rows the captured kernel returned no numbers where the recipe does; they are left out
+    of all else. Those in which it does not are not there."""
+    names = [name for name in ("o", "delta", "dq") if name in captured and name in emulated]
+    if not names:
+        return {}
+    lost = [(usable & ~_usable(usable, captured[n]) & _usable(usable, emulated[n])).sum() for n in names]
+    # A GPU is waited for once.
+    return {name: count for name, count in zip(names, torch.stack(lost).tolist(), strict=True) if count}

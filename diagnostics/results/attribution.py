@@ -182,6 +182,8 @@ class HeadAttribution:
     """What was left out or assumed."""
     reasons: tuple[str, ...] = ()
     """All of it in words."""
+    norms: dict[str, Number] = field(default_factory=dict)
+    """||reference|| of o, dq and dw_q, by which sizes of several heads are compared; none in older documents."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,6 +202,8 @@ class Attribution(Result):
     """What ran the recipe."""
     heads: tuple[HeadAttribution, ...]
     """One entry a head and batch item."""
+    step: int | None = None
+    """Training step; null where it is not stated."""
     schema: Literal["attn-diag-attribution"] = "attn-diag-attribution"
     schema_version: Literal[1] = 1
 

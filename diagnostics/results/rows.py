@@ -1,8 +1,8 @@
 """Results as rows of plain values, one a head: for data frames, CSV and Parquet, of people who plot themselves.
 
 A column is named by the path to its value, such as "bias.delta.mean", "quantities.dq.factor" or
-"noise_factor_ci95.low". Lists of other things than names, texts and intervals have no column; running sums, figures,
-attributions and the microscope of a head of a diagnosis have none either.
+"noise_factor_ci95.low". Lists of other things than names, texts and intervals have no column; running sums, figures
+and the microscope of a head of a diagnosis have none either, and of its attribution the guilty sites alone have.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def row_of(value: Any, before: Mapping[str, Cell] | None = None) -> Row:
 
 
 def _cells(path: str, value: Any) -> Iterator[tuple[str, Cell]]:
+    if path == "attribution" and value is not None:
+        yield from _cells("attribution.guilty", value.guilty)
     if path in _NO_COLUMNS:
         return
     if value is None or isinstance(value, str | int | float | bool):

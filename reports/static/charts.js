@@ -23,7 +23,13 @@ attnDiag.charts = (() => {
       place.style.height = `${height + attnDiag.options.extra(chart, width)}px`;
       return attnDiag.options.of(chart, width);
     };
-    const ready = () => drawn.get(place)?.chart ?? draw(place, option);
+    const first = () => {
+      const made = draw(place, option);
+      // A cell of a map leads to what is told of it elsewhere on the page.
+      if (chart.map?.places?.length) made.on("click", ({ data }) => data.place && (location.hash = data.place));
+      return made;
+    };
+    const ready = () => drawn.get(place)?.chart ?? first();
     const button = (text, what, action) => el("button", { type: "button", class: "quiet", "aria-label": `Save ${chart.title} as ${what}`, onclick: action }, text);
     const tools = [
       button("SVG", "SVG", () => attnDiag.export.saveSvg(chart.name, ready())),

@@ -13,8 +13,9 @@ attnDiag.export = (() => {
   const table = (chart) => {
     const name = (axis, i) => (axis.names.length ? (axis.names[i] ?? i) : i);
     if (chart.map) {
-      const lines = chart.map.values.flatMap((row, i) => row.map((value, j) => [name(chart.y, i), name(chart.x, j), value]));
-      return [[chart.y.label || "row", chart.x.label || "column", chart.map.label], ...lines];
+      const named = (chart.map.names ?? []).length > 0;
+      const lines = chart.map.values.flatMap((row, i) => row.map((value, j) => [name(chart.y, i), name(chart.x, j), value, ...(named ? [chart.map.names[i][j]] : [])]));
+      return [[chart.y.label || "row", chart.x.label || "column", chart.map.label, ...(named ? ["name"] : [])], ...lines];
     }
     const bands = chart.bands.flatMap((band) => [`${band.name}, low`, `${band.name}, high`]);
     const limits = chart.bands.flatMap((band) => [band.low, band.high]);

@@ -90,7 +90,8 @@ attnDiag.options = (() => {
 
   // Pixels that a chart needs beyond its height: more than one row of legend, marks' labels, many bars side by side.
   const extra = (chart, width) => {
-    if (chart.map) return 0;
+    // A name in every cell needs the height of a line; others are read by their colours.
+    if (chart.map) return (chart.map.names ?? []).length ? Math.max(24 * chart.map.values.length - 180, -120) : 0;
     const { legend, labels } = layout(chart, width);
     return 19 * Math.max(legend - 1, 0) + 15 * labels + Math.max(0, 22 * chart.y.names.length - 190);
   };
@@ -215,12 +216,18 @@ attnDiag.options = (() => {
   // Names shown of so many rows: as many as have room one under another in the height that a map has.
   const everyRow = (count) => Math.ceil((count * 15) / 215) - 1;
 
-  const map = (chart) => {
+  // Cells that narrow have no room for a name.
+  const NAMED = 36;
+
+  const map = (chart, width) => {
     // Where a value stands on the colour scale, behind the value itself.
     const at = (value) => (chart.map.log ? Math.log10(value) : value);
     const back = (x) => (chart.map.log ? 10 ** x : x);
-    const cells = chart.map.values.flatMap((row, i) => row.map((value, j) => [j, i, value, at(value)])).filter((c) => Number.isFinite(c[3]));
-    const values = cells.map((c) => c[3]);
+    const named = (chart.map.names ?? []).length > 0;
+    const all = chart.map.values.flatMap((row, i) => row.map((value, j) => ({ value: [j, i, value, value === null ? NaN : at(value)], name: named ? chart.map.names[i][j] : "", place: chart.map.places?.[i]?.[j] })));
+    // A cell that has a name but no place on the scale is drawn pale.
+    const cells = all.filter((c) => Number.isFinite(c.value[3]) || c.name);
+    const values = cells.map((c) => c.value[3]).filter(Number.isFinite);
     // Not spread: there may be more cells than a call takes arguments.
     const [low, high] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
     const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;
@@ -228,24 +235,39 @@ attnDiag.options = (() => {
     const indices = (count) => Array.from({ length: count }, (_, i) => String(i));
     const columns = { ...chart.x, names: chart.x.names.length ? chart.x.names : indices(chart.map.values[0]?.length ?? 0) };
     const rows = { ...chart.y, names: chart.y.names.length ? chart.y.names : indices(chart.map.values.length) };
+    const colors = chart.map.diverging ? theme.signs() : theme.magnitude;
+    const room = (width - 60) / Math.max(columns.names.length, 1);
+    const drawn = ({ value, name, place }) => {
+      const known = Number.isFinite(value[3]);
+      const fill = known ? theme.along(colors, (value[3] - range[0]) / (range[1] - range[0] || 1)) : theme.color("empty");
+      const label = { show: room > NAMED, color: known ? theme.readable(fill) : theme.color("soft"), fontSize: 10.5, width: room - 4, overflow: "truncate", formatter: () => name };
+      return { value: known ? value : [value[0], value[1], null, range[0]], label, place, ...(known ? {} : { visualMap: false, itemStyle: { color: fill } }) };
+    };
+    // One series a name, so that the legend shows and hides the cells of a name.
+    const names = [...new Set(cells.map((c) => c.name))].sort((a, b) => cells.filter((c) => c.name === b).length - cells.filter((c) => c.name === a).length);
+    const own = (name) => cells.filter((c) => c.name === name).map(drawn);
+    const heat = { type: "heatmap", itemStyle: { borderWidth: 0 } };
+    const border = { borderWidth: 1, borderColor: theme.color("card") };
     return {
       ...base(chart),
-      grid: { left: 8, right: 14, top: 26, bottom: 74, containLabel: true },
+      ...(named ? { color: [theme.color("soft")], legend: { type: "scroll", data: names, top: 0, left: 0, itemWidth: 10, itemHeight: 8, icon: "roundRect", textStyle: textStyle("ink") } } : {}),
+      grid: { left: 8, right: 14, top: named ? 46 : 26, bottom: 74, containLabel: true },
       tooltip: tooltip({
-        formatter: (item) => lines(`${columns.label} ${columns.names[item.value[0]]}, ${rows.label} ${rows.names[item.value[1]]}`, [`${chart.map.label}: ${number(item.value[2], 5)}`]),
+        formatter: (item) => lines(`${columns.label} ${columns.names[item.value[0]]}, ${rows.label} ${rows.names[item.value[1]]}`,
+          [`${chart.map.label}: ${item.value[2] === null ? "not known" : number(item.value[2], 5)}`, ...(named ? [item.seriesName] : [])]),
       }),
       xAxis: axis(columns, { nameGap: 26 }),
       // The name stands above the axis, as in other charts: beside it labels of any width would need room.
-      yAxis: axis(rows, { inverse: true, nameLocation: "start", nameGap: 10, nameTextStyle: { ...textStyle(), align: "left" }, axisLabel: { ...textStyle(), interval: everyRow(rows.names.length) } }),
+      yAxis: axis(rows, { inverse: true, nameLocation: "start", nameGap: 10, nameTextStyle: { ...textStyle(), align: "left" }, axisLabel: { ...textStyle(), interval: named ? 0 : everyRow(rows.names.length) } }),
       visualMap: {
         min: values.length ? range[0] : 0, max: values.length ? range[1] : 1, dimension: 3, calculable: false, orient: "horizontal", left: "center", bottom: 0,
         itemHeight: 140, itemWidth: 10, text: [number(back(range[1])), `${chart.map.label}   ${number(back(range[0]))}`],
-        textStyle: textStyle(), inRange: { color: chart.map.diverging ? theme.signs() : theme.magnitude },
+        textStyle: textStyle(), inRange: { color: colors },
       },
-      series: [{ type: "heatmap", data: cells, itemStyle: { borderWidth: 0 } }],
+      series: named ? names.map((name) => ({ ...heat, name, data: own(name), itemStyle: border })) : [{ ...heat, data: cells.map((c) => c.value) }],
     };
   };
 
   // ``width``: of the place, in pixels.
-  return { of: (chart, width) => (chart.map ? map(chart) : series(chart, width)), extra, base, axis, tooltip, lines, textStyle };
+  return { of: (chart, width) => (chart.map ? map(chart, width) : series(chart, width)), extra, base, axis, tooltip, lines, textStyle };
 })();

@@ -9,7 +9,8 @@
   if (!entries.length) return;
   const byPlace = new Map(entries.map((entry) => [entry.place, entry]));
   const head = document.getElementById("head");
-  attnDiag.rows.start(entries, rank);
+  const apart = document.getElementById("attn-diag-apart") ? attnDiag.data("attn-diag-apart") : { charts: [], sites: null };
+  attnDiag.rows.start(entries, rank, apart.sites);
 
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
   let wanted = null;
@@ -48,6 +49,11 @@
   document.addEventListener("click", (event) => {
     const link = event.target.closest?.("a[href^='#']");
     if (link && link.getAttribute("href") === location.hash) reveal();
+  });
+
+  document.querySelectorAll(".figures[data-apart]").forEach((place) => {
+    place.append(...apart.charts[Number(place.dataset.apart)].map((chart) => attnDiag.charts.figure(chart, { wide: true, height: 340 })));
+    attnDiag.glossary.mark(place.parentElement);
   });
 
   performance.mark("attn-diag-first-chart");

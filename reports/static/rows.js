@@ -11,16 +11,17 @@ attnDiag.rows = (() => {
     const value = (judged(entry) ? read(entry) : null) ?? null;
     return el("td", { "data-key": value ?? "" }, shown(value, column));
   };
-  const row = (entry) => {
+  const row = (entry, sites) => {
     const labels = entry.head.verdict?.labels.join(", ") ?? "no verdict";
     const { source } = entry.capture;
     return el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#${entry.place}` }, name(entry))),
       el("td", { "data-key": labels }, labels.replaceAll("_", "-")), attnDiag.vocabulary.columns.map((column) => cell(entry, column)),
+      sites ? el("td", { "data-key": sites[entry.place] === attnDiag.numbers.DASH ? "" : sites[entry.place] }, sites[entry.place]) : null,
       el("td", {}, el("bdi", {}, entry.observation.name)), el("td", { title: source }, el("bdi", {}, fileName(source))));
   };
 
-  // ``rank``: where an entry stands in the table.
-  const start = (entries, rank) => {
+  // ``rank``: where an entry stands in the table; ``sites``: its site by its place, null where there is no such column.
+  const start = (entries, rank, sites) => {
     const table = document.getElementById("heads");
     const button = document.getElementById("more");
     if (!button) return;
@@ -28,7 +29,7 @@ attnDiag.rows = (() => {
       const known = [...table.tBodies[0].rows];
       const places = new Set(known.map((line) => line.querySelector("a").getAttribute("href").slice(1)));
       const others = entries.filter((entry) => !places.has(entry.place)).sort((a, b) => rank(a) - rank(b));
-      return [...known, ...others.map(row)];
+      return [...known, ...others.map((entry) => row(entry, sites))];
     }, button);
   };
 

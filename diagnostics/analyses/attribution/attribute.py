@@ -131,6 +131,7 @@ def _attributed(
     return Attribution(
         tool=describe_tool(where),
         source=capture.source,
+        step=capture.metadata.step,
         observation=name,
         level=level,
         backend=f"emulation on {backend_name(where)}{in_smaller}",
@@ -223,6 +224,7 @@ def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, note
         differences=dict(beside.differences),
         well_rounded={q: (r.factor, r.low, r.high) for q, r in beside.well_rounded.items()},
         notes=notes,
+        norms=dict(truth.norms),
     )
     return replace(found, reasons=tuple(reasons(found, level)))
 

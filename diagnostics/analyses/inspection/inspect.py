@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from attn_diag.analyses.inspection.capture_job import CaptureJob, Runs
 from attn_diag.analyses.inspection.details import with_details
@@ -88,7 +89,7 @@ def inspect(
     level: float = DEFAULT_LEVEL,
     device: str = "auto",
     certify: int | Certify | None = None,
-    details: int = 0,
+    details: int | Literal["all"] = 0,
 ) -> Diagnosis:
     """Diagnose one attention call from its tensors, at a breakpoint or in a notebook; or captures of calls.
 
@@ -126,8 +127,8 @@ def inspect(
         device: auto, cpu or cuda; or GPUs, "cuda:0,cuda:1" or "cuda:all": the reference of long heads is dealt out over
             them, all else runs on the first.
         certify: Recompute so many rows of every head (or those of a ``Certify``) in mpmath: is the reference right?
-        details: Of so many heads, the worst, also find each rounding site's part (``attribution``) and follow one
-            element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
+        details: Of so many heads, the worst, or "all", also find each rounding site's part (``attribution``) and follow
+            one element of O (``microscope``): as long again as inspecting a head takes, or a few times that.
 
     Raises:
         InputError: As ``captures_of``.
@@ -186,7 +187,7 @@ def inspect_captures(
     skip: Callable[[InputError], None] | None = None,
     certify: int | Certify | None = None,
     merge_ranks: bool = True,
-    details: int = 0,
+    details: int | Literal["all"] = 0,
     ranks: Ranks | None = None,
 ) -> Diagnosis:
     """Diagnose captures; all their primary tests form one Benjamini-Hochberg family.
@@ -212,8 +213,9 @@ def inspect_captures(
             precision that cannot be certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
-    if details < 0:
-        raise InputError(f"details must be how many heads to look at closely, 0 or more; got {details}")
+    if details != "all" and (not isinstance(details, int) or details < 0):
+        raise InputError(f"details must be how many heads to look at closely, 0 or more, or 'all'; got {details!r}")
+    details = sys.maxsize if details == "all" else details
     ranks = ranks or Ranks()
     if details and ranks.count > 1:
         raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")

@@ -1,0 +1,81 @@
+"""``attribute`` of many captures: each by itself, and all their heads beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.captures.capture import Capture
+from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.captures.selection import Selection, select_heads
+from attn_diag.errors import InputError
+from attn_diag.kernels import Recipe
+from attn_diag.results.attribution import Attribution
+from attn_diag.results.attributions import Attributions, side_by_side
+from attn_diag.work import Progress
+
+
+def attribute_captures(
+    captures: Iterable[Capture],
+    *,
+    recipe: str | Recipe | None = None,
+    selection: Selection | None = None,
+    level: float = 0.01,
+    device: str = "auto",
+    progress: Progress | None = None,
+    unreadable: Sequence[str] = (),
+    skip: Callable[[InputError], None] | None = None,
+) -> Attributions:
+    """Attribute every capture, one after the other, and say which layers, heads and sites carry the error of a step.
+
+    Args:
+        captures: The captures, such as all layers of a step, or of several steps; those of several ranks become one
+            with all their batch items (``merged_over_ranks``).
+        recipe, selection, level, device: As in ``attribute``.
+        progress: Called with (done, total) heads; of one capture alone as ``attribute`` calls it.
+        unreadable: Complaints about captures that could not be opened.
+        skip: Called with what cannot be attributed where there is more; without it, that is raised.
+
+    Returns:
+        The captures' answers, and the heads beside each other (``maps``).
+
+    Raises:
+        InputError: Nothing can be attributed, and as ``attribute`` does.
+    """
+    (chosen, told), skipped = merged_over_ranks(captures), list(unreadable)
+    results: list[Attribution] = []
+    errors: list[InputError] = []
+    counts = [_heads(capture, selection) for capture in chosen]
+    for number, capture in enumerate(chosen):
+        part = _counted(progress, sum(counts[:number]), counts[number], sum(counts)) if len(chosen) > 1 else progress
+        try:
+            results.append(
+                attribute(capture, recipe=recipe, selection=selection, level=level, device=device, progress=part)
+            )
+        except InputError as error:
+            errors.append(error)
+            if skip is None:
+                break
+    if errors and (skip is None or not results):
+        raise errors[0]
+    for problem in errors:
+        if skip is not None:
+            skip(problem)
+        skipped.append(str(problem))
+    return Attributions(tuple(results), side_by_side(results), tuple(skipped), tuple(told))
+
+
+def _heads(capture: Capture, selection: Selection | None) -> int:
+    """How many are attributed, each sequence's; one where there is to be an error."""
+    try:
+        heads, batches = select_heads(capture, selection or Selection())
+    except InputError:
+        return 1
+    return len(heads) * len(batches)
+
+
+def _counted(progress: Progress | None, before: int, count: int, of: int) -> Progress | None:
+    """For the next ``count`` of all heads, whatever units their work counts in."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + count * done // max(total, 1), of)
