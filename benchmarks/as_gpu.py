@@ -163,7 +163,7 @@ def run_stack(recipe: Recipe, heads: Sequence[Any]) -> Any:
     with _disable_current_modes():
         key = recipe, heads[0].do is None, tuple(float(head.q.sum()) for head in heads)
         if key not in _RUNS:
-            made = [emulate_head(recipe, head, key_gradients=False) for head in heads]
+            made = [emulate_head(recipe, head) for head in heads]
             names = [f.name for f in fields(made[0]) if getattr(made[0], f.name) is not None]
             _RUNS[key] = type(made[0])(**{name: torch.stack([getattr(one, name) for one in made]) for name in names})
         return _RUNS[key]
