@@ -16,9 +16,10 @@ from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import made_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.counterfactual import Counterfactuals, covers, directions
+from attn_diag.head.counterfactual import Counterfactuals, covers
 from attn_diag.head.declared import DeclaredKernel, beside_declared, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.noise_directions import directions
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import (
     LOSSY,

@@ -270,9 +270,8 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
         take_backward = [ask_backward([one.backward[name] for one in passes], fused) for name in passes[0].backward]
         references = fused.references(key_gradients=passes[0].want_keys)
         take_noise()
-        others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
-        for other in others:
-            other.beside = others
+        others = [one.counterfactuals for one in passes]
+        Counterfactuals.run_together([one for one in others if isinstance(one, Counterfactuals)])
         for name in passes[0]._collectors:
             take_maxima([one._collectors[name] for one in passes], fused)
         BoundCollector.take([one.collected for one in passes], fused)
