@@ -65,7 +65,7 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
         clusters = [dense(keys) for keys in stack.top_key.cpu().numpy()] if name == "o" else [None] * len(found)
         firsts: list[QuantitySample | None] = [None] * len(found)
         if stack.passes[0].declared(stack.seen[0]) is None:
-            beside = samples(
+            firsts[:] = beside = samples(
                 observed,
                 stack.of(partial(_true, name)),
                 stack.chosen([passed.counterfactuals.outputs()[name] for passed in stack.passes]),
@@ -74,10 +74,10 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
                 stack.indices,
                 len(stack.head.q),
                 fed=None if fed[0] is None else stack.chosen(fed),
+                clusters=clusters,
                 directions=[_directions(passed, name) for passed in stack.passes],
             )
-            firsts[:] = known = [replace(one, clusters=c) for one, c in zip(beside, clusters, strict=True)]
-            QuantitySample.find_ratios(known)
+            QuantitySample.find_ratios(beside)
         for h, (passed, seen) in enumerate(zip(stack.passes, stack.seen, strict=True)):
             found[h][name] = _quality(name, passed, seen, stack.indices[h], fed[h], clusters[h], firsts[h])
     return found
