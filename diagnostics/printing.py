@@ -13,7 +13,7 @@ import re
 import sys
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import TextIO, TypeVar
+from typing import TextIO, TypeVar, cast
 
 _T = TypeVar("_T")
 
@@ -73,8 +73,8 @@ def made_printable(value: _T) -> _T:
             return value  # many are long
         items = [made_printable(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    changed = {}
-    for name in _names_of(type(value)):
+    changed, kind = {}, cast(type, type(value))
+    for name in _names_of(kind):
         old = getattr(value, name)
         if type(old) not in _NUMBERS and (new := made_printable(old)) is not old:
             changed[name] = new

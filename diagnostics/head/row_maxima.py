@@ -239,8 +239,9 @@ def maxima_on_host(collectors: Sequence[RowMaximaCollector]) -> list[MaximaOnHos
         several = np.repeat(there[:, None].astype(np.int64), len(collectors[every[0]].definitions), 1)
         if every[0] in counts:
             np.maximum(several, np.stack([counts[i] for i in every]), out=several)
-        by_head = zip(every, row_max, second > -np.inf, np.where(there, top_key, 0), several, strict=True)
-        found |= {i: MaximaOnHost(*of_head, (units[i][0], units[i][1])) for i, *of_head in by_head}
+        by_row = row_max, second > -np.inf, np.where(there, top_key, 0), several
+        for i, *of_head in zip(every, *by_row, strict=True):
+            found[i] = MaximaOnHost(of_head[0], of_head[1], of_head[2], of_head[3], (units[i][0], units[i][1]))
     return [found[i] for i in range(len(collectors))]
 
 
