@@ -12,7 +12,8 @@ import logging
 import re
 import sys
 from dataclasses import fields, is_dataclass, replace
-from typing import TextIO, TypeVar
+from functools import cache
+from typing import TextIO, TypeVar, cast
 
 _T = TypeVar("_T")
 
@@ -72,12 +73,18 @@ def made_printable(value: _T) -> _T:
             return value  # many are long
         items = [made_printable(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    if is_dataclass(value):
-        held = [(f.name, getattr(value, f.name)) for f in fields(value)]
-        texts = ((name, old) for name, old in held if type(old) not in _NUMBERS)
-        changed = {name: new for name, old in texts if (new := made_printable(old)) is not old}
-        return replace(value, **changed) if changed else value  # type: ignore[type-var]
-    return value
+    changed, kind = {}, cast(type, type(value))
+    for name in _names_of(kind):
+        old = getattr(value, name)
+        if type(old) not in _NUMBERS and (new := made_printable(old)) is not old:
+            changed[name] = new
+    return replace(value, **changed) if changed else value  # type: ignore[type-var]
+
+
+@cache
+def _names_of(kind: type) -> tuple[str, ...]:
+    """Of a dataclass's fields; of other kinds none."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
 
 def printable_lines(text: str) -> str:

@@ -57,7 +57,7 @@ def run_stack(recipe: Recipe, heads: Sequence[HeadLike]) -> EmulatedHead:
 
     def stacked(tensors: Sequence[Tensor | None]) -> Tensor:
         """[1, H, T, D]."""
-        return torch.stack([t.to(DTYPES[recipe.input]) for t in tensors if t is not None])[None]
+        return torch.stack([t for t in tensors if t is not None]).to(DTYPES[recipe.input])[None]
 
     with torch.no_grad():
         q, k, v = (stacked([getattr(h, name) for h in heads]) for name in ("q", "k", "v"))

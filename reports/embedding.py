@@ -109,7 +109,8 @@ def _figures_of(head: dict[str, Any]) -> dict[str, Any]:
 
 def _as_data(diagnosis: Diagnosis, detail: Detail) -> Any:
     whole = diagnosis.to_json(indent=None)
-    return json.loads(whole, parse_float=lambda number: float(f"{float(number):.{detail.digits}g}"))
+    digits = f".{detail.digits}g"
+    return json.loads(whole, parse_float=lambda number: float(format(float(number), digits)))
 
 
 def _text(data: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -247,6 +248,20 @@ def test_rows_that_attend_to_their_keys_nearly_alike_are_known(size: float, devi
     streaming.stream_heads([passed])
     of_rows = (passed.visible, passed.truth.reference.row_sum, passed.truth.usable)
     assert nearly_uniform(*(t.cpu().numpy() for t in of_rows)) == (size < 1)
+
+
+@pytest.mark.usefixtures("fused")
+def test_what_heads_were_held_against_goes_without_a_garbage_collection(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
+    gc.collect()
+    gc.disable()
+    try:
+        inspect_captures([capture()], device=device)
+        assert not [one for one in gc.get_objects() if type(one) is Counterfactuals]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("fused")

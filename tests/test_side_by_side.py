@@ -140,3 +140,15 @@ def test_more_heads_take_hardly_more_operations(monkeypatch: pytest.MonkeyPatch)
         inspect_captures([replace(found, tensors=some)], device="cpu")
     two, five = counts
     assert five < 1.5 * two
+
+
+@pytest.mark.parametrize(("free", "cached", "expected"), [(80, 0, 256), (10, 0, 119), (8, 2, 119), (0.1, 0, 16)])
+def test_as_many_heads_at_once_as_half_of_the_free_memory_of_a_gpu_holds(
+    free: float, cached: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.zeros(1, 1, 1024, 64, dtype=torch.bfloat16)
+    one = Capture.from_tensors({"q": q, "k": q, "v": q, "o": q}, causal="top-left")
+    sizes = {"mem_get_info": (int(free * 1e9), 0), "memory_reserved": int(1e9 + cached * 1e9)}
+    for name, size in (sizes | {"memory_allocated": int(1e9)}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
+    assert groups.jobs_at_once(one, torch.device("cuda")) == expected

@@ -6,6 +6,7 @@ import html
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ class Capture:
         """alpha: as stated, else 1/sqrt(D)."""
         return self.metadata.scale if self.metadata.scale is not None else self.head_dim**-0.5
 
-    @property
+    @cached_property
     def observations(self) -> dict[str, tuple[str, ...]]:
         """The names of the observations, in a stable order, each with the outputs it holds."""
         found: dict[str, list[str]] = {}

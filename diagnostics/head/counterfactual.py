@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from attn_diag.head.propagation import sloped
 from attn_diag.head.shared import rows_differ
 from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
-from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, ulp
 from attn_diag.reference.fused import FusedHeads
 from attn_diag.reference.fused_products import KeyProduct, TileWeight
 from attn_diag.reference.heads import stacked
@@ -44,9 +45,6 @@ FROM_CAST_P = ("efficient", "efficient:after-product")
 FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
-_MOST_DIRECTIONS = 128
-# So many weighted numbers are held at a time.
-_AT_ONCE = 2**20
 _TENSOR_CORE_SCORES = 2**19
 
 
@@ -150,8 +148,7 @@ class Counterfactuals:
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
         self._head, self._fmt, self._stored = head, fmt, stored
-        self.beside: Sequence[Counterfactuals] = ()
-        """Those of heads on CUDA, of one shape, that the kernels run together, this one's among them."""
+        self._beside: Sequence[ref[Counterfactuals]] = ()
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
@@ -164,17 +161,25 @@ class Counterfactuals:
         self.small = self.scores <= _TENSOR_CORE_SCORES
         """Whether the tensor core's sums take a second or two at most."""
 
+    @staticmethod
+    def run_together(several: Sequence[Counterfactuals]) -> None:
+        """Of heads on CUDA, of one shape: let the kernels run all of them once one is asked for."""
+        # Weak: they would hold each other, and all that was found, until a garbage collection.
+        refs = [ref(one) for one in several]
+        for one in several:
+            one._beside = refs
+
     def outputs(self, recipe: str = RECIPE, *, tensor_core: bool = False, draw: int | None = None) -> dict[str, Tensor]:
         """As ``run_counterfactual``."""
         key = recipe, tensor_core, draw
-        if key not in self._found and self.beside and not tensor_core:
+        if key not in self._found and self._beside and not tensor_core:
             self._run_kernels(recipe)
         if key not in self._found:
             self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core, draw=draw)
         return self._found[key]
 
     def _run_kernels(self, recipe: str) -> None:
-        """Run a published recipe on all the heads beside, by its own kernels; nothing where these do not take them.
+        """Run a published recipe on all of ``run_together`` by its own kernels; nothing where they lack a mask or so.
 
         Their sums are the tensor core's, as a captured kernel's are.
         """
@@ -184,13 +189,13 @@ class Counterfactuals:
         from attn_diag.kernels.backend import BackendError
         from attn_diag.kernels.triton_head import run_stack
 
-        heads = [_positive(one._head) for one in self.beside]
+        beside = [one for of in self._beside if (one := of()) is not None]
         try:
-            made = run_stack(_stored_as(chosen, self._fmt, self._stored), heads)
+            made = run_stack(_stored_as(chosen, self._fmt, self._stored), [_positive(one._head) for one in beside])
         except (BackendError, ValueError):  # a mask or a head dimension that they lack: emulated
             return
         found = _outputs_of(made, -1 if self._head.scale < 0 else 1)
-        for one, *tensors in zip(self.beside, *(t.unbind() for t in found.values()), strict=True):
+        for one, *tensors in zip(beside, *(t.unbind() for t in found.values()), strict=True):
             one._found[recipe, False, None] = dict(zip(found, tensors, strict=True))
 
 
@@ -370,35 +375,3 @@ def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callab
         return finish
 
     return take
-
-
-def directions(head: AttentionHead, fmt: FloatFormat, quantity: str, rows: Tensor) -> Tensor:
-    """How many directions the expected noise of some rows of O or dQ has: (tr C)^2 / ||C||^2 of its covariance C.
-
-    Args:
-        head: The head.
-        fmt: The format of P's and dS's casts.
-        quantity: "o" or "dq".
-        rows: Indices, [n].
-
-    Returns:
-        [n], at least 1; of more than ``_MOST_DIRECTIONS`` rows 1 for the rest.
-    """
-    result = torch.ones(len(rows), dtype=torch.float64)
-    relative = 2.0 ** (-2 * fmt.precision) / 24
-    block = reference_rows(head, rows[:_MOST_DIRECTIONS])
-    weights, vectors, truth = head.drop(block.probs, block.rows, block.keys), head.v[block.keys], block.out
-    if quantity == "dq":
-        assert block.dscores is not None
-        assert block.dq is not None
-        weights, vectors, truth = block.dscores * head.scale, head.k[block.keys], block.dq
-    if (alike := same_keys(head)) is not None:
-        weights = weights * together(alike[block.keys], (block.unnormalised_probs > 0).to(weights.dtype)).sqrt()
-    weights, own = weights.square() * relative, ulp(truth, fmt).square() / 12
-    count = max(1, _AT_ONCE // max(vectors.numel(), 1))
-    for start in range(0, len(weights), count):
-        several = slice(start, min(start + count, len(weights)))
-        covariance = (weights[several, :, None] * vectors).mT @ vectors
-        diagonal = covariance.diagonal(dim1=1, dim2=2).add_(own[several])
-        result[several] = (diagonal.sum(1).square() / covariance.square().sum((1, 2))).cpu()
-    return result

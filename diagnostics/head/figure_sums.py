@@ -238,15 +238,17 @@ class FigureSums:
         ``unit_places``: rows and keys of the second.
         """
         rows, keys = unit_places
+        if len(rows):
+            # A collector meets the rows in their order.
+            order = np.flatnonzero(usable[rows])
+            order = order[_evenly(len(order), _POSITIONS)]
+            rows, keys = (np.cumsum(usable) - 1)[rows[order]], keys[order]
         multiplicity, kept = unit[usable], row_max[usable]
-        # A collector meets the rows in their order.
-        order = np.flatnonzero(usable[rows])
-        order = order[_evenly(len(order), _POSITIONS)]
         return cls(
             exact=exact[usable].astype(np.int32),
             unit=multiplicity.astype(np.int32),
-            unit_rows=(np.cumsum(usable) - 1)[rows[order]],
-            unit_keys=keys[order],
+            unit_rows=rows,
+            unit_keys=keys,
             unit_total=int(multiplicity[multiplicity > 1].sum()),
             max_logit=float(kept.max()) if len(kept) else None,
         )

@@ -16,9 +16,10 @@ from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import made_in_blocks
 from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.counterfactual import Counterfactuals, covers, directions
+from attn_diag.head.counterfactual import Counterfactuals, covers
 from attn_diag.head.declared import DeclaredKernel, beside_declared, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.noise_directions import directions
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
 from attn_diag.head.quality import (
     LOSSY,
@@ -64,7 +65,7 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
         clusters = [dense(keys) for keys in stack.top_key.cpu().numpy()] if name == "o" else [None] * len(found)
         firsts: list[QuantitySample | None] = [None] * len(found)
         if stack.passes[0].declared(stack.seen[0]) is None:
-            beside = samples(
+            firsts[:] = beside = samples(
                 observed,
                 stack.of(partial(_true, name)),
                 stack.chosen([passed.counterfactuals.outputs()[name] for passed in stack.passes]),
@@ -73,10 +74,10 @@ def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
                 stack.indices,
                 len(stack.head.q),
                 fed=None if fed[0] is None else stack.chosen(fed),
+                clusters=clusters,
                 directions=[_directions(passed, name) for passed in stack.passes],
             )
-            firsts[:] = known = [replace(one, clusters=c) for one, c in zip(beside, clusters, strict=True)]
-            QuantitySample.find_ratios(known)
+            QuantitySample.find_ratios(beside)
         for h, (passed, seen) in enumerate(zip(stack.passes, stack.seen, strict=True)):
             found[h][name] = _quality(name, passed, seen, stack.indices[h], fed[h], clusters[h], firsts[h])
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,15 +71,31 @@ def open_heads(
 ) -> list[OpenedHead]:
     """Open one observation of heads that were streamed; ``places``: indices of batch item and head in the capture."""
     maxima = [p.maxima[s.name] for p, s in zip(passes, seen, strict=True)]
-    of_rows = [
-        _RowsOnHost(*arrays) for arrays in zip(*(on_host([get(p) for p in passes]) for get in _OF_ROWS), strict=True)
-    ]
-    alike_rows = rows_alike([p.inputs.head for p in passes])
-    known = zip(maxima_on_host(maxima), of_rows, alike_rows, strict=True)
-    return [
-        _opened(passed, own, place, collector, *on_the_host)
-        for passed, own, place, collector, on_the_host in zip(passes, seen, places, maxima, known, strict=True)
-    ]
+    of_rows = zip(*(on_host([get(p) for p in passes]) for get in _OF_ROWS), strict=True)
+    known = zip(maxima_on_host(maxima), of_rows, rows_alike([p.inputs.head for p in passes]), strict=True)
+    alike: dict[object, list[int]] = {}
+    heads = [_Head(*of_head) for of_head in zip(passes, seen, places, maxima, *zip(*known, strict=True), strict=True)]
+    for i, one in enumerate(heads):
+        alike.setdefault((len(one.alike), one.collector.definitions), []).append(i)
+    found = dict[int, OpenedHead]()
+    for every in alike.values():
+        found |= zip(every, _opened([heads[i] for i in every]), strict=True)
+    return [found[i] for i in range(len(heads))]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One that is opened, and what the host knows of its rows."""
+
+    passed: StreamedHead
+    seen: ObservedHead
+    place: tuple[int, int]
+    collector: RowMaximaCollector
+    maxima: MaximaOnHost
+    of_rows: Sequence[npt.NDArray[Any]]
+    """In the order of ``_OF_ROWS``."""
+    alike: Ints
+    """See ``rows_alike``."""
 
 
 _OF_ROWS: tuple[Callable[[StreamedHead], Tensor], ...] = (
@@ -90,66 +107,80 @@ _OF_ROWS: tuple[Callable[[StreamedHead], Tensor], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class _RowsOnHost:
-    """What is asked of every row of a head, [Tq], in the order of ``_OF_ROWS``."""
+def nearly_uniform(visible: Ints, row_sum: npt.NDArray[np.float64], usable: Bools) -> Bools:
+    """Whether half of the usable rows attend to all their keys nearly alike; how many keys each row sees, and l.
 
-    unusable: Bools
-    fully_masked: Bools
-    known: Bools
-    visible: Ints
-    row_sum: npt.NDArray[np.float64]
-
-
-def nearly_uniform(visible: Ints, row_sum: npt.NDArray[np.float64], usable: Bools) -> bool:
-    """Whether half of the usable rows attend to all their keys nearly alike; how many keys each row sees, and l."""
+    All [..., Tq]; returns [...].
+    """
     several = usable & (visible > 1)
-    return bool(several.any()) and int(2 * (several & (row_sum >= visible / 2)).sum()) >= int(several.sum())
+    count = several.sum(-1)
+    return np.asarray((count > 0) & (2 * (several & (row_sum >= visible / 2)).sum(-1) >= count))
 
 
-def _opened(
-    passed: StreamedHead, seen: ObservedHead, place: tuple[int, int], collector: RowMaximaCollector,
-    maxima: MaximaOnHost, of_rows: _RowsOnHost, alike_rows: Ints,
+def _opened(heads: Sequence[_Head]) -> list[OpenedHead]:
+    """Heads of one length, with row maxima by the same definitions."""
+    unusable, fully_masked, known, visible, row_sum = map(np.stack, zip(*(one.of_rows for one in heads), strict=True))
+    masked, before = fully_masked & ~unusable, ~(unusable | fully_masked) & known
+    broken = [_broken_rows(one.seen) for one in heads]
+    usable = before.copy()
+    for of_head, bad in zip(usable, broken, strict=True):
+        for rows in bad.values():
+            of_head &= ~rows
+    several_keys = np.stack([one.maxima.several_keys for one in heads])
+    several = _repeat_sums(np.stack([one.maxima.multiplicity for one in heads]), usable)
+    counts = (of_each.sum(1).tolist() for of_each in (
+        masked, ~(unusable | fully_masked | known), unusable, before, usable & several_keys,
+    ))  # fmt: skip
+    by_head = zip(
+        heads, usable, masked, broken, before, several, nearly_uniform(visible, row_sum, usable).tolist(),
+        zip(*counts, strict=True), strict=True,
+    )  # fmt: skip
+    return [_of_head(*of_head) for of_head in by_head]
+
+
+def _of_head(
+    one: _Head, usable: Bools, masked: Bools, broken: dict[str, Bools], before: Bools, repeats: list[RepeatSums],
+    uniform: bool, counts: tuple[int, ...],
 ) -> OpenedHead:  # fmt: skip
-    finite = ~of_rows.unusable
-    masked, known, several_keys = of_rows.fully_masked, of_rows.known, maxima.several_keys
-    before = usable = finite & ~masked & known
-    broken = {name: _broken_rows(values) for name, values in seen.outputs.items() if name not in seen.finite}
-    for bad in broken.values():
-        usable = usable & ~bad
-    kept = np.flatnonzero(usable)
+    """``counts``: of rows that are fully masked, unknown, not finite, whole as inputs, and eligible."""
+    kept, maxima = np.flatnonzero(usable), one.maxima
+    whole = len(kept) == len(usable)
     # All rows usable: a slice spares copies of every tensor.
-    rows = slice(None) if len(kept) == len(usable) else torch.from_numpy(kept).to(passed.truth.head.q.device)
-    counts = dict(zip(collector.definitions, maxima.multiplicity, strict=True))
+    rows = slice(None) if whole else torch.from_numpy(kept).to(one.passed.truth.head.q.device)
+    definitions = one.collector.definitions
+    by_name = dict(zip(definitions, maxima.multiplicity, strict=True))
+    fully_masked, unknown, unusable, sound, eligible = counts
     result = HeadMeasurement(
-        batch=place[0],
-        head=place[1],
+        batch=one.place[0],
+        head=one.place[1],
         rows=kept,
-        rows_fully_masked=int((masked & finite).sum()),
-        rows_unknown=int((finite & ~masked & ~known).sum()),
-        rows_nonfinite=int(of_rows.unusable.sum()) + int(before.sum()) - len(kept),
-        rows_eligible=int((usable & several_keys).sum()),
-        repeats={name: _repeat_sums(counts.get(name), usable) for name in DEFINITIONS},
+        rows_fully_masked=fully_masked,
+        rows_unknown=unknown,
+        rows_nonfinite=unusable + sound - len(kept),
+        rows_eligible=eligible,
+        repeats=dict.fromkeys(DEFINITIONS) | dict(zip(definitions, repeats, strict=True)),
         tested=kept,
         top_key=maxima.top_key[usable],
-        alike=alike_rows,
-        figures=FigureSums.of(counts["exact"], counts["unit"], maxima.unit, maxima.row_max, usable),
+        alike=one.alike,
+        figures=FigureSums.of(by_name["exact"], by_name["unit"], maxima.unit, maxima.row_max, usable),
         broken_outputs={name: count for name, bad in broken.items() if (count := int((bad & before).sum()))},
-        without_keys=judging.rows_without_keys(seen, masked & finite),
-        nearly_uniform=nearly_uniform(of_rows.visible, of_rows.row_sum, usable),
+        without_keys=judging.rows_without_keys(one.seen, masked) if fully_masked else {},
+        nearly_uniform=uniform,
     )
-    return OpenedHead(passed, seen, result, rows, usable, several_keys)
+    return OpenedHead(one.passed, one.seen, result, rows, usable, maxima.several_keys)
 
 
-def _repeat_sums(multiplicity: npt.NDArray[np.int64] | None, usable: Bools) -> RepeatSums | None:
-    if multiplicity is None:
-        return None
-    kept = multiplicity[usable]
-    return RepeatSums(int((kept > 1).sum()), int(kept.max(initial=0)))
+def _repeat_sums(multiplicity: Ints, usable: Bools) -> list[list[RepeatSums]]:
+    """Of H heads, [H, definitions, Tq] and [H, Tq]: by definition."""
+    kept = np.where(usable[:, None], multiplicity, 0)
+    sums = zip((kept > 1).sum(2).tolist(), kept.max(2, initial=0).tolist(), strict=True)
+    return [[RepeatSums(*of_each) for of_each in zip(*of_head, strict=True)] for of_head in sums]
 
 
-def _broken_rows(values: Tensor) -> Bools:
-    """Rows with NaN or Inf, bool [Tq]."""
-    broken = ~values.isfinite()
-    found: Bools = (broken.any(1) if broken.ndim == 2 else broken).cpu().numpy()
+def _broken_rows(seen: ObservedHead) -> dict[str, Bools]:
+    """Rows with NaN or Inf, bool [Tq], in each output that is not known to be finite."""
+    found: dict[str, Bools] = {}
+    for name in (n for n in seen.outputs if n not in seen.finite):
+        broken = ~seen.outputs[name].isfinite()
+        found[name] = (broken.any(1) if broken.ndim == 2 else broken).cpu().numpy()
     return found

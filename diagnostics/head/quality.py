@@ -226,8 +226,11 @@ def sample(
     """
     seen, true, other, noise = (t[rows][None] for t in (observed, reference, counterfactual, variance))
     casts = None if fed is None else fed[rows][None]
-    (one,) = samples(seen, true, other, noise, fmt, rows[None], len(reference), fed=casts, directions=[directions])
-    return replace(one, clusters=clusters, carriers=carriers)
+    (one,) = samples(
+        seen, true, other, noise, fmt, rows[None], len(reference), fed=casts, clusters=[clusters],
+        directions=[directions],
+    )  # fmt: skip
+    return one if carriers is None else replace(one, carriers=carriers)
 
 
 def samples(
@@ -240,6 +243,7 @@ def samples(
     length: int,
     *,
     fed: Tensor | None,
+    clusters: Sequence[npt.NDArray[np.int64] | None],
     directions: Sequence[Directions | Drawn | None],
 ) -> list[QuantitySample]:
     """Compare one quantity of H heads, n rows of each, with a well-rounded kernel's.
@@ -249,7 +253,7 @@ def samples(
         fmt: The format in which ``observed`` was stored.
         rows: Which rows they are, [H, n].
         length: How many rows there are, T.
-        directions: As of ``sample``, of every head.
+        clusters, directions: As of ``sample``, of every head.
     """
     lost = torch.full_like(truth[:, :1, :1], length * _SMALLEST_NORMAL)
     if truth.numel():
@@ -330,7 +334,7 @@ def samples(
             misplaced=misplaced[h],
             misplaced_features=misplaced_features[h],
             largest=(int(places[h][row]) if len(places[h]) else 0, feature, ulps, beyond),
-            clusters=None,
+            clusters=clusters[h],
             carriers=None,
         )
 

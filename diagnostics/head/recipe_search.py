@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -339,6 +340,7 @@ def _coarse(subject: SearchedHead, rows: Tensor, found: Sequence[Recipe], always
     return [replace(recipe, schedule=s) for recipe in chosen for s in every]
 
 
+@lru_cache(maxsize=1024)  # a recipe checks all that it states, which takes as long as running it on a few rows
 def _in_one_block(recipe: Recipe) -> Recipe:
     """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
     if recipe.schedule.order == "diagonal-first" or recipe.smooth_q != "none":

@@ -247,21 +247,28 @@ class MaximaOnHost:
 def maxima_on_host(collectors: Sequence[RowMaximaCollector]) -> list[MaximaOnHost]:
     """What these collectors know, copied from their device together; those of one recipe are settled together."""
     settle_alike(collectors)
-    by_row = (on_host([get(c) for c in collectors]) for get in _BY_ROW)
-    counted = [c._counts for c in collectors if c._counts is not None]
-    counts = iter(on_host(counted) if counted else [])
+    tops, seconds, top_keys = (on_host([get(c) for c in collectors]) for get in _BY_ROW)
+    counted = [i for i, c in enumerate(collectors) if c._counts is not None]
+    counts = dict(zip(counted, on_host([t for c in collectors if (t := c._counts) is not None]), strict=True))
     parts = [part for c in collectors for part in c._positions["unit"]]
     positions = np.zeros((2, 0), dtype=np.int64)
     if parts:
         positions = torch.stack([torch.cat(column) for column in zip(*parts, strict=True)]).cpu().numpy()
     ends = np.cumsum([sum(len(rows) for rows, _ in c._positions["unit"]) for c in collectors])[:-1]
-    found = []
-    for one, row_max, second, top_key, unit in zip(collectors, *by_row, np.split(positions, ends, 1), strict=True):
+    units, found = np.split(positions, ends, 1), dict[int, MaximaOnHost]()
+    alike: dict[object, list[int]] = {}
+    for i, one in enumerate(collectors):
+        alike.setdefault((len(tops[i]), one.definitions, i in counts), []).append(i)
+    for every in alike.values():
+        row_max, second, top_key = (np.stack([of_all[i] for i in every]) for of_all in (tops, seconds, top_keys))
         there = row_max > -np.inf
-        once = np.broadcast_to(there.astype(np.int64), (len(one.definitions), len(there)))
-        several = once if one._counts is None else np.maximum(next(counts), once)
-        found.append(MaximaOnHost(row_max, second > -np.inf, np.where(there, top_key, 0), several, (unit[0], unit[1])))
-    return found
+        several = np.repeat(there[:, None].astype(np.int64), len(collectors[every[0]].definitions), 1)
+        if every[0] in counts:
+            np.maximum(several, np.stack([counts[i] for i in every]), out=several)
+        by_row = row_max, second > -np.inf, np.where(there, top_key, 0), several
+        for i, *of_head in zip(every, *by_row, strict=True):
+            found[i] = MaximaOnHost(of_head[0], of_head[1], of_head[2], of_head[3], (units[i][0], units[i][1]))
+    return [found[i] for i in range(len(collectors))]
 
 
 _BY_ROW: tuple[Callable[[RowMaximaCollector], Tensor], ...] = (

@@ -26,7 +26,7 @@ def numbers(*by_head: Tensor) -> list[list[float]]:
 
 def on_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """NumPy arrays of some tensors; from a GPU those of one shape and dtype come in one copy."""
-    if not tensors[0].is_cuda:
+    if not tensors or not tensors[0].is_cuda:
         return [t.numpy() for t in tensors]
     alike: dict[object, list[int]] = {}
     for i, t in enumerate(tensors):

@@ -272,9 +272,8 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
             fused.ask_key_gradients()
         rest = [take() for take in (take_noise, *take_backward)]
         references = fused.references(key_gradients=passes[0].want_keys)
-        others = [one.counterfactuals for one in passes if isinstance(one.counterfactuals, Counterfactuals)]
-        for other in others:
-            other.beside = others
+        others = [one.counterfactuals for one in passes]
+        Counterfactuals.run_together([one for one in others if isinstance(one, Counterfactuals)])
         for name in passes[0]._collectors:
             take_maxima([one._collectors[name] for one in passes], fused)
         BoundCollector.take([one.collected for one in passes], fused)

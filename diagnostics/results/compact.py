@@ -23,13 +23,13 @@ LEFT_OUT = "running sums and figures"
 """Of a diagnosis in this form: what nothing that is there tells."""
 WHOLE = 3
 """The version that has everything, which ``expanded`` gives back."""
-_DIGITS = 6
+_DIGITS = ".6g"
 _TABLES: dict[str, type] = {"heads": HeadDiagnosis, "kv_heads": KvHeadDiagnosis}
 
 
 def folded(text: bytes) -> Iterator[bytes]:
     """The document of version 4 for one of version 3, a column a line, so that tools that show lines can show it."""
-    document = json.loads(text, parse_float=lambda number: float(f"{float(number):.{_DIGITS}g}"))
+    document = json.loads(text, parse_float=lambda number: float(format(float(number), _DIGITS)))
     document["schema_version"] = VERSION
     records: dict[str, list[Any]] = {kind: [] for kind in _TABLES}
     for capture in document["captures"]:

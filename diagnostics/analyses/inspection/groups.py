@@ -17,9 +17,11 @@ from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
 from attn_diag.statistics.means import SignedErrors
 
-# So many elements of q are measured at once. On CUDA each takes about 40 numbers in float64, and about as many again
-# while it is measured; on a CPU more of them would leave its cache.
+# So many elements of q are measured at once; on a CPU more of them would leave its cache.
 _ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
+# On CUDA each takes about 40 numbers in float64, and about as many again while it is measured: as many as half of the
+# free memory holds, up to these, cost hardly more launches than few do.
+_MOST_ELEMENTS, _BYTES = 2**24, 80 * 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def made_at_once(
         capture: Where they are.
         device: Where they are computed.
     """
-    step = _heads_at_once(capture, device)
+    step = _heads_at_once(capture, device, _elements_that_fit(device))
     for i in range(0, count, step):
         passes = open_heads(slice(i, i + step))
         stream_heads(passes)
@@ -69,7 +71,7 @@ def jobs_at_once(capture: Capture, device: torch.device) -> int:
     """How many captures of this shape are measured together; on a CPU one, as more would leave its cache."""
     if device.type == "cpu":
         return 1
-    return max(1, _heads_at_once(capture, device) // (capture.q_heads * capture.batch))
+    return max(1, _heads_at_once(capture, device, _elements_that_fit(device)) // (capture.q_heads * capture.batch))
 
 
 def jobs_recognised(capture: Capture, device: torch.device) -> int:
@@ -88,9 +90,19 @@ def read_together(
     return HeadTensors(capture, places, device, ("q", "k", "v", "do", *outputs))
 
 
-def _heads_at_once(capture: Capture, device: torch.device) -> int:
+def _elements_that_fit(device: torch.device) -> int | None:
+    """How many elements of q the free memory of a GPU holds; None: not asked."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    return min(_MOST_ELEMENTS, max(_ELEMENTS["cuda"] // 8, free // (2 * _BYTES)))
+
+
+def _heads_at_once(capture: Capture, device: torch.device, elements: int | None = None) -> int:
+    """``elements``: so many of q at once; None: as many as are few on the device."""
     of_head = max(capture.q_length, capture.k_length) * capture.head_dim
-    return max(1, _ELEMENTS["cuda" if device.type == "cuda" else "cpu"] // max(of_head, 1))
+    return max(1, (elements or _ELEMENTS["cuda" if device.type == "cuda" else "cpu"]) // max(of_head, 1))
 
 
 @dataclass(frozen=True)

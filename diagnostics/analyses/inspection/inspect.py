@@ -35,7 +35,7 @@ from attn_diag.results.diagnosis import (
     NonFinite,
 )
 from attn_diag.statistics.means import require_level
-from attn_diag.work import Progress, map_in_order
+from attn_diag.work import Progress, full_collections_later, map_in_order
 
 if TYPE_CHECKING:
     from attn_diag.kernels.dump import Dump
@@ -173,6 +173,7 @@ def _dumped(dump: Dump, q: Source, k: Array | None, v: Array | None, call: CallT
     return replace(capture, metadata=replace(capture.metadata, kernel="attn_diag.attention", device=dump.backend))
 
 
+@full_collections_later()
 def inspect_captures(
     captures: Iterable[Capture],
     *,

@@ -101,7 +101,7 @@ class Entry:
             declared={name: mean_is_the_recipes(sums) for name, sums in self.declared_sums.items()},
         )
         words = self.remarks + _uniform_words(d, level) if self.nearly_uniform else self.remarks
-        verdict = replace(verdict, reasons=(*verdict.reasons, *words))
+        verdict = replace(verdict, reasons=(*verdict.reasons, *words)) if words else verdict
         return replace(d, bias=bias, verdict=verdict)
 
 
