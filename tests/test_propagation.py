@@ -8,7 +8,7 @@ from builders import some
 from torch import Tensor
 
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, dq_parts, key_parts
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors, KeyShare, dq_parts, key_parts
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.reference.rounding import BF16, FP64, round_nearest_even
 
@@ -65,7 +65,9 @@ def test_parts_add_up_to_the_error(softcap: float | None, cast: str, with_lse: b
     reference_head(head, observe, block_rows=10)
     fed = errors.delta_error, errors.lse_error, collected.dq_cast
     dq = dq_parts(head.scale, some(reference.dq), probs_k, *fed, observed["dq"], FP64)
-    keys = key_parts([reference], [collected], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64})
+    keys = key_parts(
+        [KeyShare.of(reference, collected)], {n: observed[n] for n in ("dk", "dv")}, {"dk": FP64, "dv": FP64}
+    )
     for name, parts in {"dq": dq, **keys}.items():
         assert parts.observed is not None
         error = parts.observed - parts.reference

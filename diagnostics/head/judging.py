@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from attn_diag.captures.latent import of_latent
 from attn_diag.head.beside import beside_well_rounded
 from attn_diag.head.block_sums import SITE as SUMS_IN_BLOCKS
 from attn_diag.head.block_sums import made_in_blocks
-from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.counterfactual import Counterfactuals, covers
-from attn_diag.head.declared import DeclaredKernel, beside_declared, with_scale_faults
+from attn_diag.head.counterfactual import covers
+from attn_diag.head.declared import beside_declared, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.noise_directions import directions
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors, GradientParts
+from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.quality import (
     LOSSY,
     Directions,
@@ -30,28 +27,8 @@ from attn_diag.head.quality import (
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import (
     FloatFormat,
-    round_nearest_even,
-    ulp,
 )
 from attn_diag.statistics.arrays import dense
-from attn_diag.statistics.mean_tests import effective
-from attn_diag.statistics.ratios import Carriers
-
-
-@dataclass
-class KeyTerms:
-    """What a query head adds to dK and dV of its key head: predictions, and what a well-rounded kernel leaves."""
-
-    backward: BackwardCollector | None
-    """Predictions from the captured O and LSE; None without an O or delta."""
-    counterfactuals: Counterfactuals | TruncatedInputs | DeclaredKernel
-    """What a well-rounded kernel returns, or one that is what it is declared to be."""
-    variance: dict[str, Tensor]
-    """dk [Tk, D] and dv [Tk, Dv]: their expected squared errors."""
-    by_delta: Tensor
-    """What every query row adds to the sum of dk's variance through its delta, [Tq]."""
-    delta_errors: tuple[Tensor, Tensor] | None
-    """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
 
 
 def measure_quality(stack: HeadStack) -> list[dict[str, QuantitySample]]:
@@ -119,11 +96,11 @@ def _quality(
         fed=fed, clusters=clusters, directions=_directions(passed, name), first=first,
     )  # fmt: skip
     if name == "dq" and fed is not None and backward is not None:
-        return _named(found, name, observed, fed, [backward], partial(_only, name), fmt)
+        return named_sums(found, name, observed, fed, [backward], partial(_only, name), fmt)
     return found
 
 
-def _named(
+def named_sums(
     found: QuantitySample, name: str, observed: Tensor, fed: Tensor, collectors: Sequence[BackwardCollector],
     total: Callable[[Sequence[dict[str, Tensor]]], Tensor], fmt: FloatFormat,
 ) -> QuantitySample:  # fmt: skip
@@ -152,80 +129,6 @@ def paired_deltas(passed: StreamedHead, observed: ForwardErrors) -> tuple[Tensor
     other = passed.counterfactuals.outputs()["delta"] - passed.truth.reference.delta
     noise = passed.noise.variance["delta"].sqrt().clamp(min=1e-300)
     return observed.delta_error / noise, other / noise
-
-
-def key_quality(name: str, parts: GradientParts, terms: Sequence[KeyTerms], fmt: FloatFormat) -> QuantitySample:
-    """dK or dV of one key head beside a well-rounded kernel's, which rounds every query head's part and then adds.
-
-    Args:
-        name: dk, dv, or dkv of a latent that k and v share.
-        parts: The gradient with its predictions.
-        terms: Of the query heads that share the key head.
-        fmt: The format in which it was stored.
-    """
-    assert parts.observed is not None
-
-    def total(outputs: Sequence[dict[str, Tensor]]) -> Tensor:
-        return round_nearest_even(torch.stack([one(found.get) for found in outputs]).sum(0), fmt)
-
-    def one(of: Callable[[str], Tensor | None]) -> Tensor:
-        """The gradient, or of a shared latent the sum of both."""
-        values = [x for n in (("dk", "dv") if name == "dkv" else (name,)) if (x := of(n)) is not None]
-        return values[0] if name != "dkv" else of_latent(values[0], values[1])
-
-    variance = torch.stack([one(t.variance.get) for t in terms]).sum(0)
-    if name == "dkv":  # each of both is rounded, and their sum
-        variance = variance + ulp(parts.reference, fmt).square() / 12
-    casts = [
-        None if t.backward is None or t.backward.dk_cast is None else one(partial(_cast_of, t.backward)) for t in terms
-    ]
-    known = [round_nearest_even(cast, fmt) for cast in casts if cast is not None]
-    rows = torch.arange(len(variance), device=variance.device)
-    fed = torch.stack(known).sum(0) if len(known) == len(terms) else None
-    declared = [t.counterfactuals for t in terms if isinstance(t.counterfactuals, DeclaredKernel)]
-    others = [t.counterfactuals for t in terms if not isinstance(t.counterfactuals, DeclaredKernel)]
-    if declared:
-        lse_known = all(t.backward is not None and t.backward.dv_lse is not None for t in terms)
-        return beside_declared(
-            parts.observed, parts.reference, total, declared, variance=variance, fmt=fmt, rows=rows, fed=fed,
-            from_lse=fed if name == "dv" and lse_known else None,
-        )  # fmt: skip
-    found = beside_well_rounded(
-        name, parts.observed, parts.reference, total, others,
-        variance=variance + ulp(parts.reference, fmt).square() / 12 if len(terms) > 1 else variance,
-        fmt=fmt,
-        rows=rows,
-        fed=fed,
-        carriers=_shared_deltas(terms, float(variance.sum())) if name in ("dk", "dkv") else None,
-    )  # fmt: skip
-    if name == "dkv" or fed is None:
-        return found
-    collectors = [t.backward for t in terms if t.backward is not None]
-    return _named(found, name, parts.observed, fed, collectors, total, fmt)
-
-
-def _cast_of(backward: BackwardCollector, name: str) -> Tensor | None:
-    found: Tensor | None = getattr(backward, f"{name}_cast")
-    return found
-
-
-def _shared_deltas(terms: Sequence[KeyTerms], total: float) -> Carriers | None:
-    """What all keys of dK share: the query rows' errors of delta, in units of its noise.
-
-    Args:
-        terms: Of the query heads.
-        total: The sum of dK's variance.
-    """
-    # What every query row adds to that sum through its delta.
-    shares = torch.cat([t.by_delta for t in terms])
-    if not total or not bool(shares.any()):
-        return None
-    correlation, pairs = 0.0, [t.delta_errors for t in terms if t.delta_errors is not None]
-    if len(pairs) == len(terms):
-        one, other = (shares.sqrt() * torch.cat(errors) for errors in zip(*pairs, strict=True))
-        size = float(one.square().sum() * other.square().sum()) ** 0.5
-        correlation = float((one * other).sum()) / size if size else 0.0
-    return Carriers(float(effective(shares.sqrt().cpu().numpy())), min(float(shares.sum()) / total, 1.0), correlation)
 
 
 def _only(name: str, outputs: Sequence[dict[str, Tensor]]) -> Tensor:

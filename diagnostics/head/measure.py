@@ -18,7 +18,7 @@ from attn_diag.head.effects import measure_effects
 from attn_diag.head.figure_sums import UlpCounts, aligned, row_norms
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.head_stack import HeadStack
-from attn_diag.head.judging import KeyTerms
+from attn_diag.head.key_gradients import KeyTerms
 from attn_diag.head.mean_sums import mean_sums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.opened import Bools, OpenedHead, alike, open_heads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.judging import KeyTerms
+from attn_diag.head.key_gradients import KeyTerms
 from attn_diag.head.propagation import GradientParts
 from attn_diag.head.quality import QuantitySample, RowEffect
 from attn_diag.head.sink_gradients import SinkTerms

@@ -20,8 +20,8 @@ what may lie between (``head.pullback``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -219,31 +219,59 @@ def dq_parts(
     return GradientParts(dq, observed, parts, predicted)
 
 
+@dataclass(frozen=True)
+class KeyShare:
+    """What a query head adds to dK and dV of its key head: [Tk, D] and [Tk, Dv], or of N heads, [N, ...]."""
+
+    dk: Tensor | None
+    """Its part of dK."""
+    dv: Tensor | None
+    """Of dV."""
+    dk_delta: Tensor | None = None
+    """As of ``BackwardCollector``, as the next four; None where it is not known."""
+    dk_lse: Tensor | None = None
+    dv_lse: Tensor | None = None
+    dk_cast: Tensor | None = None
+    dv_cast: Tensor | None = None
+
+    @classmethod
+    def of(cls, reference: HeadReference, collected: BackwardCollector | None) -> KeyShare:
+        """Of one head."""
+        predicted = {} if collected is None else {name: getattr(collected, name) for name in _PREDICTED}
+        return cls(reference.dk, reference.dv, **predicted)
+
+    @classmethod
+    def stacked(cls, several: Sequence[KeyShare]) -> KeyShare:
+        """Of several that hold the same."""
+        columns = ([getattr(one, f.name) for one in several] for f in fields(cls))
+        return cls(*(None if column[0] is None else torch.stack(column) for column in columns))
+
+
+_PREDICTED = ("dk_delta", "dk_lse", "dv_lse", "dk_cast", "dv_cast")
+
+
 def key_parts(
-    references: list[HeadReference],
-    collected: list[BackwardCollector],
-    observed: Mapping[str, Tensor],
-    formats: Mapping[str, FloatFormat],
+    shares: Sequence[KeyShare], observed: Mapping[str, Tensor], formats: Mapping[str, FloatFormat]
 ) -> dict[str, GradientParts]:
-    """The parts of dK's and dV's errors of one key head: query heads' contributions added up.
+    """The parts of dK's and dV's errors of one key head, or of N: query heads' contributions added up.
 
     ``observed`` and ``formats`` by "dk", "dv" and, of a latent that k and v share, "dkv", which has no parts.
     """
     results: dict[str, GradientParts] = {}
     for name, operand in (("dk", "ds_cast"), ("dv", "p_cast")):
-        reference = _total(getattr(r, name) for r in references)
+        reference = _total(getattr(s, name) for s in shares)
         assert reference is not None
-        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": _total(c.dk_delta for c in collected)}
-        parts["lse"] = _total(getattr(c, f"{name}_lse") for c in collected)
+        parts: dict[str, Tensor | None] = {} if name == "dv" else {"delta": _total(s.dk_delta for s in shares)}
+        parts["lse"] = _total(getattr(s, f"{name}_lse") for s in shares)
         uncast = sum((p for p in parts.values() if p is not None), start=reference)
-        cast = _total(getattr(c, f"{name}_cast") for c in collected)
+        cast = _total(getattr(s, f"{name}_cast") for s in shares)
         predicted = None
         if cast is not None and name in formats:
             predicted = round_nearest_even(cast, formats[name])
             parts |= {operand: cast - uncast, f"{name}_cast": predicted - cast}
         results[name] = GradientParts(reference, observed.get(name), parts, predicted)
     if "dkv" in observed:
-        casts = [None if c.dk_cast is None or c.dv_cast is None else of_latent(c.dk_cast, c.dv_cast) for c in collected]
+        casts = [None if s.dk_cast is None or s.dv_cast is None else of_latent(s.dk_cast, s.dv_cast) for s in shares]
         cast = _total(casts)
         predicted = None if cast is None else round_nearest_even(cast, formats["dkv"])
         reference = of_latent(results["dk"].reference, results["dv"].reference)

@@ -15,7 +15,6 @@ from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import (
     GroupMeasurement,
     HeadGroup,
-    KeyGradient,
     captured_backend,
     dq_error,
     read_together,
@@ -37,18 +36,16 @@ from attn_diag.head.counterfactual import covers
 from attn_diag.head.declared import declared_recipe, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.judging import KeyTerms, key_quality
+from attn_diag.head.key_gradients import KeyGradient, KeyHead, KeyTerms
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.propagation import key_parts
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of, outputs_of, read_key_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
-from attn_diag.head.signed_errors import of_elements
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.reference import HeadReference, format_of, ulp
+from attn_diag.reference import HeadReference, format_of
 from attn_diag.results.diagnosis import (
     Assumptions,
     CaptureDiagnosis,
@@ -225,8 +222,8 @@ class CaptureJob:
 
     def complete(
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
-    ) -> None:
-        """Take the heads of a group, as they come, and judge the gradients of their key head."""
+    ) -> dict[str, KeyHead]:
+        """Take the heads of a group, as they come; returns by observation what its key head's gradients are made of."""
         group, collected = result.group, dict[str, list[tuple[HeadReference, KeyTerms]]]()
         usable = len(group.heads) == self.group
         for head, (passed, parts) in zip(group.heads, measured, strict=False):
@@ -237,8 +234,13 @@ class CaptureJob:
                     collected.setdefault(seen.name, []).append((passed.truth.reference, part.keys))
                 part.keys = None
                 result.parts.setdefault(seen.name, []).append(part)
+        found = {}
         for name, pairs in collected.items() if usable else ():
-            result.key_sums[name], result.broken_keys[name] = self._key_gradients(name, group, pairs, result.census)
+            where = self.capture, name, group.batch, group.kv_head, self.device
+            observed, formats, result.broken_keys[name] = read_key_outputs(*where, result.census)
+            observed = {n: t for n, t in observed.items() if n not in self.unknown.get(group.batch, ())}
+            found[name] = KeyHead(group.batch, observed, formats, [r for r, _ in pairs], [t for _, t in pairs])
+        return found
 
     def _observed(
         self, inputs: HeadInputs, tensors: HeadTensors, batch: int, head: int, census: NonFiniteCensus,
@@ -264,27 +266,6 @@ class CaptureJob:
         keyed = want_keys and any(output in KEYED for output in self.capture.observations[name])
         recipe = found.recipe if (found := self.recognised.get(name)) else None
         return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
-
-    def _key_gradients(
-        self,
-        name: str,
-        group: HeadGroup,
-        pairs: list[tuple[HeadReference, KeyTerms]],
-        census: NonFiniteCensus,
-    ) -> tuple[dict[str, KeyGradient], dict[str, int]]:
-        """Errors of an observation's dK and dV in one key head and sequence, and its keys with NaN or Inf in them."""
-        where = self.capture, name, group.batch, group.kv_head, self.device
-        observed, formats, broken = read_key_outputs(*where, census)
-        observed = {n: t for n, t in observed.items() if n not in self.unknown.get(group.batch, ())}
-        references, terms = [r for r, _ in pairs], [t for _, t in pairs]
-        parts = key_parts(references, [t.backward for t in terms if t.backward is not None], observed, formats)
-        found = {}
-        for output, p in parts.items():
-            if p.observed is not None:
-                errors = of_elements(p.observed - p.reference, float(ulp(p.reference, formats[output]).sum()))
-                beside = key_quality(output, p, terms, formats[output])
-                found[output] = KeyGradient(group.batch, GradientSums.of(p), errors, beside)
-        return found, broken
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
         c, sequences = self.capture, len(self.batches)

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_diag.captures.capture import Capture
-from attn_diag.head.gradient_sums import GradientSums
+from attn_diag.head.key_gradients import KeyGradient
 from attn_diag.head.measurement import HeadMeasurement
-from attn_diag.head.quality import QuantitySample
 from attn_diag.head.read import HeadTensors, NonFiniteCensus
 from attn_diag.head.streaming import StreamedHead, stream_heads
 from attn_diag.results.hardware import summary_of
-from attn_diag.statistics.means import SignedErrors
 
 # So many elements of q are measured at once; on a CPU more of them would leave its cache.
 _ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
@@ -74,6 +72,11 @@ def jobs_at_once(capture: Capture, device: torch.device) -> int:
     return max(1, _heads_at_once(capture, device, _elements_that_fit(device)) // (capture.q_heads * capture.batch))
 
 
+def key_heads_at_once(capture: Capture, device: torch.device) -> int:
+    """Of how many query heads the gradients of k and v are judged together, which hold what was made of them."""
+    return 1 if device.type == "cpu" else _heads_at_once(capture, device) // 2
+
+
 def jobs_recognised(capture: Capture, device: torch.device) -> int:
     """How many captures of this shape are recognised together, by a head of each; on a CPU one."""
     return 1 if device.type == "cpu" else _heads_at_once(capture, device)
@@ -103,20 +106,6 @@ def _heads_at_once(capture: Capture, device: torch.device, elements: int | None 
     """``elements``: so many of q at once; None: as many as are few on the device."""
     of_head = max(capture.q_length, capture.k_length) * capture.head_dim
     return max(1, (elements or _ELEMENTS["cuda" if device.type == "cuda" else "cpu"]) // max(of_head, 1))
-
-
-@dataclass(frozen=True)
-class KeyGradient:
-    """dK or dV of one key head and sequence."""
-
-    batch: int
-    """Index of the batch item."""
-    sums: GradientSums
-    """Sizes of the error and of its predicted parts."""
-    errors: SignedErrors
-    """Signed errors."""
-    sample: QuantitySample | None
-    """Beside a well-rounded kernel's; None for formats without a published recipe."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from attn_diag.analyses.inspection.groups import (
     HeadGroup,
     jobs_at_once,
     jobs_recognised,
+    key_heads_at_once,
     made_at_once,
 )
 from attn_diag.captures.capture import Capture
@@ -21,6 +22,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.baseline import Recognised
 from attn_diag.head.by_kernels import recognise_by_kernels, worth_kernels
 from attn_diag.head.certification import Certify
+from attn_diag.head.key_gradients import KeyHead, key_gradients
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
@@ -59,7 +61,7 @@ class Job(Protocol):
     def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead: ...  # noqa: D102
     def complete(  # noqa: D102
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
-    ) -> None: ...
+    ) -> dict[str, KeyHead]: ...
 
 
 _Job = TypeVar("_Job", bound=Job)
@@ -87,9 +89,21 @@ def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[Group
         return measure_heads(passes, places, first.certify, shared[which])
 
     found = made_at_once(len(heads), open_heads, measure, first.capture, first.device)
+    pending: list[tuple[GroupMeasurement, str, KeyHead]] = []
     for job, result in every:
-        job.complete(result, found)
+        pending += [(result, *of_name) for of_name in job.complete(result, found).items()]
+        if sum(len(head.terms) for _, _, head in pending) >= key_heads_at_once(job.capture, job.device):
+            _judge_keys(pending)
+            pending = []
+    _judge_keys(pending)
     return results
+
+
+def _judge_keys(pending: Sequence[tuple[GroupMeasurement, str, KeyHead]]) -> None:
+    """Judge the gradients of some key heads, each of an observation of a group."""
+    gradients = key_gradients([head for _, _, head in pending])
+    for (result, name, _), found in zip(pending, gradients, strict=True):
+        result.key_sums[name] = found
 
 
 def alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
