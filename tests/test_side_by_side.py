@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_diag.analyses.inspection import groups, joint
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
-from attn_diag.head import head_stack, signed_errors
+from attn_diag.head import head_stack, key_gradients, signed_errors
 from attn_diag.head.measure import measure_heads
+from attn_diag.head.quality import QuantitySample, samples
 from attn_diag.reference import certificate
 from attn_diag.results.diagnosis import Diagnosis
 
@@ -78,6 +79,7 @@ CAPTURES: dict[str, Callable[[], Capture]] = {
 
 def inspected(capture: Capture, at_once: int, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     monkeypatch.setattr(groups, "_heads_at_once", lambda *_: at_once)
+    monkeypatch.setattr(joint, "key_heads_at_once", lambda *_: at_once)
     return inspect_captures([capture], device="cpu")
 
 
@@ -92,9 +94,15 @@ def of_the_next(values: Tensor) -> Tensor:
     return values.roll(1, 0)
 
 
-MIXED_UP: dict[str, tuple[object, str, Callable[..., Tensor]]] = {
+def of_the_next_key_head(*arguments: Any, **options: Any) -> list[QuantitySample]:
+    found = samples(*arguments, **options)
+    return found[1:] + found[:1]
+
+
+MIXED_UP: dict[str, tuple[object, str, Callable[..., object]]] = {
     "sums of squares": (signed_errors, "inner", lambda a, b: of_the_next((a * b).flatten(1).sum(1))),
     "rows": (head_stack, "stacked", lambda tensors: of_the_next(torch.stack(list(tensors)))),
+    "keys": (key_gradients, "samples", of_the_next_key_head),
     "bounds": (certificate, "upper_norm", lambda x, dim: of_the_next(torch.linalg.vector_norm(x, dim=dim))),
 }
 
