@@ -195,7 +195,8 @@ def as_on_a_gpu() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (streaming, "fuses", lambda *_: True), (FusedHeads, "_launch", launch), (triton_head, "run_stack", run_stack),
         (FusedHeads, "compile_ahead", lambda *_: None), (joint, "worth_kernels", lambda places, _: bool(places)),
-        (groups, "_heads_at_once", many), (joint, "key_heads_at_once", many), (joint, "jobs_at_once", many), (joint, "jobs_recognised", many),
+        (groups, "_heads_at_once", many), (joint, "jobs_at_once", many), (joint, "jobs_recognised", many),
+        (joint, "key_heads_at_once", many),
         (output_fit, "_at_once", many), (capture_job, "read_together", read_together), (opened, "on_host", on_host),
         (row_maxima, "on_host", on_host), (magnitudes, "_PART_ELEMENTS", 2**40),
     ]  # fmt: skip

@@ -52,8 +52,7 @@ def fidelities(heads: Sequence[OpenHead]) -> list[Fidelity]:
     others = [Counterfactuals(h.truth.head, h.truth.out_format, h.formats, key_gradients=False) for h in heads]
     recipe, together = heads[0].baseline.recipe, len(heads) > 1 and joins(heads[0].truth.head.q.device)
     if together:
-        for one in others:
-            one.beside = others
+        Counterfactuals.run_together(others)
     if together and stackable(recipe):
         (stack,) = outputs_together([recipe], [head.truth.head for head in heads])
         made = [{name: values[i].double() for name, values in stack.items()} for i in range(len(heads))]
