@@ -1,11 +1,11 @@
 """Where an inspection's time goes: which functions wait or compute, and what the GPU does meanwhile.
 
     python benchmarks/profile_inspect.py --shape NAME [--device cpu|cuda] [--threads N] [--folder FOLDER] [--json FILE]
-    python benchmarks/profile_inspect.py --shape NAME --host [--device cpu|cuda] [--json FILE]
+    python benchmarks/profile_inspect.py --shape NAME --host [--keys] [--device cpu|cuda] [--json FILE]
 
-``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one
-rounded. After a first inspection others are timed, one is profiled by Python function (printed, and kept in FOLDER),
-and, on CUDA, one by kernel: kernels launched, milliseconds that they run, and the largest. With
+``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one rounded,
+and with ``--keys`` dK and dV. After a first inspection others are timed, one is profiled by Python function (printed, and
+kept in FOLDER), and, on CUDA, one by kernel: kernels launched, milliseconds that they run, and the largest. With
 ``CUDA_LAUNCH_BLOCKING=1`` in the environment a kernel's time is that of the function that launches it: for long heads,
 where launches cost nothing.
 
@@ -53,24 +53,24 @@ SAMPLED, EVERY = 8, 2e-3
 OURS = tuple(str(Path(module.__file__ or "").parent) for module in (attn_diag, attn_diag.kernels, attn_diag.reference))
 
 
-def captures_of(name: str, device: str) -> list[Capture]:
-    """The captures of a shape, each of inputs of its own."""
+def captures_of(name: str, device: str, *, keys: bool = False) -> list[Capture]:
+    """The captures of a shape, each of inputs of its own; ``keys``: with dK and dV."""
     count, (batch, heads, length, width) = (FLOORS | OPERATIONS)[name]
     found = []
     for seed in range(count):
         inputs = normal(batch, heads, length, width, seed=seed)
-        o, dq = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+        outputs = {n: torch.empty_like(inputs[0]) for n in ("o", "dq", *(("dk", "dv") if keys else ()))}
         if device == "cuda":
-            o = attention(*(t.cuda() for t in inputs[:3]), causal="top-left").cpu()
+            outputs["o"] = attention(*(t.cuda() for t in inputs[:3]), causal="top-left").cpu()
         for b in range(batch):
             for h in range(heads):
                 head = head_of([t[b : b + 1] for t in inputs], h, device)
                 if device == "cpu":
-                    o[b, h] = emulate_head(preset("fa2", "bf16", width), head).o
-                true = reference_of(head, key_gradients=False).dq
-                assert true is not None
-                dq[b, h] = true.bfloat16().cpu()
-        found.append(captured(inputs, o=o, dq=dq))
+                    outputs["o"][b, h] = emulate_head(preset("fa2", "bf16", width), head).o
+                true = reference_of(head, key_gradients=keys)
+                for n in [n for n in outputs if n != "o"]:
+                    outputs[n][b, h] = getattr(true, n).bfloat16().cpu()
+        found.append(captured(inputs, **outputs))
     return found
 
 
@@ -216,13 +216,14 @@ def main() -> None:
     parser = options_of(__doc__, device="cuda")
     parser.add_argument("--host", action="store_true", help="one table of host time, operations and waits instead")
     parser.add_argument("--shape", required=True, choices=[*FLOORS, *OPERATIONS])
+    parser.add_argument("--keys", action="store_true", help="captures have dK and dV too")
     parser.add_argument("--threads", type=int, help="of torch, on a CPU")
     parser.add_argument("--folder", type=Path, help="keep the profile by function there")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     start = time.perf_counter()
-    captures = captures_of(options.shape, options.device)
+    captures = captures_of(options.shape, options.device, keys=options.keys)
     print(options.shape, f"made in {time.perf_counter() - start:.1f} s", flush=True)
     run = partial(inspect_captures, captures, device=options.device)
     compiled = Compilations()

@@ -132,8 +132,8 @@ def test_a_recipe_that_was_run_is_explained_by_itself() -> None:
     assert microscope.bit_equal
 
 
-def test_a_known_recipe_is_not_recognised_again() -> None:
-    given = small(heads=1, length=32)
+def test_a_known_recipe_is_not_recognised_again(device: str) -> None:
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in small(heads=1, length=32).items()}
     o, dump = attn_diag.attention(given["q"], given["k"], given["v"], causal="top-left", instrument="rows")
     assert dump is not None
     del given["o"], given["causal"]
