@@ -3,11 +3,11 @@
     python benchmarks/profile_inspect.py --shape NAME [--device cpu|cuda] [--threads N] [--folder FOLDER] [--json FILE]
     python benchmarks/profile_inspect.py --shape NAME --host [--keys] [--device cpu|cuda] [--json FILE]
 
-``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one rounded,
-and with ``--keys`` dK and dV. After a first inspection others are timed, one is profiled by Python function (printed, and
-kept in FOLDER), and, on CUDA, one by kernel: kernels launched, milliseconds that they run, and the largest. With
-``CUDA_LAUNCH_BLOCKING=1`` in the environment a kernel's time is that of the function that launches it: for long heads,
-where launches cost nothing.
+``NAME`` is one of ``bench_inspect.FLOORS`` or ``OPERATIONS``. O is that of the published recipe, dQ the true one
+rounded, and with ``--keys`` dK and dV. After a first inspection others are timed, one is profiled by Python function
+(printed, and kept in FOLDER), and, on CUDA, one by kernel: kernels launched, milliseconds that they run, and the
+largest. With ``CUDA_LAUNCH_BLOCKING=1`` in the environment a kernel's time is that of the function that launches it:
+for long heads, where launches cost nothing.
 
 ``--host``: one table instead, by the innermost function of this package: milliseconds (sampled, so that looking costs
 next to nothing), torch's operations without views, how often the host waits for the GPU or copies from it, and the
