@@ -3,8 +3,8 @@
     python benchmarks/bench_long.py [--lengths T …] [--alone T] [--json FILE]
 
 One causal head of D = 128 in BF16: O is that of ``attn_diag.attention``, dQ the true one rounded. Seconds of a warm
-call, and the most memory that was allocated on each GPU; up to ``--alone`` rows also on one GPU, and how far the figures
-of both documents lie apart (two of one GPU do, too: sums by key have no fixed order there).
+call, and the most memory that was allocated on each GPU; up to ``--alone`` rows also on one GPU, and how far the
+figures of both documents lie apart (two of one GPU do, too: sums by key have no fixed order there).
 """
 
 from __future__ import annotations
