@@ -384,3 +384,24 @@ def test_details_are_a_number_or_all(wrong: str, run: Run) -> None:
     done = run("inspect", "--example", "--details", wrong)
     assert done.code == 2
     assert "all" in done.err
+
+
+def test_what_float64_leaves_is_no_error() -> None:
+    """V the same for all keys: O is V, dQ is 0; and dO of 0."""
+    made = planted_folders.capture([healthy] * 2, layer=0, rows=ROWS)
+    tensors = {name: tensor[...].clone() for name, tensor in made.tensors.items()}
+    tensors["v"][:] = tensors["o"][:] = 1.0
+    for name in ("dq", "dk", "dv"):
+        del tensors[name]
+    tensors["dq"] = torch.zeros_like(tensors["q"])
+    tensors["do"][:, 1] = 0
+    one = attribute_captures([Capture.from_tensors(tensors, causal="top-left", scale=SCALE, layer=0)], device="cpu")
+    constant, idle = one.results[0].heads
+    assert constant.totals.keys() == {"o", "delta"}
+    assert constant.totals["o"].captured == idle.totals["dq"].captured == 0
+    assert any("the true dQ is 0" in note for note in constant.notes)
+    assert all(
+        h.reasons == ("No rounding changes anything here: there is no error to attribute.",) for h in (constant, idle)
+    )
+    assert one.results[0].report().startswith("NOTHING")
+    assert {h.site for m in one.maps for h in m.heads} == {None}
