@@ -260,7 +260,9 @@ def maxima_on_host(collectors: Sequence[RowMaximaCollector]) -> list[MaximaOnHos
         there = row_max > -np.inf
         once = np.broadcast_to(there.astype(np.int64), (len(one.definitions), len(there)))
         several = once if one._counts is None else np.maximum(next(counts), once)
-        found.append(MaximaOnHost(row_max, second > -np.inf, np.where(there, top_key, 0), several, (unit[0], unit[1])))
+        # Rows that the kernels left to torch come last.
+        rows, keys = unit[:, np.lexsort(unit[::-1])]
+        found.append(MaximaOnHost(row_max, second > -np.inf, np.where(there, top_key, 0), several, (rows, keys)))
     return found
 
 

@@ -175,8 +175,8 @@ def _without_copies(group: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
     beside: dict[str, str] = {}
     for one in group:
         head = one.head
-        norms = sorted(head.norms.items()) or [id(head)]
-        same = kept.setdefault((head.layer, head.batch, head.head, *norms), [])
+        norms = tuple(sorted(head.norms.items())) or id(head)
+        same = kept.setdefault((head.layer, head.batch, head.head, norms), [])
         if (first := next((other for other in same if _errors(other) == _errors(one)), None)) is not None:
             copies[one.source] = first.source
             continue
