@@ -399,7 +399,7 @@ def test_what_float64_leaves_is_no_error() -> None:
     constant, idle = one.results[0].heads
     assert constant.totals.keys() == {"o", "delta"}
     assert constant.totals["o"].captured == idle.totals["dq"].captured == 0
-    assert any("the true dQ is 0" in note for note in constant.notes)
+    assert any("float64 does not resolve the true dQ" in note for note in constant.notes)
     assert all(
         h.reasons == ("No rounding changes anything here: there is no error to attribute.",) for h in (constant, idle)
     )

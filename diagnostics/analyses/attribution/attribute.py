@@ -39,9 +39,8 @@ from attn_diag.work import Progress, part_of
 _NEAR_ONE_HOT = 0.05
 # Errors of O below are float64's, 2^-53 each of a thousand sums. One ulp of FP16 in one of 10^7 elements is 8e-8.
 _FLOAT64 = 2.0**-40
-# Of a dQ that is so much smaller than its terms float64 leaves less than a 16-bit format's precision: 2^-53 times this
-# is 2^-12.
-_LOST = 2.0**41
+# Of a dQ that is so much smaller than its terms float64, which rounds these by 2^-53, does not know 1 part in 32.
+_LOST = 2.0**48
 
 
 @overload
@@ -238,7 +237,7 @@ def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, note
 
 
 def _above_float64(table: SiteTable, conditioning: float | None) -> tuple[SiteTable, tuple[str, ...]]:
-    """Without errors that float64's own roundings make, such as those of a dQ that is 0; and what is said of these."""
+    """Without errors that float64's own roundings make, such as of a dQ that is 0; and what is said of these."""
     o, notes = table.totals["o"], tuple[str, ...]()
     if max(o.error, o.captured or 0.0) < _FLOAT64:
         exact = replace(o, error=0.0, captured=None if o.captured is None else 0.0)
@@ -246,7 +245,7 @@ def _above_float64(table: SiteTable, conditioning: float | None) -> tuple[SiteTa
     lost = {"dq", "dw_q"} & table.totals.keys()
     if lost and conditioning is not None and conditioning > _LOST:
         smaller = f"{number(conditioning)} times smaller than its terms"
-        notes = (f"dQ and dW_Q: not attributed, the true dQ is 0 but for float64's roundings ({smaller})",)
+        notes = (f"dQ and dW_Q: not attributed, float64 does not resolve the true dQ ({smaller})",)
 
         def of(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if name not in lost}
