@@ -100,9 +100,10 @@ def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
     """The heads by what makes their error, the gravest first."""
     groups: dict[tuple[str, str, str], list[HeadAttribution]] = {}
     for head in all_heads:
-        quantity = "dq" if "dq" in head.totals else "o"
+        # Where dQ has no error, as dO is 0, O may have one.
+        quantity = "dq" if "dq" in head.totals and _errs(head, "dq") else "o"
         known = [s for s in head.sites if quantity in s.effects]
-        if not known or quantity not in head.totals:
+        if not known or quantity not in head.totals or not _errs(head, quantity):
             continue
         if _otherwise(head, quantity):
             groups.setdefault(("UNKNOWN", "", quantity), []).append(head)
@@ -124,6 +125,11 @@ def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
         groups.setdefault((kind, first, quantity), []).append(head)
     ordered = sorted(groups.items(), key=lambda item: list(KINDS).index(item[0][0]))
     return [MadeAlike(kind, quantity, heads) for (kind, _, quantity), heads in ordered]
+
+
+def _errs(head: HeadAttribution, quantity: str) -> bool:
+    """Whether the recipe or the captured kernel errs there at all."""
+    return bool(head.totals[quantity].error or head.totals[quantity].captured)
 
 
 def _otherwise(head: HeadAttribution, quantity: str) -> bool:

@@ -135,7 +135,7 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         return "NOTHING", "no rounding site was found to err", (), None
     first = ordered[0]
     kind = groups[0].kind
-    if kind == "NORMAL" and (found.unreadable or any(head.site is None for one in ordered for head in one.heads)):
+    if kind == "NORMAL" and (found.unreadable or any(head.open for one in ordered for head in one.heads)):
         kind = "UNKNOWN"
     step = f"step {first.step}: " if stepped and first.step is not None else ""
     told = [*error_map.sentences(first)]
@@ -155,7 +155,7 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
     # The head that the first word is about, else the one with the largest part.
     heads = [(one, head) for one in ordered for head in one.heads]
-    meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.site is None)]
+    meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.open)]
     top = meant[0] if meant else first.heads[0]
     observation = next((one.observation for one in found.results if one.source == top.source), None)
     command = "inspect" if top.site is None else "what-if"

@@ -50,35 +50,36 @@ def title(found: ErrorMap, *, stepped: bool) -> str:
 
 def finding(found: ErrorMap) -> str:
     """Which heads and site carry the error, and how concentrated it is."""
-    name, known = SYMBOLS[found.quantity], found.known
+    name, known, names = SYMBOLS[found.quantity], found.known, names_of(found)
     of = _count(known) + (" whose error is known" if len(known) < len(found.heads) else "")
     if not known:
         return f"the error of {name} is not known of any of {plural(len(found.heads), 'head')}: {found.heads[0].reason}"
     if not found.carry_most:
         return f"{name} has no error in {of}"
     top, carriers = known[0], known[: found.carry_most]
-    most = percent(top.share, ".0f")
+    most, largest = percent(top.share, ".0f"), names[id(top)]
     if len(known) == 1:
-        return f"{name} of {top.name} is {percent(top.relative)} off; {_site_there(found, top)}"
+        return f"{name} of {largest} is {percent(top.relative)} off; {_site_there(found, top)}"
     if (top.share or 0.0) >= _ALONE:
         few = "" if round(top.share or 0.0, 2) >= MOST else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
-        return f"{top.name} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
+        return f"{largest} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
     layers = {h.layer for h in known}
     if found.carry_most <= _FEW * len(known) or (len(layers) > 1 and len({h.layer for h in carriers}) == 1):
-        names = head_names({(h.layer, h.head) for h in carriers})
+        those = head_names({(h.layer, h.head) for h in carriers})
         share = percent(sum(h.share or 0.0 for h in carriers), ".0f")
-        said = f"{names} carry {share} of {name}'s squared error over {of}, {top.name} the largest part ({most})"
+        said = f"{those} carry {share} of {name}'s squared error over {of}, {largest} the largest part ({most})"
         return f"{said}; {_site_there(found, top)}"
     most_of = f"{found.carry_most} of {of} carry {percent(MOST, '.0f')} of it"
     if found.carry_most == len(known):
         most_of = f"all {of} carry a part"
-    said = f"{name}'s squared error is spread: {most_of}, {top.name} the largest ({most})"
+    said = f"{name}'s squared error is spread: {most_of}, {largest} the largest ({most})"
     return f"{said}; {_sites_of_all(found) if found.sites else _unnamed(top)}"
 
 
 def _count(known: Sequence[HeadError]) -> str:
     """How many heads there are, and of which layers; sequences of one head count each."""
-    heads = {(h.layer, h.head) for h in known}
+    # Captures that do not state their layer are of one each.
+    heads = {(h.source if h.layer is None else h.layer, h.head) for h in known}
     each = f"{len(known)} sequences of " if len(known) > len(heads) else ""
     return f"{each}{plural(len(heads), 'head')}{_layers(known)}"
 
@@ -126,9 +127,9 @@ def sentences(found: ErrorMap) -> Iterator[str]:
     name, known = SYMBOLS[found.quantity], found.known
     if len(known) > 1 and found.relative is not None:
         off = sorted(known, key=lambda h: -(h.relative or 0.0))
-        middle = percent(median(h.relative or 0.0 for h in known))
+        middle, furthest = percent(median(h.relative or 0.0 for h in known)), names_of(found)[id(off[0])]
         yield (
-            f"{name} of these heads together is {percent(found.relative)} off; by its own size {off[0].name} is "
+            f"{name} of these heads together is {percent(found.relative)} off; by its own size {furthest} is "
             f"furthest off ({percent(off[0].relative)}), the median {middle}."
         )
     if any(not h.captured for h in known):
@@ -158,7 +159,7 @@ def unattributed(found: ErrorMap) -> Iterator[str]:
     """The heads of which no site is named, by the reason."""
     alike: dict[str, list[HeadError]] = {}
     for head in found.heads:
-        if head.site is None:
+        if head.open:
             # Numbers differ from head to head.
             alike.setdefault(_NUMBERS.split(head.reason)[0], []).append(head)
     for heads in [*alike.values()][:_PARTS]:
@@ -189,7 +190,7 @@ def tables(found: ErrorMap) -> Iterator[RenderableType]:
     yield layout.indented(table, expand=False)
     if rest := found.heads[len(shown) :]:
         known = [h.share for h in rest if h.share is not None]
-        sites = Counter(h.site or "not attributed" for h in rest)
+        sites = Counter(h.site or _unattributed(h) for h in rest)
         counted = listed([f"{count} {site}" for site, count in sites.most_common()], _PARTS)
         yield layout.paragraph(f"  and {len(rest)} more, {percent(sum(known), '.2g')} together: {counted}", "dim")
     layers = by_layer(found.heads)
@@ -216,7 +217,7 @@ def _layer_table(found: ErrorMap, options: ConsoleOptions) -> Iterator[Renderabl
     )  # fmt: skip
     for n, heads in layers.items():
         drawn = "".join(" " if (v := levels.get((n, h))) is None else characters[v] for h in columns)
-        sites = Counter(h.site or "not attributed" for h in heads)
+        sites = Counter(h.site or _unattributed(h) for h in heads)
         said = ", ".join(f"{site} {count}" for site, count in sites.most_common(_PARTS))
         table.add_row(_layer(n), drawn, percent(part_of(heads), ".2g"), heads[0].name, said)
     yield layout.indented(table, expand=False)
@@ -231,9 +232,13 @@ def site_of(head: HeadAttribution) -> str:
 
 def _cell(head: HeadError) -> str:
     if head.site is None or head.site_share is None:
-        return f"{DASH} not attributed"
+        return f"{DASH} {_unattributed(head)}"
     said = f"{head.site} {percent(head.site_share, '.0f')}"
     return said if alone(head) else f"{said}, {head.second} {percent(head.second_share, '.0f')}"
+
+
+def _unattributed(head: HeadError) -> str:
+    return "not attributed" if head.open else "no error"
 
 
 def by_layer(heads: Sequence[HeadError]) -> dict[int | None, list[HeadError]]:

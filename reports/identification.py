@@ -115,7 +115,7 @@ def _what(found: Identification) -> tuple[str, str]:
     if found.outcome == "unknown":
         return "UNKNOWN", f"no known recipe makes these bits ({percent(found.best.agreement, '.3g')} at best)"
     if found.outcome == "unnamed":
-        return "UNNAMED", "its roundings are known, its order of keys is no published kernel's"
+        return "UNNAMED", "its roundings are known, but no published kernel here has them so"
     known = [_COARSE[name] for name in found.recipes if name in _COARSE]
     coarse = f", with {known[0]}, which good kernels keep in fp32" if known else ""
     if found.outcome == "ambiguous":

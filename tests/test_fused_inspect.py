@@ -41,6 +41,7 @@ def capture(
     window: tuple[int, int] | None = None,
     broken: bool = False,
     size: float = 1.0,
+    repeated: bool = False,
 ) -> Capture:
     """Four query heads and two key heads, as a kernel of recipe fa2 returns them."""
     generator = torch.Generator().manual_seed(0)
@@ -48,6 +49,8 @@ def capture(
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
     q *= size
     k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
+    if repeated:
+        k[:, :, :38], k[:, :, 38:42] = k[:, :, :1], k[:, :, 38:39]
     masking = Masking("top-left", window)
     recipe, found = preset("fa2", "bf16", 16), []
     for h in range(4):
@@ -101,6 +104,8 @@ CAPTURES: dict[str, dict[str, Any]] = {
     "gqa": {},
     "softcap": {"softcap": 2.0, "scale": 0.3},
     "window": {"window": (20, 0)},
+    # Some rows have their maximum at more keys than the kernels keep, and all together at more than figures show.
+    "repeated": {"repeated": True},
 }
 
 

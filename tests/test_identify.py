@@ -179,6 +179,9 @@ def test_plain_attention_of_widened_operands_is_known_by_its_single_rounding(dty
     o = (scores.softmax(-1) @ v.float()).to(dtype)
     result = attn_diag.identify(q, k, v, o=o, causal=True, scale=0.2, device="cpu")
     assert (result.outcome, result.best.roundings) == ("unnamed", "plain attention in fp32")
+    assert "an order of keys that this input does not tell apart" in result.verdict
+    recognised = attn_diag.attribute(q, k, v, o=o, causal=True, scale=0.2, device="cpu").heads[0].recipe
+    assert recognised.startswith("the roundings of plain attention in fp32, all keys at once")
 
 
 def test_mixtures_are_no_presets_and_differ() -> None:

@@ -31,7 +31,7 @@ from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
 from attn_diag.results.several import Several
-from attn_diag.results.wording import percent, share
+from attn_diag.results.wording import percent, plural, share
 from attn_diag.work import Progress, part_of
 
 # The number of recipes is known only as the search goes on; a usual one for the progress bar.
@@ -243,6 +243,13 @@ class _Report:
             who = " or ".join(names) or looks
             return f"{who}, but {flaw.words}; elsewhere it has {share(flaw.agreement)} of O's bits."
         if outcome == "unnamed":
+            orders = {r.schedule for r in as_good if r.roundings == best.roundings}
+            if len(orders) > 1:
+                return (
+                    f"No published kernel that is known here, but its roundings are: those of {best.roundings} "
+                    f"({equal} of O's elements{self._summed}), in an order of keys that this input does not tell "
+                    f"apart: {best.schedule}, or {plural(len(orders) - 1, 'other')}."
+                )
             return (
                 f"No published kernel that is known here, but its parts are: {looks} ({equal} of O's elements"
                 f"{self._summed})."

@@ -17,9 +17,9 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head import recipe_search as search
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.flaws import Flaw, find_flaw
-from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name, same_forward
+from attn_diag.head.recipe_candidates import ALL_KEYS, describe_schedule, family_name, known_name, same_forward
 from attn_diag.head.recipe_search import LEVEL, SearchedHead, Trial, choose_rows
-from attn_diag.kernels import PRESETS, Recipe, emulate_head, preset
+from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch
 from attn_diag.results.wording import share
@@ -210,6 +210,7 @@ class _Judge:
                 ways.setdefault(_backward_of(recipe), []).append(replace(recipe, schedule=recipes[name].schedule))
         found.recipe, found.name = found.as_good[0].recipe, " or ".join(found.names)
         if not found.names:
+            found.recipe = _plainest(found.as_good, d)
             roundings = family_name(found.recipe, d)
             found.name = f"the roundings of {roundings}, {describe_schedule(found.recipe.schedule)}"
         dq = c.read(c.key(self.observation, "dq"), self.batch, self.head)
@@ -324,3 +325,11 @@ class _Judge:
 def _backward_of(recipe: Recipe) -> tuple[object, ...]:
     again = recipe.scores if recipe.backward_scores == "as-forward" else "fp32"
     return again, *(getattr(recipe, site) for site in BACKWARD)
+
+
+def _plainest(as_good: Sequence[Trial], head_dim: int) -> Recipe:
+    """The best, with all keys at once where its order of keys is not told apart from that one."""
+    best = as_good[0].recipe
+    roundings, whole = family_name(best, head_dim), describe_schedule(Schedule(key_tile=ALL_KEYS))
+    alike = (t.recipe for t in as_good if family_name(t.recipe, head_dim) == roundings)
+    return next((recipe for recipe in alike if describe_schedule(recipe.schedule) == whole), best)

@@ -19,7 +19,8 @@ _LEFT_OUT = {
     "dropout_factor", *BACKWARD,
 }  # fmt: skip
 _SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
-_ALL_KEYS = 2**20
+ALL_KEYS = 2**20
+"""Of a tile that no row has more keys than."""
 _TILES = (16, 32, 64, 128, 256, 512)
 # (query block, key tile) of kernels that take the diagonal first; a smaller block than the tile changes nothing.
 _DIAGONAL = ((64, 64), (128, 64), (128, 128))
@@ -63,7 +64,7 @@ def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
 _WIDENED: dict[str, Any] = {
     "name": "plain attention in fp32", "summary": "operands widened to fp32, O and the gradients rounded once",
     "exp": "exact", "probs": "fp32", "delta_from": "dp", "backward_probs": "fp32", "dscores": "fp32",
-    "alpha_in_backward": "before-cast", "schedule": Schedule(key_tile=_ALL_KEYS),
+    "alpha_in_backward": "before-cast", "schedule": Schedule(key_tile=ALL_KEYS),
 }  # fmt: skip
 # Sites that some kernels keep in fp32 and others round, beside the scores.
 _OPTIONAL = ("row_max", "row_sum", "range_pv", "accumulator")
@@ -92,7 +93,7 @@ def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
 def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:
     """Every schedule tried: tiles of 16 to 512 keys and all of them, either way; split keys; ``diagonal`` first."""
     tiles = [t for t in _TILES if t < k_length]
-    found = [Schedule(key_tile=_ALL_KEYS)]
+    found = [Schedule(key_tile=ALL_KEYS)]
     found += [Schedule(key_tile=t, order=order) for t in tiles for order in ("ascending", "descending")]
     if diagonal:
         found += [Schedule(block, t, "diagonal-first") for block, t in _DIAGONAL if t < k_length]
@@ -144,7 +145,7 @@ def describe_schedule(schedule: Schedule) -> str:
     if split is not None:
         inside = "" if tile >= split else f", each in {tile}-key tiles {schedule.order}"
         return f"independent splits of {split} keys{inside}"
-    if tile >= _ALL_KEYS:
+    if tile >= ALL_KEYS:
         return "all keys at once"
     if schedule.order == "diagonal-first":
         return f"last visible {tile}-key tile of {schedule.query_block} rows first, the others ascending"

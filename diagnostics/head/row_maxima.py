@@ -255,7 +255,9 @@ def maxima_on_host(collectors: Sequence[RowMaximaCollector]) -> list[MaximaOnHos
     if parts:
         positions = torch.stack([torch.cat(column) for column in zip(*parts, strict=True)]).cpu().numpy()
     ends = np.cumsum([sum(len(rows) for rows, _ in c._positions["unit"]) for c in collectors])[:-1]
-    units, found = np.split(positions, ends, 1), dict[int, MaximaOnHost]()
+    # Rows that the kernels left to torch come last.
+    units = [unit[:, np.lexsort(unit[::-1])] for unit in np.split(positions, ends, 1)]
+    found = dict[int, MaximaOnHost]()
     alike: dict[object, list[int]] = {}
     for i, one in enumerate(collectors):
         alike.setdefault((len(tops[i]), one.definitions, i in counts), []).append(i)

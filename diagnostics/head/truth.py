@@ -282,7 +282,8 @@ def observed_sizes(outputs: Mapping[str, Tensor], truth: HeadTruth) -> dict[str,
         truth: Of the same head.
 
     Returns:
-        Each over the rows in which it is finite; only what is known is there.
+        Each over the rows in which it is finite, but for dW_Q, which adds all rows up: NaN where dQ has NaN or Inf in
+        one; only what is known is there.
     """
     reference, inputs = truth.reference, truth.head
 
@@ -305,7 +306,8 @@ def observed_sizes(outputs: Mapping[str, Tensor], truth: HeadTruth) -> dict[str,
         found["dq"] = _ratio(error, exact)
         projected, reference_dw_q = truth.project([error], rows), truth.project([exact], rows)
         if projected is not None and reference_dw_q is not None:
-            found["dw_q"] = _ratio(projected, reference_dw_q)
+            lost = bool((truth.usable & ~rows).any())
+            found["dw_q"] = math.nan if lost else _ratio(projected, reference_dw_q)
     return found
 
 

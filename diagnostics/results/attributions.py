@@ -23,12 +23,14 @@ from typing import Literal
 
 from attn_diag.results.attribution import CANCELLED, Attribution, HeadAttribution, Quantity
 from attn_diag.results.base import Number, Result
-from attn_diag.results.wording import SYMBOLS, head_name
+from attn_diag.results.wording import SYMBOLS, file_name, head_name
 
 # The deepest first: a head is compared by the first of them that is known of it.
 _MAIN: tuple[Quantity, ...] = ("dw_q", "dq", "o")
 # Of the squared error of all heads, what "most of it" stands for in ``ErrorMap.carry_most``.
 MOST = 0.9
+# Why no site is named of a head without one; such a head is attributed all the same.
+NO_ERROR = "it has no error"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class HeadError:
     """That share."""
     reason: str
     """Why no site is named; empty: one is."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it has an error, or one that is not known, of which no site is named."""
+        return self.site is None and self.reason != NO_ERROR
 
     @property
     def name(self) -> str:
@@ -155,14 +162,45 @@ def error_maps(heads: Iterable[Placed]) -> tuple[ErrorMap, ...]:
     for one in heads:
         groups.setdefault((one.step, _main(one.head)), []).append(one)
     order = sorted(groups, key=lambda key: (-1 if key[0] is None else key[0], _MAIN.index(key[1])))
-    return tuple(_map(quantity, step, groups[step, quantity]) for step, quantity in order)
+    return tuple(_map(quantity, step, *_without_copies(groups[step, quantity])) for step, quantity in order)
+
+
+def _without_copies(group: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
+    """The heads of a step without those that another capture holds too; and which were, in words.
+
+    References of one size in every digit are made of the same numbers; where the errors are, too, so is the rest.
+    """
+    kept: dict[object, list[Placed]] = {}
+    copies: dict[str, str] = {}
+    beside: dict[str, str] = {}
+    for one in group:
+        head = one.head
+        norms = tuple(sorted(head.norms.items())) or id(head)
+        same = kept.setdefault((head.layer, head.batch, head.head, norms), [])
+        if (first := next((other for other in same if _errors(other) == _errors(one)), None)) is not None:
+            copies[one.source] = first.source
+            continue
+        if same:
+            beside[one.source] = same[0].source
+        same.append(one)
+    told = [
+        f"{file_name(one)} holds the same numbers as {file_name(first)}: left out here" for one, first in copies.items()
+    ]
+    told += [f"{file_name(one)} has the inputs of {file_name(first)}: both count" for one, first in beside.items()]
+    return [one for some in kept.values() for one in some], told
+
+
+def _errors(one: Placed) -> tuple[object, ...]:
+    totals = sorted(one.head.totals.items())
+    # NaN is not itself.
+    return one.head.recipe, *((name, str(t.error), str(t.captured)) for name, t in totals)
 
 
 def _main(head: HeadAttribution) -> Quantity:
     return next((q for q in _MAIN if q in head.totals), "o")
 
 
-def _map(quantity: Quantity, step: int | None, group: Sequence[Placed]) -> ErrorMap:
+def _map(quantity: Quantity, step: int | None, group: Sequence[Placed], told: Sequence[str]) -> ErrorMap:
     entries = [(entry_of(one), one.head) for one in group]
     squares = [_square(entry) for entry, _ in entries]
     whole = math.fsum(square for square in squares if square is not None)
@@ -192,7 +230,7 @@ def _map(quantity: Quantity, step: int | None, group: Sequence[Placed]) -> Error
         sites=tuple(sorted(parts, key=lambda part: -part.share)),
         not_attributed=math.fsum(unattributed),
         carry_most=sum(1 for reached in sums if reached < MOST) + 1 if whole else 0,
-        notes=tuple(dict.fromkeys(note for one in group for note in one.head.notes)),
+        notes=(*told, *dict.fromkeys(note for one in group for note in one.head.notes)),
     )
 
 
@@ -221,6 +259,8 @@ def entry_of(one: Placed) -> HeadError:
     ranked = sorted(
         ((s.site, s.effects[quantity].share) for s in head.sites if quantity in s.effects), key=lambda part: -part[1]
     )
+    if not reason and relative == 0:
+        reason = NO_ERROR
     if not reason and not ranked:
         reason = "no rounding changes anything there"
     if not reason and ranked[0][1] > CANCELLED:

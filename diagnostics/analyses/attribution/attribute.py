@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,16 @@ from attn_diag.head.truth import observed_sizes
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.results.attribution import Attribution, HeadAttribution, RowKind
 from attn_diag.results.several import Several
+from attn_diag.results.wording import number
 from attn_diag.statistics.means import require_level
 from attn_diag.work import Progress, part_of
 
 # A row with less than this part of P outside its top key is called near one-hot.
 _NEAR_ONE_HOT = 0.05
+# Errors of O below are float64's, 2^-53 each of a thousand sums. One ulp of FP16 in one of 10^7 elements is 8e-8.
+_FLOAT64 = 2.0**-40
+# Of a dQ that is so much smaller than its terms float64, which rounds these by 2^-53, does not know 1 part in 32.
+_LOST = 2.0**48
 
 
 @overload
@@ -122,8 +127,8 @@ def _attributed(
     step = max(1, _HELD // max(largest, 1)) if joins(where) else 1
     starts = range(0, len(places), step)
     results: list[HeadAttribution] = []
-    for number, start in enumerate(starts):
-        some, counted = places[start : start + step], part_of(progress, number, len(starts))
+    for i, start in enumerate(starts):
+        some, counted = places[start : start + step], part_of(progress, i, len(starts))
         if recipe is None and name is not None:
             opened.identify_ahead(name, some)
         results += in_parts(partial(attributed, counted), some)
@@ -192,6 +197,8 @@ def attribute_heads(
 def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, notes: tuple[str, ...]) -> HeadAttribution:
     """One head's attribution in numbers and words."""
     truth, recipe = head.truth, head.baseline.recipe
+    table, lost = _above_float64(table, truth.conditioning)
+    notes = (*notes, *lost)
     unfit = head.baseline.caution
     # Nothing is blamed for errors that the recipe does not make; those of a recipe asked for are its own.
     blameless = {"o", "delta", "dq", "dw_q"} if unfit else set(beside.differences)
@@ -227,6 +234,29 @@ def _told(head: OpenHead, table: SiteTable, beside: Fidelity, level: float, note
         norms=dict(truth.norms),
     )
     return replace(found, reasons=tuple(reasons(found, level)))
+
+
+def _above_float64(table: SiteTable, conditioning: float | None) -> tuple[SiteTable, tuple[str, ...]]:
+    """Without errors that float64's own roundings make, such as of a dQ that is 0; and what is said of these."""
+    o, notes = table.totals["o"], tuple[str, ...]()
+    if max(o.error, o.captured or 0.0) < _FLOAT64:
+        exact = replace(o, error=0.0, captured=None if o.captured is None else 0.0)
+        table = replace(table, totals=table.totals | {"o": exact})
+    lost = {"dq", "dw_q"} & table.totals.keys()
+    if lost and conditioning is not None and conditioning > _LOST:
+        smaller = f"{number(conditioning)} times smaller than its terms"
+        notes = (f"dQ and dW_Q: not attributed, float64 does not resolve the true dQ ({smaller})",)
+
+        def of(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if name not in lost}
+
+        table = replace(
+            table, totals=of(table.totals), guilty=of(table.guilty), biased=of(table.biased),
+            sites=tuple(replace(site, effects=of(site.effects)) for site in table.sites),
+            repairs=tuple(replace(step, left=of(step.left)) for step in table.repairs),
+            twin=replace(table.twin, sizes=of(table.twin.sizes), bias=of(table.twin.bias)),
+        )  # fmt: skip
+    return table, notes
 
 
 def _row_kinds(head: OpenHead, table: SiteTable) -> dict[str, RowKind]:

@@ -62,6 +62,9 @@ def attribute_captures(
         if skip is not None:
             skip(problem)
         skipped.append(str(problem))
+    unstated = [one for one in chosen if one.metadata.layer is None]
+    if len(unstated) > 1:
+        told = [*told, f"{len(unstated)} captures do not state their layer: each is taken for a layer of its own"]
     return Attributions(tuple(results), side_by_side(results), tuple(skipped), tuple(told))
 
 
