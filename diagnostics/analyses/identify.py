@@ -19,11 +19,10 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
-from attn_diag.head import recipe_search as search
 from attn_diag.head.assumptions import better_reading, check_assumptions
 from attn_diag.head.baseline import engine_backend
 from attn_diag.head.by_kernels import Place, identify_by_kernels
-from attn_diag.head.identification import IdentifiedHead, identify_head
+from attn_diag.head.identification import IdentifiedHead, identify_head, why_not_compared
 from attn_diag.head.machine import pick_device
 from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
@@ -113,7 +112,7 @@ def _identified(
     if found is None:
         found = identify_head(*place, where, rows=rows, step=steps)
     if found is None:
-        raise InputError(f"{capture.source}: {_why_not(capture, name)}")
+        raise InputError(f"{capture.source}: {why_not_compared(capture, name)}")
     result = _Report(capture, name, batch, index, found, where).result()
     steps.finish()
     return result
@@ -324,20 +323,6 @@ def _observation(capture: Capture, wanted: str | None) -> str:
     if len(known) > 1:
         raise InputError(f"{capture.source}: name one of its observations: {', '.join(known)}")
     return known[0]
-
-
-def _why_not(capture: Capture, observation: str) -> str:
-    """Why an observation's bits cannot be compared."""
-    dtype, key = capture.tensors["q"].dtype, capture.key(observation, "o")
-    if key not in capture.tensors:
-        return f"observation '{observation}' has no o: bits of O are what is compared, capture it too"
-    if dtype not in search.FORMATS:
-        named = str(dtype).removeprefix("torch.")
-        return f"recipes are known for bfloat16 and float16 inputs, q is {named}: there is nothing to identify"
-    if capture.tensors[key].dtype == dtype:
-        return f"no row of '{observation}' can be compared: each has NaN or Inf or is fully masked"
-    got, expected = (str(t).removeprefix("torch.") for t in (capture.tensors[key].dtype, dtype))
-    return f"{key} is {got} and q is {expected}: save O as the kernel returned it, in {expected}"
 
 
 def identify_captures(

@@ -333,3 +333,17 @@ def _plainest(as_good: Sequence[Trial], head_dim: int) -> Recipe:
     roundings, whole = family_name(best, head_dim), describe_schedule(Schedule(key_tile=ALL_KEYS))
     alike = (t.recipe for t in as_good if family_name(t.recipe, head_dim) == roundings)
     return next((recipe for recipe in alike if describe_schedule(recipe.schedule) == whole), best)
+
+
+def why_not_compared(capture: Capture, observation: str) -> str:
+    """Why an observation's bits cannot be compared."""
+    dtype, key = capture.tensors["q"].dtype, capture.key(observation, "o")
+    if key not in capture.tensors:
+        return f"observation '{observation}' has no o: bits of O are what is compared, capture it too"
+    if dtype not in search.FORMATS:
+        named = str(dtype).removeprefix("torch.")
+        return f"recipes are known for bfloat16 and float16 inputs, q is {named}: there is nothing to identify"
+    if capture.tensors[key].dtype == dtype:
+        return f"no row of '{observation}' can be compared: each has NaN or Inf or is fully masked"
+    got, expected = (str(t).removeprefix("torch.") for t in (capture.tensors[key].dtype, dtype))
+    return f"{key} is {got} and q is {expected}: save O as the kernel returned it, in {expected}"
