@@ -22,7 +22,7 @@ GIVEN: dict[str, Any] = {**rounded_inputs(rows=20)}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attribute": attn_diag.attribute,
     "identify": attn_diag.identify,
-    "what_if": lambda *a, **k: attn_diag.what_if(*a, only=["uncast-ds"], **k),
+    "what_if": lambda *a, **k: attn_diag.what_if(*a, only=["stochastic-o"], **k),
     "microscope": attn_diag.microscope,
 }
 

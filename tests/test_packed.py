@@ -249,7 +249,7 @@ def test_identify_attribute_what_if_and_microscope_take_documents_apart() -> Non
         for c, b in ((whole, 1), (alone, 0))
     ]
     assert [replace(h, batch=None) for h in attributions[0].heads] == list(attributions[1].heads)
-    changes = [attn_diag.what_if(c, device="cpu", batch=b, only=["uncast-ds"]) for c, b in ((whole, 1), (alone, 0))]
+    changes = [attn_diag.what_if(c, device="cpu", batch=b, only=["stochastic-o"]) for c, b in ((whole, 1), (alone, 0))]
     assert [c.candidates for c in changes[:1]] == [c.candidates for c in changes[1:]]
 
 
