@@ -139,7 +139,7 @@ def emulate_head(recipe: Recipe, head: HeadLike, *, key_gradients: bool = True) 
     sums_wanted = key_gradients and head.do is not None
     operands, end = Operands(head), 0
     rounder = Rounder(recipe, 0)
-    for start, rows, keys in _places([recipe], head, whole=sums_wanted):
+    for start, rows, keys in places_of([recipe], head, whole=sums_wanted):
         block = Block(operands, rows, keys)
         if sums is None and sums_wanted:
             sums = KeyGradients(recipe, block)
@@ -187,7 +187,7 @@ def emulate_blocks(recipes: Sequence[Recipe], head: HeadLike, run: Runner = map)
         check_supported(recipe, head)
     if len({recipe.schedule.query_block for recipe in recipes}) > 1:
         raise ValueError("recipes that are emulated side by side need one query_block")
-    for done in run(partial(run_place, recipes, Operands(head)), list(_places(recipes, head))):
+    for done in run(partial(run_place, recipes, Operands(head)), list(places_of(recipes, head))):
         yield from done
 
 
@@ -261,7 +261,7 @@ def block_scores(recipe: Recipe, head: HeadLike) -> Iterator[tuple[Tensor, Tenso
     """
     with torch.no_grad(), _plain_arithmetic(head):
         operands = Operands(head)
-        for _, rows, keys in _places([recipe], head):
+        for _, rows, keys in places_of([recipe], head):
             block = Block(operands, rows, keys)
             for tiles in recipe.schedule.ranges(keys):
                 for tile in tiles:
@@ -307,7 +307,7 @@ def _on_cuda(device: torch.device, recipes: int) -> int:
     return min(_MOST_CUDA_ELEMENTS, torch.cuda.get_device_properties(device).total_memory // (80 * max(recipes, 1)))
 
 
-def _places(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:
+def places_of(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:
     """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows.
 
     On a GPU rows of several query blocks come together where that changes nothing, unless ``whole`` blocks are wanted.

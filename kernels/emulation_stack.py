@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.emulation import Done, _places, check_supported, run_place
+from attn_diag.kernels.emulation import Done, check_supported, places_of, run_place
 from attn_diag.kernels.emulation_operands import HeadLike, Operands
 from attn_diag.kernels.recipe import SMOOTHING, Recipe
 
@@ -43,7 +43,7 @@ def emulate_stack(recipes: Sequence[Recipe], heads: Sequence[HeadLike]) -> Itera
         check_supported(recipe, first)
     stack = _SideBySide(first, *(torch.stack([getattr(head, name) for head in heads]) for name in names))
     operands = Operands(stack)
-    for place in _places(recipes, first, len(heads)):
+    for place in places_of(recipes, first, len(heads)):
         yield from run_place(recipes, operands, place)
 
 

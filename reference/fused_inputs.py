@@ -22,7 +22,7 @@ from attn_diag.reference.heads import stacked
 if TYPE_CHECKING:
     from attn_diag.reference.triton_tiles import Tiling
 
-# Launches of fewer scores take less time than copying their tensors to other devices: 0.1 s for one product.
+# A product of so many scores takes some 10 ms at D = 128: launches of fewer are not worth the copies. Not tuned.
 _WORTH_DEALING = 2**31
 _DEVICES: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=())
 
@@ -33,6 +33,9 @@ def dealt_over(devices: Sequence[torch.device]) -> Iterator[None]:
 
     All else stays on the device of the heads, which takes its share too. Each other one holds q, k, v, dO and what a
     launch makes.
+
+    Args:
+        devices: GPUs of one kind, with their numbers; the heads' own may be among them. Empty: nothing is dealt out.
     """
     token = _DEVICES.set(tuple(devices))
     try:

@@ -135,7 +135,6 @@ BAD_OPTIONS = {
     ),
     "level": (["--level", "2"], "level must lie between 0 and 1"),
     "device": (["--device", "tpu"], "device must be auto, cpu or cuda"),
-    "device-number": (["--device", "cuda:97,cuda:0"], "device"),
     "scale-0": (["--scale", "0"], "scale must be a finite number other than 0"),
     "scale-huge": (["--scale", "1e200"], "scale must be a finite number other than 0, and so its square, got 1e+200"),
     "scale-tiny": (["--scale", "1e-200"], "scale must be a finite number other than 0, and so its square"),

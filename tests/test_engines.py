@@ -111,7 +111,7 @@ def test_rows_of_many_query_blocks_are_those_of_each(name: str, mask: str) -> No
         patch.object(emulation, "launches", lambda _: True),
         patch.object(emulation_forward, "launches", lambda _: True),
     ):
-        found, blocks = joined(recipe, head), len(list(emulation._places([recipe], head)))
+        found, blocks = joined(recipe, head), len(list(emulation.places_of([recipe], head)))
     assert blocks == (3 if name == "diagonal first" else 1)
     for field in FIELDS:
         assert_as_good(found[field], joined(recipe, head)[field])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from attn_diag.analyses.several import answers
+from attn_diag.analyses.several import answered, answers
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
@@ -349,31 +349,23 @@ def identify_captures(
     Raises:
         InputError: Nothing can be identified, and as ``identify`` does.
     """
-    chosen, skipped = list(captures), list(unreadable)
     jobs: list[tuple[Capture, str, int, int]] = []
     errors: list[InputError] = []
-    for capture in chosen:
+    for capture in captures:
         try:
             jobs += _jobs(capture, selection or Selection())
         except InputError as error:
             errors.append(error)
-    results: list[Identification] = []
-    for number, (capture, observation, batch, head) in enumerate(jobs):
+
+    def identified(job: tuple[int, tuple[Capture, str, int, int]]) -> Identification:
+        number, (capture, observation, batch, head) = job
         part = part_of(progress, number, len(jobs))
-        try:
-            found = identify(
-                capture, observation=observation, batch=batch, head=head, device=device, rows=rows, progress=part
-            )
-            results.append(found)
-        except InputError as error:
-            errors.append(error)
-    if errors and (skip is None or not results):
-        raise errors[0]
-    for problem in errors:
-        if skip is not None:
-            skip(problem)
-        skipped.append(str(problem))
-    return Identifications(tuple(results), tuple(skipped))
+        return identify(
+            capture, observation=observation, batch=batch, head=head, device=device, rows=rows, progress=part
+        )
+
+    results, said = answered(enumerate(jobs), identified, skip, errors)
+    return Identifications(tuple(results), (*unreadable, *said))
 
 
 def _jobs(capture: Capture, selection: Selection) -> list[tuple[Capture, str, int, int]]:

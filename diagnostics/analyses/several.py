@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of, is_several
 from attn_diag.errors import InputError
 from attn_diag.results.several import R, Several
 from attn_diag.work import Progress, part_of
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 def answers(
@@ -35,6 +38,41 @@ def answers(
         return answer(captures[0], progress)
     parts = (part_of(progress, i, len(captures)) for i in range(len(captures)))
     return Several(tuple(answer(capture, part) for capture, part in zip(captures, parts, strict=True)))
+
+
+def answered(
+    items: Iterable[Item],
+    answer: Callable[[Item], Answer],
+    skip: Callable[[InputError], None] | None,
+    errors: Sequence[InputError] = (),
+) -> tuple[list[Answer], list[str]]:
+    """The answers about some items, and what is said of those without one.
+
+    Args:
+        items: Such as captures.
+        answer: The answer about one of them.
+        skip: Called with why there is none where there are others; without it, that is raised.
+        errors: Of items that were left out before.
+
+    Raises:
+        InputError: There is no answer at all, and what ``skip`` is not there for.
+    """
+    results, failed = list[Answer](), list(errors)
+    if failed and skip is None:
+        raise failed[0]
+    for item in items:
+        try:
+            results.append(answer(item))
+        except InputError as error:
+            if skip is None:
+                raise
+            failed.append(error)
+    if failed and not results:
+        raise failed[0]
+    for problem in failed:
+        if skip is not None:
+            skip(problem)
+    return results, [str(problem) for problem in failed]
 
 
 def require_by_name(function: str, k: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
-from attn_diag.head.identification import IdentifiedHead, judge
+from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
 from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject, spread_rows, threshold
 from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
@@ -27,8 +27,6 @@ from attn_diag.kernels import Recipe, RecipeNotSupportedError
 WORTH = 2**23
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
 _SUMS_OF_SPLITS = 2**28
-# Rows that are compared where more than a name is wanted: so many scores together, and at least so many rows.
-_FINAL_SCORES, _ROWS = 2**20, 128
 
 Place = tuple[Capture, str, int, int]
 
@@ -61,11 +59,7 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     subjects = [subject for subject in opened if subject is not None]
     if not subjects:
         return [None] * len(places)
-    runs = _Runs(subjects)
-    for i, subject in enumerate(subjects):
-        subject.made = partial(runs.out, i)
-    recipes = _runnable(subjects[0], len(subjects))
-    runs.compile(recipes)
+    recipes = _let_run(subjects)
     return [None if subject is None else _recognise(subject, recipes) for subject in opened]
 
 
@@ -110,11 +104,9 @@ def _identified(device: torch.device, places: Sequence[Place]) -> list[Identifie
     subjects = [subject for subject in opened if subject is not None and not subject.inputs.marks_rows]
     if not subjects:
         return [None] * len(places)
-    runs, gradients = _Runs(subjects), _Gradients(subjects)
+    recipes, gradients = _let_run(subjects), _Gradients(subjects)
     for i, subject in enumerate(subjects):
-        subject.made, subject.made_dq = partial(runs.out, i), partial(gradients.of, i) if gradients.possible else None
-    recipes = _runnable(subjects[0], len(subjects))
-    runs.compile(recipes)
+        subject.made_dq = partial(gradients.of, i) if gradients.possible else None
     found: list[IdentifiedHead | None] = []
     for place, read in zip(places, opened, strict=True):
         known = None
@@ -135,7 +127,7 @@ def _identify(place: Place, subject: SearchedHead, recipes: Sequence[Recipe]) ->
     rows = good.nonzero()[:, 0]
     if not len(rows):
         return None
-    rows = rows[spread_rows(len(rows), max(_ROWS, _FINAL_SCORES // len(subject.inputs.head.k)), rows.device)]
+    rows = rows[spread_rows(len(rows), rows_compared(len(subject.inputs.head.k)), rows.device)]
     trials = first_trials(subject, recipes, rows)
     if not fits(subject, trials[0]):
         return None
@@ -206,6 +198,15 @@ class _Runs:
         from attn_diag.kernels.triton_head import run_heads
 
         self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
+
+
+def _let_run(subjects: Sequence[SearchedHead]) -> list[Recipe]:
+    """The published recipes that are run on these heads; their kernels are compiled, and make the heads' O."""
+    runs, recipes = _Runs(subjects), _runnable(subjects[0], len(subjects))
+    for i, subject in enumerate(subjects):
+        subject.made = partial(runs.out, i)
+    runs.compile(recipes)
+    return recipes
 
 
 def _runnable(subject: SearchedHead, beside: int) -> list[Recipe]:

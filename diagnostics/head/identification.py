@@ -115,7 +115,7 @@ def identify_head(
     if subject is None:
         return None
     subject.step = step
-    many = rows or max(_FINAL_ROWS, _FINAL_SCORES // capture.lengths(batch)[1])
+    many = rows or rows_compared(capture.lengths(batch)[1])
     coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
     if not len(final):
         return None
@@ -333,6 +333,11 @@ def _plainest(as_good: Sequence[Trial], head_dim: int) -> Recipe:
     roundings, whole = family_name(best, head_dim), describe_schedule(Schedule(key_tile=ALL_KEYS))
     alike = (t.recipe for t in as_good if family_name(t.recipe, head_dim) == roundings)
     return next((recipe for recipe in alike if describe_schedule(recipe.schedule) == whole), best)
+
+
+def rows_compared(k_length: int) -> int:
+    """How many rows are compared where nothing else is asked for."""
+    return max(_FINAL_ROWS, _FINAL_SCORES // k_length)
 
 
 def why_not_compared(capture: Capture, observation: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,11 +179,7 @@ def head_truth(
     head = inputs.head
     collected = maxima or collector_of(inputs, None)
     if observe is None and maxima is None and not inputs.marks_rows and fuses([head]):
-        fused = FusedHeads([head])
-        (reference,) = fused.references(key_gradients=key_gradients)
-        take_maxima([collected], fused)
-        found = None if fused.products is None else fused.products[0]
-        return HeadTruth(inputs, reference, collected, found, (slice(None),), projection)
+        return fused_truths([inputs], [projection], key_gradients=key_gradients)[0]
     products = torch.zeros_like(head.q) if head.do is not None else None
     blocks: list[Rows] = []
 
@@ -202,31 +197,16 @@ def head_truth(
     return HeadTruth(inputs, reference, collected, products, tuple(blocks), projection)
 
 
-class KeptTruths:
-    """Truths of the heads of one capture, up to so many bytes: of those with the largest errors.
-
-    Heads of one capture are of one size, so what is kept does not depend on the order in which they come.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._held, self._lock = most, 0, threading.Lock()
-        self._found: dict[tuple[int, int], tuple[float, HeadTruth]] = {}
-
-    def offer(self, place: tuple[int, int], truth: HeadTruth, error: float) -> None:
-        """Keep the truth of the head at ``place`` (batch, head) if there is room, or one with a smaller error goes."""
-        if truth.bytes > self._most:
-            return
-        with self._lock:
-            self._found[place] = error, truth.alone
-            self._held += truth.bytes
-            while self._held > self._most:
-                least = min(self._found, key=lambda place: (self._found[place][0], place))
-                self._held -= self._found.pop(least)[1].bytes
-
-    def get(self, place: tuple[int, int]) -> HeadTruth | None:
-        """The truth of a head; None where it was not kept."""
-        found = self._found.get(place)
-        return None if found is None else found[1]
+def fused_truths(
+    inputs: Sequence[HeadInputs], projections: Sequence[HeadProjection | None], *, key_gradients: bool = False
+) -> list[HeadTruth]:
+    """``head_truth`` of heads that the kernels compute in one launch."""
+    fused, collected = FusedHeads([one.head for one in inputs]), [collector_of(one, None) for one in inputs]
+    references = fused.references(key_gradients=key_gradients)
+    take_maxima(collected, fused)
+    products = [None] * len(inputs) if fused.products is None else list(fused.products)
+    each = zip(inputs, references, collected, products, projections, strict=True)
+    return [HeadTruth(one, reference, maxima, pk, (slice(None),), of) for one, reference, maxima, pk, of in each]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from attn_diag.analyses.attribution.attribute import attribute
+from attn_diag.analyses.several import answered
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_heads
@@ -42,30 +43,19 @@ def attribute_captures(
     Raises:
         InputError: Nothing can be attributed, and as ``attribute`` does.
     """
-    (chosen, told), skipped = merged_over_ranks(captures), list(unreadable)
-    results: list[Attribution] = []
-    errors: list[InputError] = []
+    chosen, told = merged_over_ranks(captures)
     counts = [_heads(capture, selection) for capture in chosen]
-    for number, capture in enumerate(chosen):
+
+    def attributed(numbered: tuple[int, Capture]) -> Attribution:
+        number, capture = numbered
         part = _counted(progress, sum(counts[:number]), counts[number], sum(counts)) if len(chosen) > 1 else progress
-        try:
-            results.append(
-                attribute(capture, recipe=recipe, selection=selection, level=level, device=device, progress=part)
-            )
-        except InputError as error:
-            errors.append(error)
-            if skip is None:
-                break
-    if errors and (skip is None or not results):
-        raise errors[0]
-    for problem in errors:
-        if skip is not None:
-            skip(problem)
-        skipped.append(str(problem))
+        return attribute(capture, recipe=recipe, selection=selection, level=level, device=device, progress=part)
+
+    results, said = answered(enumerate(chosen), attributed, skip)
     unstated = [one for one in chosen if one.metadata.layer is None]
     if len(unstated) > 1:
         told = [*told, f"{len(unstated)} captures do not state their layer: each is taken for a layer of its own"]
-    return Attributions(tuple(results), side_by_side(results), tuple(skipped), tuple(told))
+    return Attributions(tuple(results), side_by_side(results), (*unreadable, *said), tuple(told))
 
 
 def _heads(capture: Capture, selection: Selection | None) -> int:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.open import OpenHead
-from attn_diag.head.row_maxima import collector_of, settle_alike, take_maxima
+from attn_diag.head.row_maxima import settle_alike
 from attn_diag.head.stacks import inner
 from attn_diag.head.together import joins
-from attn_diag.head.truth import HeadTruth, VariantErrors, measure_variants
+from attn_diag.head.truth import HeadTruth, VariantErrors, fused_truths, measure_variants
 from attn_diag.kernels import Recipe, emulate_stack, in_any_block, stackable
-from attn_diag.reference.fused import FusedHeads, fuses
+from attn_diag.reference.fused import fuses
 from attn_diag.reference.heads import batches
 
 Array = npt.NDArray[np.float64]
@@ -96,14 +96,10 @@ def take_truths(heads: Sequence[OpenHead]) -> None:
         some = [waiting[i] for i in places]
         if len(some) < 2 or not fuses([head.inputs.head for head in some]):
             continue
-        fused = FusedHeads([head.inputs.head for head in some])
-        collectors = [collector_of(head.inputs, None) for head in some]
-        references = fused.references(key_gradients=False)
-        take_maxima(collectors, fused)
-        settle_alike(collectors)
-        for i, (head, reference, collector) in enumerate(zip(some, references, collectors, strict=True)):
-            products = None if fused.products is None else fused.products[i]
-            head.measured = HeadTruth(head.inputs, reference, collector, products, (slice(None),), head.projection)
+        truths = fused_truths([head.inputs for head in some], [head.projection for head in some])
+        settle_alike([truth.maxima for truth in truths])
+        for head, truth in zip(some, truths, strict=True):
+            head.measured = truth
 
 
 def measure_together(

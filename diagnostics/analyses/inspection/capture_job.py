@@ -36,6 +36,7 @@ from attn_diag.head.counterfactual import covers
 from attn_diag.head.declared import declared_recipe, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
+from attn_diag.head.kept_truths import KeptTruths
 from attn_diag.head.key_gradients import KeyGradient, KeyHead, KeyTerms
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
@@ -43,7 +44,6 @@ from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
 from attn_diag.head.streaming import ObservedHead, StreamedHead
-from attn_diag.head.truth import KeptTruths
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of
 from attn_diag.results.diagnosis import (
