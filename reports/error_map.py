@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from statistics import median
 
 from rich.console import ConsoleOptions, RenderableType
 from rich.table import Column
@@ -127,7 +126,7 @@ def sentences(found: ErrorMap) -> Iterator[str]:
     name, known = SYMBOLS[found.quantity], found.known
     if len(known) > 1 and found.relative is not None:
         off = sorted(known, key=lambda h: -(h.relative or 0.0))
-        middle, furthest = percent(median(h.relative or 0.0 for h in known)), names_of(found)[id(off[0])]
+        middle, furthest = percent(found.median), names_of(found)[id(off[0])]
         yield (
             f"{name} of these heads together is {percent(found.relative)} off; by its own size {furthest} is "
             f"furthest off ({percent(off[0].relative)}), the median {middle}."

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import median
 from typing import Literal
 
 from attn_diag.results.attribution import CANCELLED, Attribution, HeadAttribution, Quantity
@@ -112,6 +113,11 @@ class ErrorMap:
     def known(self) -> tuple[HeadError, ...]:
         """The heads whose error is known."""
         return tuple(head for head in self.heads if head.share is not None)
+
+    @property
+    def median(self) -> float:
+        """The median of ``relative`` over the heads whose error is known."""
+        return median(head.relative or 0.0 for head in self.known)
 
 
 @dataclass(frozen=True, repr=False)
