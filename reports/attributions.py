@@ -153,10 +153,11 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         said += f"; coarse roundings: {names or 'in other heads, see below'}"
     if found.unreadable:
         said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
-    # The head that the first word is about, else the one with the largest part.
-    heads = [(one, head) for one in ordered for head in one.heads]
+    # The head that makes most of the error though no site does, or that the first word is about, else the largest part.
+    heads, top = [(one, head) for one in ordered for head in one.heads], first.heads[0]
     meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.open)]
-    top = meant[0] if meant else first.heads[0]
+    if meant and not (top.site is None and (top.share or 0.0) >= error_map.ALONE):
+        top = meant[0]
     observation = next((one.observation for one in found.results if one.source == top.source), None)
     command = "inspect" if top.site is None else "what-if"
     return kind, said, tuple(told), on_head(command, top.source, top.head, observation)

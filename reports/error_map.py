@@ -20,8 +20,8 @@ from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.grouping import step_of
 from attn_diag.results.wording import DASH, SYMBOLS, file_name, head_names, listed, percent, plural, ranges
 
-# A site with a smaller share of its head's error does not make it alone.
-_ALONE = 0.5
+# A site with a smaller share of its head's error does not make it alone, nor a head that of all.
+ALONE = 0.5
 # So many heads have a row of their own, so many sites and layers a part in a sentence.
 _ROWS, _PARTS = 12, 4
 # Parts below are not told in a sentence.
@@ -59,7 +59,7 @@ def finding(found: ErrorMap) -> str:
     most, largest = percent(top.share, ".0f"), names[id(top)]
     if len(known) == 1:
         return f"{name} of {largest} is {percent(top.relative)} off; {_site_there(found, top)}"
-    if (top.share or 0.0) >= _ALONE:
+    if (top.share or 0.0) >= ALONE:
         few = "" if round(top.share or 0.0, 2) >= MOST else f" ({found.carry_most} carry {percent(MOST, '.0f')})"
         return f"{largest} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
     layers = {h.layer for h in known}
@@ -100,8 +100,8 @@ def _site_there(found: ErrorMap, head: HeadError) -> str:
     if head.site is None or head.site_share is None:
         return _unnamed(head)
     first = f"the {_words(found, head.site)} ({percent(head.site_share, '.0f')})"
-    if head.site_share >= _ALONE or head.second is None:
-        return f"{first} makes most of it there" if head.site_share >= _ALONE else f"{first} comes first there"
+    if head.site_share >= ALONE or head.second is None:
+        return f"{first} makes most of it there" if head.site_share >= ALONE else f"{first} comes first there"
     second = f"the {_words(found, head.second)} ({percent(head.second_share, '.0f')})"
     return f"no site alone makes it there: {first} and {second} come first"
 
@@ -111,12 +111,10 @@ def _sites_of_all(found: ErrorMap) -> str:
     named = f"the {first.words.removeprefix('the ')}"
     share = percent(first.share, ".0f")
     said = (
-        f"{named} makes {share} of it"
-        if first.share >= _ALONE
-        else f"no site makes half of it, first {named} ({share})"
+        f"{named} makes {share} of it" if first.share >= ALONE else f"no site makes half of it, first {named} ({share})"
     )
     left = found.not_attributed
-    if left >= _ALONE:
+    if left >= ALONE:
         return f"{percent(left, '.0f')} of it lies in heads that are not attributed"
     return f"{said}; {percent(left, '.0f')} is not attributed" if left >= _TOLD else said
 
@@ -268,7 +266,7 @@ def _layer(number: int | None) -> str:
 
 def alone(head: HeadError) -> bool:
     """Whether its site makes most of its error."""
-    return head.second is None or (head.site_share or 0.0) >= _ALONE
+    return head.second is None or (head.site_share or 0.0) >= ALONE
 
 
 def steps_table(maps: Sequence[ErrorMap]) -> tuple[tuple[str, ...], ...]:

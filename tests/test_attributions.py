@@ -283,6 +283,17 @@ def test_a_coarse_head_is_not_hidden_by_a_larger_error() -> None:
     assert made.report().startswith("COARSE 2 captures: step 500: dW_Q of L2H0 is ")
 
 
+def test_a_coarse_head_does_not_take_the_next_command_from_one_that_no_rounding_explains(tmp_path: Path) -> None:
+    made = [capture([coarse_scores], layer=0), changed("dq", 0.5)]
+    for one in made:
+        one.save(tmp_path / f"{one.metadata.layer}.safetensors")
+    found = attribute_captures([attn_diag.load(tmp_path / f"{i}.safetensors") for i in (0, 3)], device="cpu")
+    first, _, following = " ".join(found.report(width=200).splitlines()[:6]).partition("Next: ")
+    assert first.startswith("COARSE ")
+    assert "L3H1 carries " in first
+    assert following.startswith(f"attn-diag inspect {tmp_path}/3.safetensors --head 1 ")
+
+
 def test_lines_fit_the_terminal() -> None:
     made = attribute_captures([*model(), changed("o", 0.01)], device="cpu")
     for width in (80, 120):
