@@ -168,7 +168,7 @@ class _Report:
             head=self.head + c.metadata.head_offset,
             shape=c.sizes(self.batch),
             dtype=str(c.tensors["q"].dtype).removeprefix("torch."),
-            backend=engine_backend("emulation" if found.subject.made is None else "triton", self.device),
+            backend=engine_backend("triton" if found.by_kernel else "emulation", self.device),
             rows=found.rows,
             rows_all=q_length,
             elements=self.elements,
@@ -290,9 +290,12 @@ class _Report:
         if " with the backward of " in found.name:
             notes.append(f"dQ is not as {found.names[0] if found.names else 'FlashAttention-2'} makes it: {found.name}")
         if found.subject.made is not None:
+            how = "published kernels were run themselves"
+            if found.best.cut_off:
+                how += ", and those that came near were emulated with sums as a tensor core makes them"
             notes.append(
-                "published kernels were run themselves, and one has every bit compared; schedules and mixtures that "
-                "none of them has were not tried (--device cpu, or --rows, tries them)"
+                f"{how}; schedules and mixtures that none of them has were not tried (--device cpu, or --rows, tries "
+                "them)"
             )
         if not found.subject.diagonal and self.capture.metadata.causal != "none":
             notes.append(

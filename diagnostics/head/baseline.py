@@ -252,8 +252,8 @@ def find_baseline(
     """
     if wanted is None and found is not None and found.recipe is not None:
         flaw = "" if found.flaw is None else found.flaw.words
-        by_kernel = found.subject.made is not None
-        return Baseline(found.recipe, found.name, "recognised", found.best.match.agreement, flaw, by_kernel=by_kernel)
+        agreement = found.best.match.agreement
+        return Baseline(found.recipe, found.name, "recognised", agreement, flaw, by_kernel=found.by_kernel)
     chosen = DEFAULT_RECIPE if wanted is None else wanted
     require_known("emulation", [chosen])
     (recipe,) = select_recipes(capture, [chosen], "emulation", needed=True).values()

@@ -1,7 +1,9 @@
 """Recognising captured kernels by running the published ones on a GPU: milliseconds, where emulation takes seconds.
 
 The kernels make all rows of many heads at once, with the tensor core's own sums, which long rows need; of the rows that
-``recognise`` compares the bits are counted. What they do not settle is emulated as ever.
+``recognise`` compares the bits are counted. Where the captured kernel multiplies by other instructions, which add up in
+another order, those that come near are emulated with such sums on a few rows. What that does not settle is emulated as
+ever.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
-from attn_diag.head.recipe_search import SearchedHead, first_trials, fits, known, read_subject, spread_rows, threshold
+from attn_diag.head.recipe_search import SearchedHead, first_trials, fitting, known, read_subject, spread_rows, threshold
 from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
 
@@ -128,11 +130,11 @@ def _identify(place: Place, subject: SearchedHead, recipes: Sequence[Recipe]) ->
     if not len(rows):
         return None
     rows = rows[spread_rows(len(rows), rows_compared(len(subject.inputs.head.k)), rows.device)]
-    trials = first_trials(subject, recipes, rows)
-    if not fits(subject, trials[0]):
+    trials, rows = fitting(subject, first_trials(subject, recipes, rows), rows)
+    if not trials:
         return None
     least = threshold(subject.fmt, trials[0].match.equal.numel(), trials[0].recipe)
-    found = IdentifiedHead(subject, min(len(rows), length), trials, len(recipes), least, None)
+    found = IdentifiedHead(subject, len(rows), trials, len(recipes), least, None)
     judge(capture, observation, batch, head, found, rows)
     return found if found.recipe is not None and found.flaw is None else None
 
@@ -229,6 +231,7 @@ def _recognise(subject: SearchedHead, recipes: Sequence[Recipe]) -> Recognised |
     rows = compared_rows(len(subject.inputs.head.q), len(subject.inputs.head.k), subject.observed.device)
     try:
         trials = first_trials(subject, recipes, rows)
+        fit, _ = fitting(subject, trials, rows)
     except (RecipeNotSupportedError, BackendError, TritonError, ValueError):
         return None  # a mask, dropout or a head dimension that they lack, or that does not fit this GPU
-    return recognised_as(subject, trials, trials, rows) if fits(subject, trials[0]) else None
+    return recognised_as(subject, fit, trials, rows) if fit else None

@@ -78,6 +78,11 @@ class IdentifiedHead:
         return self.trials[0]
 
     @property
+    def by_kernel(self) -> bool:
+        """Whether bits are compared with what the recipes' own kernels return, not with emulations."""
+        return self.subject.made is not None and not self.best.cut_off
+
+    @property
     def nearest(self) -> str:
         """The best in words, with its agreement."""
         recipe = self.best.recipe
