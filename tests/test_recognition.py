@@ -11,10 +11,10 @@ import torch
 from builders import some
 
 from attn_diag.captures.capture import Capture
-from attn_diag.head import recipe_search
+from attn_diag.head import by_kernels, recipe_search
 from attn_diag.head.baseline import recognise
 from attn_diag.head.by_kernels import WORTH, recognise_by_kernels, worth_kernels
-from attn_diag.kernels import EmulatedHead, Recipe, RecipeNotSupportedError, emulate_head, preset, triton_head
+from attn_diag.kernels import EmulatedHead, Recipe, RecipeNotSupportedError, Schedule, emulate_head, preset, triton_head
 from attn_diag.reference import AttentionHead, Masking
 
 CPU = torch.device("cpu")
@@ -88,6 +88,31 @@ def test_kernels_run_each_recipe_once_for_all_heads(monkeypatch: pytest.MonkeyPa
     captures = [made_by(preset("cudnn", "bf16", 16), length=256, seed=seed) for seed in (1, 2, 3)]
     recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)
     assert sorted(seen) == [(name, 3) for name in ("cudnn", "efficient", "fa2", "flex", "lowp-row-sum")]
+
+
+def test_kernels_recognise_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention-2 splits six tiles of 256 keys into two."""
+    monkeypatch.setattr(triton_head, "run_heads", by_emulation)
+    split = Schedule(128, 256, "descending", 768)
+    capture = made_by(replace(preset("fa2", "bf16", 16), schedule=split), length=1536, spread=2.0)
+    found = some(recognise_by_kernels([(capture, "observed", 0, 0)], CPU)[0])
+    assert (found.name, found.recipe.schedule) == ("fa2", split)
+
+
+def test_kernels_with_other_sums_are_recognised_by_a_tensor_core_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the GPU's sums miss too many bits of long rows, those that come near are emulated."""
+    monkeypatch.setattr(triton_head, "run_heads", lambda recipe, heads: [emulate_head(recipe, h) for h in heads])
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, 64, generator=generator).bfloat16() for n in (32, 8192, 8192))
+    head = AttentionHead(q.double(), k.double(), v.double(), None, 0.125, Masking("none"))
+    (made,) = by_emulation(preset("fa2", "bf16", 64), [head])
+    tensors = {"q": q, "k": k, "v": v, "o": made.o.bfloat16()}
+    capture = Capture.from_tensors({n: t[None, None] for n, t in tensors.items()}, causal="none")
+    found = some(recognise_by_kernels([(capture, "observed", 0, 0)], CPU)[0])
+    assert (found.cut_off, found.agreement) == (True, 1.0)
+    assert "fa2" in found.name
+    monkeypatch.setattr(by_kernels, "_EMULATED_KEYS", 4096)
+    assert recognise_by_kernels([(capture, "observed", 0, 0)], CPU) == [None]
 
 
 def test_what_no_kernel_with_fp32_scores_made_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

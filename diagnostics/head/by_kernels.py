@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +22,29 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
-from attn_diag.head.recipe_search import SearchedHead, first_trials, fitting, known, read_subject, spread_rows, threshold
+from attn_diag.head.recipe_candidates import split_recipes
+from attn_diag.head.recipe_search import (
+    SearchedHead,
+    Trial,
+    first_trials,
+    fits,
+    fitting,
+    known,
+    ranked,
+    read_subject,
+    spread_rows,
+    threshold,
+)
 from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
 WORTH = 2**23
+# FlashAttention-2 splits keys where its blocks of 64 query rows, of all heads, are fewer than 1.6 times the GPU's
+# multiprocessors, of which none has 160.
+_SPLITTING_ROWS = 64 * 256
+# Sums as a tensor core makes them take seconds of more keys.
+_EMULATED_KEYS = 2**15
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
 _SUMS_OF_SPLITS = 2**28
 
@@ -121,20 +139,19 @@ def _identified(device: torch.device, places: Sequence[Place]) -> list[Identifie
     return found
 
 
-def _identify(place: Place, subject: SearchedHead, recipes: Sequence[Recipe]) -> IdentifiedHead | None:
+def _identify(place: Place, subject: SearchedHead, recipes: _Runnable) -> IdentifiedHead | None:
     """One of them."""
     capture, observation, batch, head = place
-    length = len(subject.observed)
     good = ~subject.inputs.unusable & subject.observed.isfinite().all(1)
     rows = good.nonzero()[:, 0]
     if not len(rows):
         return None
     rows = rows[spread_rows(len(rows), rows_compared(len(subject.inputs.head.k)), rows.device)]
-    trials, rows = fitting(subject, first_trials(subject, recipes, rows), rows)
+    tried, trials, rows = _fitting(subject, recipes, rows)
     if not trials:
         return None
     least = threshold(subject.fmt, trials[0].match.equal.numel(), trials[0].recipe)
-    found = IdentifiedHead(subject, len(rows), trials, len(recipes), least, None)
+    found = IdentifiedHead(subject, len(rows), trials, len(tried), least, None)
     judge(capture, observation, batch, head, found, rows)
     return found if found.recipe is not None and found.flaw is None else None
 
@@ -202,27 +219,48 @@ class _Runs:
         self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
 
 
-def _let_run(subjects: Sequence[SearchedHead]) -> list[Recipe]:
-    """The published recipes that are run on these heads; their kernels are compiled, and make the heads' O."""
+class _Runnable(NamedTuple):
+    """What is run."""
+
+    published: list[Recipe]
+    """The published recipes."""
+    splits: list[Recipe]
+    """FlashAttention-2 with its keys split, where none of them fits."""
+
+
+def _let_run(subjects: Sequence[SearchedHead]) -> _Runnable:
+    """What is run on these heads; the published kernels are compiled, and make the heads' O."""
     runs, recipes = _Runs(subjects), _runnable(subjects[0], len(subjects))
     for i, subject in enumerate(subjects):
         subject.made = partial(runs.out, i)
-    runs.compile(recipes)
+    runs.compile(recipes.published)
     return recipes
 
 
-def _runnable(subject: SearchedHead, beside: int) -> list[Recipe]:
-    """The published recipes that are run; so many heads are run together."""
+def _runnable(subject: SearchedHead, beside: int) -> _Runnable:
+    """Of so many heads, which are run together."""
     (q_length, _), (k_length, width) = subject.inputs.head.q.shape, subject.inputs.head.v.shape
 
     def held(recipe: Recipe) -> bool:
         split = recipe.schedule.split_keys
         return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
 
-    return [r for r in known(subject) if r.scores == "fp32" and held(r)]
+    splits = split_recipes(subject.fmt, subject.head_dim, k_length) if q_length < _SPLITTING_ROWS else []
+    published = (r for r in known(subject) if r.scores == "fp32")
+    return _Runnable(list(filter(held, published)), list(filter(held, splits)))
 
 
-def _recognise(subject: SearchedHead, recipes: Sequence[Recipe]) -> Recognised | None:
+def _fitting(subject: SearchedHead, recipes: _Runnable, rows: Tensor) -> tuple[list[Trial], list[Trial], Tensor]:
+    """Trials of recipes on these rows, best first; and those that fit, with their rows, as of ``fitting``."""
+    trials = first_trials(subject, recipes.published, rows)
+    if not fits(subject, trials[0]):
+        trials = ranked([*trials, *subject.run(recipes.splits, rows)], subject.head_dim)
+    if not fits(subject, trials[0]) and len(subject.inputs.head.k) > _EMULATED_KEYS:
+        return trials, [], rows
+    return trials, *fitting(subject, trials, rows)
+
+
+def _recognise(subject: SearchedHead, recipes: _Runnable) -> Recognised | None:
     """One of them."""
     from triton.runtime.errors import TritonError
 
@@ -230,8 +268,7 @@ def _recognise(subject: SearchedHead, recipes: Sequence[Recipe]) -> Recognised |
 
     rows = compared_rows(len(subject.inputs.head.q), len(subject.inputs.head.k), subject.observed.device)
     try:
-        trials = first_trials(subject, recipes, rows)
-        fit, _ = fitting(subject, trials, rows)
+        trials, fit, _ = _fitting(subject, recipes, rows)
     except (RecipeNotSupportedError, BackendError, TritonError, ValueError):
         return None  # a mask, dropout or a head dimension that they lack, or that does not fit this GPU
     return recognised_as(subject, fit, trials, rows) if fit else None

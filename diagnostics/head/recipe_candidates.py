@@ -25,6 +25,7 @@ _TILES = (16, 32, 64, 128, 256, 512)
 # (query block, key tile) of kernels that take the diagonal first; a smaller block than the tile changes nothing.
 _DIAGONAL = ((64, 64), (128, 64), (128, 128))
 _FIRST_SPLIT = 64
+_MOST_SPLITS = 32
 
 
 def split_tile(head_dim: int) -> int:
@@ -42,6 +43,14 @@ def known_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     tile = split_tile(head_dim)
     splitting = replace(preset("fa2", fmt, head_dim), schedule=Schedule(key_tile=tile, split_keys=tile))
     return *forwards.values(), splitting
+
+
+def split_recipes(fmt: Format, head_dim: int, k_length: int) -> list[Recipe]:
+    """FlashAttention-2 with its keys in 2 to ``_MOST_SPLITS`` splits, each of as many tiles as that number asks for."""
+    fa2, tile = preset("fa2", fmt, head_dim), split_tile(head_dim)
+    tiles = -(-k_length // tile)
+    lengths = dict.fromkeys(-(-tiles // splits) * tile for splits in range(2, _MOST_SPLITS + 1))
+    return [replace(fa2, schedule=Schedule(128, tile, "descending", n)) for n in lengths if tile < n < k_length]
 
 
 @cache
