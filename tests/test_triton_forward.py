@@ -124,6 +124,31 @@ def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
         assert torch.equal(dump.lse, found.lse)
 
 
+FULL = {
+    "tail": {"T": 100, "H": 2, "causal": "top-left"},
+    "decoding": {"T": 3, "Tk": 80, "H": 4, "Hk": 2, "D": 16, "causal": "bottom-right"},
+    "ranges": {"T": 70},
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_dump_has_every_row_where_its_number_is(case: str, device: str) -> None:
+    recipe = preset("qiu2025" if case == "ranges" else "fa2")
+    q, k, v = tensors(device, **FULL[case])
+    seen = Visibility(FULL[case].get("causal", "none"))
+    slots = torch.arange(q[..., 0].numel(), dtype=torch.int32, device=device).view(q.shape[:3])
+    full, tiles = (
+        forward(q, k, v, recipe, seen, scale=0.125, softcap=None, level=level, slots=given, n_slots=slots.numel())
+        for level, given in (("full", None), ("tiles", slots))
+    )
+    for name in ("o", "lse", "rows", "scores", "probs", "tile_max"):
+        a, b = getattr(full, name), getattr(tiles, name)
+        assert torch.equal(a.isnan(), b.isnan()), name
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), name
+        assert not a.isnan().all(), name
+
+
 @triton.jit
 def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, keys, factor, D: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
