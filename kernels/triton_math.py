@@ -50,7 +50,7 @@ def round_to(x, FORMAT: tl.constexpr):
 def rounding_error(x, cast, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
     """``cast``, which is fp32 ``x`` rounded to FORMAT, minus ``x``. PAIRS: whether the device rounds two at once.
 
-    A cast with a second use is compiled to conversions of single numbers, which take eight times as long: rounded again.
+    A cast with a second use is compiled to conversions of single numbers, at an eighth of the speed: it is made again.
     """
     if PAIRS and FORMAT == "bf16":
         rounded = tl.inline_asm_elementwise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
         assert torch.equal(dump.lse, found.lse)
 
 
-FULL = {
+FULL: dict[str, dict[str, Any]] = {
     "tail": {"T": 100, "H": 2, "causal": "top-left"},
     "decoding": {"T": 3, "Tk": 80, "H": 4, "Hk": 2, "D": 16, "causal": "bottom-right"},
     "ranges": {"T": 70},
@@ -138,10 +139,8 @@ def test_a_full_dump_has_every_row_where_its_number_is(case: str, device: str) -
     q, k, v = tensors(device, **FULL[case])
     seen = Visibility(FULL[case].get("causal", "none"))
     slots = torch.arange(q[..., 0].numel(), dtype=torch.int32, device=device).view(q.shape[:3])
-    full, tiles = (
-        forward(q, k, v, recipe, seen, scale=0.125, softcap=None, level=level, slots=given, n_slots=slots.numel())
-        for level, given in (("full", None), ("tiles", slots))
-    )
+    run = partial(forward, q, k, v, recipe, seen, scale=0.125, softcap=None, n_slots=slots.numel())
+    full, tiles = run(level="full"), run(level="tiles", slots=slots)
     for name in ("o", "lse", "rows", "scores", "probs", "tile_max"):
         a, b = getattr(full, name), getattr(tiles, name)
         assert torch.equal(a.isnan(), b.isnan()), name
