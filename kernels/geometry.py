@@ -92,12 +92,14 @@ class Geometry:
     """Instrumentation: row statistics."""
     dump: bool = False
     """Instrumentation: tiles of chosen rows."""
+    dump_all: bool = False
+    """Whether those are all rows, and a row's slot is its number in [B, Hq, Tq]."""
     track_near: bool = False
     """Whether scores within reach of the maximum are counted as they pass."""
     sink: bool = False
     """Whether each head has a sink in the softmax's denominator."""
     packed: bool = False
-    """Whether they are counted two at a time."""
+    """Whether 16-bit numbers are compared and made two at a time."""
     scores_of: Operands = "given"
     """What q k^T multiplies."""
     values_of: Operands = "given"
@@ -151,6 +153,7 @@ def forward_geometry(
         split=recipe.schedule.split_keys is not None,
         rows=watched,
         dump=level in ("tiles", "full"),
+        dump_all=level == "full",
         track_near=watched and not ranges and recipe.subtracts_maximum,
         packed=packed and recipe.probs in ("bf16", "fp16"),
     )

@@ -71,7 +71,8 @@ def forward(
     """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv] (in pages: see
     ``triton_sequences``), any strides.
 
-    ``slots`` [B, Hq, Tq] int32: where the tile dump puts a row, -1 for nowhere; ``n_slots`` of them in all.
+    ``slots`` [B, Hq, Tq] int32: where the dump of level "tiles" puts a row, -1 for nowhere; ``n_slots`` of them in all.
+    Level "full" puts every row where its number is.
     ``unrounded``: keep O in fp32 too. ``sinks`` [Hq] fp32: logits in the softmax's denominator; L has them in it.
     """
     (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)

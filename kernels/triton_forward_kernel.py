@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attn_diag.kernels.triton_instruments import ONES, dump_tile, watch_rows
 from attn_diag.kernels.triton_low_bit import cast_probs, range_product, rescaled_sums, scales_of
-from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot_add, fused, round_to
+from attn_diag.kernels.triton_math import LOG2_E, as_operand, dot_add, fused, round_to, rounding_error
 from attn_diag.kernels.triton_sequences import head_slope, sequence_of
 from attn_diag.kernels.triton_softmax import add_range, exponential, next_maximum, range_sum, rescaling, sink_step
 from attn_diag.kernels.triton_tiles import (
@@ -185,12 +185,14 @@ def forward_kernel(
         alibi = head_slope(slopes_ptr, item, documents, h, stride_slopes, G)
 
     row = (b * heads + h).to(tl.int64) * q_total + q_rows
-    any_slot = False
-    slots = offs
-    if G.dump:
+    slots = row
+    chosen = here
+    any_chosen = True
+    if G.dump and not G.dump_all:
         slots = tl.load(slots_ptr + row, mask=here, other=-1)
-        any_slot = tl.max(slots, 0) >= 0
-    dump = (s_ptr + k_first, p_ptr + k_first, m_ptr, slots, any_slot, stride_dump, dump_tiles)
+        chosen = slots >= 0
+        any_chosen = tl.max(slots, 0) >= 0
+    dump = (s_ptr + k_first, p_ptr + k_first, m_ptr, slots, chosen, any_chosen, stride_dump, dump_tiles)
 
     # alpha waits for the exponent unless the scores already hold it.
     factor = 1.0
@@ -270,8 +272,9 @@ def forward_kernel(
         plane = tl.num_programs(1).to(tl.int64) * G.group * q_total
         if G.split:
             plane *= tl.num_programs(2)
-        tl.store(rows_ptr + row, keys_m, mask=here)
-        tl.store(rows_ptr + plane + row, keys_l, mask=here)
-        tl.store(rows_ptr + 2 * plane + row, tl.max(near, 1), mask=here)
-        tl.store(rows_ptr + 3 * plane + row, tl.max(cast_sum, 1), mask=here)
-        tl.store(rows_ptr + 4 * plane + row, tl.sum(cast.to(tl.float32) - o, 1), mask=here)
+        # Every store of a vector goes through shared memory and two barriers: four at once, [M, 2, 2].
+        four = tl.join(tl.join(keys_m, keys_l), tl.join(tl.max(near, 1), tl.max(cast_sum, 1)))
+        planes = (tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]) * plane
+        tl.store(rows_ptr + row[:, None, None] + planes[None, :, :], four, mask=here[:, None, None])
+        error = tl.sum(rounding_error(o, cast, tl.constexpr(R.out), G.packed), 1)
+        tl.store(rows_ptr + 4 * plane + row, error, mask=here)

@@ -19,7 +19,8 @@ def near_bound(m, factor, G: tl.constexpr):
     Rounding S to q's format merges scores at most an ulp apart, 2**-mantissa |S|; "unit" reaches 0.00196 below the
     maximum, "window" 1e-3; exp(-x) >= 1 - x. One BF16 step lower, as P_bar may have been rounded down.
     """
-    return tl.minimum(1.0 - 2.1e-3, 1.0 - tl.abs(m * factor) * 2.0**-G.mantissa) - 2.0**-8
+    step = 2.0**-8
+    return tl.minimum(1.0 - 2.1e-3 - step, tl.abs(m) * (-factor * 2.0**-G.mantissa) + (1.0 - step))
 
 
 @triton.jit
@@ -57,16 +58,16 @@ def watch_rows(watched, cast, m, rescale, factor, R: tl.constexpr, G: tl.constex
 
 @triton.jit
 def dump_tile(dump, s, cast, m, tile, k_length, G: tl.constexpr):
-    """Store S, the cast P_bar and the maximum it was taken from, for the rows that have a slot (>= 0)."""
-    s_ptr, p_ptr, m_ptr, slots, any_slot, stride, tiles = dump
-    if any_slot:
+    """Store S, the cast P_bar and the maximum it was taken from, for the ``chosen`` rows, each in its slot."""
+    s_ptr, p_ptr, m_ptr, slots, chosen, any_chosen, stride, tiles = dump
+    if any_chosen:
         cols = tile * G.block_n + tl.arange(0, G.block_n)
-        chosen = slots >= 0
         row = slots.to(tl.int64)
         where = row[:, None] * stride + cols[None, :]
         here = chosen[:, None] & (cols < k_length)[None, :]
-        tl.store(s_ptr + where, s, mask=here)
-        tl.store(p_ptr + where, cast, mask=here)
+        # Nobody reads them soon: K and V stay in the cache.
+        tl.store(s_ptr + where, s, mask=here, eviction_policy="evict_first")
+        tl.store(p_ptr + where, cast, mask=here, eviction_policy="evict_first")
         tl.store(m_ptr + row * tiles + tile, m, mask=chosen)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_instrumentation_changes_no_bit(name: str, device: str) -> None:
         got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert torch.equal(dump.lse, found.lse)
+
+
+FULL: dict[str, dict[str, Any]] = {
+    "tail": {"T": 100, "H": 2, "causal": "top-left"},
+    "decoding": {"T": 3, "Tk": 80, "H": 4, "Hk": 2, "D": 16, "causal": "bottom-right"},
+    "ranges": {"T": 70},
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_dump_has_every_row_where_its_number_is(case: str, device: str) -> None:
+    recipe = preset("qiu2025" if case == "ranges" else "fa2")
+    q, k, v = tensors(device, **FULL[case])
+    seen = Visibility(FULL[case].get("causal", "none"))
+    slots = torch.arange(q[..., 0].numel(), dtype=torch.int32, device=device).view(q.shape[:3])
+    run = partial(forward, q, k, v, recipe, seen, scale=0.125, softcap=None, n_slots=slots.numel())
+    full, tiles = run(level="full"), run(level="tiles", slots=slots)
+    for name in ("o", "lse", "rows", "scores", "probs", "tile_max"):
+        a, b = getattr(full, name), getattr(tiles, name)
+        assert torch.equal(a.isnan(), b.isnan()), name
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), name
+        assert not a.isnan().all(), name
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from builders import hard_fp32
 from torch import Tensor
 
-from attn_diag.kernels.triton_math import round_bits_to_bf16, round_to
+from attn_diag.kernels.triton_math import as_operand, round_bits_to_bf16, round_to, rounding_error
 
 # numpy says so where fp32 overflows a smaller format; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -51,6 +51,26 @@ def test_integer_rounding_is_the_hardware_cast_on_every_bit_pattern(device: str)
         hardware, integer = (rounded(x, "bf16", bits=bits) for bits in (False, True))
         same = (hardware == integer) & (hardware.signbit() == integer.signbit()) | (hardware.isnan() & integer.isnan())
         assert bool(same.all()), x[~same][:4].view(torch.int32)
+
+
+@triton.jit
+def error_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, rounding_error(x, as_operand(x, FORMAT), FORMAT, PAIRS), mask=offs < n)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_the_error_of_a_rounding_is_that_of_the_cast(fmt: str, device: str) -> None:
+    x = torch.from_numpy(hard_fp32()).to(device)
+    with np.errstate(all="ignore"):
+        expected = rounded(x, fmt) - x
+        for pairs in (False, device == "cuda" and torch.cuda.get_device_capability()[0] >= 9):
+            got = torch.full_like(x, 1.0)
+            error_kernel[(triton.cdiv(len(x), 4096),)](x, got, len(x), FORMAT=fmt, PAIRS=pairs, BLOCK=4096)
+            assert torch.equal(got.isnan(), expected.isnan())
+            number = ~expected.isnan()
+            assert torch.equal(got[number].view(torch.int32), expected[number].view(torch.int32))
 
 
 @triton.jit
