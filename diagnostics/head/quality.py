@@ -312,11 +312,11 @@ def samples(
 
     def of_head(h: int) -> QuantitySample:
         row, feature, ulps, beyond = worst[h]
-        stands_out = np.zeros((0, 2), dtype=np.int64)
+        stands_out, marked = np.zeros((0, 2), dtype=np.int64), np.zeros(len(places[h]), dtype=bool)
         if not beyond <= ELEMENT_LIMIT:  # NaN too: another element may stand out.
             stands_out = (deviations[h] > ELEMENT_LIMIT).nonzero().cpu().numpy()
-        marked = np.zeros(len(places[h]), dtype=bool)
-        marked[stands_out[:, 0]] = True
+            marked[stands_out[:, 0]] = True
+            stands_out[:, 0] = places[h][stands_out[:, 0]]
         return QuantitySample(
             rows=places[h],
             error=error[h],
@@ -327,7 +327,7 @@ def samples(
             features=by_feature[:3, h],
             bad_rows=bad_rows[h],
             bad_features=bad_features[h],
-            bad_elements=np.stack([places[h][stands_out[:, 0]], stands_out[:, 1]], 1),
+            bad_elements=stands_out,
             in_outlying_element=marked,
             not_zero=not_zero[h],
             zeroed=zeroed[h],

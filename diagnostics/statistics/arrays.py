@@ -52,7 +52,7 @@ def padded(array: Array | Ints) -> Array:
 
 def stacked(arrays: Sequence[Array]) -> Array:
     """Arrays [n] as one, [m, n]; a single one is not copied."""
-    return np.stack(arrays) if len(arrays) > 1 else arrays[0][None]
+    return np.concatenate(arrays).reshape(len(arrays), -1) if len(arrays) > 1 else arrays[0][None]
 
 
 def in_parts(n: int, sets: int = 1) -> Iterator[slice]:

@@ -103,7 +103,8 @@ class Shares:
         """Of data sets with as many clusters each; of the same in all of them once."""
         if all(one is several[0] for one in several):
             return several[0]
-        return cls(*(stacked([getattr(one, f.name) for one in several]) for f in fields(cls)))
+        share, weight = (stacked([getattr(one, name) for one in several]) for name in ("share", "weight"))
+        return cls(share, weight, np.array([float(one.df) for one in several]))
 
     @classmethod
     def of_one(cls, sizes: Array) -> Shares:
