@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_diag.head.outlying import OF_FEATURE, OF_ROW, times_limit, too_far_off
 from attn_diag.reference import FloatFormat, ulp
-from attn_diag.statistics.arrays import dense
+from attn_diag.statistics.arrays import dense, stacked
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
@@ -144,14 +144,14 @@ class QuantitySample:
 
     @cached_property
     def _ratios(self) -> list[RatioEstimate | None]:
-        return paired_ratios([self._case(None), self._typical_case()])
+        return paired_ratios([self._case(None), *_typical_cases([self])])
 
     @staticmethod
     def find_ratios(several: Sequence[QuantitySample]) -> None:
-        """Compute both ratios of some samples side by side, before they are asked for."""
-        found = paired_ratios([case for one in several for case in (one._case(None), one._typical_case())])
+        """Compute both ratios of some samples of as many rows side by side, before they are asked for."""
+        found = paired_ratios([one._case(None) for one in several] + _typical_cases(several))
         for i, one in enumerate(several):
-            one.__dict__["_ratios"] = found[2 * i : 2 * i + 2]
+            one.__dict__["_ratios"] = found[i :: len(several)]
 
     def _case(self, kept: npt.NDArray[np.bool_] | None) -> RatioCase:
         part = slice(None) if kept is None else kept
@@ -165,10 +165,19 @@ class QuantitySample:
             return RatioCase(error, other if other.sum() > floor.sum() else floor)
         return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
 
-    def _typical_case(self) -> RatioCase:
-        unit = np.maximum(self.expected, 1e-300)
-        other, floor = self.counterfactual / unit, self.floor / unit
-        return RatioCase(self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers)
+
+def _typical_cases(several: Sequence[QuantitySample]) -> list[RatioCase]:
+    """Of samples of as many rows each, errors in units of the row's own expected noise."""
+    error, other, floor, unit = (
+        stacked([getattr(one, name) for one in several]) for name in ("error", "counterfactual", "floor", "expected")
+    )
+    unit = np.maximum(unit, 1e-300)
+    error, other, floor = error / unit, other / unit, floor / unit
+    larger = (other.sum(1) > floor.sum(1)).tolist()
+    return [
+        RatioCase(error[i], other[i] if larger[i] else floor[i], one.copied, one.carriers)
+        for i, one in enumerate(several)
+    ]
 
 
 @dataclass(frozen=True)
