@@ -79,11 +79,12 @@ class UlpCounts:
         inside, outside = found[:, 1:-1], found[:, [0, -1]].tolist()
         # Without empty bins at either end.
         full = inside > 0
-        some, starts, ends = full.any(1), full.argmax(1), bins - 2 - full[:, ::-1].argmax(1)
-        by_head = zip(levels, inside, outside, some.tolist(), starts.tolist(), ends.tolist(), strict=True)
+        starts, ends = full.argmax(1).tolist(), (bins - 2 - full[:, ::-1].argmax(1)).tolist()
         return [
-            cls(level, start - _FINE_BINS if there else 0, counts[start : end if there else start].copy(), *beyond)
-            for level, counts, beyond, there, start, end in by_head
+            cls(level, start - _FINE_BINS, counts[start:end].copy(), *beyond)
+            if counts[start]
+            else cls(level, 0, counts[:0], *beyond)
+            for level, counts, beyond, start, end in zip(levels, inside, outside, starts, ends, strict=True)
         ]
 
     @property

@@ -180,11 +180,11 @@ class CaptureJob:
     def errors(self) -> dict[str, list[PooledErrors]]:
         """What is tested of each head and, of several, of all of them, by observation."""
         found = {}
-        for name, measured in self.measured.items():
+        for name, by_head in self.measured.items():
             # The pooled entry of a single head repeats it, see ``result``.
-            every = [[part for parts in measured.values() for part in parts]] if len(measured) > 1 else []
+            every = [[part for parts in by_head.values() for part in parts]] if len(by_head) > 1 else []
             shape = len(self.batches), self.capture.k_length
-            found[name] = [PooledErrors.of(parts, *shape) for parts in (*measured.values(), *every)]
+            found[name] = [PooledErrors.of(parts, *shape) for parts in (*by_head.values(), *every)]
         return found
 
     def pool(self) -> None:
@@ -289,9 +289,7 @@ class CaptureJob:
         recipe = found.recipe if (found := self.recognised.get(name)) else None
         return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
 
-    def _pool(
-        self, name: str, measured: dict[int, list[HeadMeasurement]], tested: Sequence[Tested]
-    ) -> list[Entry]:
+    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]], tested: Sequence[Tested]) -> list[Entry]:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
