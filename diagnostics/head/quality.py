@@ -270,13 +270,13 @@ def samples(
         lost = torch.maximum(lost, (most * _NEXT_TO_NOTHING).clamp_(max=_FLUSHED))
     error, other = _beyond(observed - truth, lost), _beyond(counterfactual - truth, lost)
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
-    floor = spacing.square() / 12
+    floor = spacing.square().div_(12)
     expected = torch.maximum(variance, floor)
     unit = expected.clamp(min=1e-300)
     allowed = torch.maximum(others, (fed - truth).square()) if fed is not None else others
     # What is too large is rounded as much more coarsely.
-    rounded = torch.maximum(unit, ulp(observed, fmt).square() / 12)
-    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / rounded.sqrt()
+    rounded = torch.maximum(unit, ulp(observed, fmt).square_().div_(12))
+    deviations = (error - allowed.sqrt()).clamp_(min=0.0).div_(rounded.sqrt_())
     every = (squares, others, floor, expected, allowed)
     # By row, by feature, and by feature once more in units of every element's noise: no row outweighs the others.
     by_row, by_feature, in_units = (
@@ -351,8 +351,8 @@ def samples(
 
 
 def _beyond(error: Tensor, lost: Tensor) -> Tensor:
-    """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
-    return error.sign() * (error.abs() - lost).clamp_(min=0.0)
+    """How much of an error, in place, is more than flushed terms explain: of one above 1e-18 that changes no bit."""
+    return error.abs_().sub_(lost).clamp_(min=0.0)
 
 
 def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int, int, float, float]]:
@@ -360,6 +360,6 @@ def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int
     if not deviations.numel():
         return [(0, 0, 0.0, 0.0)] * len(deviations)
     most, at = deviations.flatten(1).max(1)
-    ulps = (error.flatten(1).gather(1, at[:, None]).abs() / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
+    ulps = (error.flatten(1).gather(1, at[:, None]) / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
     numbers = zip(at.tolist(), *torch.stack([ulps, most]).tolist(), strict=True)
     return [(*divmod(place, deviations.shape[2]), in_ulps, beyond) for place, in_ulps, beyond in numbers]
