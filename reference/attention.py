@@ -170,6 +170,8 @@ class RowBlock:
     """Row sums of P_bar o (dP - delta), and its 2-norms, a sink's term included; [R] each, only where asked for."""
     sink: float | None = None
     """The sink's logit; None without one."""
+    probs_k: Tensor | None = None
+    """P_bar K, [R, D], every probability times its slope; None until whoever streams makes it."""
 
     @property
     def dscores(self) -> Tensor | None:

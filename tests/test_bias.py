@@ -15,7 +15,7 @@ from scipy import stats
 
 from attn_diag.head.signed_errors import by_feature, of_elements, of_rows
 from attn_diag.statistics.drift import FLAT_BAND_99
-from attn_diag.statistics.mean_tests import mean_test
+from attn_diag.statistics.mean_tests import Moments, Shares, mean_test
 from attn_diag.statistics.means import BiasCase, SignedErrors, adjust, estimate_bias, estimate_biases
 
 
@@ -153,6 +153,12 @@ def test_benjamini_hochberg_by_hand() -> None:
     assert adjust([]) == []
 
 
+def test_benjamini_hochberg_to_the_last_bit_as_scipy() -> None:
+    rng = np.random.default_rng(1)
+    for values in (rng.random(1), rng.random(50) ** 8, np.repeat(rng.random(9), 3), np.array([0.0, 1.0, 1.0])):
+        assert adjust(values.tolist()) == stats.false_discovery_control(values).tolist()
+
+
 def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Errors [60, 12] without a mean, with parts that a key's rows share and others that a feature's elements share."""
     rng = np.random.default_rng(seed)
@@ -243,6 +249,28 @@ def test_means_tested_together_are_those_of_each_alone() -> None:
     together = estimate_biases(cases, 0.01)
     assert together == [estimate_bias(c.errors, c.clusters, 0.01, with_drift=c.with_drift) for c in cases]
     assert len({e.p_value for e in together if e.p_value is not None}) == 7
+
+
+def test_means_with_nearly_as_many_clusters_are_tested_as_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what it is alone, to the last bit, and ``mean_test`` of its own clusters to rounding."""
+    rng, computed, of = np.random.default_rng(3), list[int](), Moments.of
+
+    def counted(sums: npt.NDArray[np.float64], shares: Shares) -> Moments:
+        computed.append(len(sums))
+        return of(sums, shares)
+
+    monkeypatch.setattr(Moments, "of", counted)
+    clusters = [np.concatenate([np.arange(count), rng.integers(0, count, 90)]) for count in (33, 34, 35, 36)]
+    cases = [BiasCase(rows_of(rng.normal(0.2, 1, len(keys))), keys) for keys in clusters]
+    together = estimate_biases(cases, 0.01)
+    assert computed[0] == len(cases)
+    for keys, case, found in zip(clusters, cases, together, strict=True):
+        assert [found] == estimate_biases([case], 0.01)
+        sizes = np.bincount(keys).astype(np.float64)
+        test = mean_test(np.bincount(keys, case.errors.total).astype(np.float64), sizes, 0.01)
+        assert found.n_clusters == len(sizes)
+        for name in ("standard_error", "t", "p_value", "minimum_detectable"):
+            assert some(getattr(found, name)) == pytest.approx(float(getattr(test, name)), rel=1e-12)
 
 
 def test_long_sets_are_computed_in_parts_and_are_what_they_are_whole() -> None:

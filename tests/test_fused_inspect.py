@@ -13,7 +13,7 @@ import pytest
 import torch
 from builders import SHARED, some, stored
 
-from attn_diag.analyses.inspection import capture_job, groups, joint
+from attn_diag.analyses.inspection import capture_job, groups, joint, pooled_errors
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
@@ -141,7 +141,7 @@ def test_all_that_is_launched_is_compiled_ahead(device: str, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("deterministic", "fused")
-@pytest.mark.parametrize("fault", ["", "reading", "memory", "program"])
+@pytest.mark.parametrize("fault", ["", "reading", "memory", "program", "testing"])
 def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one recipe, one of an unknown one, one with another scale: each has the words that it has alone, also
     where one of them cannot be measured, or not together; a failure of the program is told of."""
@@ -152,6 +152,7 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
     taken = [replace(c, source=f"capture {i}") for i, c in enumerate(taken)]
     alone = [json.loads(inspect_captures([c], device="cpu").to_json())["captures"][0] for c in taken]
     sizes: list[int] = []
+    entries: list[int] = []
     for name in ("jobs_recognised", "jobs_at_once"):
         monkeypatch.setattr(joint, name, lambda *_: 3)
     measure = joint.measured
@@ -169,16 +170,25 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
             raise InputError("changed while it was read")
         return inputs_of(tensors, *options)
 
+    def tested(several: Any, level: float) -> Any:
+        entries.append(len(several))
+        if fault == "testing":
+            raise IndexError("out of range")
+        return pooled_errors.tests(several, level)
+
     for module in (joint, capture_job):
         monkeypatch.setattr(module, "measured", counted)
+    monkeypatch.setattr(joint, "tests", tested)
     monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.inputs_of", broken)
     complaints: list[InputError] = []
     found = inspect_captures(taken, device="cpu", skip=complaints.append)
     assert len(complaints) == (fault == "reading")
     assert max(sizes) == 2
+    # Four heads and all of them, of each capture that could be read.
+    assert entries == [10 if fault == "reading" else 15]
     told = ["capture 0 and those like it were taken one by one: internal error (IndexError: out of range)"]
-    assert list(found.summary.warnings) == (told if fault == "program" else [])
-    if fault == "program":
+    assert list(found.summary.warnings) == (told if fault in ("program", "testing") else [])
+    if fault in ("program", "testing"):
         with pytest.raises(IndexError, match="out of range"):
             inspect_captures(taken, device="cpu")
     kept = [c for i, c in enumerate(alone) if not (i == 1 and fault == "reading")]

@@ -128,7 +128,9 @@ def judge_quantity(
     whole = joined(samples)
     ratio, typical = (whole.ratio(), whole.typical_ratio) if whole.compared else (None, None)
     # Where dP and delta must cancel, a delta rounded to 16 bits leaves more than O's rounding does elsewhere.
-    outlying = whole.outlying & ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
+    outlying = whole.outlying
+    if outlying.any():
+        outlying &= ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
     plain = None if whole.in_16_bits is None or not truth else math.sqrt(whole.in_16_bits / truth)
@@ -154,7 +156,7 @@ def judge_quantity(
             relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth)
             if truth and whole.compared
             else None,
-            rows_outlying=int(outlying.sum()),
+            rows_outlying=int(np.count_nonzero(outlying)),
             rows=len(outlying),
             largest_ulp=largest[2],
             largest_at=(batch, largest[0], largest[1]),

@@ -260,15 +260,19 @@ class NoiseCollector:
     def add(self, block: RowBlock) -> None:
         """Take one block of the reference."""
         rows, keys, inverse = block.rows, block.keys, block.inverse_row_sum
-        visible = (block.unnormalised_probs > 0).to(inverse.dtype)
+        visible = block.unnormalised_probs.sign()  # P_bar is never negative
         scores = (_FP32_SCORE * block.row_max.masked_fill(block.fully_masked, 0.0)).square()
         relative = (self._relative + scores)[:, None]
         squares = block.probs.square()
-        times = 1.0 if self.same_keys is None else together(self.same_keys[keys], visible)
-        self.variance["row_sum"][rows] = (squares * times).sum(1) * self._relative
+        times = None if self.same_keys is None else together(self.same_keys[keys], visible)
+
+        def counted(values: Tensor) -> Tensor:
+            return values if times is None else values * times
+
+        self.variance["row_sum"][rows] = counted(squares).sum(1) * self._relative
         probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
         probs = self.head.drop(self.head.drop(probs, rows, keys), rows, keys)
-        o = (probs * times) @ self._v2[keys] + ulp(block.out, self.out).square() / 12
+        o = counted(probs) @ self._v2[keys] + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o
         if block.unnormalised_dscores is None:
             return
@@ -277,8 +281,10 @@ class NoiseCollector:
         dscores = block.dscores
         assert dscores is not None
         dscores = dscores.square_().mul_(relative).add_(visible, alpha=self._smallest_dscore)
-        through = sloped(block, block.probs) @ self.head.k[keys]
-        dq = delta[:, None] * through.square() + (dscores * times) @ self._k2[keys]
+        products = block.probs_k
+        if products is None:
+            products = sloped(block, block.unnormalised_probs) @ self.head.k[keys]
+        dq = delta[:, None] * (products * inverse[:, None]).square() + counted(dscores) @ self._k2[keys]
         self.variance["dq"][rows] = dq * self.head.scale**2
         if self.want_keys:
             by_delta = sloped(block, sloped(block, squares)) * delta[:, None]

@@ -76,18 +76,16 @@ class UlpCounts:
         index, bins = flat.div_(widths).round_().clamp_(-_FINE_BINS - 1, _FINE_BINS + 1), 2 * _FINE_BINS + 3
         index = index.int().add_(_FINE_BINS + 1 + bins * torch.arange(len(flat), device=flat.device)[:, None])
         found = torch.bincount(index.flatten(), minlength=bins * len(flat)).view(-1, bins).cpu().numpy()
+        inside, outside = found[:, 1:-1], found[:, [0, -1]].tolist()
+        # Without empty bins at either end.
+        full = inside > 0
+        starts, ends = full.argmax(1).tolist(), (bins - 2 - full[:, ::-1].argmax(1)).tolist()
         return [
-            cls(level, -_FINE_BINS, counts[1:-1], int(counts[0]), int(counts[-1])).trimmed()
-            for level, counts in zip(levels, found, strict=True)
+            cls(level, start - _FINE_BINS, counts[start:end].copy(), *beyond)
+            if counts[start]
+            else cls(level, 0, counts[:0], *beyond)
+            for level, counts, beyond, start, end in zip(levels, inside, outside, starts, ends, strict=True)
         ]
-
-    def trimmed(self) -> UlpCounts:
-        """Without empty bins at either end."""
-        full = np.flatnonzero(self.counts)
-        if not len(full):
-            return UlpCounts(self.level, 0, self.counts[:0], self.below, self.above)
-        start, stop = int(full[0]), int(full[-1]) + 1
-        return UlpCounts(self.level, self.first + start, self.counts[start:stop].copy(), self.below, self.above)
 
     @property
     def total(self) -> int:

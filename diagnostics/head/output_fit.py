@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice, product
 
 import torch
@@ -90,12 +91,17 @@ def _sample(
         some, census = places[start : start + step], NonFiniteCensus()
         tensors = known if known is not None and known.places.issuperset(some) else HeadTensors(capture, some, device)
         for batch, head in some:
-            length = capture.lengths(batch)[0]
-            rows = torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
+            rows = _rows(capture.lengths(batch)[0], device)
             inputs, stored = inputs_of(tensors, batch, head, census), tensors.read(key, batch, head)
             assert stored is not None
             inputs = replace(inputs, head=replace(inputs.head, do=None))
             yield _Sampled(asked, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
+
+
+@lru_cache(maxsize=32)
+def _rows(length: int, device: torch.device) -> Tensor:
+    """The rows that are looked at of a sequence of this length; not to be changed."""
+    return torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
 
 
 def _recomputed(some: Sequence[_Sampled], output: str) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_diag.head.outlying import OF_FEATURE, OF_ROW, times_limit, too_far_off
 from attn_diag.reference import FloatFormat, ulp
-from attn_diag.statistics.arrays import dense
+from attn_diag.statistics.arrays import dense, stacked
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
 
 # Up to this factor a kernel is as good as a well-rounded one, above ``LOSSY`` it is not; real ones: 0.93 to 1.07.
@@ -144,14 +144,14 @@ class QuantitySample:
 
     @cached_property
     def _ratios(self) -> list[RatioEstimate | None]:
-        return paired_ratios([self._case(None), self._typical_case()])
+        return paired_ratios([self._case(None), *_typical_cases([self])])
 
     @staticmethod
     def find_ratios(several: Sequence[QuantitySample]) -> None:
-        """Compute both ratios of some samples side by side, before they are asked for."""
-        found = paired_ratios([case for one in several for case in (one._case(None), one._typical_case())])
+        """Compute both ratios of some samples of as many rows side by side, before they are asked for."""
+        found = paired_ratios([one._case(None) for one in several] + _typical_cases(several))
         for i, one in enumerate(several):
-            one.__dict__["_ratios"] = found[2 * i : 2 * i + 2]
+            one.__dict__["_ratios"] = found[i :: len(several)]
 
     def _case(self, kept: npt.NDArray[np.bool_] | None) -> RatioCase:
         part = slice(None) if kept is None else kept
@@ -165,10 +165,19 @@ class QuantitySample:
             return RatioCase(error, other if other.sum() > floor.sum() else floor)
         return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
 
-    def _typical_case(self) -> RatioCase:
-        unit = np.maximum(self.expected, 1e-300)
-        other, floor = self.counterfactual / unit, self.floor / unit
-        return RatioCase(self.error / unit, other if other.sum() > floor.sum() else floor, self.copied, self.carriers)
+
+def _typical_cases(several: Sequence[QuantitySample]) -> list[RatioCase]:
+    """Of samples of as many rows each, errors in units of the row's own expected noise."""
+    error, other, floor, unit = (
+        stacked([getattr(one, name) for one in several]) for name in ("error", "counterfactual", "floor", "expected")
+    )
+    unit = np.maximum(unit, 1e-300)
+    error, other, floor = error / unit, other / unit, floor / unit
+    larger = (other.sum(1) > floor.sum(1)).tolist()
+    return [
+        RatioCase(error[i], other[i] if larger[i] else floor[i], one.copied, one.carriers)
+        for i, one in enumerate(several)
+    ]
 
 
 @dataclass(frozen=True)
@@ -261,13 +270,13 @@ def samples(
         lost = torch.maximum(lost, (most * _NEXT_TO_NOTHING).clamp_(max=_FLUSHED))
     error, other = _beyond(observed - truth, lost), _beyond(counterfactual - truth, lost)
     squares, others, spacing = error.square(), other.square(), ulp(truth, fmt)
-    floor = spacing.square() / 12
+    floor = spacing.square().div_(12)
     expected = torch.maximum(variance, floor)
     unit = expected.clamp(min=1e-300)
     allowed = torch.maximum(others, (fed - truth).square()) if fed is not None else others
     # What is too large is rounded as much more coarsely.
-    rounded = torch.maximum(unit, ulp(observed, fmt).square() / 12)
-    deviations = (error.abs() - allowed.sqrt()).clamp_(min=0.0) / rounded.sqrt()
+    rounded = torch.maximum(unit, ulp(observed, fmt).square_().div_(12))
+    deviations = (error - allowed.sqrt()).clamp_(min=0.0).div_(rounded.sqrt_())
     every = (squares, others, floor, expected, allowed)
     # By row, by feature, and by feature once more in units of every element's noise: no row outweighs the others.
     by_row, by_feature, in_units = (
@@ -312,11 +321,11 @@ def samples(
 
     def of_head(h: int) -> QuantitySample:
         row, feature, ulps, beyond = worst[h]
-        stands_out = np.zeros((0, 2), dtype=np.int64)
+        stands_out, marked = np.zeros((0, 2), dtype=np.int64), np.zeros(len(places[h]), dtype=bool)
         if not beyond <= ELEMENT_LIMIT:  # NaN too: another element may stand out.
             stands_out = (deviations[h] > ELEMENT_LIMIT).nonzero().cpu().numpy()
-        marked = np.zeros(len(places[h]), dtype=bool)
-        marked[stands_out[:, 0]] = True
+            marked[stands_out[:, 0]] = True
+            stands_out[:, 0] = places[h][stands_out[:, 0]]
         return QuantitySample(
             rows=places[h],
             error=error[h],
@@ -327,7 +336,7 @@ def samples(
             features=by_feature[:3, h],
             bad_rows=bad_rows[h],
             bad_features=bad_features[h],
-            bad_elements=np.stack([places[h][stands_out[:, 0]], stands_out[:, 1]], 1),
+            bad_elements=stands_out,
             in_outlying_element=marked,
             not_zero=not_zero[h],
             zeroed=zeroed[h],
@@ -342,8 +351,8 @@ def samples(
 
 
 def _beyond(error: Tensor, lost: Tensor) -> Tensor:
-    """What of an error is more than flushed terms explain: of one above 1e-18 that changes no bit."""
-    return error.sign() * (error.abs() - lost).clamp_(min=0.0)
+    """How much of an error, in place, is more than flushed terms explain: of one above 1e-18 that changes no bit."""
+    return error.abs_().sub_(lost).clamp_(min=0.0)
 
 
 def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int, int, float, float]]:
@@ -351,6 +360,6 @@ def _worst(deviations: Tensor, error: Tensor, spacing: Tensor) -> list[tuple[int
     if not deviations.numel():
         return [(0, 0, 0.0, 0.0)] * len(deviations)
     most, at = deviations.flatten(1).max(1)
-    ulps = (error.flatten(1).gather(1, at[:, None]).abs() / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
+    ulps = (error.flatten(1).gather(1, at[:, None]) / spacing.flatten(1).gather(1, at[:, None]))[:, 0]
     numbers = zip(at.tolist(), *torch.stack([ulps, most]).tolist(), strict=True)
     return [(*divmod(place, deviations.shape[2]), in_ulps, beyond) for place, in_ulps, beyond in numbers]

@@ -189,7 +189,8 @@ def head_truth(
         if maxima is None:
             collected.add(block)
         if products is not None:
-            products[block.rows] = sloped(block, block.unnormalised_probs) @ head.k[block.keys]
+            block.probs_k = sloped(block, block.unnormalised_probs) @ head.k[block.keys]
+            products[block.rows] = block.probs_k
         if observe is not None:
             observe(block)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.arrays import in_parts, side_by_side
+from attn_diag.statistics.arrays import in_parts, side_by_side, stacked
 
 Array = npt.NDArray[np.float64]
 
@@ -99,6 +99,14 @@ class Shares:
             return cls(share, weight, 1 / (squares.sum(-1) + leverage.sum(-1) ** 2 - np.square(leverage).sum(-1)))
 
     @classmethod
+    def stacked(cls, several: Sequence[Shares]) -> Shares:
+        """Of data sets with as many clusters each; of the same in all of them once."""
+        if all(one is several[0] for one in several):
+            return several[0]
+        share, weight = (stacked([getattr(one, name) for one in several]) for name in ("share", "weight"))
+        return cls(share, weight, np.array([float(one.df) for one in several]))
+
+    @classmethod
     def of_one(cls, sizes: Array) -> Shares:
         """Of one data set's sizes [G], which may all be alike."""
         return cls.alike(len(sizes)) if len(sizes) and (sizes == sizes[0]).all() else cls.of(sizes)
@@ -180,15 +188,15 @@ class Moments:
 
 
 def moments(cases: Sequence[tuple[Array, Shares]]) -> Moments:
-    """Of m data sets, the sums [G] and the shares of each: [m]; those that have the same shares are one array."""
-    together: dict[int, list[int]] = {}
-    for i, (_, shares) in enumerate(cases):
-        together.setdefault(id(shares), []).append(i)
+    """Of m data sets, the sums [G] and the shares of each: [m]; those with as many clusters are one array."""
     found = np.empty((len(fields(Moments)), len(cases)))
-    for every in together.values():
+    even = [len(shares.share) < len(sums) for sums, shares in cases]
+    for kind in (True, False):
+        every = [i for i, one in enumerate(even) if one == kind]
         for some, sums in side_by_side([cases[i][0] for i in every]):
-            of_some = Moments.of(sums, cases[every[0]][1])
-            found[:, [every[i] for i in some]] = [*vars(of_some).values()]
+            places = [every[i] for i in some]
+            of_some = Moments.of(sums, Shares.stacked([cases[i][1] for i in places]))
+            found[:, places] = [*vars(of_some).values()]
     return Moments(*found)
 
 

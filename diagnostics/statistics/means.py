@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import BiasEstimate
-from attn_diag.statistics.arrays import side_by_side
+from attn_diag.statistics.arrays import padded, side_by_side
 from attn_diag.statistics.drift import each_drift
 from attn_diag.statistics.mean_tests import MeanTest, Moments, Shares, both_ways, moments
 
@@ -181,7 +181,7 @@ class BiasCase:
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
     """``estimate_bias`` of several cases; those with as many rows, or the same clusters, are computed together."""
-    counted = dict[int, Shares]()
+    counted = dict[int, tuple[int, Shares]]()
     found = [_Counted(case, counted) if len(case.errors.total) * case.errors.count else None for case in cases]
     some = [one for one in found if one is not None]
     of_sums = moments([(one.sums, one.shares) for one in some])
@@ -195,21 +195,24 @@ def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimat
 class _Counted:
     """A mean of n errors before its test: the sums of its clusters."""
 
-    def __init__(self, case: BiasCase, counted: dict[int, Shares]) -> None:
-        """``counted``: what the sizes of clusters say, by their identity."""
+    def __init__(self, case: BiasCase, counted: dict[int, tuple[int, Shares]]) -> None:
+        """``counted``: how many clusters there are and what their sizes say, by their identity."""
         errors, rows, few = case.errors, len(case.errors.total), False
         self.case, self.features, self.n = case, errors.features, rows * errors.count
         if case.clusters is None:
-            self.sums, self.shares = errors.total, Shares.alike(rows)
+            self.count, self.sums, self.shares = rows, errors.total, Shares.alike(rows)
         else:
             if id(case.clusters) not in counted:
-                counted[id(case.clusters)] = Shares.of(np.bincount(case.clusters))
-            self.sums = np.bincount(case.clusters, errors.total).astype(np.float64, copy=False)
-            self.shares = counted[id(case.clusters)]
-        if self.features is not None and len(self.sums) < 2:
+                sizes = np.bincount(case.clusters)
+                counted[id(case.clusters)] = len(sizes), Shares.of(padded(sizes))
+            self.count, self.shares = counted[id(case.clusters)]
+            length = self.shares.share.shape[-1]
+            self.sums = np.bincount(case.clusters, errors.total, length).astype(np.float64, copy=False)
+        if self.features is not None and self.count < 2:
             self.sums, self.shares = self.features.sums, Shares.of_one(self.features.sizes)
+            self.count = len(self.sums)
             self.features, few = None, case.attention and rows < MIN_FOR_FEATURES
-        self.testable = len(self.sums) > 1 and errors.nonzero > 0 and not few
+        self.testable = self.count > 1 and errors.nonzero > 0 and not few
 
     def estimate(
         self, total: float, effective: float, drift: Mapping[str, Any], test: Sequence[float] | None
@@ -221,14 +224,14 @@ class _Counted:
         if test is not None:
             se, t, p_value, df, half, detectable = test
             if se <= (dust := _VANISHED * rms):
-                agree = max(2.0 ** (1 - len(self.sums)), _TINY)
+                agree = max(2.0 ** (1 - self.count), _TINY)
                 known = {"standard_error": se, "p_value": agree if abs(mean) > dust else None}
             else:
                 known = {"standard_error": se, "t": t, "p_value": p_value, "degrees_of_freedom": df}
                 known |= {"ci95": (mean - half, mean + half), "minimum_detectable": detectable}
         return BiasEstimate(
             n=n,
-            n_clusters=len(self.sums),
+            n_clusters=self.count,
             n_eff=None if math.isnan(effective) else effective,
             mean=mean,
             mean_ulp=_ratio(errors.unit_total, errors.unit_scale),
@@ -284,9 +287,13 @@ def require_level(level: float) -> None:
 
 def adjust(p_values: Sequence[float]) -> list[float]:
     """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289)."""
-    from scipy import stats
-
-    return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
+    # scipy.stats has this too, and takes longer to import than a capture to inspect.
+    order, count = np.argsort(p_values), len(p_values)
+    scaled = np.asarray(p_values, dtype=np.float64)[order] * (count / np.arange(1, count + 1))
+    adjusted = np.empty(count)
+    adjusted[order] = np.minimum.accumulate(scaled[::-1])[::-1]
+    found: list[float] = np.minimum(adjusted, 1.0).tolist()
+    return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.statistics.arrays import in_parts, side_by_side, stacked
+from attn_diag.statistics.arrays import in_parts, padded, side_by_side, stacked
 
 Array = npt.NDArray[np.float64]
 
@@ -94,22 +94,12 @@ def paired_ratios(cases: Sequence[RatioCase]) -> list[RatioEstimate | None]:
     """``paired_ratio`` of several cases; those with as many groups are computed together."""
     groups, found = [case.by_group() for case in cases], list[RatioEstimate | None]([None] * len(cases))
     counts = np.array([len(observed) for observed, _ in groups], dtype=np.int64)
-    for places, observed in side_by_side([_padded(observed) for observed, _ in groups]):
-        yardstick = stacked([_padded(groups[i][1]) for i in places])
+    for places, observed in side_by_side([padded(observed) for observed, _ in groups]):
+        yardstick = stacked([padded(groups[i][1]) for i in places])
         carriers = [cases[i].carriers for i in places]
         for i, one in zip(places, _side_by_side(observed, yardstick, counts[places], carriers), strict=True):
             found[i] = one
     return found
-
-
-def _padded(groups: Array) -> Array:
-    """With groups of nothing, which change no sum, so that there are few lengths: eight or fewer between powers of 2.
-
-    A length depends on no other case, and so does the order in which numbers are added.
-    """
-    step = 1 << max(len(groups).bit_length() - 4, 0)
-    missing = -len(groups) % step
-    return np.concatenate([groups, np.zeros(missing)]) if missing else groups
 
 
 def _side_by_side(

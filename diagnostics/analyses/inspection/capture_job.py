@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from attn_diag.analyses.inspection.groups import (
     together,
 )
 from attn_diag.analyses.inspection.joint import measured
-from attn_diag.analyses.inspection.pooled_errors import PooledErrors, noise_factors, pooled_biases
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors, Tested, tests
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
@@ -116,6 +116,8 @@ class CaptureJob:
         self.assumptions: Assumptions
         self.ahead: list[GroupMeasurement] | None = None
         """Its groups, where they were measured together with those of other captures."""
+        self.tested: dict[str, list[Tested]] = {}
+        """The tests of its ``errors``, where they were made together with those of other captures."""
         self._begun = False
 
     @property
@@ -154,6 +156,11 @@ class CaptureJob:
 
     def run(self) -> Iterable[int]:
         """Do the work; yields the number of heads done since the last time."""
+        yield from self.measure()
+        self.pool()
+
+    def measure(self) -> Iterable[int]:
+        """The first part of it."""
         self.begin()
         sets = together(self.groups(), self.capture, self.device)
         found = map_in_order(lambda groups: measured([(self, groups)])[0], sets, parallel=self.takes_one_core)
@@ -169,13 +176,28 @@ class CaptureJob:
             for name, counts in result.broken_keys.items():
                 self.broken_keys.setdefault(name, {}).setdefault(result.group.kv_head, Counter()).update(counts)
             yield len(result.group.heads)
+
+    def errors(self) -> dict[str, list[PooledErrors]]:
+        """What is tested of each head and, of several, of all of them, by observation."""
+        found = {}
         for name, by_head in self.measured.items():
-            self.entries[name] = self._pool(name, by_head)
+            # The pooled entry of a single head repeats it, see ``result``.
+            every = [[part for parts in by_head.values() for part in parts]] if len(by_head) > 1 else []
+            shape = len(self.batches), self.capture.k_length
+            found[name] = [PooledErrors.of(parts, *shape) for parts in (*by_head.values(), *every)]
+        return found
+
+    def pool(self) -> None:
+        """The rest: entries of what was measured."""
+        tested = self.tested or {name: tests(several, self.level) for name, several in self.errors().items()}
+        for name, by_head in self.measured.items():
+            self.entries[name] = self._pool(name, by_head, tested[name])
             self.by_key_head[name] = tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {})))
 
     def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.ahead = {}, {}, {}, {}, None
+        self.tested = {}
         self.patterns = CapturePatterns(self.capture, self.device)
         # What it keeps of its tensors goes; what it knows of the recipes stays.
         self.opened = replace(self.opened, tensors=None)
@@ -267,7 +289,7 @@ class CaptureJob:
         recipe = found.recipe if (found := self.recognised.get(name)) else None
         return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
 
-    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]]) -> list[Entry]:
+    def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]], tested: Sequence[Tested]) -> list[Entry]:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
@@ -281,13 +303,9 @@ class CaptureJob:
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
-        # The pooled entry of a single head repeats it, see ``result``.
-        every = [[part for parts in measured.values() for part in parts]] if len(measured) > 1 else []
-        pooled = [PooledErrors.of(parts, sequences, c.k_length) for parts in (*measured.values(), *every)]
-        tests = list(zip(pooled, pooled_biases(pooled, self.level), noise_factors(pooled), strict=True))
         entries = [
             pool(
-                *tested,
+                *of_head,
                 layer=c.metadata.layer,
                 head=head + c.metadata.head_offset,
                 dw_q=None if (found := dw_q[head]) is None else found.sums,
@@ -302,12 +320,12 @@ class CaptureJob:
                 quantities=quantities[head],
                 missing=missing,
             )
-            for (head, parts), tested in zip(measured.items(), tests, strict=False)
+            for (head, parts), of_head in zip(measured.items(), tested, strict=False)
         ]
         known = [found.sums for found in dw_q.values() if found is not None]
-        entries += [replace(entries[0])] if not every else [
+        entries += [replace(entries[0])] if len(measured) == 1 else [
             pool(
-                *tests[-1],
+                *tested[-1],
                 layer=c.metadata.layer,
                 head=None,
                 dw_q=GradientSums.pool(known) if len(known) == len(measured) else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from attn_diag.analyses.inspection.groups import (
     key_heads_at_once,
     made_at_once,
 )
+from attn_diag.analyses.inspection.pooled_errors import PooledErrors, Tested, tests
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import Recognised
@@ -53,9 +55,13 @@ class Job(Protocol):
     recognised: dict[str, Recognised]
     assumptions: Assumptions
     ahead: list[GroupMeasurement] | None
+    level: float
+    tested: dict[str, list[Tested]]
 
     def begin(self) -> None: ...  # noqa: D102 - described there, as the rest
-    def run(self) -> Iterable[int]: ...  # noqa: D102
+    def measure(self) -> Iterable[int]: ...  # noqa: D102
+    def errors(self) -> dict[str, list[PooledErrors]]: ...  # noqa: D102
+    def pool(self) -> None: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
     def groups(self) -> list[HeadGroup]: ...  # noqa: D102
     def open_head(self, result: GroupMeasurement, head: int, tensors: HeadTensors) -> StreamedHead: ...  # noqa: D102
@@ -175,6 +181,16 @@ def measure_ahead(jobs: Sequence[Job]) -> None:
             job.ahead = results
 
 
+def test_ahead(jobs: Sequence[Job]) -> None:
+    """Test the means of captures that are ``alike``, and measured, side by side."""
+    if len(jobs) < 2:
+        return
+    errors = [job.errors() for job in jobs]
+    found = iter(tests([one for of_job in errors for several in of_job.values() for one in several], jobs[0].level))
+    for job, of_job in zip(jobs, errors, strict=True):
+        job.tested = {name: list(islice(found, len(several))) for name, several in of_job.items()}
+
+
 @dataclass
 class Inspected(Generic[_Job]):
     """What became of some captures that are alike."""
@@ -218,9 +234,12 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
             source = some[0].capture.source
             found.told.append(f"{source} and those like it were taken one by one: internal error ({what})")
 
-    def run(job: _Job) -> None:
-        for count in job.run():
+    def measure(job: _Job) -> None:
+        for count in job.measure():
             done(count)
+
+    def pool(job: _Job) -> None:
+        job.pool()
         job.release()
 
     ahead(recognise_ahead, jobs)
@@ -230,7 +249,9 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
         ahead(check_ahead, some)
         ready = [job for job in some if usable(job, job.begin)]
         ahead(measure_ahead, ready)
-        found.ran += [job for job in ready if usable(job, partial(run, job))]
+        pending = [job for job in ready if usable(job, partial(measure, job))]
+        ahead(test_ahead, pending)
+        found.ran += [job for job in pending if usable(job, partial(pool, job))]
     return found
 
 

@@ -125,6 +125,14 @@ class NoiseFactor:
     """Its 95 % interval; None where it cannot be told."""
 
 
+Tested = tuple[PooledErrors, dict[str, BiasEstimate], NoiseFactor]
+
+
+def tests(several: Sequence[PooledErrors], level: float) -> list[Tested]:
+    """The mean signed errors and the noise factor of each."""
+    return list(zip(several, pooled_biases(several, level), noise_factors(several), strict=True))
+
+
 def noise_factors(several: Sequence[PooledErrors]) -> list[NoiseFactor]:
     """The noise factor of each."""
     squares = list[Array]()
