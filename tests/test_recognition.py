@@ -68,11 +68,15 @@ def by_emulation(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[Emulate
     return [emulate_head(replace(recipe, accumulation="nvidia-tensor-core"), head) for head in heads]
 
 
+def looked_at(capture: Capture) -> by_kernels.LookedAt:
+    return recognise_by_kernels([(capture, "observed", 0, 0)], CPU)[0]
+
+
 @pytest.mark.parametrize("name", ["fa2", "cudnn", "flex"])
 def test_kernels_recognise_what_emulation_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_head, "run_heads", by_emulation)
     captures = [made_by(preset(name, "bf16", 16), length=256, seed=seed) for seed in (1, 2)]
-    found = recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)
+    found = [one.recognised for one in recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)]
     assert [some(one).name for one in found] == [some(recognise(c, "observed", 0, 0)).name for c in captures]
     assert all(name in some(one).name for one in found)
 
@@ -95,7 +99,7 @@ def test_kernels_recognise_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_head, "run_heads", by_emulation)
     split = Schedule(128, 256, "descending", 768)
     capture = made_by(replace(preset("fa2", "bf16", 16), schedule=split), length=1536, spread=2.0)
-    found = some(recognise_by_kernels([(capture, "observed", 0, 0)], CPU)[0])
+    found = some(looked_at(capture).recognised)
     assert (found.name, found.recipe.schedule) == ("fa2", split)
 
 
@@ -108,17 +112,20 @@ def test_kernels_with_other_sums_are_recognised_by_a_tensor_core_s(monkeypatch: 
     (made,) = by_emulation(preset("fa2", "bf16", 64), [head])
     tensors = {"q": q, "k": k, "v": v, "o": made.o.bfloat16()}
     capture = Capture.from_tensors({n: t[None, None] for n, t in tensors.items()}, causal="none")
-    found = some(recognise_by_kernels([(capture, "observed", 0, 0)], CPU)[0])
+    found = some(looked_at(capture).recognised)
     assert (found.cut_off, found.agreement) == (True, 1.0)
     assert "fa2" in found.name
     monkeypatch.setattr(by_kernels, "_EMULATED_KEYS", 4096)
-    assert recognise_by_kernels([(capture, "observed", 0, 0)], CPU) == [None]
+    # Emulations of as many keys would tell no more of a kernel that comes near.
+    assert looked_at(capture) == (None, True)
 
 
 def test_what_no_kernel_with_fp32_scores_made_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_head, "run_heads", by_emulation)
     coarse = made_by(preset("bf16-scores", "bf16", 16), length=256)
-    assert recognise_by_kernels([(coarse, "observed", 0, 0)], CPU) == [None]
+    assert looked_at(coarse) == (None, False)
+    monkeypatch.setattr(by_kernels, "_EMULATED_KEYS", 128)
+    assert looked_at(coarse) == (None, False)
     assert some(recognise(coarse, "observed", 0, 0)).name == "bf16-scores"
 
 
@@ -127,7 +134,7 @@ def test_what_the_kernels_do_not_take_is_left_to_the_search(monkeypatch: pytest.
         raise RecipeNotSupportedError("no mask")
 
     monkeypatch.setattr(triton_head, "run_heads", refused)
-    assert recognise_by_kernels([(made_by(preset("fa2", "bf16", 16)), "observed", 0, 0)], CPU) == [None]
+    assert looked_at(made_by(preset("fa2", "bf16", 16))) == (None, False)
 
 
 def test_kernels_are_not_worth_compiling_for_a_short_head() -> None:

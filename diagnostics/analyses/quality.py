@@ -130,9 +130,10 @@ def judge_quantity(
     # Where dP and delta must cancel, a delta rounded to 16 bits leaves more than O's rounding does elsewhere.
     outlying = whole.outlying
     if outlying.any():
-        outlying &= ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
+        outlying = outlying & ~(whole.not_zero & (whole.error <= _ROUNDED_DELTA**2 * whole.expected))
     largest, batch = max(zip((s.largest for s in samples), batches, strict=True), key=lambda item: item[0][3])
     error, truth = float(whole.error.sum()), float(whole.reference.sum())
+    rounded = math.sqrt(float(whole.counterfactual.sum()) / truth) if truth and whole.compared else None
     plain = None if whole.in_16_bits is None or not truth else math.sqrt(whole.in_16_bits / truth)
     other = f"{yardstick(whole.declared or None)}'s error"
 
@@ -153,9 +154,7 @@ def judge_quantity(
             typical_factor=None if typical is None else typical.factor,
             typical_factor_ci95=None if typical is None else (typical.low, typical.high),
             relative_error=math.sqrt(error / truth) if truth else None,
-            relative_error_well_rounded=math.sqrt(float(whole.counterfactual.sum()) / truth)
-            if truth and whole.compared
-            else None,
+            relative_error_well_rounded=rounded,
             rows_outlying=int(np.count_nonzero(outlying)),
             rows=len(outlying),
             largest_ulp=largest[2],

@@ -24,6 +24,7 @@ from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
 from attn_diag.head.recipe_candidates import split_recipes
 from attn_diag.head.recipe_search import (
+    MISSED_BY_SUMS,
     SearchedHead,
     Trial,
     first_trials,
@@ -43,7 +44,7 @@ WORTH = 2**23
 # FlashAttention-2 splits keys where its blocks of 64 query rows, of all heads, are fewer than 1.6 times the GPU's
 # multiprocessors, of which none has 160.
 _SPLITTING_ROWS = 64 * 256
-# Sums as a tensor core makes them take seconds of more keys.
+# Sums as a tensor core makes them take seconds of more keys, and emulations of all recipes a minute of a CPU's core.
 _EMULATED_KEYS = 2**15
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
 _SUMS_OF_SPLITS = 2**28
@@ -65,7 +66,17 @@ def worth_kernels(places: Sequence[Place], device: torch.device) -> bool:
     return len(places) * q_length * k_length >= WORTH
 
 
-def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[Recognised | None]:
+class LookedAt(NamedTuple):
+    """What running kernels tells of an observation."""
+
+    recognised: Recognised | None
+    """What made it; None: none of them."""
+    settled: bool
+    """Whether emulations would tell no more: it is recognised, or a published kernel comes near, with keys so many that
+    emulated sums are no nearer to the captured kernel's than these."""
+
+
+def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[LookedAt]:
     """The published kernels with fp32 scores that made these observations.
 
     Args:
@@ -73,14 +84,14 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
         device: A GPU.
 
     Returns:
-        None where none of them fits, and where the kernels do not take the inputs: ``recognise`` may know more.
+        One for each place.
     """
-    opened = [read_subject(*place, device) for place in places]
+    opened, unknown = [read_subject(*place, device) for place in places], LookedAt(None, settled=False)
     subjects = [subject for subject in opened if subject is not None]
     if not subjects:
-        return [None] * len(places)
+        return [unknown] * len(places)
     recipes = _let_run(subjects)
-    return [None if subject is None else _recognise(subject, recipes) for subject in opened]
+    return [unknown if subject is None else _recognise(subject, recipes) for subject in opened]
 
 
 def identify_by_kernels(places: Sequence[Place], device: torch.device) -> list[IdentifiedHead | None]:
@@ -255,12 +266,16 @@ def _fitting(subject: SearchedHead, recipes: _Runnable, rows: Tensor) -> tuple[l
     trials = first_trials(subject, recipes.published, rows)
     if not fits(subject, trials[0]):
         trials = ranked([*trials, *subject.run(recipes.splits, rows)], subject.head_dim)
-    if not fits(subject, trials[0]) and len(subject.inputs.head.k) > _EMULATED_KEYS:
+    if not fits(subject, trials[0]) and _too_long(subject):
         return trials, [], rows
     return trials, *fitting(subject, trials, rows)
 
 
-def _recognise(subject: SearchedHead, recipes: _Runnable) -> Recognised | None:
+def _too_long(subject: SearchedHead) -> bool:
+    return len(subject.inputs.head.k) > _EMULATED_KEYS
+
+
+def _recognise(subject: SearchedHead, recipes: _Runnable) -> LookedAt:
     """One of them."""
     from triton.runtime.errors import TritonError
 
@@ -270,5 +285,9 @@ def _recognise(subject: SearchedHead, recipes: _Runnable) -> Recognised | None:
     try:
         trials, fit, _ = _fitting(subject, recipes, rows)
     except (RecipeNotSupportedError, BackendError, TritonError, ValueError):
-        return None  # a mask, dropout or a head dimension that they lack, or that does not fit this GPU
-    return recognised_as(subject, fit, trials, rows) if fit else None
+        # A mask, dropout or a head dimension that they lack, or that does not fit this GPU.
+        return LookedAt(None, settled=False)
+    if fit:
+        return LookedAt(recognised_as(subject, fit, trials, rows), settled=True)
+    near = 1 - trials[0].match.agreement <= MISSED_BY_SUMS
+    return LookedAt(None, settled=near and _too_long(subject))

@@ -114,7 +114,7 @@ class OpenCapture:
             self._recognised[place] = recognise(self.capture, observation, batch, head)
         return self._recognised[place]
 
-    def take_recognised(self, observation: str, batch: int, head: int, found: Recognised) -> None:
+    def take_recognised(self, observation: str, batch: int, head: int, found: Recognised | None) -> None:
         """Know what ``recognise`` would look for."""
         self._recognised[observation, batch, head] = found
 

@@ -82,7 +82,7 @@ LEVEL = 0.01  # of "told apart"
 _MISSED_BF16 = 0.002
 # At most so many does the right recipe miss on long rows, where fp32 sums stand for the tensor core's: 0.3 to 1.4 % of
 # 1,024 to 16,384 keys (H100); with sums cut off as there flash, cuDNN and this project's kernels miss at most 0.33 %.
-_MISSED_BY_SUMS = 0.03
+MISSED_BY_SUMS = 0.03
 # So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
 # as long.
 _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**18}, 8, 8
@@ -204,7 +204,7 @@ def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor)
         start = max(0, length // size - 1) * size  # of the last whole block
         late = start + spread_rows(min(size, length - start), _LATE_ROWS, rows.device)
         right, *tried = subject.run([trials[0].recipe, *own], late)
-        missing = [t for t in tried if t.match.agreement < 1 - 2 * _MISSED_BY_SUMS]
+        missing = [t for t in tried if t.match.agreement < 1 - 2 * MISSED_BY_SUMS]
         told_apart = [t.recipe for t in missing if right.match.compare(t.match).p_value <= LEVEL]
         own = [r for r in own if r not in told_apart]
     found = sorted([*trials, *subject.run(own, rows)], key=lambda t: recipes.index(t.recipe))
@@ -225,7 +225,7 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
 
     if fits(subject, trials[0]):
         return trials, rows
-    near = [t for t in trials if 1 - t.match.agreement <= _MISSED_BY_SUMS]
+    near = [t for t in trials if 1 - t.match.agreement <= MISSED_BY_SUMS]
     if not near:
         return [], rows
     most = _TENSOR_CORE_SCORES[rows.device.type] // len(subject.inputs.head.k)

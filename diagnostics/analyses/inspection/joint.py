@@ -143,9 +143,9 @@ def recognise_ahead(jobs: Sequence[Job]) -> None:
         found = recognise_by_kernels([place for _, place in places], jobs[0].device)
     except _OF_ONE_CAPTURE:
         return
-    for (job, (_, name, batch, head)), recognised in zip(places, found, strict=True):
-        if recognised is not None:
-            job.opened.take_recognised(name, batch, head, recognised)
+    for (job, (_, name, batch, head)), looked_at in zip(places, found, strict=True):
+        if looked_at.settled:
+            job.opened.take_recognised(name, batch, head, looked_at.recognised)
 
 
 def check_ahead(jobs: Sequence[Job]) -> None:
