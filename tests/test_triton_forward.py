@@ -21,7 +21,7 @@ from attn_diag.kernels import PRESETS, Recipe, Schedule, SoftmaxRule, emulate_he
 from attn_diag.kernels.attention import attention
 from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.dump import Dump
-from attn_diag.kernels.geometry import Visibility, forward_geometry
+from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_math import as_operand, dot_add
 from attn_diag.reference import format_of, reference_head, round_nearest_even
@@ -57,6 +57,12 @@ def agreement(out: Tensor, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, case
     """Fraction of O's elements with the emulation's bits."""
     same = [emulate_head(recipe, head_of(q, k, v, h, case)).o == out[0, h].cpu() for h in range(q.shape[1])]
     return float(torch.stack(same).float().mean())
+
+
+def test_splits_of_every_length_share_a_compiled_kernel() -> None:
+    fa2 = preset("fa2", "bf16", 64)
+    first, second = (replace(fa2, schedule=replace(fa2.schedule, split_keys=n)) for n in (256, 512))
+    assert anonymous(first) == anonymous(second)
 
 
 @pytest.mark.usefixtures("poisoned")
