@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, few_carry, left_with, rows_named
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
@@ -27,7 +28,6 @@ _ROUNDED_DELTA = 16.0
 _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
-_AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
     block_sums.SITE: block_sums.WORDS,
@@ -185,7 +185,7 @@ def judge_quantity(
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
-            return verdict("lossy", f"{said}, {_left_with(whole.way)}.")
+            return verdict("lossy", f"{said}, {left_with(whole.way)}.")
         return verdict("stated", f"{said}; {ALONE}.")
     if error > whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
@@ -194,10 +194,10 @@ def judge_quantity(
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
-    factor = f"{_factor(ratio)} times {other}{_cost(error, truth, plain)}"
+    factor = f"{factor_words(ratio)} times {other}{cost(error, truth, plain)}"
     site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
-        where = _rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
+        where = rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
         site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
     if ratio.low > _HUGE:
         site += "; so large a factor need not be rounding, it may be wrong mathematics"
@@ -207,7 +207,7 @@ def judge_quantity(
     if ratio.low > LOSSY and ratio.groups >= MIN_GROUPS:
         return verdict("lossy", f"{name} has {factor}{site}.")
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
-        each = f"{_factor(typical)} times with all {unit} weighted alike"
+        each = f"{factor_words(typical)} times with all {unit} weighted alike"
         return verdict("lossy", f"{name} has {factor}, {each}{site}.")
     # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
@@ -216,30 +216,13 @@ def judge_quantity(
     if as_good and not outlying.any() and not columns.size and not (quantity == "dq" and whole.not_zero.any()):
         if whole.declared:
             return verdict("good", f"{name} is as good as {whole.declared} allows: {factor}.")
-        return verdict("good", f"{name} is as good as a well-rounded kernel's: {_factor(ratio)} times its error.")
+        return verdict("good", f"{name} is as good as a well-rounded kernel's: {factor_words(ratio)} times its error.")
     few = ""
     if ratio.groups < MIN_GROUPS:
-        few = f"; about {number(ratio.groups, 2)} {unit} carry it, and it takes {MIN_GROUPS} to decide"
+        few = f"; {few_carry(ratio.groups, unit)} it, and it takes {MIN_GROUPS} to decide"
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
-
-
-def _cost(error: float, truth: float, plain: float | None) -> str:
-    """Where a recipe below 16 bits is declared, what it costs."""
-    if plain is None or not truth:
-        return ""
-    return f" ({percent(math.sqrt(error / truth))} off; in 16 bits {percent(plain)})"
-
-
-def _rows_named(rows: Sequence[int]) -> str:
-    return f"row{'s' if len(rows) > 1 else ''} {ranges(rows)}"
-
-
-def _left_with(way: str) -> str:
-    """What of inputs that are finer went through BF16; empty: not known which."""
-    coarse = f"what a kernel leaves with {way}" if way else _AS_IN_BF16
-    return f"{coarse}: more coarsely rounded than inputs of this format need"
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
@@ -297,9 +280,9 @@ def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int =
         rows_outlying=int((over > 1).sum()), rows=len(over),
     )  # fmt: skip
     if (over > 1).any() and all(e.in_bf16 for e in effects if (e.of_budget > 1).any()):
-        return _answered(found, "undecided", f"{name} is up to {number(size)} off, {_AS_IN_BF16}; {ALONE}.")
+        return _answered(found, "undecided", f"{name} is up to {number(size)} off, {AS_IN_BF16}; {ALONE}.")
     if (over > 1).any() and len(ways := {e.way for e in effects if (e.of_budget > 1).any()}) == 1 and all(ways):
-        return _answered(found, "lossy", f"{name} is up to {number(size)} off, {_left_with(ways.pop())}.")
+        return _answered(found, "lossy", f"{name} is up to {number(size)} off, {left_with(ways.pop())}.")
     if (over > 1).any():
         where = f"{'row' if (over > 1).sum() == 1 else 'rows'} {ranges(rows[over > 1].tolist())}"
         words = f"{name} is up to {number(size)} off, which no rounding makes: {where}"
@@ -359,10 +342,6 @@ def not_judged(
         return "not compared" if covered else "no well-rounded kernel of this format to compare with"
 
     return tuple(f"{SYMBOLS[name]} ({why(name)})" for name in missing)
-
-
-def _factor(ratio: RatioEstimate) -> str:
-    return f"{times(ratio.factor)} ({times(ratio.low)} to {times(ratio.high)})"
 
 
 def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
