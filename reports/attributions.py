@@ -152,7 +152,7 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         names = head_names({(h.layer, h.head) for h in first.heads if coarse(first, h)})
         said += f"; coarse roundings: {names or 'in other heads, see below'}"
     if found.unreadable:
-        said += f" ({plural(len(found.unreadable), 'capture')} not attributed)"
+        said += f" ({plural(len(found.unreadable), 'capture')} not attributed in full)"
     # The head that makes most of the error though no site does, or that the first word is about, else the largest part.
     heads, top = [(one, head) for one in ordered for head in one.heads], first.heads[0]
     meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.open)]

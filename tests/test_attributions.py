@@ -23,6 +23,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag import Capture, InputError
 from attn_diag.analyses.attribution.of_captures import attribute_captures
+from attn_diag.captures.selection import Selection
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
 from attn_diag.reports.renderers import page as page_of
@@ -307,9 +308,27 @@ def test_one_that_cannot_be_attributed_is_left_out_and_told() -> None:
     assert len(made.results) == len(told) == len(made.unreadable) == 1
     report = " ".join(made.report().split())
     assert report.startswith("UNKNOWN ")
-    assert "(1 capture not attributed)" in report
+    assert "(1 capture not attributed in full)" in report
     with pytest.raises(InputError, match="metadata"):
         attribute_captures([model()[0], wrong], device="cpu")
+
+
+def test_a_head_that_cannot_be_attributed_does_not_take_the_others_with_it() -> None:
+    told: list[InputError] = []
+    whole = capture([coarse_scores] * 2, layer=6)
+    q = whole.tensors["q"][...].clone()
+    q[:, 1] = torch.inf
+    partly = replace(whole, tensors=whole.tensors | {"q": q})
+    made = attribute_captures([model()[0], partly], device="cpu", skip=told.append)
+    assert [[head.head for head in one.heads] for one in made.results] == [[0, 1], [0]]
+    (problem,) = told
+    assert str(problem).endswith("(head 1; the others are attributed)")
+    assert made.unreadable == (str(problem),)
+    alone = attribute_captures([partly], selection=Selection(heads=frozenset({0})), device="cpu")
+    assert made.results[1].heads == alone.results[0].heads
+    assert not made.report().startswith("NORMAL")
+    with pytest.raises(InputError, match="no row is finite"):
+        attribute_captures([model()[0], partly], device="cpu")
 
 
 def test_a_folder_on_the_command_line(tmp_path: Path, run: Run) -> None:
