@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from builders import some
 from test_fused_inspect import differences
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.analyses.inspection import groups, joint
+from attn_diag.analyses.inspection import groups, joint, pooling
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.head import head_stack, key_gradients, signed_errors
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.quality import QuantitySample, samples
 from attn_diag.reference import certificate
-from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.diagnosis import BiasEstimate, Diagnosis
+from attn_diag.statistics.means import BiasCase, estimate_biases
 
 HEADS = 5
 
@@ -160,3 +162,17 @@ def test_as_many_heads_at_once_as_half_of_the_free_memory_of_a_gpu_holds(
     for name, size in (sizes | {"memory_allocated": int(1e9)}).items():
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     assert groups.jobs_at_once(one, torch.device("cuda")) == expected
+
+
+def test_means_of_key_heads_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    def counted(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
+        sizes.append(len(cases))
+        return estimate_biases(cases, level)
+
+    monkeypatch.setattr(pooling, "estimate_biases", counted)
+    found = inspect_captures([taken(5, lambda _: None, dtype=torch.bfloat16)], device="cpu").captures[0].observations[0]
+    assert sizes == [2 * HEADS]
+    means = {some(estimate).mean for head in found.kv_heads for estimate in (head.bias.dk, head.bias.dv)}
+    assert len(means) == 2 * HEADS

@@ -192,7 +192,7 @@ class CaptureJob:
         tested = self.tested or {name: tests(several, self.level) for name, several in self.errors().items()}
         for name, by_head in self.measured.items():
             self.entries[name] = self._pool(name, by_head, tested[name])
-            self.by_key_head[name] = tuple(self._kv_head(name, kv) for kv in sorted(self.key_sums.get(name, {})))
+            self.by_key_head[name] = tuple(self._kv_heads(name))
 
     def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
@@ -385,13 +385,14 @@ class CaptureJob:
             return False
         return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
 
-    def _kv_head(self, name: str, kv_head: int) -> KvHeadDiagnosis:
-        sums = self.key_sums[name][kv_head]
-        biases = {
-            o: unclustered(SignedErrors.join([f.errors for f in found])) for o, found in sums.items() if o != "dkv"
-        }
-        offset = self.capture.metadata.head_offset
-        query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
-        return KvHeadDiagnosis(
-            kv_head + offset // self.group, query_heads, KvBias(**biases), self._extra(name, [kv_head])
-        )
+    def _kv_heads(self, name: str) -> Iterator[KvHeadDiagnosis]:
+        every = [
+            (kv_head, {output: gradients for output, gradients in sums.items() if output != "dkv"})
+            for kv_head, sums in sorted(self.key_sums.get(name, {}).items())
+        ]
+        errors = [SignedErrors.join([g.errors for g in found]) for _, sums in every for found in sums.values()]
+        biases, offset = iter(unclustered(errors)), self.capture.metadata.head_offset
+        for kv_head, sums in every:
+            query_heads = tuple(offset + kv_head * self.group + i for i in range(self.group))
+            bias = KvBias(**{output: next(biases) for output in sums})
+            yield KvHeadDiagnosis(kv_head + offset // self.group, query_heads, bias, self._extra(name, [kv_head]))

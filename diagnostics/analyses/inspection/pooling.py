@@ -40,9 +40,10 @@ from attn_diag.results.wording import number, plural
 from attn_diag.statistics.means import (
     MIN_SEQUENCES,
     PRIMARY,
+    BiasCase,
     SignedErrors,
     adjust,
-    estimate_bias,
+    estimate_biases,
 )
 
 _TOP_ROWS = 5
@@ -299,7 +300,8 @@ def largest_places(sizes: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.
     return found
 
 
-def unclustered(errors: SignedErrors) -> BiasEstimate:
-    """Mean, rms and running figures without any test, for quantities whose rows are not independent."""
-    estimate = estimate_bias(errors, np.zeros(len(errors.total), dtype=np.int64), 0.05, with_drift=False)
-    return replace(estimate, n_eff=None)
+def unclustered(several: Sequence[SignedErrors]) -> list[BiasEstimate]:
+    """Mean and rms of each without any test, for quantities whose rows are not independent."""
+    one = {rows: np.zeros(rows, dtype=np.int64) for rows in {len(errors.total) for errors in several}}
+    cases = [BiasCase(errors, one[len(errors.total)], with_drift=False) for errors in several]
+    return [replace(estimate, n_eff=None) for estimate in estimate_biases(cases, 0.05)]
