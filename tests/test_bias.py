@@ -153,12 +153,6 @@ def test_benjamini_hochberg_by_hand() -> None:
     assert adjust([]) == []
 
 
-def test_benjamini_hochberg_to_the_last_bit_as_scipy() -> None:
-    rng = np.random.default_rng(1)
-    for values in (rng.random(1), rng.random(50) ** 8, np.repeat(rng.random(9), 3), np.array([0.0, 1.0, 1.0])):
-        assert adjust(values.tolist()) == stats.false_discovery_control(values).tolist()
-
-
 def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Errors [60, 12] without a mean, with parts that a key's rows share and others that a feature's elements share."""
     rng = np.random.default_rng(seed)

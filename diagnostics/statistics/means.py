@@ -287,13 +287,9 @@ def require_level(level: float) -> None:
 
 def adjust(p_values: Sequence[float]) -> list[float]:
     """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289)."""
-    # scipy.stats has this too, and takes longer to import than a capture to inspect.
-    order, count = np.argsort(p_values), len(p_values)
-    scaled = np.asarray(p_values, dtype=np.float64)[order] * (count / np.arange(1, count + 1))
-    adjusted = np.empty(count)
-    adjusted[order] = np.minimum.accumulate(scaled[::-1])[::-1]
-    found: list[float] = np.minimum(adjusted, 1.0).tolist()
-    return found
+    from scipy import stats
+
+    return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
