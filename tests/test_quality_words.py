@@ -1,16 +1,75 @@
-"""Words of factors that few rows carry."""
+"""Words of factors, and of what few rows carry."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.quality import judge_quantity
 from attn_diag.analyses.quality_words import factor_words, few_carry
-from attn_diag.statistics.ratios import RatioEstimate
+from attn_diag.head.quality import QuantitySample, sample
+from attn_diag.reference import format_of
+from attn_diag.results.quality import Quantity
+from attn_diag.statistics.ratios import Carriers, RatioEstimate
+
+BF16 = format_of(torch.bfloat16)
 
 
-def test_an_interval_that_tells_nothing_is_not_printed() -> None:
+def test_of_a_wide_interval_the_end_that_tells_something_is_printed() -> None:
     assert factor_words(RatioEstimate(1.2, 1.1, 1.3, 40.0)) == "1.20 (1.10 to 1.30)"
     assert factor_words(RatioEstimate(1.2, 7e-56, 4e56, 1.2)) == "1.20 (no useful interval)"
+    assert factor_words(RatioEstimate(3e9, 200.0, 4e16, 1.2)) == "3e+09 (at least 200)"
+    assert factor_words(RatioEstimate(0.01, 1e-9, 0.5, 1.2)) == "0.01 (at most 0.50)"
 
 
-def test_one_row_is_one_row() -> None:
-    assert few_carry(1.0, "rows") == "one of the rows carries"
-    assert few_carry(2.41, "keys") == "about 2.4 keys carry"
+def compared(errors: Tensor, others: Tensor, clusters: list[int] | None = None) -> QuantitySample:
+    """32 rows of 16 numbers with these errors [32] beside a kernel with those."""
+    truth = torch.ones(32, 16, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8)
+    seen, other = (truth + e[:, None] * signs for e in (errors, others))
+    groups = None if clusters is None else np.array(clusters)
+    return sample(seen, truth, other, others[:, None].square().expand(-1, 16), BF16, torch.arange(32), clusters=groups)
+
+
+def test_a_factor_that_is_called_good_has_the_interval_that_says_so() -> None:
+    """One row has all of the error; the others have less than a well-rounded kernel's."""
+    others = torch.full((32,), 0.01, dtype=torch.float64)
+    others[3] = 10.0
+    errors = 0.7 * others
+    errors[3] = 9.9
+    found = judge_quantity("dq", [compared(errors, others)], [0])
+    assert found.answer == "good"
+    assert "0.99 (0.01 to 70.6) times its error, 0.71 (" in found.words
+
+
+@pytest.mark.parametrize(
+    ("quantity", "clusters", "expected"),
+    [
+        ("dq", None, "one of the rows carries"),
+        ("dv", None, "one of the keys carries"),
+        ("o", [*range(32)], "one of the rows carries"),
+        ("o", [0] * 20 + [*range(1, 13)], "rows with one heaviest key carry"),
+        ("o", [0] * 31 + [1], "one of the features carries"),
+        ("dq", [*range(16)] * 2, "copies of one row carry"),
+    ],
+)
+def test_what_carries_an_error(quantity: Quantity, clusters: list[int] | None, expected: str) -> None:
+    errors = torch.full((32,), 1e-6, dtype=torch.float64)
+    errors[[0, 16] if clusters is not None and clusters[0] == clusters[16] else [0]] = 1.0
+    assert few_carry(compared(errors, errors, clusters), 1.0, quantity) == expected
+
+
+def test_several_carry_an_error() -> None:
+    errors = torch.full((32,), 1e-6, dtype=torch.float64)
+    errors[:2] = 1.0
+    found = compared(errors, errors)
+    assert few_carry(found, 2.0, "o") == "about 2 rows carry"
+    assert few_carry(compared(errors, errors, [0] * 20 + [*range(1, 13)]), 1.4, "o") == (
+        "rows with about 1.4 heaviest keys carry"
+    )
+    shared = replace(found, carriers=Carriers(count=1.4, share=0.9, correlation=0.0))
+    assert few_carry(shared, 1.4, "dk") == "about 1.4 query rows carry"

@@ -216,10 +216,13 @@ def judge_quantity(
     if as_good and not outlying.any() and not columns.size and not (quantity == "dq" and whole.not_zero.any()):
         if whole.declared:
             return verdict("good", f"{name} is as good as {whole.declared} allows: {factor}.")
-        return verdict("good", f"{name} is as good as a well-rounded kernel's: {factor_words(ratio)} times its error.")
+        by_each = ratio.high > LOSSY and typical.high <= AS_GOOD
+        each = f", {factor_words(typical)} with all {unit} weighted alike" if by_each else ""
+        words = f"{name} is as good as a well-rounded kernel's: {factor_words(ratio)} times its error{each}."
+        return verdict("good", words)
     few = ""
     if ratio.groups < MIN_GROUPS:
-        few = f"; {few_carry(ratio.groups, unit)} it, and it takes {MIN_GROUPS} to decide"
+        few = f"; {few_carry(whole, ratio.groups, quantity)} it, and it takes {MIN_GROUPS} to decide"
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from attn_diag.captures.sources import KEYED
+from attn_diag.head.quality import AS_GOOD, QuantitySample
+from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import number, percent, ranges, times
 from attn_diag.statistics.ratios import RatioEstimate
 
 AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
-# The ends of an interval that is wider say nothing.
+# Both ends of an interval that is wider are not worth their place.
 _VAGUE = 1e4
+# Fewer than so many are one.
+_ONE = 1.05
 
 
 def cost(error: float, truth: float, plain: float | None) -> str:
@@ -32,12 +37,27 @@ def left_with(way: str) -> str:
 
 
 def factor_words(ratio: RatioEstimate) -> str:
-    """A factor with its interval, where that tells something."""
-    if ratio.high > _VAGUE * ratio.low:
-        return f"{times(ratio.factor)} (no useful interval)"
-    return f"{times(ratio.factor)} ({times(ratio.low)} to {times(ratio.high)})"
+    """A factor with its interval, or the end of a wide one that tells something."""
+    if not ratio.high > _VAGUE * ratio.low:
+        interval = f"{times(ratio.low)} to {times(ratio.high)}"
+    elif ratio.low > AS_GOOD:
+        interval = f"at least {times(ratio.low)}"
+    elif ratio.high <= AS_GOOD:
+        interval = f"at most {times(ratio.high)}"
+    else:
+        interval = "no useful interval"
+    return f"{times(ratio.factor)} ({interval})"
 
 
-def few_carry(groups: float, unit: str) -> str:
-    """How many rows or keys carry an error: "about 2.4 rows carry"."""
-    return f"one of the {unit} carries" if groups < 1.05 else f"about {number(groups, 2)} {unit} carry"
+def few_carry(whole: QuantitySample, groups: float, quantity: Quantity) -> str:
+    """What carries an error, of which there are so many ``groups``: "about 2.4 rows carry"."""
+    unit, of = "keys" if quantity in KEYED else "rows", ""
+    if whole.counts_features:
+        unit = "features"
+    elif whole.carriers is not None and groups == whole.carriers.count:
+        unit = "query rows"
+    elif whole.rows_carrying() > _ONE * groups:  # rows that share a heaviest key, or are copies, are one group
+        unit, of = ("heaviest keys", "rows with ") if quantity == "o" else (unit, "copies of ")
+    if of:
+        return f"{of}one {unit[:-1]} carry" if groups < _ONE else f"{of}about {number(groups, 2)} {unit} carry"
+    return f"one of the {unit} carries" if groups < _ONE else f"about {number(groups, 2)} {unit} carry"

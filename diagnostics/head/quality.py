@@ -142,6 +142,16 @@ class QuantitySample:
         """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
         return self._ratios[1]
 
+    @property
+    def counts_features(self) -> bool:
+        """Whether ``ratio`` counts features: all rows copy few keys, and share their rounding."""
+        return self.clusters is not None and int(self.clusters.max(initial=0)) + 1 < MIN_GROUPS
+
+    def rows_carrying(self) -> float:
+        """Effective number of rows that carry the errors, each counted by itself."""
+        found = replace(self, clusters=None).ratio()
+        return 0.0 if found is None else found.groups
+
     @cached_property
     def _ratios(self) -> list[RatioEstimate | None]:
         return paired_ratios([self._case(None), *_typical_cases([self])])
@@ -159,8 +169,7 @@ class QuantitySample:
         clusters = self.clusters
         if kept is not None and clusters is not None:
             clusters = dense(clusters[kept])
-        if kept is None and clusters is not None and clusters.max(initial=0) + 1 < MIN_GROUPS:
-            # All rows copy few keys, and share their rounding: features are what is left to count.
+        if kept is None and self.counts_features:
             error, other, floor = self.features
             return RatioCase(error, other if other.sum() > floor.sum() else floor)
         return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
