@@ -123,7 +123,7 @@ def certificate_words(head: HeadDiagnosis) -> str | None:
     if not found.rows:
         why = "fully masked, not finite, or beyond float64"
         return f"certified: nothing, as none of the rows asked for is analysed ({why})"
-    names = {"o": "O", "lse": "L", "delta": "delta", "dq": "dQ"}
+    names = {"o": "O", "lse": "L", "delta": "delta", "dq": "dQ", "dsink": "dSink"}
     worst = ", ".join(f"{names[name]} {number(ratio, 2)}" for name, ratio in found.worst_ratio.items())
     outcome = "every error of the float64 reference is within its bound" if found.held else "THE BOUND IS VIOLATED"
     return f"certified: {found.rows} rows recomputed in mpmath ({found.bits} bits): {outcome} (worst part: {worst})"

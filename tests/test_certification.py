@@ -332,6 +332,11 @@ def test_rows_are_certified_in_any_call(name: str) -> None:
     assert all(0 < ratio <= 1 for c in certified if c is not None for ratio in c.worst_ratio.values())
 
 
+def test_what_is_certified_of_a_sink_is_said() -> None:
+    certified = attn_diag.inspect(**inputs(torch.bfloat16), causal=True, sinks=torch.tensor([0.5, -1.0]), certify=2)
+    assert ", dSink 0." in (certificate_words(next(heads(certified))) or "")
+
+
 def test_grouped_query_heads_are_certified(captures: Path) -> None:
     diagnosis = inspect_captures([load(captures / "gqa_T200.safetensors")], device="cpu", certify=2)
     found = [head.certificate for head in heads(diagnosis)]
