@@ -318,7 +318,7 @@ def test_a_head_that_cannot_be_attributed_does_not_take_the_others_with_it() -> 
     whole = capture([coarse_scores] * 2, layer=6)
     q = whole.tensors["q"][...].clone()
     q[:, 1] = torch.inf
-    partly = replace(whole, tensors=whole.tensors | {"q": q})
+    partly = replace(whole, tensors={**whole.tensors, "q": q})
     made = attribute_captures([model()[0], partly], device="cpu", skip=told.append)
     assert [[head.head for head in one.heads] for one in made.results] == [[0, 1], [0]]
     (problem,) = told

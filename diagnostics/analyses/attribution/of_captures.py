@@ -65,9 +65,10 @@ def attribute_captures(
             return found
 
     results, said = answered(enumerate(chosen), attributed, skip)
-    for problem in in_part if skip is not None else ():
+    for problem in in_part:
+        assert skip is not None
         skip(problem)
-        said.append(str(problem))
+    said += map(str, in_part)
     unstated = [one for one in chosen if one.metadata.layer is None]
     if len(unstated) > 1:
         told = [*told, f"{len(unstated)} captures do not state their layer: each is taken for a layer of its own"]
