@@ -202,20 +202,21 @@ def test_names_without_an_observation_are_refused(name: str) -> None:
         Capture.from_tensors(tensors() | {name: tensors()["o"]})
 
 
-def test_one_bad_capture_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["begin", "measure", "errors", "pool"])
+def test_one_bad_capture_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     from attn_diag.analyses.inspection.capture_job import CaptureJob
 
     for layer, name in enumerate(("good", "breaks", "other")):
         Capture.from_tensors(tensors(), layer=layer).save(tmp_path / f"{name}.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 9)
-    run = CaptureJob.run
+    work = getattr(CaptureJob, part)
 
     def broken(self: CaptureJob) -> object:
         if "breaks" in self.capture.source:
             raise ZeroDivisionError
-        return run(self)
+        return work(self)
 
-    monkeypatch.setattr(CaptureJob, "run", broken)
+    monkeypatch.setattr(CaptureJob, part, broken)
     said: list[InputError] = []
     found = as_diagnosis(tmp_path, level=0.01, device="cpu", progress=None, skip=said.append)
     assert [Path(c.source).stem for c in found.captures] == ["good", "other"]

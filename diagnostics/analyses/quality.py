@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, few_carry, left_with, rows_named
+from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
@@ -222,7 +222,7 @@ def judge_quantity(
         return verdict("good", words)
     few = ""
     if ratio.groups < MIN_GROUPS:
-        few = f"; {few_carry(whole, ratio.groups, quantity)} it, and it takes {MIN_GROUPS} to decide"
+        few = too_few(whole, ratio.groups, quantity)
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from attn_diag.captures.sources import KEYED
 from attn_diag.head.quality import AS_GOOD, QuantitySample
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import number, percent, ranges, times
-from attn_diag.statistics.ratios import RatioEstimate
+from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate
 
 AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 # Both ends of an interval that is wider are not worth their place.
@@ -47,6 +48,16 @@ def factor_words(ratio: RatioEstimate) -> str:
     else:
         interval = "no useful interval"
     return f"{times(ratio.factor)} ({interval})"
+
+
+def too_few(whole: QuantitySample, groups: float, quantity: Quantity) -> str:
+    """Why an error is not decided that too few groups carry, to be appended."""
+    return f"; {few_carry(whole, groups, quantity)} it, and it takes {MIN_GROUPS} to decide"
+
+
+def without_too_few(words: str) -> str:
+    """A sentence without what ``too_few`` appended."""
+    return re.sub(rf"; [^;]* it, and it takes {MIN_GROUPS} to decide", "", words)
 
 
 def few_carry(whole: QuantitySample, groups: float, quantity: Quantity) -> str:

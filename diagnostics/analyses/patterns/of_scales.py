@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from attn_diag.analyses.quality_words import without_too_few
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.quality import Pattern, QuantityVerdict
@@ -50,7 +51,7 @@ def with_proven_scale(found: Sequence[QuantityVerdict]) -> list[QuantityVerdict]
         if v.answer != "undecided" or (v.factor or 0.0) <= LOSSY or not follows:
             return v
         patterns = (proven, *(p for p in v.patterns if p != proven))
-        words = re.sub(r"; about [^;]* to decide", "", v.words.removesuffix("."))
+        words = without_too_few(v.words.removesuffix("."))
         words = f"{words}; the bits of O prove the cause, so that no interval is needed."
         return replace(v, answer="lossy", words=words, patterns=patterns, factor_ci95=None)
 
