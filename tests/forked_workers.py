@@ -20,10 +20,16 @@ from typing import IO, Any
 # Takes a line of JSON and three file descriptors for each process, and answers with its number; how a process ended is
 # then in a file of that name. What follows the loop runs in the process.
 SERVER = """
-import array, gc, json, os, runpy, signal, socket, sys
+import array, gc, json, os, runpy, select, signal, socket, sys
 import attn_diag, attn_diag.testing.hunting.hunt, attn_diag.testing.replaying.replay
 folder, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-def ended(*_):
+woken, waking = socket.socketpair()
+for end in (woken, waking):
+    end.setblocking(False)
+# Nothing is done in the handler: it may interrupt itself, and come before a call that then waits for ever.
+signal.signal(signal.SIGCHLD, lambda *_: None)
+signal.set_wakeup_fd(waking.fileno())
+def note_ended():
     try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             with open(f"{folder}/new", "w") as file:
@@ -31,9 +37,14 @@ def ended(*_):
             os.rename(f"{folder}/new", f"{folder}/{found[0]}")
     except ChildProcessError:
         pass
-signal.signal(signal.SIGCHLD, ended)
 gc.freeze()
 while True:
+    ready, _, _ = select.select([asked, woken], [], [])
+    if woken in ready:
+        woken.recv(2**16)
+        note_ended()
+    if asked not in ready:
+        continue
     said, files, _, _ = socket.recv_fds(asked, 2**16, 3)
     if not said:
         sys.exit()
@@ -42,8 +53,10 @@ while True:
     asked.sendall(f"{number}\\n".encode())
     for file in files:
         os.close(file)
+signal.set_wakeup_fd(-1)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-asked.close()
+for end in (asked, woken, waking):
+    end.close()
 os.setsid()
 for place, file in enumerate(files):
     os.dup2(file, place)
