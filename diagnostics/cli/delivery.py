@@ -88,9 +88,7 @@ class Delivery:
 
             write_atomically(self._json_file, partial(_write_json, result, full))
         if html is not None:
-            from attn_diag.reports.renderers import page
-
-            write_text(html, page(result))
+            write_page(html, result)
 
     @property
     def _json_file(self) -> Path | None:
@@ -114,6 +112,13 @@ def write_text(target: Path, text: str) -> None:
     from attn_diag.captures.files import write_atomically
 
     write_atomically(target, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+
+
+def write_page(target: Path, result: Result) -> None:
+    """Write a result's page whole or not at all."""
+    from attn_diag.reports.renderers import page
+
+    write_text(target, page(result))
 
 
 def complain(error: InputError | str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.delivery import Delivery, complain, progress_bar, write_page
 from attn_diag.cli.options import (
     Devices,
     Html,
@@ -74,6 +74,7 @@ def inspect(
 
     Under torchrun the captures are shared out over its processes: torchrun --nproc-per-node 8 -m attn_diag inspect …
     """
+    from attn_diag.analyses.inspection.forked import forked_ranks, processes_worth
     from attn_diag.analyses.inspection.inspect import inspect_captures
     from attn_diag.analyses.inspection.ranks import ranks_of_torchrun
     from attn_diag.head.certification import Certify
@@ -94,22 +95,25 @@ def inspect(
         with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
             captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
         # By default the head that the first screen of a page is about.
-        count = (
-            (0 if html is None or ranks.count > 1 else 1) if details is None else number_or_all("--details", details)
-        )
-        with progress_bar() as progress:
-            diagnosis = inspect_captures(
-                captures, selection=places.selection(observation), recipes=recipe or (), engine=engine, level=level,
-                device=device, progress=progress if ranks.rank == 0 else None, unreadable=unreadable, skip=complain,
-                certify=certified, merge_ranks=merge_ranks, details=count, ranks=ranks,
-            )  # fmt: skip
-    if ranks.rank > 0:
-        return 0
-    for warning in diagnosis.summary.warnings:
-        complain(warning)
-    delivery.deliver(diagnosis, html, full=tables.json_full)
-    tables.write(diagnosis)
-    return _exit_code(diagnosis, wanted)
+        count = int(html is not None) if details is None else number_or_all("--details", details)
+        processes = processes_worth(captures, device) if ranks.count == 1 else 1
+        with forked_ranks(processes) if processes > 1 else nullcontext(ranks) as ranks:
+            with progress_bar() if ranks.rank == 0 else nullcontext() as progress:
+                diagnosis = inspect_captures(
+                    captures, selection=places.selection(observation), recipes=recipe or (), engine=engine, level=level,
+                    device=device, progress=progress, unreadable=unreadable, skip=complain, certify=certified,
+                    merge_ranks=merge_ranks, details=count, ranks=ranks,
+                )  # fmt: skip
+            if ranks.rank == 0:
+                for warning in diagnosis.summary.warnings:
+                    complain(warning)
+                delivery.deliver(diagnosis, html if processes == 1 else None, full=tables.json_full)
+                tables.write(diagnosis)
+            if processes > 1:
+                if ranks.rank == 1 and html is not None:
+                    write_page(html, diagnosis)
+                ranks.gather([])
+    return _exit_code(diagnosis, wanted) if ranks.rank == 0 else 0
 
 
 def _linear(

@@ -18,6 +18,7 @@ from attn_diag.analyses.inspection.groups import (
     captured_backend,
     dq_error,
     read_together,
+    takes_one_core,
     together,
 )
 from attn_diag.analyses.inspection.joint import measured
@@ -59,9 +60,6 @@ from attn_diag.results.diagnosis import (
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.statistics.means import SignedErrors
 from attn_diag.work import map_in_order
-
-# Heads up to this size (T * D) are measured side by side; each takes about 30 float64 tensors of it.
-_PARALLEL_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,9 @@ class CaptureJob:
 
     @property
     def takes_one_core(self) -> bool:
-        """Whether it is so small that several of them, each on a core of its own, are done sooner than one on all."""
-        small = self.capture.q_length * self.capture.head_dim <= _PARALLEL_ELEMENTS
+        """Whether it is to leave other cores to others."""
         # Triton's interpreter runs one kernel at a time.
-        return self.device.type == "cpu" and small and self.engine == "emulation"
+        return self.device.type == "cpu" and takes_one_core(self.capture) and self.engine == "emulation"
 
     def begin(self) -> None:
         """Check the capture, and find its recipes; once."""

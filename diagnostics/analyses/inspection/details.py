@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from attn_diag.analyses.attribution.attribute import attribute_heads, notes_of
 from attn_diag.analyses.inspection.capture_job import CaptureJob
+from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.microscopy.closed_form import of_open_head
 from attn_diag.analyses.microscopy.microscope import look, most_of_delta
 from attn_diag.captures.sources import INPUTS
@@ -25,18 +27,22 @@ _Found = TypeVar("_Found")
 
 
 def with_details(
-    diagnosis: Diagnosis, jobs: Sequence[CaptureJob], count: int, progress: Progress | None = None
+    diagnosis: Diagnosis, jobs: Mapping[int, CaptureJob], count: int, ranks: Ranks, progress: Progress | None = None
 ) -> Diagnosis:
     """``diagnosis`` with ``attribution`` and ``microscope`` of its ``count`` worst heads (those ranked first).
 
     Args:
-        diagnosis: The diagnosis; what cannot be taken apart says why in ``details_note``.
-        jobs: Of its captures, in their order.
+        diagnosis: The diagnosis of all ranks; what cannot be taken apart says why in ``details_note``.
+        jobs: This rank's, by the place of their captures in it.
         count: How many heads.
-        progress: Called with (done, total) heads.
+        ranks: The processes that each take their own heads apart.
+        progress: Called with (done, total) heads of this rank.
     """
     worst = [(id(observation), head) for _, observation, head in diagnosis.ranked()[:count]]
-    done = 0
+    places = {place for place, _ in worst}
+    mine = {place: job for place, job in jobs.items() if places & {*map(id, diagnosis.captures[place].observations)}}
+    own = {id(observation) for place in mine for observation in diagnosis.captures[place].observations}
+    done, total = 0, sum(place in own for place, _ in worst)
 
     def of_observation(job: CaptureJob, observation: ObservationDiagnosis) -> ObservationDiagnosis:
         nonlocal done
@@ -49,13 +55,15 @@ def with_details(
             detailed[id(head)] = _detailed(job, observation, head, diagnosis.family.level)
             done += 1
             if progress is not None:
-                progress(done, len(worst))
+                progress(done, total)
         return replace(observation, heads=tuple(detailed.get(id(head), head) for head in observation.heads))
 
     def of_capture(job: CaptureJob, capture: CaptureDiagnosis) -> CaptureDiagnosis:
         return replace(capture, observations=tuple(of_observation(job, o) for o in capture.observations))
 
-    captures = tuple(of_capture(job, capture) for job, capture in zip(jobs, diagnosis.captures, strict=True))
+    found = [(place, of_capture(job, diagnosis.captures[place])) for place, job in mine.items()]
+    detailed = dict(chain.from_iterable(ranks.gather(found)))
+    captures = tuple(detailed.get(place, capture) for place, capture in enumerate(diagnosis.captures))
     return replace(diagnosis, captures=captures)
 
 

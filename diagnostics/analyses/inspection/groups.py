@@ -20,6 +20,13 @@ _ELEMENTS = {"cuda": 2**23, "cpu": 2**17}
 # On CUDA each takes about 40 numbers in float64, and about as many again while it is measured: as many as half of the
 # free memory holds, up to these, cost hardly more launches than few do.
 _MOST_ELEMENTS, _BYTES = 2**24, 80 * 8
+# On a CPU heads up to this size (T * D) leave other cores to others; each takes about 30 float64 tensors of it.
+_ONE_CORE_ELEMENTS = 2**20
+
+
+def takes_one_core(capture: Capture) -> bool:
+    """Whether several such captures, each on a core of its own, are done sooner than one on all."""
+    return capture.q_length * capture.head_dim <= _ONE_CORE_ELEMENTS
 
 
 @dataclass(frozen=True)

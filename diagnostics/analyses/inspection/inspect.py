@@ -210,16 +210,14 @@ def inspect_captures(
             of all. None: this one alone.
 
     Raises:
-        InputError: Unknown recipes, a level or number of details out of range, details on several ranks, rows or a
-            precision that cannot be certified and, without ``skip`` or where no capture is left, what it would skip.
+        InputError: Unknown recipes, a level or number of details out of range, rows or a precision that cannot be
+            certified and, without ``skip`` or where no capture is left, what it would skip.
     """
     require_level(level)
     if details != "all" and (not isinstance(details, int) or details < 0):
         raise InputError(f"details must be how many heads to look at closely, 0 or more, or 'all'; got {details!r}")
     details = sys.maxsize if details == "all" else details
     ranks = ranks or Ranks()
-    if details and ranks.count > 1:
-        raise InputError("details are made by one process: leave them out here, and inspect the worst capture alone")
     runner = require_known(engine, recipes)
     certified = Certify.of(certify)
     where, *others = pick_devices(device)
@@ -267,6 +265,7 @@ def inspect_captures(
     adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(ranks.in_order([job.result(judged) for job in ran.values()], list(ran)))
+    kept = ranks.in_order(list(ran), list(ran))
     skipped[everybodys:] = [said for of_rank in ranks.gather(skipped[everybodys:]) for said in of_rank]
     if chosen and not results:
         raise InputError("none of the captures could be used")
@@ -287,7 +286,8 @@ def inspect_captures(
     if not details:
         return diagnosis
     with working_on(devices):
-        return with_details(diagnosis, list(ran.values()), details, _after(progress, counted.total))
+        done = {kept.index(place): job for place, job in ran.items()}
+        return with_details(diagnosis, done, details, ranks, _after(progress, counted.total))
 
 
 def _unexpected(source: str, error: Exception) -> InputError:

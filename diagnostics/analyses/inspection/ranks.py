@@ -1,9 +1,9 @@
-"""Captures shared out over the processes of torchrun: each measures its own, and all tests stay one family."""
+"""Captures shared out over several processes: each measures its own, and all tests stay one family."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,20 +16,24 @@ from attn_diag.errors import InputError
 _Item = TypeVar("_Item")
 
 
+def _through_torch(own: Any) -> list[Any]:
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    return found
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes that share a piece of work; by default this one alone."""
 
     rank: int = 0
     count: int = 1
+    exchange: Callable[[Any], list[Any]] = _through_torch
+    """Given what this one has, what every one has, in their order; all call it."""
 
     def gather(self, own: Sequence[_Item]) -> list[list[_Item]]:
         """What every rank has, in the ranks' order; every rank must call it, and all get it."""
-        if self.count == 1:
-            return [list(own)]
-        found: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(found, list(own))
-        return found
+        return [list(own)] if self.count == 1 else self.exchange(list(own))
 
     def share(self, costs: Sequence[float]) -> list[int]:
         """Which items this rank does: the dearest first, each to whom has least to do; the same on every rank."""
