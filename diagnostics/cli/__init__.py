@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import traceback
 from collections.abc import Iterator
@@ -95,6 +97,8 @@ def _root(
 
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code (tracebacks with --debug)."""
+    # A last look for cycles takes half a second where there are many results, and nobody needs their memory then.
+    atexit.register(gc.freeze)
     try:
         app()
     except Exception as error:

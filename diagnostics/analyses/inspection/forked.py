@@ -69,7 +69,7 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
                 try:
                     for end in (end for pipe in pipes for end in pipe if end is not own):
                         end.close()
-                    yield Ranks(rank, count, partial(_of_child, own))
+                    yield Ranks(rank, count, partial(_of_child, own, rank))
                 except BaseException as error:
                     _tell(own, error)
                 finally:
@@ -90,10 +90,10 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
         torch.set_num_threads(threads)
 
 
-def _of_child(parent: Connection, own: Any) -> list[Any]:
+def _of_child(parent: Connection, rank: int, own: Any) -> list[Any]:
     parent.send(own)
-    found: list[Any] = parent.recv()
-    return found
+    others: list[Any] = parent.recv()
+    return [*others[:rank], own, *others[rank:]]
 
 
 def _of_parent(children: Sequence[Connection], own: Any) -> list[Any]:
@@ -108,8 +108,8 @@ def _of_parent(children: Sequence[Connection], own: Any) -> list[Any]:
             ) from None
         if isinstance(found[-1], _FailedError):
             raise found[-1].args[0]
-    for child in children:
-        child.send(found)
+    for rank, child in enumerate(children, 1):
+        child.send([one for i, one in enumerate(found) if i != rank])
     return found
 
 
