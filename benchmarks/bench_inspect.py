@@ -11,9 +11,9 @@ alternating runs in one process, where the allocator has kept the pages of the T
 size of a process of its own, less what it had after its imports (on CUDA: the allocator's peak). With --device cuda
 every real capture is also analysed on both devices, and the figures are compared.
 
-``--folders``: ``attn-diag inspect FOLDER --json … --html …`` on whole folders of captures instead, each in a process of
-its own: its seconds, and its peak resident size with all its imports. Every capture has O, dO and dQ, correctly
-rounded, of inputs of its own.
+``--folders``: the command ``attn-diag inspect FOLDER --json … --html …`` on whole folders of captures instead: its
+seconds, those of all cores, and the peak resident size of its largest process, with all imports. Every capture has O,
+dO and dQ, correctly rounded, of inputs of its own.
 
 ``--floors``, on CUDA: how many times as long as the float64 products that they need take, at the rate of a product of
 matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven),
@@ -27,9 +27,8 @@ the Python of another installation, which is measured in turn with this one.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -314,24 +313,23 @@ def write_captures(folder: Path, layers: int, steps: int, shape: tuple[int, int,
 
 
 def inspect_folder(folder: Path) -> dict[str, float]:
-    """What ``attn-diag inspect`` of a folder takes in this process, and what it writes beside it."""
-    from attn_diag.cli import main as command
-
+    """What the command takes of a folder, and what it writes beside it."""
     written = [folder.with_name("out.json"), folder.with_name("out.html")]
-    sys.argv = ["attn-diag", "inspect", str(folder), "--device", "cpu"]
-    sys.argv += ["--json", str(written[0]), "--html", str(written[1])]
+    line = [sys.executable, "-m", "attn_diag", "inspect", str(folder), "--device", "cpu"]
+    line += ["--json", str(written[0]), "--html", str(written[1])]
 
     def run() -> None:
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-            try:
-                command()
-            except SystemExit as ended:
-                if ended.code not in (0, None):
-                    raise
+        if (code := subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode) != 0:
+            raise SystemExit(f"the command ended with {code}")
 
-    seconds = timed(run)
+    seconds, spent = timed(run), resource.getrusage(resource.RUSAGE_CHILDREN)
     sizes = {f"{file.suffix[1:]} [MB]": round(file.stat().st_size / 1e6, 2) for file in written}
-    return {"inspect [s]": round(seconds, 1), "peak [MB]": round(resident("VmHWM") * 1024 / 1e6), **sizes}
+    return {
+        "inspect [s]": round(seconds, 1),
+        "of all cores [s]": round(spent.ru_utime + spent.ru_stime, 1),
+        "peak of a process [MB]": round(spent.ru_maxrss * 1024 / 1e6),
+        **sizes,
+    }
 
 
 def measure_folders(names: list[str], file: Path | None) -> None:

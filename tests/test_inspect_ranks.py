@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from command_line import Run
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
+from attn_diag.analyses.inspection.forked import processes_worth
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.errors import InputError
@@ -68,24 +71,137 @@ def test_a_process_of_several_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         inspect_captures([drawn(0, 32)], device="cuda:all", ranks=Ranks(0, 2))
 
 
-def test_details_are_one_processs() -> None:
-    with pytest.raises(InputError, match="details are made by one process"):
-        inspect_captures([drawn(0, 32)], details=1, ranks=Ranks(0, 2))
-
-
 def test_two_processes_find_what_one_finds(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "captures"
     folder.mkdir()
     for seed, length in enumerate((32, 64, 48)):
         drawn(seed, length).save(folder / f"step{seed}.safetensors")
     (folder / "broken.safetensors").write_bytes(b"nothing")
-    alone = run("inspect", folder, "--json", tmp_path / "alone.json")
-    options = ["--json", str(tmp_path / "shared.json")]
+    alone = run("inspect", folder, "--json", tmp_path / "alone.json", "--html", tmp_path / "alone.html")
+    options = ["--json", str(tmp_path / "shared.json"), "--html", str(tmp_path / "shared.html")]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "attn_diag", "inspect", str(folder)]
     done = subprocess.run([sys.executable, *launcher, *options], capture_output=True, text=True, check=False)
-    assert (tmp_path / "shared.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
+    for kind in ("json", "html"):
+        assert (tmp_path / f"shared.{kind}").read_bytes() == (tmp_path / f"alone.{kind}").read_bytes()
     assert done.stdout == alone.out
     assert done.stderr.count("broken.safetensors: truncated or damaged") == 1
     # torchrun's own, for whatever code a process ends with; that was 2, as of one process.
     assert (done.returncode, alone.code) == (1, 2)
     assert "exitcode  : 2" in done.stderr
+
+
+def many(folder: Path) -> Path:
+    """Two captures of 64 heads each, one with a head of NaN."""
+    generator = torch.Generator().manual_seed(7)
+    for layer in range(2):
+        q, k, v, do = (torch.randn(1, 64, 16, 16, generator=generator).bfloat16() for _ in range(4))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True)
+        o[0, 5] = torch.nan if layer else o[0, 5]
+        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do}
+        attn_diag.Capture.from_tensors(tensors, causal="top-left", layer=layer).save(
+            folder / f"layer{layer}.safetensors"
+        )
+    return folder
+
+
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "attn_diag", "inspect", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
+def test_forked_processes_find_and_write_what_one_does(tmp_path: Path) -> None:
+    (folder := tmp_path / "captures").mkdir()
+    many(folder)
+    # A head that only some have: what cannot be used is said once, and by exit code 2.
+    drawn(0, 32).save(folder / "small.safetensors")
+    found = {}
+    for threads in "12":
+        written = [tmp_path / f"{threads}.{kind}" for kind in ("json", "html", "csv")]
+        options = [part for file in written for part in (f"--{file.suffix[1:]}", file)]
+        done = command(folder, "--head", "0-40", *options, OMP_NUM_THREADS=threads)
+        found[threads] = done.stdout, done.stderr, done.returncode, *(file.read_bytes() for file in written)
+    assert found["1"] == found["2"]
+    assert found["2"][1].count("small.safetensors") == 1
+    assert found["2"][2] == 2
+
+
+FAILURES = """
+import os, signal, sys, threading, torch
+from attn_diag.analyses.inspection.forked import forked_ranks
+from attn_diag.errors import InputError
+torch.set_num_threads(2)
+
+def tried(work):
+    try:
+        with forked_ranks(3) as ranks:
+            return work(ranks)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def unlike(ranks):
+    class Local(Exception):
+        pass
+    if ranks.rank == 2:
+        raise Local("of no module")
+    return ranks.gather([])
+
+def raising(ranks):
+    if ranks.rank == 1:
+        raise InputError("of the second")
+    return ranks.gather([])
+
+def killed(ranks):
+    if ranks.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ranks.gather([])
+
+def first_fails(ranks):
+    if ranks.rank == 0:
+        raise InputError("of the first")
+    signal.pause()
+
+print(tried(lambda ranks: (ranks.gather([ranks.rank, torch.get_num_threads()]), ranks.gather([-ranks.rank]))))
+for work in (raising, unlike, killed, first_fails):
+    print(tried(work))
+print(torch.get_num_threads(), threading.active_count())
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no process is left")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
+def test_a_forked_process_that_fails_is_told_of_and_none_is_left() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILURES], capture_output=True, text=True, check=True, timeout=100)
+    together, *failed, left, none = done.stdout.splitlines()
+    assert together == "([[0, 1], [1, 1], [2, 1]], [[0], [-1], [-2]])"
+    assert failed[:2] == ["InputError: of the second", "RuntimeError: Local: of no module"]
+    assert failed[2].startswith("InputError: a process that inspected some of the captures was ended from outside")
+    assert failed[3:] == ["InputError: of the first"]
+    assert (left, none) == ("2 1", "no process is left")
+    assert done.stderr == ""
+
+
+def test_processes_are_forked_only_where_that_is_safe_and_worth_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def heads(count: int, length: int = 32) -> attn_diag.Capture:
+        q = torch.zeros(1, count, length, 16, dtype=torch.bfloat16)
+        return attn_diag.Capture.from_tensors({"q": q, "k": q, "v": q}, causal="none")
+
+    assert processes_worth([heads(64)] * 5, "auto") == 4
+    assert processes_worth([heads(64)] * 3, "cpu") == 3
+    assert processes_worth([heads(16)] * 9, "auto") == 2
+    for few in ([heads(512)], [heads(4)] * 20, [heads(64), heads(64, 2**17)]):
+        assert processes_worth(few, "auto") == 1
+    assert processes_worth([heads(64)] * 5, "cuda") == 1
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert processes_worth([heads(64)] * 5, "auto") == 1
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert processes_worth([heads(64)] * 5, "auto") == 1

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,8 +22,9 @@ from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 
-# Heads for which a process is worth while: a second of work.
-_HEADS = 64
+# Heads for which a process is worth while, about a second of work; and how many there are at most, each of which needs
+# some 200 MB of its own.
+_HEADS, _MOST = 64, 16
 
 
 class _FailedError(Exception):
@@ -44,7 +46,7 @@ def processes_worth(captures: Sequence[Capture], device: str) -> int:
     if pick_device(device).type != "cpu" or not all(takes_one_core(capture) for capture in captures):
         return 1
     heads = sum(capture.q_heads * capture.batch for capture in captures)
-    return max(min(torch.get_num_threads(), len(captures), heads // _HEADS), 1)
+    return max(min(torch.get_num_threads(), len(captures), heads // _HEADS, _MOST), 1)
 
 
 @contextmanager
@@ -65,7 +67,11 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
     children: list[int] = []
     try:
         for rank, (_, own) in enumerate(pipes, 1):
-            if (child := os.fork()) == 0:
+            with warnings.catch_warnings():
+                # Of OpenBLAS's threads, which it ends before a fork.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
                 try:
                     for end in (end for pipe in pipes for end in pipe if end is not own):
                         end.close()

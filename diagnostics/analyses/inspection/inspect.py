@@ -227,12 +227,13 @@ def inspect_captures(
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
 
-    def complain(source: str, error: Exception) -> None:
+    def complain(source: str, error: Exception, *, aloud: bool = True) -> None:
         """Leave out one of several captures, which cannot be used."""
         if skip is None or len(chosen) == 1:
             raise error
         said = error if isinstance(error, InputError) else _unexpected(source, error)
-        skip(said)
+        if aloud:
+            skip(said)
         skipped.append(str(said))
 
     jobs: list[CaptureJob] = []
@@ -242,7 +243,7 @@ def inspect_captures(
         try:
             jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
         except Exception as error:
-            complain(capture.source, error)
+            complain(capture.source, error, aloud=ranks.rank == 0)  # all ranks find it
     costs = [job.head_count * job.capture.q_length * job.capture.k_length for job in jobs]
     places = ranks.share(costs)
     if ranks.count > 1 and where.type == "cuda":
