@@ -331,6 +331,27 @@ def test_a_head_that_cannot_be_attributed_does_not_take_the_others_with_it() -> 
         attribute_captures([model()[0], partly], device="cpu")
 
 
+def test_a_head_of_a_wrong_o_does_not_take_the_others_with_it() -> None:
+    whole = capture([healthy] * 3, layer=0)
+    o = whole.tensors["o"][...].clone()
+    o[:, 0] = o[:, 2]
+    wrong = replace(whole, tensors={**whole.tensors, "o": o})
+    (made,) = attribute_captures([wrong], selection=Selection(heads=frozenset({1})), device="cpu").results
+    (expected,) = attribute_captures([whole], selection=Selection(heads=frozenset({1})), device="cpu").results
+    assert made.heads == expected.heads
+    # Of a kernel that is not known: the other head's error is not looked for in this one.
+    q, k, v = (whole.tensors[n][...] for n in "qkv")
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o[:, 1] = plain[:, 1]
+    assert not attn_diag.identify(wrong, head=1, device="cpu").report().startswith("FAIL")
+    told: list[InputError] = []
+    found = attribute_captures([model()[0], wrong], device="cpu", skip=told.append)
+    assert [[head.head for head in one.heads] for one in found.results] == [[0, 1], [1, 2]]
+    assert "head 0: O of 'observed' is 1" in str(told[0])
+    with pytest.raises(InputError, match="head 0: O of 'observed' is 1"):
+        attribute_captures([wrong], selection=Selection(heads=frozenset({0})), device="cpu")
+
+
 def test_a_folder_on_the_command_line(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "step_500"
     folder.mkdir()

@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from test_side_by_side import Counted
 
 from attn_diag.head import output_fit
-from attn_diag.head.output_fit import OutputFit, out_fit, out_fits
+from attn_diag.head.output_fit import FitSubject, OutputFit, out_fit, out_fits
 from attn_diag.head.read import HeadTensors
 from attn_diag.reference import Alibi, AttentionHead, Masking, reference_rows
 from attn_diag.reference.heads import out_and_lse, stacked
@@ -94,8 +94,8 @@ def test_rows_of_several_heads(name: str) -> None:
 
 def test_outputs_of_several_captures_are_checked_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [stored(name) for name in ("gqa_T200", "gpt2_step731_L2H4", "gqa_T200")]
-    asked = [(c, next(n for n, found in c.observations.items() if "o" in found), None) for c in captures]
-    alone = [out_fit(c, name, torch.device("cpu")) for c, name, _ in asked]
+    asked = [FitSubject(c, next(n for n, found in c.observations.items() if "o" in found)) for c in captures]
+    alone = [out_fit(one.capture, one.observation, torch.device("cpu")) for one in asked]
     monkeypatch.setattr(output_fit, "_at_once", lambda *_: 64)
     together = out_fits(asked, torch.device(device))
     for one, other in zip(alone, together, strict=True):
@@ -115,7 +115,7 @@ def test_more_captures_take_hardly_more_operations(monkeypatch: pytest.MonkeyPat
     tensors = HeadTensors(capture, places, torch.device("cpu"))
     for times in (1, 1, 9):  # the first reads
         with Counted() as operations:
-            out_fits([(capture, name, tensors)] * times, torch.device("cpu"))
+            out_fits([FitSubject(capture, name, tensors)] * times, torch.device("cpu"))
         counts.append(operations.count)
     _, one, nine = counts
     assert nine < 5 * one

@@ -19,7 +19,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import better_reading, check_assumptions
+from attn_diag.head.assumptions import better_reading, check_assumptions, wrong_among
 from attn_diag.head.baseline import engine_backend
 from attn_diag.head.by_kernels import Place, identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head, why_not_compared
@@ -307,7 +307,11 @@ class _Report:
         """Why O is not the attention that the metadata state, if so, and the options that would make it that."""
         capture, name = self.capture, self.observation
         assumptions = check_assumptions(capture, [name], self.device)
-        if assumptions.ok is False:
+        if assumptions.ok is False and not assumptions.refused:
+            words = wrong_among(capture, assumptions, self.device, [(self.batch, self.head)])
+            if words is not None:
+                return words, ()
+        elif assumptions.refused:
             stated = out_fit(capture, name, self.device)
             if stated is None or stated.ok:
                 return assumptions.message, ()

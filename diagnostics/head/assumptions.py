@@ -24,7 +24,16 @@ from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_dropouts import with_other_dropouts
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
-from attn_diag.head.output_fit import TOLERANCE, OutputFit, lse_fit, out_fit, sampled_heads
+from attn_diag.head.output_fit import (
+    TOLERANCE,
+    FitSubject,
+    OutputFit,
+    lse_fit,
+    lse_fits,
+    out_fit,
+    out_fits,
+    sampled_heads,
+)
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadTensors, read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
@@ -112,6 +121,31 @@ def judge_checks(capture: Capture, observations: Sequence[str], checks: Sequence
             message += f"; yet {near.better} fits {near.observation!r} within {near.better_error:.2g}"
         return Assumptions(True, capture.assumed, tuple(checks), message)
     return Assumptions(False, capture.assumed, tuple(checks), " ".join(dict.fromkeys(_message(c) for c in wrong)))
+
+
+def wrong_among(
+    capture: Capture, found: Assumptions, device: torch.device, places: Sequence[tuple[int, int]]
+) -> str | None:
+    """What checks that no other metadata explain say of some heads: other heads' errors are none of theirs.
+
+    Args:
+        capture: The capture.
+        found: The checks of some of its heads, whichever.
+        device: Where O and LSE are recomputed.
+        places: Batch items and heads.
+
+    Returns:
+        Of the first that is off itself, how far, in a sentence; None where none is.
+    """
+    for check in (c for c in found.checks if not c.ok):
+        asked = [FitSubject(capture, check.observation, places=[place]) for place in places]
+        fits = (out_fits if check.output == "o" else lse_fits)(asked, device)
+        for (batch, head), fit in zip(places, fits, strict=True):
+            if fit is not None and not fit.ok:
+                sequence = f" of sequence {batch}" if capture.batch > 1 else ""
+                of_head = f"head {capture.metadata.head_offset + head}{sequence}"
+                return f"{of_head}: {_message(replace(check, relative_error=fit.error))}"
+    return None
 
 
 def _message(check: Misfit) -> str:

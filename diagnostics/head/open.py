@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import check_observation, judge_checks
+from attn_diag.head.assumptions import check_observation, judge_checks, wrong_among
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.by_kernels import identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head
@@ -103,9 +104,14 @@ class OpenCapture:
         self._fits[observation] = found
 
     def require_assumptions(self, observation: str | None) -> None:
-        """Raise InputError where the metadata contradict an observation."""
-        if observation is not None and (found := self.assumptions([observation])).ok is False:
+        """Raise InputError where the metadata contradict an observation in these heads."""
+        if observation is None or (found := self.assumptions([observation])).ok is not False:
+            return
+        places = list(product(self.batches, self.heads))
+        if found.refused:
             raise InputError(f"{self.capture.source}: {found.message}")
+        if (words := wrong_among(self.capture, found, self.device, places)) is not None:
+            raise InputError(f"{self.capture.source}: {words}")
 
     def recognise(self, observation: str, batch: int, head: int) -> Recognised | None:
         """The known recipe that made an observation's O, from a few rows of this head; None where none fits."""

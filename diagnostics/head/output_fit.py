@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +40,17 @@ def sampled_heads(capture: Capture) -> Iterator[tuple[int, int]]:
     yield from product({0, capture.batch - 1}, heads)
 
 
-# A capture, one of its observations, and heads of the capture that are read already.
-Asked = tuple[Capture, str, HeadTensors | None]
+class FitSubject(NamedTuple):
+    """An observation that is looked at."""
+
+    capture: Capture
+    """Where it is."""
+    observation: str
+    """Its name."""
+    tensors: HeadTensors | None = None
+    """Heads of the capture that are read already."""
+    places: Sequence[tuple[int, int]] | None = None
+    """Batch items and heads; None: some of them all."""
 
 
 @dataclass
@@ -79,11 +89,11 @@ class _Sampled:
         return tuple(x[usable] for x in found)
 
 
-def _sample(
-    asked: int, capture: Capture, observation: str, known: HeadTensors | None, output: str, device: torch.device
-) -> Iterator[_Sampled]:
+def _sample(number: int, asked: FitSubject, output: str, device: torch.device) -> Iterator[_Sampled]:
     """Some heads of one capture, one after the other."""
-    recipe, places, key = declared_recipe(capture), list(sampled_heads(capture)), capture.key(observation, output)
+    capture, observation, known, chosen = asked
+    places = list(sampled_heads(capture) if chosen is None else chosen)
+    recipe, key = declared_recipe(capture), capture.key(observation, output)
     fmt = format_of(capture.tensors[key].dtype)
     # Small heads are read together.
     step = len(places) if max(capture.q_length, capture.k_length) * capture.head_dim <= _SMALL else 1
@@ -95,7 +105,7 @@ def _sample(
             inputs, stored = inputs_of(tensors, batch, head, census), tensors.read(key, batch, head)
             assert stored is not None
             inputs = replace(inputs, head=replace(inputs.head, do=None))
-            yield _Sampled(asked, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
+            yield _Sampled(number, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
 
 
 @lru_cache(maxsize=32)
@@ -124,13 +134,13 @@ def _at_once(first: _Sampled) -> int:
 
 
 def _sums(
-    asked: Sequence[Asked], output: str, device: torch.device, sums: Callable[..., list[Tensor]]
+    asked: Sequence[FitSubject], output: str, device: torch.device, sums: Callable[..., list[Tensor]]
 ) -> list[tuple[int, list[float]]]:
     """For each who asked, how many rows were compared, and sums over its heads; none where there are none.
 
     ``sums``: from format, observed, true and made values of H heads, [H, ...], several numbers of each, [H].
     """
-    sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, *of_one, output, device))
+    sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, of_one, output, device))
     alike: dict[tuple[int, torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for first in sampled:
         some = [first, *islice(sampled, _at_once(first) - 1)]
@@ -182,10 +192,10 @@ def out_fit(
 
     ``tensors``: of heads of this capture that are read already.
     """
-    return out_fits([(capture, observation, tensors)], device)[0]
+    return out_fits([FitSubject(capture, observation, tensors)], device)[0]
 
 
-def out_fits(asked: Sequence[Asked], device: torch.device) -> list[OutputFit | None]:
+def out_fits(asked: Sequence[FitSubject], device: torch.device) -> list[OutputFit | None]:
     """``out_fit`` of several."""
 
     def sums(fmt: FloatFormat, observed: Tensor, truth: Tensor, made: Tensor | None = None) -> list[Tensor]:
@@ -204,7 +214,7 @@ def out_fits(asked: Sequence[Asked], device: torch.device) -> list[OutputFit | N
         if not right:
             found.append(OutputFit(math.inf if wrong else 0.0, 0.0))
             continue
-        declared = declared_recipe(one[0]) is not None
+        declared = declared_recipe(one.capture) is not None
         fit = OutputFit(math.sqrt(wrong / right), math.sqrt(rounding / right), declared=declared)
         few = 0 < by_row**2 < min(_FEW, compared / 4) * wrong
         if few and not fit.ok:
@@ -213,10 +223,10 @@ def out_fits(asked: Sequence[Asked], device: torch.device) -> list[OutputFit | N
     return found
 
 
-def _beyond_rounded_scores(asked: Asked, device: torch.device) -> float:
+def _beyond_rounded_scores(asked: FitSubject, device: torch.device) -> float:
     """The square of O's error that scores in 16 bits cannot make of its rows."""
-    inputs_format, found = format_of(asked[0].tensors["q"].dtype), list[Tensor]()
-    for one in _sample(0, *asked, "o", device):
+    inputs_format, found = format_of(asked.capture.tensors["q"].dtype), list[Tensor]()
+    for one in _sample(0, asked, "o", device):
         block = reference_rows(one.inputs.head, one.rows)
         one.inputs.mark_rows(block)
         moved = moved_by_scores(one.inputs.head, block, inputs_format)
@@ -228,7 +238,12 @@ def _beyond_rounded_scores(asked: Asked, device: torch.device) -> float:
 def lse_fit(
     capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None = None
 ) -> OutputFit | None:
-    """How well LSE fits, over its norm, the latter at least 1: LSE may well be near 0. None as for O.
+    """As ``out_fit``, of LSE, over its norm."""
+    return lse_fits([FitSubject(capture, observation, tensors)], device)[0]
+
+
+def lse_fits(asked: Sequence[FitSubject], device: torch.device) -> list[OutputFit | None]:
+    """How well the LSE of several fits, over its norm, the latter at least 1: LSE may well be near 0. None as for O.
 
     What fp32 rounds is nothing; of a declared recipe its LSE's error counts as O's does.
     """
@@ -236,9 +251,12 @@ def lse_fit(
     def sums(_: FloatFormat, observed: Tensor, truth: Tensor, made: Tensor | None = None) -> list[Tensor]:
         return [x.square().sum(1) for x in (observed - truth, truth, (truth if made is None else made) - truth)]
 
-    ((compared, of_all),) = _sums([(capture, observation, tensors)], "lse", device, sums)
-    if not compared:
-        return None
-    wrong, right, rounding = of_all
-    declared, size = declared_recipe(capture) is not None, max(right, 1.0)
-    return OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared=declared)
+    found = list[OutputFit | None]()
+    for one, (compared, of_all) in zip(asked, _sums(asked, "lse", device, sums), strict=True):
+        if not compared:
+            found.append(None)
+            continue
+        wrong, right, rounding = of_all
+        declared, size = declared_recipe(one.capture) is not None, max(right, 1.0)
+        found.append(OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared=declared))
+    return found

@@ -96,7 +96,8 @@ def _by_head(
     if not found or not left_out:
         raise error
     heads = sorted((head for one in found for head in one.heads), key=lambda head: (head.batch or 0, head.head))
-    why = f"{next(iter(left_out.values()))} ({runs_of('head', sorted(left_out))}; the others are attributed)"
+    first = str(next(iter(left_out.values()))).rstrip(".")
+    why = f"{first} ({runs_of('head', sorted(left_out))}; the others are attributed)"
     return replace(found[0], heads=tuple(heads)), InputError(why)
 
 

@@ -28,7 +28,7 @@ from attn_diag.head.key_gradients import KeyHead, key_gradients
 from attn_diag.head.measure import measure_heads
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.output_fit import out_fits
+from attn_diag.head.output_fit import FitSubject, out_fits
 from attn_diag.head.read import HeadTensors
 from attn_diag.head.shared import SharedRows
 from attn_diag.head.streaming import StreamedHead
@@ -154,7 +154,7 @@ def check_ahead(jobs: Sequence[Job]) -> None:
     if len(jobs) < 2:
         return
     try:
-        found = out_fits([(job.capture, name, job.opened.tensors) for job, name in asked], jobs[0].device)
+        found = out_fits([FitSubject(job.capture, name, job.opened.tensors) for job, name in asked], jobs[0].device)
     except _OF_ONE_CAPTURE:
         return
     for (job, name), fit in zip(asked, found, strict=True):
