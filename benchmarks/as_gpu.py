@@ -158,7 +158,7 @@ def weight_of(
 _RUNS: dict[object, Any] = {}
 
 
-def run_stack(recipe: Recipe, heads: Sequence[Any]) -> Any:
+def run_stack(recipe: Recipe, heads: Sequence[Any], _: Any = None) -> Any:
     """As ``triton_head.run_stack``, by the emulation; each once."""
     with _disable_current_modes():
         key = recipe, heads[0].do is None, tuple(float(head.q.sum()) for head in heads)

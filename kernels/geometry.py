@@ -104,6 +104,8 @@ class Geometry:
     """What q k^T multiplies."""
     values_of: Operands = "given"
     """What P_bar V multiplies."""
+    listed: bool = False
+    """Whether only some blocks of rows are run, which are listed."""
     documents: int = 0
     """Of how many packed sequences a block of rows reads the borders at once; 0: rows of one sequence."""
     page_size: int = 0

@@ -66,7 +66,7 @@ class ForwardOutputs(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, visibility: Visibility, *, scale: float, softcap: float | None,
     level: Level = "none", slots: Tensor | None = None, n_slots: int = 0, unrounded: bool = False,
-    sinks: Tensor | None = None, sequences: Sequences = DENSE,
+    sinks: Tensor | None = None, sequences: Sequences = DENSE, wanted: Tensor | None = None,
 ) -> ForwardOutputs:  # fmt: skip
     """Launch the forward kernel on q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv] (in pages: see
     ``triton_sequences``), any strides.
@@ -74,6 +74,7 @@ def forward(
     ``slots`` [B, Hq, Tq] int32: where the dump of level "tiles" puts a row, -1 for nowhere; ``n_slots`` of them in all.
     Level "full" puts every row where its number is.
     ``unrounded``: keep O in fp32 too. ``sinks`` [Hq] fp32: logits in the softmax's denominator; L has them in it.
+    ``wanted``: of dense sequences, int64 [R], the only rows that are sure to be written.
     """
     (batch, heads, q_length, head_dim), k_heads, k_length = q.shape, k.shape[1], sequences.most_keys(k)
     fast = has_tensor_memory(q.device)
@@ -91,6 +92,9 @@ def forward(
     )
     group = heads // k_heads
     geometry = _with_group(geometry, q, k, recipe, sequences)
+    if wanted is not None and geometry.group == 1 and not sequences.packed:
+        geometry = replace(geometry, listed=True)
+        sequences = replace(sequences, listed=torch.unique(wanted // geometry.block_m).int())
     on_cpu = q.device.type == "cpu"
     scales, shift = q, None
     if low_bit_sites(recipe):
@@ -178,6 +182,7 @@ def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor) -> bool:
     sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs)
     return (
         geometry.absorbed
+        and not geometry.listed
         and (geometry.block_m, geometry.block_n) == (64, 64)
         and sites == (None, "fp32", "fp32", recipe.input)
         and recipe.softmax.kind != "stabilised"

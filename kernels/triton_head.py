@@ -25,19 +25,20 @@ def run_head(recipe: Recipe, head: HeadLike) -> EmulatedHead:
     return run_heads(recipe, [head])[0]
 
 
-def run_heads(recipe: Recipe, heads: Sequence[HeadLike]) -> list[EmulatedHead]:
+def run_heads(recipe: Recipe, heads: Sequence[HeadLike], rows: Tensor | None = None) -> list[EmulatedHead]:
     """``run_stack``, head by head."""
-    found = run_stack(recipe, heads)
+    found = run_stack(recipe, heads, rows)
     outputs = {f.name: t for f in fields(found) if (t := getattr(found, f.name)) is not None}
     return [EmulatedHead(**{name: tensor[i] for name, tensor in outputs.items()}) for i in range(len(heads))]
 
 
-def run_stack(recipe: Recipe, heads: Sequence[HeadLike]) -> EmulatedHead:
+def run_stack(recipe: Recipe, heads: Sequence[HeadLike], rows: Tensor | None = None) -> EmulatedHead:
     """Run the recipe's kernels on H heads, forward and (where dO is given) backward, on their device, in one launch.
 
     The heads are of one shape, scale, softcap and masking, but for ALiBi's slopes; all have a sink, or none. Their
     tensors may be of any float dtype; their values must be numbers of the recipe's input format. What they return is of
-    all heads, [H, ...].
+    all heads, [H, ...]. ``rows`` (int64 [R], without dO): the only ones whose O and L are wanted; others may hold
+    anything.
 
     Raises RecipeNotSupportedError for a site the kernels lack, dropout, an explicit mask or chosen query positions;
     BackendError where nothing here can run them; ValueError for shapes that they do not take.
@@ -67,7 +68,8 @@ def run_stack(recipe: Recipe, heads: Sequence[HeadLike]) -> EmulatedHead:
         slopes = q.new_tensor([0.0 if a is None else a.slope for a in alibi], dtype=torch.float32)
         sequences = Sequences(slopes=slopes if origins else None)
         found = forward(q, k, v, recipe, visibility, scale=head.scale, softcap=head.softcap,
-                        unrounded=recipe.delta_from == "fp32-o", sinks=sinks, sequences=sequences)  # fmt: skip
+                        unrounded=recipe.delta_from == "fp32-o", sinks=sinks, sequences=sequences,
+                        wanted=rows)  # fmt: skip
         made = EmulatedHead(o=found.o[0], lse=found.lse[0])
         if head.do is not None:
             o = found.unrounded if recipe.delta_from == "fp32-o" else found.o

@@ -26,7 +26,7 @@ from attn_diag.kernels.recipe import Recipe
 @triton.jit
 def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BLOCK: tl.constexpr,
                 G: tl.constexpr):  # fmt: skip
-    """The sequence that a block of BLOCK rows is of, and where it lies.
+    """The sequence that a block of BLOCK rows is of, and where it lies; of a list of blocks, that of number ``block``.
 
     ``cu_ptr``: documents' borders in the tensor with the blocks (of all that documents can have, see ``first_block``),
     of ``length`` rows; ``other_ptr``: in the other one; their numbers of keys, where these lie in pages. A row counts
@@ -35,6 +35,8 @@ def sequence_of(block, b, length, other_length, cu_ptr, other_ptr, documents, BL
     Returns (batch item or document, block in it, its first row, its rows, its first row in the other tensor, its rows
     there); no rows where the document has fewer blocks.
     """
+    if G.listed:
+        block = tl.load(cu_ptr + block)
     item = b
     length *= G.group
     first = 0
@@ -94,6 +96,8 @@ class Sequences:
     """ALiBi's, fp32 [Hq], or [B, Hq] ([documents, Hq])."""
     table: Tensor | None = None
     """Of keys in pages: which pages each document's keys lie in, int32 [documents, most pages], contiguous."""
+    listed: Tensor | None = None
+    """Of dense sequences, the only blocks of rows that are run, int32, ascending; None: all."""
 
     @property
     def packed(self) -> bool:
@@ -141,6 +145,8 @@ class Sequences:
 
     def blocks(self, length: int, block: int) -> int:
         """Blocks of rows (at most) of a tensor of ``length`` rows, the rest behind the last document included."""
+        if self.listed is not None:
+            return len(self.listed)
         if self.cu_q is None:
             return -(-length // block)
         return length // block + len(self.cu_q)
@@ -161,7 +167,8 @@ class Sequences:
             slopes = slopes.contiguous()
             stride = q.shape[1] if slopes.ndim == 2 else 0
         documents = 0 if self.cu_q is None else len(self.cu_q) - 1
-        borders = (unused, unused) if self.cu_q is None else (self.cu_q, self.cu_k)
+        listed = unused if self.listed is None else self.listed
+        borders = (listed, unused) if self.cu_q is None else (self.cu_q, self.cu_k)
         return *lengths, *view, *borders, documents, slopes, stride
 
 

@@ -130,7 +130,7 @@ def capture(seed: int, count: int = 2, length: int = 200) -> Capture:
 def as_on_a_gpu() -> Iterator[None]:
     """Heads are joined, and the kernels emulated."""
 
-    def run_heads(recipe: Recipe, some: Sequence[HeadLike]) -> list[Any]:
+    def run_heads(recipe: Recipe, some: Sequence[HeadLike], _: Any) -> list[Any]:
         return [emulate_head(recipe, head, key_gradients=False) for head in some]
 
     with ExitStack() as stack:
@@ -205,11 +205,11 @@ def test_heads_are_taken_by_halves_where_memory_does_not_suffice(place: str) -> 
     refused = []
 
     def at_most_one(run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(recipes: Any, some: Sequence[Any]) -> Any:
+        def wrapped(recipes: Any, some: Sequence[Any], *rows: Any) -> Any:
             if len(some) > 1:
                 refused.append(len(some))
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return run(recipes, some)
+            return run(recipes, some, *rows)
 
         return wrapped
 

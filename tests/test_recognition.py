@@ -63,7 +63,7 @@ def test_an_order_that_hardly_differs_is_run_on_all_rows(runs: list[tuple[str, i
     assert [count for recipe, count in runs if recipe == "flex"] == [8, 256]
 
 
-def by_emulation(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[EmulatedHead]:
+def by_emulation(recipe: Recipe, heads: Sequence[AttentionHead], _: torch.Tensor | None = None) -> list[EmulatedHead]:
     """In place of the kernels, with their sums."""
     return [emulate_head(replace(recipe, accumulation="nvidia-tensor-core"), head) for head in heads]
 
@@ -84,7 +84,7 @@ def test_kernels_recognise_what_emulation_does(name: str, monkeypatch: pytest.Mo
 def test_kernels_run_each_recipe_once_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
-    def counted(recipe: Recipe, heads: Sequence[AttentionHead]) -> list[EmulatedHead]:
+    def counted(recipe: Recipe, heads: Sequence[AttentionHead], _: torch.Tensor | None) -> list[EmulatedHead]:
         seen.append((recipe.name, len(heads)))
         return by_emulation(recipe, heads)
 
@@ -92,6 +92,34 @@ def test_kernels_run_each_recipe_once_for_all_heads(monkeypatch: pytest.MonkeyPa
     captures = [made_by(preset("cudnn", "bf16", 16), length=256, seed=seed) for seed in (1, 2, 3)]
     recognise_by_kernels([(c, "observed", 0, 0) for c in captures], CPU)
     assert sorted(seen) == [(name, 3) for name in ("cudnn", "efficient", "fa2", "flex", "lowp-row-sum")]
+
+
+def test_of_a_long_head_kernels_make_what_is_compared_and_more_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were not asked for hold nothing that could be compared."""
+    asked: list[int] = []
+
+    def in_part(recipe: Recipe, heads: Sequence[AttentionHead], rows: torch.Tensor | None) -> list[EmulatedHead]:
+        made = by_emulation(recipe, heads)
+        if rows is not None:
+            asked.append(len(rows))
+            for one in made:
+                one.o[[i for i in range(len(one.o)) if i not in rows.tolist()]] = torch.nan
+        return made
+
+    monkeypatch.setattr(triton_head, "run_heads", in_part)
+    monkeypatch.setattr(by_kernels, "_FEW_OF", 2)
+    capture = made_by(preset("fa2", "bf16", 16), length=1024)
+    monkeypatch.setattr("attn_diag.head.baseline._SCORES", 2**16)
+    assert "fa2" in some(looked_at(capture).recognised).name
+    # Of "flex", whose order of keys has another beginning in each block, eight of one block too; it has one of them.
+    assert set(asked) == {64, 7}
+    # A row of another's: what tells its extent asks for rows beside those compared, of the recipe that fits.
+    o = capture.tensors["o"][...].clone()
+    o[..., 600:640, :] = o[..., 100:140, :]
+    flawed = replace(capture, tensors={**capture.tensors, "o": o})
+    told = looked_at(flawed).recognised
+    expected = recognise(flawed, "observed", 0, 0)
+    assert (told and (told.name, told.flaw)) == (expected and (expected.name, expected.flaw))
 
 
 def test_kernels_recognise_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +133,7 @@ def test_kernels_recognise_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_with_other_sums_are_recognised_by_a_tensor_core_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the GPU's sums miss too many bits of long rows, those that come near are emulated."""
-    monkeypatch.setattr(triton_head, "run_heads", lambda recipe, heads: [emulate_head(recipe, h) for h in heads])
+    monkeypatch.setattr(triton_head, "run_heads", lambda recipe, heads, _: [emulate_head(recipe, h) for h in heads])
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, 64, generator=generator).bfloat16() for n in (32, 8192, 8192))
     head = AttentionHead(q.double(), k.double(), v.double(), None, 0.125, Masking("none"))

@@ -74,6 +74,28 @@ def test_agrees_with_the_emulation_on_every_shape(case: str, device: str) -> Non
     assert agreement(out, q, k, v, CUDNN, SHAPES[case]) > 0.995
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *((name, "causal-window") for name in ("fa2", "cudnn", "flex", "lowp-row-sum", "splits")),
+        *(("fa2", case) for case in ("cross-bottom-right", "more-queries", "softcap", "absorbed", "gqa")),
+    ],
+)
+def test_rows_alone_have_the_bits_of_all_and_only_their_blocks_are_run(name: str, case: str, device: str) -> None:
+    shape = SHAPES[case]
+    recipe = replace(CUDNN, schedule=Schedule(key_tile=64, split_keys=128)) if name == "splits" else preset(name)
+    q, k, v = tensors(device, **shape)
+    rows = torch.tensor([1, q.shape[2] - 1], device=device)
+    view = Visibility(shape.get("causal", "none"), shape.get("window"))
+    run = partial(forward, q, k, v, recipe, view, scale=q.shape[3] ** -0.5, softcap=shape.get("softcap"))
+    found, every = run(wanted=rows), run()
+    assert torch.equal(found.o[:, :, rows], every.o[:, :, rows])
+    assert torch.equal(found.lse[:, :, rows], every.lse[:, :, rows])
+    block = 128  # of rows, at most
+    assert not found.o[:, :, block : (q.shape[2] - 1) // block * block].isfinite().any()
+
+
 VARIANTS = {
     **{name: preset(name) for name in PRESETS},
     "diagonal-first": replace(CUDNN, schedule=Schedule(order="diagonal-first")),

@@ -46,6 +46,8 @@ WORTH = 2**23
 _SPLITTING_ROWS = 64 * 256
 # Sums as a tensor core makes them take seconds of more keys, and emulations of all recipes a minute of a CPU's core.
 _EMULATED_KEYS = 2**15
+# One row in so many: then kernels make only the blocks of 64 or 128 rows that hold those asked for.
+_FEW_OF = 256
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
 _SUMS_OF_SPLITS = 2**28
 
@@ -90,7 +92,7 @@ def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[
     subjects = [subject for subject in opened if subject is not None]
     if not subjects:
         return [unknown] * len(places)
-    recipes = _let_run(subjects)
+    recipes = _let_run(subjects, compared_rows(*places[0][0].lengths(places[0][2]), subjects[0].observed.device))
     return [unknown if subject is None else _recognise(subject, recipes) for subject in opened]
 
 
@@ -135,7 +137,8 @@ def _identified(device: torch.device, places: Sequence[Place]) -> list[Identifie
     subjects = [subject for subject in opened if subject is not None and not subject.inputs.marks_rows]
     if not subjects:
         return [None] * len(places)
-    recipes, gradients = _let_run(subjects), _Gradients(subjects)
+    rows = _spread(*places[0][0].lengths(places[0][2]), subjects[0].observed.device)
+    recipes, gradients = _let_run(subjects, rows), _Gradients(subjects)
     for i, subject in enumerate(subjects):
         subject.made_dq = partial(gradients.of, i) if gradients.possible else None
     found: list[IdentifiedHead | None] = []
@@ -157,7 +160,7 @@ def _identify(place: Place, subject: SearchedHead, recipes: _Runnable) -> Identi
     rows = good.nonzero()[:, 0]
     if not len(rows):
         return None
-    rows = rows[spread_rows(len(rows), rows_compared(len(subject.inputs.head.k)), rows.device)]
+    rows = rows[_spread(len(rows), len(subject.inputs.head.k), rows.device)]
     tried, trials, rows = _fitting(subject, recipes, rows)
     if not trials:
         return None
@@ -165,6 +168,11 @@ def _identify(place: Place, subject: SearchedHead, recipes: _Runnable) -> Identi
     found = IdentifiedHead(subject, len(rows), trials, len(tried), least, None)
     judge(capture, observation, batch, head, found, rows)
     return found if found.recipe is not None and found.flaw is None else None
+
+
+def _spread(rows: int, keys: int, device: torch.device) -> Tensor:
+    """Which of so many rows are compared, of a head with so many keys."""
+    return spread_rows(rows, rows_compared(keys), device)
 
 
 class _Gradients:
@@ -192,20 +200,31 @@ class _Gradients:
 _COMPILED = set[object]()
 
 
+class _Made(NamedTuple):
+    """What a recipe's kernel has made of some heads."""
+
+    outs: list[Tensor]
+    """O of each, [Tq, Dv] as the kernel stores it."""
+    there: Tensor | None
+    """Which rows it has made, bool [Tq]; None: all."""
+
+
 class _Runs:
-    """O of some heads by recipe; each is run when it is first asked for, on all of them."""
+    """O of some heads by recipe, run on all of them when it, or further rows of it, are first asked for."""
 
     def __init__(self, subjects: Sequence[SearchedHead]) -> None:
         self._heads = [replace(subject.inputs.head, do=None) for subject in subjects]
-        self._found: dict[Recipe, list[Tensor]] = {}
+        self._found: dict[Recipe, _Made] = {}
 
-    def out(self, i: int, recipe: Recipe) -> Tensor:
-        """O of head ``i``, [Tq, Dv] as the kernel stores it."""
-        if recipe not in self._found:
-            self._run(recipe)
-        return self._found[recipe][i]
+    def out(self, i: int, recipe: Recipe, rows: Tensor) -> Tensor:
+        """These rows of O of head ``i``, [R, Dv] as the kernel stores it."""
+        known = self._found.get(recipe)
+        missing = rows if known is None else rows[:0] if known.there is None else rows[~known.there[rows]]
+        if len(missing):
+            self._run(recipe, missing)
+        return self._found[recipe].outs[i][rows]
 
-    def compile(self, recipes: Sequence[Recipe]) -> None:
+    def compile(self, recipes: Sequence[Recipe], rows: Tensor) -> None:
         """Run recipes whose kernels are not compiled yet, each by a thread: most of that is ptxas, a process apart."""
         head = self._heads[0]
         if (key := (tuple(recipes), head.q.shape, head.k.shape, head.v.shape)) in _COMPILED:
@@ -216,7 +235,7 @@ class _Runs:
             # A thread begins on the first GPU. Whoever asks for the recipe meets the same error.
             on_device = torch.cuda.device(head.q.device) if head.q.is_cuda else nullcontext()
             with suppress(Exception), on_device:
-                self._run(recipe)
+                self._run(recipe, rows)
 
         # The first one sets up what Triton keeps of the kernel on this device.
         for first in recipes[:1]:
@@ -224,10 +243,21 @@ class _Runs:
         with ThreadPoolExecutor(max(1, len(recipes))) as pool:
             list(pool.map(attempt, dict.fromkeys(recipes[1:])))
 
-    def _run(self, recipe: Recipe) -> None:
+    def _run(self, recipe: Recipe, rows: Tensor) -> None:
         from attn_diag.kernels.triton_head import run_heads
 
-        self._found[recipe] = [made.o for made in run_heads(recipe, self._heads)]
+        # A kernel makes a block of rows for each; of a million rows those asked for are in one block in a hundred.
+        length = len(self._heads[0].q)
+        few = _FEW_OF * len(rows) <= length
+        outs = [made.o for made in run_heads(recipe, self._heads, rows if few else None)]
+        known = self._found.get(recipe)
+        if known is not None and known.there is not None and few:
+            for out, more in zip(known.outs, outs, strict=True):
+                out[rows] = more[rows]
+            known.there[rows] = True
+            return
+        there = torch.zeros(length, dtype=torch.bool, device=rows.device) if few else None
+        self._found[recipe] = _Made(outs, there if there is None else there.index_fill_(0, rows, value=True))
 
 
 class _Runnable(NamedTuple):
@@ -239,12 +269,12 @@ class _Runnable(NamedTuple):
     """FlashAttention-2 with its keys split, where none of them fits."""
 
 
-def _let_run(subjects: Sequence[SearchedHead]) -> _Runnable:
-    """What is run on these heads; the published kernels are compiled, and make the heads' O."""
+def _let_run(subjects: Sequence[SearchedHead], rows: Tensor) -> _Runnable:
+    """What is run on these heads; the published kernels are compiled, and make O of these rows, and of others asked."""
     runs, recipes = _Runs(subjects), _runnable(subjects[0], len(subjects))
     for i, subject in enumerate(subjects):
         subject.made = partial(runs.out, i)
-    runs.compile(recipes.published)
+    runs.compile(recipes.published, rows)
     return recipes
 
 

@@ -120,8 +120,8 @@ class SearchedHead:
     fmt: Format
     diagonal: bool
     step: Callable[[], None] = field(default=lambda: None)
-    made: Callable[[Recipe], Tensor] | None = None
-    """O of all rows by a recipe's own kernel, [Tq, Dv] on this device; None: recipes are emulated on chosen rows."""
+    made: Callable[[Recipe, Tensor], Tensor] | None = None
+    """O of some rows by a recipe's own kernel, [R, Dv] on this device; None: recipes are emulated on chosen rows."""
     made_dq: Callable[[Sequence[Recipe]], list[Tensor]] | None = None
     """dQ of some recipes, [Tq, D] in their format, of many heads at once; None: this head is emulated by itself."""
 
@@ -134,7 +134,7 @@ class SearchedHead:
         """Every recipe on ``rows`` (int64 [R], ascending), in the order given; ``cut_off``: see ``Trial``."""
         expected, head = self.observed[rows], replace(self.inputs.head, do=None)
         if self.made is not None and not cut_off:
-            outs = [self.made(recipe)[rows] for recipe in recipes]
+            outs = [self.made(recipe, rows) for recipe in recipes]
             # What follows counts bits of a few rows, which takes a GPU longer to launch than a CPU to do.
             equal = (torch.stack(outs) == expected).cpu() if outs else ()
             return [Trial(r, out, Match(same)) for r, out, same in zip(recipes, outs, equal, strict=True)]
