@@ -26,9 +26,11 @@ from attn_diag.analyses.attribution.of_captures import attribute_captures
 from attn_diag.captures.selection import Selection
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
+from attn_diag.reports.error_map import finding
 from attn_diag.reports.renderers import page as page_of
 from attn_diag.results.attribution import Attribution
 from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
+from attn_diag.results.wording import percent
 
 ROWS = 64
 
@@ -245,6 +247,15 @@ def test_steps_and_sequences_are_apart() -> None:
     assert [sorted(some(h.batch) for h in one.heads) for one in made.maps] == [[0, 1], [0, 1]]
     assert "2 sequences of 1 head" in made.report().replace("\n", " ")
     assert "step by step" in made.report()
+
+
+def test_heads_that_carry_the_error_are_told_with_all_their_sequences() -> None:
+    captures = [capture([kernel], layer=layer, batch=4) for layer, kernel in enumerate([healthy, noisy_dq(0.5)])]
+    one = only(attribute_captures(captures, device="cpu").maps)
+    # Of its four some suffice for 90 %, as they are named by their head alone.
+    words = finding(replace(one, carry_most=2))
+    whole = sum(some(h.share) for h in one.heads if h.layer == 1)
+    assert words.startswith(f"L1H0 carries {percent(whole, '.0f')} of dW_Q's squared error over 8 sequences of 2 heads")
 
 
 def test_an_older_document_without_norms_has_no_parts() -> None:

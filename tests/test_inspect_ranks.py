@@ -116,12 +116,12 @@ def test_forked_processes_find_and_write_what_one_does(tmp_path: Path) -> None:
     many(folder)
     # A head that only some have: what cannot be used is said once, and by exit code 2.
     drawn(0, 32).save(folder / "small.safetensors")
-    found = {}
+    found: dict[str, tuple[str, str, int, list[bytes]]] = {}
     for threads in "12":
         written = [tmp_path / f"{threads}.{kind}" for kind in ("json", "html", "csv")]
         options = [part for file in written for part in (f"--{file.suffix[1:]}", file)]
         done = command(folder, "--head", "0-40", *options, OMP_NUM_THREADS=threads)
-        found[threads] = done.stdout, done.stderr, done.returncode, *(file.read_bytes() for file in written)
+        found[threads] = done.stdout, done.stderr, done.returncode, [file.read_bytes() for file in written]
     assert found["1"] == found["2"]
     assert found["2"][1].count("small.safetensors") == 1
     assert found["2"][2] == 2

@@ -268,8 +268,8 @@ def inspect_captures(
     results = tuple(ranks.in_order([job.result(judged) for job in ran.values()], list(ran)))
     kept = ranks.in_order(list(ran), list(ran))
     told += chain.from_iterable(ranks.gather(taken_alone))
-    for error in ranks.in_order(list(failed.values()), list(failed)):
-        leave_out(error)
+    for why in ranks.in_order(list(failed.values()), list(failed)):
+        leave_out(why)
     if chosen and not results:
         raise InputError("none of the captures could be used")
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
