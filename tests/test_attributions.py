@@ -295,15 +295,20 @@ def test_a_coarse_head_is_not_hidden_by_a_larger_error() -> None:
     assert made.report().startswith("COARSE 2 captures: step 500: dW_Q of L2H0 is ")
 
 
-def test_a_coarse_head_does_not_take_the_next_command_from_one_that_no_rounding_explains(tmp_path: Path) -> None:
-    made = [capture([coarse_scores], layer=0), changed("dq", 0.5)]
+@pytest.mark.parametrize("heads", [1, 4], ids=["a head", "a layer"])
+def test_a_coarse_head_does_not_take_the_next_command_from_what_no_rounding_explains(
+    heads: int, tmp_path: Path
+) -> None:
+    of_layer = changed("dq", 0.5) if heads == 1 else capture([noisy_dq(0.5)] * heads, layer=3)
+    made = [capture([coarse_scores], layer=0), of_layer]
     for one in made:
         one.save(tmp_path / f"{one.metadata.layer}.safetensors")
     found = attribute_captures([attn_diag.load(tmp_path / f"{i}.safetensors") for i in (0, 3)], device="cpu")
     first, _, following = " ".join(found.report(width=200).splitlines()[:6]).partition("Next: ")
     assert first.startswith("COARSE ")
-    assert "L3H1 carries " in first
-    assert following.startswith(f"attn-diag inspect {tmp_path}/3.safetensors --head 1 ")
+    assert ("L3H1 carries " if heads == 1 else "L3H0-3 carry ") in first
+    largest = found.maps[0].heads[0].head
+    assert following.startswith(f"attn-diag inspect {tmp_path}/3.safetensors --head {largest} ")
 
 
 def test_lines_fit_the_terminal() -> None:
