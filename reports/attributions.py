@@ -153,10 +153,10 @@ def _opening(found: Attributions) -> tuple[str, str, tuple[str, ...], str | None
         said += f"; coarse roundings: {names or 'in other heads, see below'}"
     if found.unreadable:
         said += f" ({plural(len(found.unreadable), 'capture')} not attributed in full)"
-    # The head that makes most of the error though no site does, or that the first word is about, else the largest part.
+    # The largest part where most of the error is no site's, or the head that the first word is about, else the largest.
     heads, top = [(one, head) for one in ordered for head in one.heads], first.heads[0]
     meant = [h for one, h in heads if (coarse(one, h) if kind == "COARSE" else kind == "UNKNOWN" and h.open)]
-    if meant and not (top.site is None and (top.share or 0.0) >= error_map.ALONE):
+    if meant and not (top.site is None and first.not_attributed >= error_map.ALONE):
         top = meant[0]
     observation = next((one.observation for one in found.results if one.source == top.source), None)
     command = "inspect" if top.site is None else "what-if"

@@ -64,9 +64,12 @@ def finding(found: ErrorMap) -> str:
         return f"{largest} carries {most} of {name}'s squared error over {of}{few}; {_site_there(found, top)}"
     layers = {h.layer for h in known}
     if found.carry_most <= _FEW * len(known) or (len(layers) > 1 and len({h.layer for h in carriers}) == 1):
-        those = head_names({(h.layer, h.head) for h in carriers})
-        share = percent(sum(h.share or 0.0 for h in carriers), ".0f")
-        said = f"{those} carry {share} of {name}'s squared error over {of}, {largest} the largest part ({most})"
+        named = {(h.layer, h.head) for h in carriers}
+        those = head_names(named)
+        # With all their sequences, which the name does not tell apart.
+        share = percent(sum(h.share or 0.0 for h in known if (h.layer, h.head) in named), ".0f")
+        verb = "carries" if len(named) == 1 else "carry"
+        said = f"{those} {verb} {share} of {name}'s squared error over {of}, {largest} the largest part ({most})"
         return f"{said}; {_site_there(found, top)}"
     most_of = f"{found.carry_most} of {of} carry {percent(MOST, '.0f')} of it"
     if found.carry_most == len(known):

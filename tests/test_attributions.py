@@ -26,9 +26,11 @@ from attn_diag.analyses.attribution.of_captures import attribute_captures
 from attn_diag.captures.selection import Selection
 from attn_diag.reference import AttentionHead, reference_head
 from attn_diag.reports import html_document
+from attn_diag.reports.error_map import finding
 from attn_diag.reports.renderers import page as page_of
 from attn_diag.results.attribution import Attribution
 from attn_diag.results.attributions import Attributions, ErrorMap, HeadError, side_by_side
+from attn_diag.results.wording import percent
 
 ROWS = 64
 
@@ -247,6 +249,15 @@ def test_steps_and_sequences_are_apart() -> None:
     assert "step by step" in made.report()
 
 
+def test_heads_that_carry_the_error_are_told_with_all_their_sequences() -> None:
+    captures = [capture([kernel], layer=layer, batch=4) for layer, kernel in enumerate([healthy, noisy_dq(0.5)])]
+    one = only(attribute_captures(captures, device="cpu").maps)
+    # Of its four some suffice for 90 %, as they are named by their head alone.
+    words = finding(replace(one, carry_most=2))
+    whole = sum(some(h.share) for h in one.heads if h.layer == 1)
+    assert words.startswith(f"L1H0 carries {percent(whole, '.0f')} of dW_Q's squared error over 8 sequences of 2 heads")
+
+
 def test_an_older_document_without_norms_has_no_parts() -> None:
     document = json.loads(found().results[0].to_json())
     for head in document["heads"]:
@@ -284,15 +295,20 @@ def test_a_coarse_head_is_not_hidden_by_a_larger_error() -> None:
     assert made.report().startswith("COARSE 2 captures: step 500: dW_Q of L2H0 is ")
 
 
-def test_a_coarse_head_does_not_take_the_next_command_from_one_that_no_rounding_explains(tmp_path: Path) -> None:
-    made = [capture([coarse_scores], layer=0), changed("dq", 0.5)]
+@pytest.mark.parametrize("heads", [1, 4], ids=["a head", "a layer"])
+def test_a_coarse_head_does_not_take_the_next_command_from_what_no_rounding_explains(
+    heads: int, tmp_path: Path
+) -> None:
+    of_layer = changed("dq", 0.5) if heads == 1 else capture([noisy_dq(0.5)] * heads, layer=3)
+    made = [capture([coarse_scores], layer=0), of_layer]
     for one in made:
         one.save(tmp_path / f"{one.metadata.layer}.safetensors")
     found = attribute_captures([attn_diag.load(tmp_path / f"{i}.safetensors") for i in (0, 3)], device="cpu")
     first, _, following = " ".join(found.report(width=200).splitlines()[:6]).partition("Next: ")
     assert first.startswith("COARSE ")
-    assert "L3H1 carries " in first
-    assert following.startswith(f"attn-diag inspect {tmp_path}/3.safetensors --head 1 ")
+    assert ("L3H1 carries " if heads == 1 else "L3H0-3 carry ") in first
+    largest = found.maps[0].heads[0].head
+    assert following.startswith(f"attn-diag inspect {tmp_path}/3.safetensors --head {largest} ")
 
 
 def test_lines_fit_the_terminal() -> None:

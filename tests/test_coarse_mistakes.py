@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from builders import some
 from torch import Tensor
@@ -53,6 +54,16 @@ def test_a_delta_of_a_wrong_o_is_not_called_right() -> None:
     found = inspected(x | {"delta": (x["do"].bfloat16() * x["o"].bfloat16()).float().sum(-1)})
     (finding,) = [f for f in found.findings if f.label == "wrong"]
     assert finding.right == ("dv",)
+
+
+def test_whether_a_coarse_head_is_wrong_does_not_depend_on_the_heads_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale 3 % off is as coarse as roundings are, and is told from them in every head of a layer of many."""
+    monkeypatch.setattr("attn_diag.analyses.patterns.of_capture._MOST_QUANTITIES", 1)
+    x = {name: tensor for name, tensor in call(0).items() if name in ("q", "k", "v")}
+    scaled = torch.nn.functional.scaled_dot_product_attention(1.03 * x["q"], x["k"], x["v"], is_causal=True)
+    found = heads(x | {"o": scaled})
+    assert [some(h.verdict).labels for h in found] == [("wrong",)] * 3
+    assert all("are what the scale 0.182" in h.quantities[0].words for h in found)
 
 
 def test_a_factor_near_one_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -115,21 +116,31 @@ def test_forked_processes_find_and_write_what_one_does(tmp_path: Path) -> None:
     many(folder)
     # A head that only some have: what cannot be used is said once, and by exit code 2.
     drawn(0, 32).save(folder / "small.safetensors")
-    found = dict[str, tuple[str, str, int, list[bytes]]]()
+    found: dict[str, tuple[str, str, int, list[bytes]]] = {}
     for threads in "12":
         written = [tmp_path / f"{threads}.{kind}" for kind in ("json", "html", "csv")]
         options = [part for file in written for part in (f"--{file.suffix[1:]}", file)]
         done = command(folder, "--head", "0-40", *options, OMP_NUM_THREADS=threads)
         found[threads] = done.stdout, done.stderr, done.returncode, [file.read_bytes() for file in written]
     assert found["1"] == found["2"]
-    _, said, code, _ = found["2"]
-    assert said.count("small.safetensors") == 1
-    assert code == 2
+    assert found["2"][1].count("small.safetensors") == 1
+    assert found["2"][2] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
+def test_a_table_that_cannot_be_written_costs_no_page_whoever_writes_it(tmp_path: Path) -> None:
+    (folder := tmp_path / "captures").mkdir()
+    page = tmp_path / "page.html"
+    done = command(many(folder), "--html", page, "--csv", "/dev/full", OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stderr.count("cannot write /dev/full: No space left on device")) == (2, 1)
+    assert page.read_bytes().rstrip().endswith(b"</html>")
+    assert {path.name for path in tmp_path.iterdir()} == {"captures", "page.html"}
 
 
 FAILURES = """
-import os, signal, sys, threading, torch
+import os, pathlib, signal, sys, tempfile, threading, time, torch
 from attn_diag.analyses.inspection.forked import forked_ranks
+from attn_diag.captures.files import write_atomically
 from attn_diag.errors import InputError
 torch.set_num_threads(2)
 
@@ -138,13 +149,23 @@ def tried(work):
         with forked_ranks(3) as ranks:
             return work(ranks)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", [""])
+        return f"{type(error).__name__}: {error} {notes[0].count('in ' + work.__name__)}"
 
 def unlike(ranks):
     class Local(Exception):
         pass
     if ranks.rank == 2:
         raise Local("of no module")
+    return ranks.gather([])
+
+class Two(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+def of_two(ranks):
+    if ranks.rank == 1:
+        raise Two("is not", "loaded")
     return ranks.gather([])
 
 def raising(ranks):
@@ -157,14 +178,26 @@ def killed(ranks):
         os.kill(os.getpid(), signal.SIGKILL)
     return ranks.gather([])
 
+def cut_off(ranks):
+    if ranks.rank == 2:
+        os.write(ranks.exchange.args[0].fileno(), bytes([0, 0, 0, 100, 1]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ranks.gather([])
+
+folder = pathlib.Path(tempfile.mkdtemp())
+
 def first_fails(ranks):
-    if ranks.rank == 0:
-        raise InputError("of the first")
-    signal.pause()
+    if ranks.rank:
+        write_atomically(folder / str(ranks.rank), lambda _: signal.pause())
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    raise InputError("of the first")
 
 print(tried(lambda ranks: (ranks.gather([ranks.rank, torch.get_num_threads()]), ranks.gather([-ranks.rank]))))
-for work in (raising, unlike, killed, first_fails):
+for work in (raising, unlike, of_two, killed, cut_off, first_fails):
     print(tried(work))
+print(list(folder.iterdir()))
+folder.rmdir()
 print(torch.get_num_threads(), threading.active_count())
 try:
     os.waitpid(-1, os.WNOHANG)
@@ -176,13 +209,64 @@ except ChildProcessError:
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
 def test_a_forked_process_that_fails_is_told_of_and_none_is_left() -> None:
     done = subprocess.run([sys.executable, "-c", FAILURES], capture_output=True, text=True, check=True, timeout=100)
-    together, *failed, left, none = done.stdout.splitlines()
+    together, *failed, written, left, none = done.stdout.splitlines()
     assert together == "([[0, 1], [1, 1], [2, 1]], [[0], [-1], [-2]])"
-    assert failed[:2] == ["InputError: of the second", "RuntimeError: Local: of no module"]
-    assert failed[2].startswith("InputError: a process that inspected some of the captures was ended from outside")
-    assert failed[3:] == ["InputError: of the first"]
+    # With where it was.
+    assert failed[:2] == ["InputError: of the second 1", "RuntimeError: Local: of no module 1"]
+    assert failed[2] == "RuntimeError: Two: is not 1"
+    for ended in failed[3:5]:
+        assert ended.startswith("InputError: a process that inspected some of the captures was ended from outside")
+    assert failed[5:] == ["InputError: of the first 0"]
+    assert written == "[]"
     assert (left, none) == ("2 1", "no process is left")
     assert done.stderr == ""
+
+
+ORPHANS = """
+import os, signal
+from attn_diag.analyses.inspection.forked import forked_ranks
+with forked_ranks(3) as ranks:
+    if ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
+def test_forked_processes_end_with_their_parent() -> None:
+    # Else they would hold the pipes of the output, for whose end this waits.
+    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+LEFT_OUT = """
+from attn_diag.analyses.inspection.capture_job import CaptureJob
+from attn_diag.analyses.inspection.forked import forked_ranks
+from attn_diag.analyses.inspection.inspect import inspect_captures
+from test_inspect_ranks import drawn
+captures = [drawn(seed, 16 + 8 * seed) for seed in range(5)]
+begin = CaptureJob.begin
+def failing(job):
+    if job.capture.metadata.step != 2:
+        raise RuntimeError(f"of step {job.capture.metadata.step}")
+    begin(job)
+CaptureJob.begin = failing
+for count in (1, 3):
+    said = []
+    with forked_ranks(count) as ranks:
+        found = inspect_captures(captures, skip=said.append, ranks=ranks).summary.unreadable
+    assert list(found) == list(map(str, said))
+    print(*(text.split("of step ")[1][0] for text in found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
+def test_what_is_left_out_is_listed_in_the_order_of_the_captures() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=True, timeout=100,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout == "0 1 3 4\n0 1 3 4\n"
 
 
 def test_processes_are_forked_only_where_that_is_safe_and_worth_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,13 @@ def inspect(
             if ranks.rank == 0:
                 for warning in diagnosis.summary.warnings:
                     complain(warning)
-                delivery.deliver(diagnosis, html if processes == 1 else None, full=tables.json_full)
-                tables.write(diagnosis)
+                try:
+                    delivery.deliver(diagnosis, html if processes == 1 else None, full=tables.json_full)
+                    tables.write(diagnosis)
+                except InputError:
+                    if processes > 1:
+                        ranks.gather([])  # the page is written all the same
+                    raise
             if processes > 1:
                 if ranks.rank == 1 and html is not None:
                     write_page(html, diagnosis)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
+import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,10 +29,18 @@ from attn_diag.head.machine import pick_device
 # Heads for which a process is worth while, about a second of work; and how many there are at most, each of which needs
 # some 200 MB of its own.
 _HEADS, _MOST = 64, 16
+# Of linux/prctl.h: the signal that a process is sent as its parent ends.
+_PR_SET_PDEATHSIG = 1
+# How long a process may take to put away what it is writing.
+_GRACE_S = 5.0
 
 
 class _FailedError(Exception):
     """What a process failed with is its argument."""
+
+
+class _StoppedError(BaseException):
+    """A forked process is to end, and to leave nothing half-written behind."""
 
 
 def processes_worth(captures: Sequence[Capture], device: str) -> int:
@@ -53,7 +65,7 @@ def processes_worth(captures: Sequence[Capture], device: str) -> int:
 def forked_ranks(count: int) -> Iterator[Ranks]:
     """This process and ``count`` - 1 forked ones, each of which runs the block, on one core, and ends with it.
 
-    What one of them fails with is raised in this one, where they ``gather``.
+    What one of them fails with is raised in this one, where they ``gather``; none of them outlives this one.
 
     Raises:
         InputError: One of them was ended from outside.
@@ -64,7 +76,7 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
     threads, pipes = torch.get_num_threads(), [Pipe() for _ in range(count - 1)]
     # More would hang in a forked process: OpenMP's threads are not copied.
     torch.set_num_threads(1)
-    children: list[int] = []
+    children, parent = list[int](), os.getpid()
     try:
         for rank, (_, own) in enumerate(pipes, 1):
             with warnings.catch_warnings():
@@ -73,9 +85,12 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
                 child = os.fork()
             if child == 0:
                 try:
+                    _end_with(parent)
                     for end in (end for pipe in pipes for end in pipe if end is not own):
                         end.close()
                     yield Ranks(rank, count, partial(_of_child, own, rank))
+                except _StoppedError:
+                    pass
                 except BaseException as error:
                     _tell(own, error)
                 finally:
@@ -86,7 +101,8 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
         yield Ranks(0, count, partial(_of_parent, [ours for ours, _ in pipes]))
     except BaseException:
         for child in children:
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGTERM)
+        _kill_after(_GRACE_S, children)
         raise
     finally:
         for ours, _ in pipes:
@@ -94,6 +110,31 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
         for child in children:
             os.waitpid(child, 0)
         torch.set_num_threads(threads)
+
+
+def _end_with(parent: int) -> None:
+    """In a forked process: SIGTERM, which also comes as the parent ends, unwinds it."""
+
+    def stop(*_: object) -> None:
+        raise _StoppedError
+
+    signal.signal(signal.SIGTERM, stop)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        stop()
+
+
+def _kill_after(seconds: float, children: list[int]) -> None:
+    """Wait for processes to end, and end those that do not; none is left in ``children``."""
+    until = time.monotonic() + seconds
+    while children:
+        if os.waitpid(children[0], os.WNOHANG)[0]:
+            del children[0]
+        elif time.monotonic() < until:
+            time.sleep(0.01)
+        else:
+            os.kill(children[0], signal.SIGKILL)
+            os.waitpid(children.pop(0), 0)
 
 
 def _of_child(parent: Connection, rank: int, own: Any) -> list[Any]:
@@ -105,26 +146,35 @@ def _of_child(parent: Connection, rank: int, own: Any) -> list[Any]:
 def _of_parent(children: Sequence[Connection], own: Any) -> list[Any]:
     found = [own]
     for child in children:
-        try:
+        with _while_it_lives():
             found.append(child.recv())
-        except EOFError:
-            raise InputError(
-                "a process that inspected some of the captures was ended from outside (out of memory?); name fewer "
-                "captures at a time, or set OMP_NUM_THREADS=1 for one process"
-            ) from None
         if isinstance(found[-1], _FailedError):
             raise found[-1].args[0]
     for rank, child in enumerate(children, 1):
-        child.send([one for i, one in enumerate(found) if i != rank])
+        with _while_it_lives():
+            child.send([one for i, one in enumerate(found) if i != rank])
     return found
 
 
+@contextmanager
+def _while_it_lives() -> Iterator[None]:
+    """A process that has ended is told of; a message that was cut off, or that nobody takes, is an OSError."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise InputError(
+            "a process that inspected some of the captures was ended from outside (out of memory?); name fewer "
+            "captures at a time, or set OMP_NUM_THREADS=1 for one process"
+        ) from None
+
+
 def _tell(parent: Connection, error: BaseException) -> None:
-    """Tell of a failure; a parent that is gone, or that fails as well, does not listen."""
+    """Tell of a failure, and where it was; a parent that is gone, or that fails as well, does not listen."""
+    where = f"In a forked process:\n{traceback.format_exc()}"
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(where)
     with suppress(OSError):
-        try:
-            parent.send(_FailedError(error))
-        except OSError:
-            raise
-        except Exception:  # what cannot be pickled
-            parent.send(_FailedError(RuntimeError(f"{type(error).__name__}: {error}")))
+        parent.send(_FailedError(error))

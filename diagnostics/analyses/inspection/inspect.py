@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -227,14 +228,12 @@ def inspect_captures(
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
 
-    def complain(source: str, error: Exception, *, aloud: bool = True) -> None:
-        """Leave out one of several captures, which cannot be used."""
-        if skip is None or len(chosen) == 1:
-            raise error
-        said = error if isinstance(error, InputError) else _unexpected(source, error)
-        if aloud:
-            skip(said)
-        skipped.append(str(said))
+    def leave_out(error: InputError) -> None:
+        """One of several captures, which cannot be used; every rank does, and one says so."""
+        assert skip is not None
+        if ranks.rank == 0:
+            skip(error)
+        skipped.append(str(error))
 
     jobs: list[CaptureJob] = []
     for capture in chosen:
@@ -243,31 +242,34 @@ def inspect_captures(
         try:
             jobs.append(CaptureJob(capture, selection or Selection(), runs, where, level, certified, keep))
         except Exception as error:
-            complain(capture.source, error, aloud=ranks.rank == 0)  # all ranks find it
+            if skip is None or len(chosen) == 1:
+                raise
+            leave_out(_in_words(capture.source, error))
     costs = [job.head_count * job.capture.q_length * job.capture.k_length for job in jobs]
     places = ranks.share(costs)
     if ranks.count > 1 and where.type == "cuda":
         others = ranks.idle_devices(costs)
     devices = [where, *others]
-    everybodys, numbers = len(skipped), {id(jobs[place]): place for place in places}
+    numbers = {id(jobs[place]): place for place in places}
     mine = [jobs[place] for place in places]
     for job in mine:
         job.patterns.beside = chosen
     counted = _Counted(progress, sum(job.head_count for job in mine))
     work = partial(run_alike, alone=skip is None or len(chosen) == 1, done=counted.add)
-    ran: dict[int, CaptureJob] = {}
+    ran, failed, taken_alone = dict[int, CaptureJob](), dict[int, InputError](), list[str]()
     with working_on(devices):
         for some in map_in_order(work, list(alike(mine)), parallel=all(job.takes_one_core for job in mine)):
-            told += some.told
-            for source, failure in some.failed:
-                complain(source, failure)
+            taken_alone += some.told
+            failed |= {numbers[id(job)]: _in_words(job.capture.source, failure) for job, failure in some.failed}
             ran |= {numbers[id(job)]: job for job in some.ran}
     tested = [entry for job in ran.values() for entry in job.tested_entries()]
     adjusted, size = adjust_family(tested, ranks)
     judged = {id(e): e.judged(p, level) for e, p in zip(tested, adjusted, strict=True)}
     results = tuple(ranks.in_order([job.result(judged) for job in ran.values()], list(ran)))
     kept = ranks.in_order(list(ran), list(ran))
-    skipped[everybodys:] = [said for of_rank in ranks.gather(skipped[everybodys:]) for said in of_rank]
+    told += chain.from_iterable(ranks.gather(taken_alone))
+    for why in ranks.in_order(list(failed.values()), list(failed)):
+        leave_out(why)
     if chosen and not results:
         raise InputError("none of the captures could be used")
     entries = [(c.source, o.name, h) for c in results for o in c.observations for h in o.heads if h.head is not None]
@@ -291,8 +293,10 @@ def inspect_captures(
         return with_details(diagnosis, done, details, ranks, _after(progress, counted.total))
 
 
-def _unexpected(source: str, error: Exception) -> InputError:
-    """For one of many captures: a failure of the program, which is not to cost the report of the others."""
+def _in_words(source: str, error: Exception) -> InputError:
+    """Why one of many captures is left out; a failure of the program is not to cost the report of the others."""
+    if isinstance(error, InputError):
+        return error
     what = f"{type(error).__name__}: {error}"
     return InputError(f"{source}: left out by an internal error ({what}); inspect it alone with --debug to see where")
 

@@ -197,7 +197,7 @@ class Inspected(Generic[_Job]):
 
     ran: list[_Job] = field(default_factory=list)
     """Those that could be inspected."""
-    failed: list[tuple[str, Exception]] = field(default_factory=list)
+    failed: list[tuple[_Job, Exception]] = field(default_factory=list)
     """The others, and why."""
     told: list[str] = field(default_factory=list)
     """What the report is to say besides."""
@@ -219,7 +219,7 @@ def run_alike(jobs: Sequence[_Job], alone: bool, done: Callable[[int], None]) ->
         except Exception as error:
             if alone:
                 raise
-            found.failed.append((job.capture.source, error))
+            found.failed.append((job, error))
             return False
         return True
 

@@ -34,7 +34,8 @@ from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import MASK_UNSEEN, UNSEEN_DROPOUT, Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
-# Heads of an observation beyond these keep the plain words: they are mostly wrong in the same way.
+# Wrong quantities of an observation beyond these keep the plain words: they are mostly wrong in the same way. Coarse
+# ones are all looked at, as a pattern decides whether they are wrong.
 _MOST_QUANTITIES = 24
 _MOST_OTHERS, _MOST_ELSEWHERE = 8, 16
 # Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
@@ -91,10 +92,10 @@ class CapturePatterns:
             named
             or not (bad or coarse)
             or verdict.quantity == "dw_q"
-            or self._looked_at[observation] >= _MOST_QUANTITIES
+            or (bad and self._looked_at[observation] >= _MOST_QUANTITIES)
         ):
             return verdict
-        self._looked_at[observation] += 1
+        self._looked_at[observation] += bad
         place, others_right = self._place(observation, head, verdict, found, batches)
         if place is None:
             return verdict
