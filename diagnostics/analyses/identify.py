@@ -19,11 +19,12 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import better_reading, check_assumptions, wrong_among
+from attn_diag.head.assumptions import check_assumptions, wrong_among
 from attn_diag.head.baseline import engine_backend
 from attn_diag.head.by_kernels import Place, identify_by_kernels
 from attn_diag.head.identification import IdentifiedHead, identify_head, why_not_compared
 from attn_diag.head.machine import pick_device
+from attn_diag.head.other_metadata import better_reading
 from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
-from attn_diag.captures.metadata import AlibiOrigin, Causal, Layout, LseBase, Metadata
-from attn_diag.errors import InputError
+from attn_diag.captures.metadata import AlibiOrigin, LseBase
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.other_documents import merged, seen_in_out
 from attn_diag.head.other_dropouts import with_other_dropouts
+from attn_diag.head.other_metadata import OtherMetadata, better_reading, explained, scaled_reading
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import (
@@ -34,28 +33,16 @@ from attn_diag.head.output_fit import (
     out_fits,
     sampled_heads,
 )
-from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadTensors, read_float64, read_head
-from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.unseen_dropout import UnseenDropout, in_weights
-from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import format_of
 from attn_diag.results.diagnosis import Assumptions, Misfit
 from attn_diag.results.wording import percent
 
 _NAMES = {"o": "O", "lse": "LSE"}
-# Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
-# nothing.
-_EXPLAINS = 0.25
-# And, however coarse a declared recipe, where it leaves less of O than it explains.
-_HALF = math.sqrt(0.5)
 # O is as far off as one rounding where its error is at most so many times that. A scale that leaves half of the error
 # and a rounding itself takes away sqrt(3) roundings or more, and the error is two.
 _ONE_ROUNDING = 1.5
-# A scale that is fitted is so near to the one with a name that it is that.
-_SAME_SCALE = 0.01
-# So small a part of the stated scale leaves no scores; a scale that fits leaves less of the error than that does.
-_NO_SCALE, _ALIKE = 2.0**-20, 1.1
 
 
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
@@ -187,7 +174,7 @@ def _check_out(
     cuts = (merged(capture), seen_in_out(capture, observation)) if capture.documents is not None else ()
     for cut in cuts:
         other = None if cut is None else out_fit(cut.of(capture), observation, device)
-        if cut is not None and other is not None and other.fits and other.error <= _explained(stated, other):
+        if cut is not None and other is not None and other.fits and other.error <= explained(stated, other):
             return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
     others: dict[str, Iterator[tuple[str, Capture]]] = {
         "sinks": with_other_sinks(capture, observation, device),
@@ -196,7 +183,7 @@ def _check_out(
     }
     for field, captures in others.items():
         fits = [(out_fit(c, observation, device), words) for words, c in captures]
-        known = [(f.error, words) for f, words in fits if f is not None and f.fits and f.error <= _explained(stated, f)]
+        known = [(f.error, words) for f, words in fits if f is not None and f.fits and f.error <= explained(stated, f)]
         if known:
             error, words = min(known)
             said: dict[str, Any] = {field: words}
@@ -221,84 +208,9 @@ def _unseen_dropout(capture: Capture, observation: str, device: torch.device) ->
     return in_weights(heads, format_of(capture.tensors[key].dtype))
 
 
-def _explained(stated: OutputFit, other: OutputFit) -> float:
-    """How large the error under another reading may be that explains the stated one's."""
-    # Sound kernels of one declared recipe may differ by ``LOSSY``: what leaves no less shows no other reading.
-    most = min(stated.error / LOSSY, _HALF) if other.declared else stated.error
-    return min(_EXPLAINS * stated.error + other.rounding, most)
-
-
 def _misfit(observation: str, stated: OutputFit, other: OtherMetadata | None) -> Misfit:
     words, error = (None, None) if other is None else (other.words, other.error)
     return Misfit(observation, "o", stated.error, stated.ok, words, error)
-
-
-@dataclass(frozen=True)
-class OtherMetadata:
-    """Other metadata under which an O fits."""
-
-    metadata: Metadata
-    """The metadata."""
-    words: str
-    """What of them differs from the stated ones."""
-    error: float
-    """O's error under them, over the norm of the reference."""
-
-    def options(self, stated: Metadata) -> tuple[str, ...]:
-        """The options of a command that make a capture with the ``stated`` metadata so."""
-        found = self.metadata
-        said = {"layout": found.layout, "causal": found.causal}
-        options = [f"--{name} {value}" for name, value in said.items() if value != getattr(stated, name)]
-        if found.scale not in (None, stated.scale):
-            options.append(f"--scale {found.scale:.9g}")
-        if found.window is not None and found.window != stated.window:
-            options.append(f"--window {found.window[0]},{found.window[1]}")
-        if found.softcap is not None and found.softcap != stated.softcap:
-            options.append(f"--softcap {found.softcap:g}")
-        return tuple(options)
-
-
-def better_reading(capture: Capture, observation: str, device: torch.device, stated: OutputFit) -> OtherMetadata | None:
-    """The other metadata that O fits best; None where none of those tried explains its error.
-
-    Args:
-        capture: The capture.
-        observation: The observation's name.
-        device: Where O is recomputed.
-        stated: How well O fits the metadata as they are.
-    """
-    best: OtherMetadata | None = None
-    found = capture
-    for reading, words in _readings(capture):
-        other = out_fit(reading, observation, device)
-        fits = other is not None and other.fits and other.error <= _explained(stated, other)
-        if other is not None and fits and (best is None or other.error < 0.9 * best.error):
-            best = OtherMetadata(reading.metadata, words, other.error)
-            found = reading
-    near = scaled_reading(found, observation, device, best.error if best else _EXPLAINS * stated.error)
-    if best is None or near is None:
-        return near or best
-    was, named, fitted = (m.scale or capture.scale for m in (capture.metadata, best.metadata, near.metadata))
-    # In a coarse format a scale with a name may fit about as well as the one that it is.
-    by_chance = named != was and abs(fitted / named - 1) > _SAME_SCALE
-    return near if by_chance or near.error < 0.9 * best.error else best
-
-
-def scaled_reading(capture: Capture, observation: str, device: torch.device, below: float) -> OtherMetadata | None:
-    """The scale that fits the first head best, where O's error under it is smaller than ``below``."""
-    observed = read_float64(capture, capture.key(observation, "o"), 0, 0, device)
-    fit = None if observed is None else fit_scale(read_head(capture, 0, 0, device), observed)
-    if fit is None:
-        return None
-    metadata = replace(capture.metadata, scale=fit.scale)
-    other = out_fit(replace(capture, metadata=metadata), observation, device)
-    if other is None or not other.fits or not other.error < below:
-        return None
-    # Where O has nothing of the scores (k or q became zeros in the kernel) a fit runs toward 0, which nobody stated.
-    none = out_fit(replace(capture, metadata=replace(metadata, scale=_NO_SCALE * capture.scale)), observation, device)
-    if none is not None and none.error <= _ALIKE * other.error:
-        return None
-    return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 
 
 def _check_lse(capture: Capture, observation: str, device: torch.device, tensors: HeadTensors | None) -> Misfit | None:
@@ -320,46 +232,3 @@ def _check_lse(capture: Capture, observation: str, device: torch.device, tensors
         if other is not None and other.fits:
             return Misfit(observation, "lse", error, False, f"alibi_origin={origin}", other.error)
     return Misfit(observation, "lse", error, ok=False)
-
-
-def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
-    """Other layouts, causal alignments, windows, scales and softcaps that the shapes allow, in words."""
-    stated = capture.metadata
-    default = capture.head_dim**-0.5
-    factors = {"log2(e)": math.log2(math.e), "ln(2)": math.log(2)}
-    scales: dict[str, float | None] = {
-        f"scale={default:.6g} (1/sqrt(D))": default,
-        "scale=1": 1.0,
-        f"scale={1 / capture.head_dim:.6g} (1/D)": 1 / capture.head_dim,
-    }
-    scales |= {f"scale times {name} (base-2 exponent)": capture.scale * f for name, f in factors.items()}
-    scales |= {f"scale={capture.scale**2:.6g} (applied twice)": capture.scale**2}
-    scales = {"": stated.scale, **scales}
-    layouts: tuple[Layout, ...] = get_args(Layout)
-    causals: list[Causal] = sorted(get_args(Causal), key=lambda causal: causal != stated.causal)
-    for layout, causal, window, (words, scale) in product(layouts, causals, {stated.window, None}, scales.items()):
-        changed = {
-            f"layout={layout}": layout != stated.layout,
-            f"causal={causal}": causal != stated.causal,
-            "no window": window != stated.window,
-            words: bool(words),
-        }
-        said = ", ".join(name for name, is_changed in changed.items() if is_changed)
-        try:
-            metadata = replace(stated, layout=layout, causal=causal, window=window, scale=scale)
-            other = replace(capture, metadata=metadata)
-        except InputError:
-            continue
-        if said:
-            yield other, said
-    if stated.window is None:
-        for causal, left in product(causals, usual_windows(capture.k_length)):
-            usual = (left, left if causal == "none" else 0)
-            said = f"window={left},{usual[1]}"
-            said = said if causal == stated.causal else f"causal={causal}, {said}"
-            yield replace(capture, metadata=replace(stated, causal=causal, window=usual)), said
-    for cap in (None, *USUAL_SOFTCAPS):
-        if cap == stated.softcap:
-            continue
-        said = "no softcap" if cap is None else f"softcap={cap:g}"
-        yield replace(capture, metadata=replace(stated, softcap=cap)), said

@@ -18,8 +18,8 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.assumptions import OtherMetadata, better_reading, scaled_reading
 from attn_diag.head.bounded_mask import words_of
+from attn_diag.head.other_metadata import OtherMetadata, better_reading, scaled_reading
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import out_fit
 from attn_diag.reference import format_of
