@@ -198,6 +198,14 @@ for work in (raising, unlike, of_two, killed, cut_off, first_fails):
     print(tried(work))
 print(list(folder.iterdir()))
 folder.rmdir()
+fork, forks = os.fork, []
+def refused():
+    if forks:
+        raise BlockingIOError("too many processes")
+    forks.append(1)
+    return fork()
+os.fork = refused
+print(tried(lambda ranks: ranks.gather([ranks.count, torch.get_num_threads()])))
 print(torch.get_num_threads(), threading.active_count())
 try:
     os.waitpid(-1, os.WNOHANG)
@@ -209,7 +217,7 @@ except ChildProcessError:
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked there")
 def test_a_forked_process_that_fails_is_told_of_and_none_is_left() -> None:
     done = subprocess.run([sys.executable, "-c", FAILURES], capture_output=True, text=True, check=True, timeout=100)
-    together, *failed, written, left, none = done.stdout.splitlines()
+    together, *failed, written, alone, left, none = done.stdout.splitlines()
     assert together == "([[0, 1], [1, 1], [2, 1]], [[0], [-1], [-2]])"
     # With where it was.
     assert failed[:2] == ["InputError: of the second 1", "RuntimeError: Local: of no module 1"]
@@ -218,6 +226,7 @@ def test_a_forked_process_that_fails_is_told_of_and_none_is_left() -> None:
         assert ended.startswith("InputError: a process that inspected some of the captures was ended from outside")
     assert failed[5:] == ["InputError: of the first 0"]
     assert written == "[]"
+    assert alone == "[[1, 2]]"
     assert (left, none) == ("2 1", "no process is left")
     assert done.stderr == ""
 

@@ -104,17 +104,18 @@ def inspect(
                     device=device, progress=progress, unreadable=unreadable, skip=complain, certify=certified,
                     merge_ranks=merge_ranks, details=count, ranks=ranks,
                 )  # fmt: skip
+            forked = processes > 1 and ranks.count > 1
             if ranks.rank == 0:
                 for warning in diagnosis.summary.warnings:
                     complain(warning)
                 try:
-                    delivery.deliver(diagnosis, html if processes == 1 else None, full=tables.json_full)
+                    delivery.deliver(diagnosis, None if forked else html, full=tables.json_full)
                     tables.write(diagnosis)
                 except InputError:
-                    if processes > 1:
+                    if forked:
                         ranks.gather([])  # the page is written all the same
                     raise
-            if processes > 1:
+            if forked:
                 if ranks.rank == 1 and html is not None:
                     write_page(html, diagnosis)
                 ranks.gather([])

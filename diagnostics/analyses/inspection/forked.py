@@ -65,7 +65,8 @@ def processes_worth(captures: Sequence[Capture], device: str) -> int:
 def forked_ranks(count: int) -> Iterator[Ranks]:
     """This process and ``count`` - 1 forked ones, each of which runs the block, on one core, and ends with it.
 
-    What one of them fails with is raised in this one, where they ``gather``; none of them outlives this one.
+    What one of them fails with is raised in this one, where they ``gather``; none of them outlives this one. Where the
+    system gives no such process, this one is alone.
 
     Raises:
         InputError: One of them was ended from outside.
@@ -79,10 +80,8 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
     children, parent = list[int](), os.getpid()
     try:
         for rank, (_, own) in enumerate(pipes, 1):
-            with warnings.catch_warnings():
-                # Of OpenBLAS's threads, which it ends before a fork.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                child = os.fork()
+            if (child := _fork()) is None:
+                break
             if child == 0:
                 try:
                     _end_with(parent)
@@ -98,11 +97,14 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
             children.append(child)
         for _, theirs in pipes:
             theirs.close()
+        if len(children) < count - 1:
+            _stop(children)
+            torch.set_num_threads(threads)
+            yield Ranks()
+            return
         yield Ranks(0, count, partial(_of_parent, [ours for ours, _ in pipes]))
     except BaseException:
-        for child in children:
-            os.kill(child, signal.SIGTERM)
-        _kill_after(_GRACE_S, children)
+        _stop(children)
         raise
     finally:
         for ours, _ in pipes:
@@ -110,6 +112,15 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
         for child in children:
             os.waitpid(child, 0)
         torch.set_num_threads(threads)
+
+
+def _fork() -> int | None:
+    """As ``os.fork``; None where the system gives no further process."""
+    with warnings.catch_warnings(), suppress(OSError):
+        # Of OpenBLAS's threads, which it ends before a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+    return None
 
 
 def _end_with(parent: int) -> None:
@@ -124,9 +135,11 @@ def _end_with(parent: int) -> None:
         stop()
 
 
-def _kill_after(seconds: float, children: list[int]) -> None:
-    """Wait for processes to end, and end those that do not; none is left in ``children``."""
-    until = time.monotonic() + seconds
+def _stop(children: list[int]) -> None:
+    """Let processes put away what they write, and end those that do not; none is left in ``children``."""
+    for child in children:
+        os.kill(child, signal.SIGTERM)
+    until = time.monotonic() + _GRACE_S
     while children:
         if os.waitpid(children[0], os.WNOHANG)[0]:
             del children[0]
