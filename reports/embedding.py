@@ -25,10 +25,11 @@ from attn_diag.results.packing import packed
 _DRAWN = ("delta", "delta_excess")
 # Of a head, what only its own figures show; the running sums too.
 _OF_FIGURES = ("figures", "attribution", "microscope")
+_NO_DRIFT = Drift()
 # Heads whose figures are packed together.
 _TOGETHER = 16
 # Heads measured to foresee the size of all.
-_SAMPLE = 48
+_SAMPLE = 2 * _TOGETHER
 
 
 class Detail(NamedTuple):
@@ -162,8 +163,7 @@ def _head(head: HeadDiagnosis, points: int) -> HeadDiagnosis:
 def _estimate(estimate: BiasEstimate | None, points: int) -> BiasEstimate | None:
     if estimate is None:
         return None
-    kept = [estimate.drift[i] for i in _evenly(len(estimate.drift), points)]
-    return replace(estimate, drift=Drift([p["row"] for p in kept], [p["sum"] for p in kept]))
+    return replace(estimate, drift=estimate.drift.at(_evenly(len(estimate.drift), points)) if points else _NO_DRIFT)
 
 
 def _figures(figures: HeadFigures, points: int) -> HeadFigures:

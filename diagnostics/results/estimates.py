@@ -5,7 +5,7 @@ A quantity that needs a tensor the capture lacks is None, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -46,6 +46,15 @@ class Drift(Sequence[DriftPoint]):
         if isinstance(index, slice):
             return Drift(self._rows[index], self._sums[index])
         return {"row": int(self._rows[index]), "sum": float(self._sums[index])}
+
+    def __iter__(self) -> Iterator[DriftPoint]:
+        for row, total in zip(self._rows.tolist(), self._sums.tolist(), strict=True):
+            yield {"row": row, "sum": total}
+
+    def at(self, indices: Sequence[int]) -> Drift:
+        """These points alone."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return Drift(self._rows[chosen], self._sums[chosen])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Drift) and list(self) == list(other)

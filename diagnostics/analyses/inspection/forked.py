@@ -31,12 +31,10 @@ from attn_diag.head.machine import pick_device
 _HEADS, _MOST = 64, 16
 # Of linux/prctl.h: the signal that a process is sent as its parent ends.
 _PR_SET_PDEATHSIG = 1
+# A message begins so: what a process has is in it, or what it failed with.
+_HAS, _FAILED = b"+", b"-"
 # How long a process may take to put away what it is writing.
 _GRACE_S = 5.0
-
-
-class _FailedError(Exception):
-    """What a process failed with is its argument."""
 
 
 class _StoppedError(BaseException):
@@ -87,7 +85,7 @@ def forked_ranks(count: int) -> Iterator[Ranks]:
                     _end_with(parent)
                     for end in (end for pipe in pipes for end in pipe if end is not own):
                         end.close()
-                    yield Ranks(rank, count, partial(_of_child, own, rank))
+                    yield Ranks(rank, count, partial(_of_child, own, rank, count))
                 except _StoppedError:
                     pass
                 except BaseException as error:
@@ -150,23 +148,26 @@ def _stop(children: list[int]) -> None:
             os.waitpid(children.pop(0), 0)
 
 
-def _of_child(parent: Connection, rank: int, own: Any) -> list[Any]:
-    parent.send(own)
-    others: list[Any] = parent.recv()
+def _of_child(parent: Connection, rank: int, count: int, own: Any) -> list[Any]:
+    parent.send_bytes(_HAS + pickle.dumps(own))
+    others = [pickle.loads(parent.recv_bytes()) for _ in range(count - 1)]
     return [*others[:rank], own, *others[rank:]]
 
 
 def _of_parent(children: Sequence[Connection], own: Any) -> list[Any]:
-    found = [own]
+    said = [pickle.dumps(own)]
     for child in children:
         with _while_it_lives():
-            found.append(child.recv())
-        if isinstance(found[-1], _FailedError):
-            raise found[-1].args[0]
+            message = child.recv_bytes()
+        said.append(message[1:])
+        if message[:1] == _FAILED:
+            raise pickle.loads(said[-1])
+    # Passed on as they are: all put them together at the same time.
     for rank, child in enumerate(children, 1):
         with _while_it_lives():
-            child.send([one for i, one in enumerate(found) if i != rank])
-    return found
+            for one in (one for i, one in enumerate(said) if i != rank):
+                child.send_bytes(one)
+    return [own, *map(pickle.loads, said[1:])]
 
 
 @contextmanager
@@ -190,4 +191,4 @@ def _tell(parent: Connection, error: BaseException) -> None:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(where)
     with suppress(OSError):
-        parent.send(_FailedError(error))
+        parent.send_bytes(_FAILED + pickle.dumps(error))
