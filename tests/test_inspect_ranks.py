@@ -105,8 +105,23 @@ def many(folder: Path) -> Path:
     return folder
 
 
+# The command, which marks in a file how often it forks.
+COUNTED = """
+import os
+from attn_diag.cli import main
+fork = os.fork
+def counted():
+    with open(os.environ["FORKS"], "a") as file:
+        file.write("x")
+    return fork()
+os.fork = counted
+main()
+"""
+
+
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "attn_diag", "inspect", *map(str, arguments)]
+    line = [sys.executable, "-c", COUNTED, "inspect", *map(str, arguments)]
+    environment = {"FORKS": os.devnull, **environment}
     return subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
@@ -120,7 +135,9 @@ def test_forked_processes_find_and_write_what_one_does(tmp_path: Path) -> None:
     for threads in "12":
         written = [tmp_path / f"{threads}.{kind}" for kind in ("json", "html", "csv")]
         options = [part for file in written for part in (f"--{file.suffix[1:]}", file)]
-        done = command(folder, "--head", "0-40", *options, OMP_NUM_THREADS=threads)
+        forks = tmp_path / f"forks{threads}"
+        done = command(folder, "--head", "0-40", *options, OMP_NUM_THREADS=threads, FORKS=str(forks))
+        assert forks.exists() == (threads == "2")
         found[threads] = done.stdout, done.stderr, done.returncode, [file.read_bytes() for file in written]
     assert found["1"] == found["2"]
     assert found["2"][1].count("small.safetensors") == 1
