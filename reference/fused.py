@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
-from attn_diag.reference.fused_inputs import Filled, FusedInputs, LaunchGrid
+from attn_diag.reference.fused_inputs import Filled, LaunchGrid
 from attn_diag.reference.fused_products import (
     MOST_FEATURES,
     FusedRows,
@@ -29,6 +29,7 @@ from attn_diag.reference.fused_products import (
     key_launches,
     launches,
 )
+from attn_diag.reference.fused_variances import FusedVariances
 
 # Set to 0, everything is streamed: to compare, or where a Triton to come miscompiles them.
 SWITCH = "ATTN_DIAG_FUSED"
@@ -70,7 +71,7 @@ KEPT_SCORES = 32
 _COMPILED = set[object]()
 
 
-class FusedHeads(FusedInputs):
+class FusedHeads(FusedVariances):
     """Heads of one shape, scale and masking (``batches``); every launch is for all of them."""
 
     def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
@@ -126,11 +127,13 @@ class FusedHeads(FusedInputs):
     def _rehearse(self, launches: Sequence[Sequence[TileProduct]]) -> None:
         """Go through the forward and these products without launching anything."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+        numbers = self.q.new_ones(5, *self.q.shape[:2])
         self._ahead = True
         try:
             self._forward()
             one = self.head.positions.new_zeros(1)
             self.scores_above(self.q.new_zeros(1), one, one)
+            self.variances(*numbers)
             for products in launches:
                 for way, weight, of, summed in products:
                     x = tensors.get(of)
@@ -143,6 +146,11 @@ class FusedHeads(FusedInputs):
                 self._make_keys()
         finally:
             self._ahead = False
+
+    @property
+    def finite_max(self) -> Tensor:
+        """m, [H, Tq]; 0 in fully masked rows."""
+        return self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -375,7 +383,7 @@ class FusedHeads(FusedInputs):
         """m (finite), delta, and a, b and c of each weight, [W, 3, H, Tq]; any numbers in place of what W has not."""
         if self._ahead:
             return [self.q.new_empty(self.q.shape[:2])] * 3
-        m = self.forward.row_max.masked_fill(self.forward.row_max == -torch.inf, 0.0)
+        m = self.finite_max
         every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
         return [m, m if self.delta is None else self.delta, torch.stack(every)]
 

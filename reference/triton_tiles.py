@@ -133,7 +133,7 @@ def row_products(whole, left, left_at, left_count, right, right_at, right_count,
 def _tanh(x):
     if INTERPRETED:
         # (e^z - 1) z / z loses nothing near 0 (Higham, Accuracy and Stability, section 1.14.1).
-        z = -2.0 * tl.abs(x)
+        z = tl.maximum(-2.0 * tl.abs(x), -80.0)  # where it is 1 in either format, and e^z is not 0
         grown = tl.exp(z)
         less = tl.where(grown == 1.0, z, (grown - 1.0) * z / tl.where(grown == 1.0, 1.0, tl.log(grown)))
         size = -less / (2.0 + less)
@@ -145,13 +145,14 @@ def _tanh(x):
 
 @triton.jit
 def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.constexpr):
-    """S from q.k, its slope, and the size of what was added to it.
+    """S from q.k, its slope, and the size of what was added to it; of the dtype of ``numbers``, that of q.k.
 
     ``t``, ``position`` and ``key`` broadcast to the tile, whichever way it lies.
     """
     mask_ptr, mask_t, mask_k = mask
     q_length, k_length, left, right = view
     s = products * tl.load(numbers)
+    real = s.dtype
     slope, added = s, s
     if G.adds:
         added = tl.zeros_like(s)
@@ -168,7 +169,7 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
         visible = visible & (distance >= -left)
     if G.mask:
         at = mask_ptr + t.to(tl.int64) * mask_t + key.to(tl.int64) * mask_k
-        bias = tl.load(at, mask=visible, other=0.0).to(tl.float64)
+        bias = tl.load(at, mask=visible, other=0.0).to(real)
         s += bias
         added += tl.abs(bias)
     if G.alibi != "none":
@@ -178,7 +179,7 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
             distance = key
         else:
             distance = key - (k_length - 1)
-        bias = distance.to(tl.float64) * tl.load(numbers + 2 + h)
+        bias = distance.to(real) * tl.load(numbers + 2 + h)
         s += bias
         added += tl.abs(bias)
     return tl.where(visible, s, float("-inf")), slope, added
@@ -242,7 +243,7 @@ def visible_tiles(position, here, view, G: tl.constexpr):
 def tiling_of(
     kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False, count: int = 1
 ) -> Tiling:
-    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys" or "scores").
+    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys", "scores" or "variances").
 
     Args:
         kernel: Which.
@@ -258,6 +259,8 @@ def tiling_of(
     m, n, warps, stages = 32, 32, 4, 2
     if max(parts_d, parts_v) > 1:
         warps = 8
+    elif kernel == "variances":
+        m, n, warps, stages = 128, 32, 8, 3
     elif kernel == "forward":
         m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     elif kernel == "rows" and max(block_d, block_v, block_x) > 64:

@@ -34,7 +34,7 @@ from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, ulp
 from attn_diag.reference.fused import FusedHeads
-from attn_diag.reference.fused_products import KeyProduct, TileWeight
+from attn_diag.reference.fused_products import KeyProduct, RowProduct, TileWeight
 from attn_diag.reference.heads import stacked
 
 RECIPE = "fa2"
@@ -347,25 +347,26 @@ def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callab
         What takes that of query rows and asks for that of keys; it returns what lets the collectors take all.
     """
     first, inverse, found = collectors[0], fused.inverse, fused.forward
-    scores = _FP32_SCORE * found.row_max.masked_fill(found.row_max == -torch.inf, 0.0)
+    top = fused.finite_max
     square = inverse.square()
-    relative = square * (first._relative + scores.square())
+    relative = square * (first._relative + (_FP32_SCORE * top).square())
     smallest, least = square * first._smallest, torch.full_like(square, first._smallest_dscore)
     probs_squared, dscores_squared = TileWeight("probs_squared"), TileWeight("dscores_squared")
-    of_out = fused.ask(probs_squared, fused.v.square(), relative, smallest)
-    of_dq = None
-    if fused.do is not None:
-        of_dq = fused.ask(dscores_squared, fused.k.square(), relative, least, torch.zeros_like(least))
+    made, asked = fused.variances(top, fused.delta, relative, smallest, least), list[RowProduct]()
+    if made is None:
+        asked = [fused.ask(probs_squared, fused.v.square(), relative, smallest)]
+        if fused.do is not None:
+            asked += [fused.ask(dscores_squared, fused.k.square(), relative, least, torch.zeros_like(least))]
 
     def take() -> Callable[[], None]:
-        out = fused.take(of_out)
+        out, *of_dq = made or [fused.take(one) for one in asked]
         out += ulp(fused.out, first.out).square() / 12
         variance = {"row_sum": found.squares * square * first._relative, "o": out}
         by_delta, of_keys = torch.zeros_like(inverse), dict[str, KeyProduct]()
-        if fused.do is not None and fused.probs_k is not None and of_dq is not None:
+        if fused.do is not None and fused.probs_k is not None:
             do2, scale2 = fused.do.square(), first.head.scale**2
             delta, through = (do2 * out).sum(2), fused.probs_k
-            variance |= {"delta": delta, "dq": (fused.take(of_dq) + delta[..., None] * through.square()) * scale2}
+            variance |= {"delta": delta, "dq": (of_dq[0] + delta[..., None] * through.square()) * scale2}
             if first.want_keys:
                 q2 = fused.q.square() * scale2
                 of_keys["dk"] = fused.ask_keys(dscores_squared, q2, relative, least, square * delta)

@@ -263,7 +263,7 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
     """Make the passes of some heads in a few launches: what is asked for first is made together."""
     with torch.no_grad():
         fused = FusedHeads([one.inputs.head for one in passes])
-        fused.compile_ahead(_products(passes[0]))
+        fused.compile_ahead(_products(passes[0], variances=not fused.makes_variances))
         take_noise = ask_noise([one.noise for one in passes], fused)
         fused.ask_gradient()
         StreamedHead.follow(passes, fused)
@@ -282,15 +282,16 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
             finish()
 
 
-def _products(passed: StreamedHead) -> list[list[TileProduct]]:
+def _products(passed: StreamedHead, *, variances: bool) -> list[list[TileProduct]]:
     """The products that a head, and those like it, take of the kernels, in the order in which they are asked for: those
-    of query rows at once, then those of keys, once for each order of cast and alpha that may be met."""
+    of query rows at once, ``variances`` or not, then those of keys, once for each order of cast and alpha that may be
+    met."""
     dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
     probs_squared, dscores_squared = TileWeight("probs_squared"), TileWeight("dscores_squared")
-    rows = [TileProduct("rows", probs_squared, "v")]
+    rows = [TileProduct("rows", probs_squared, "v")] if variances else []
     if passed.inputs.head.do is None:
         return [rows]
-    rows += [TileProduct("rows", dscores_squared, "k")]
+    rows += [TileProduct("rows", dscores_squared, "k")] if variances else []
     rows += [TileProduct("rows", dscores, "keys", summed=True), TileProduct("rows", sloped, "keys")]
     fed = [seen for seen in passed.observed if {"o", "delta"} & seen.outputs.keys()]
     cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"

@@ -1,0 +1,109 @@
+"""Variances of what a kernel rounds, on the tensor cores of BF16: products of squares, made from fp32 scores.
+
+    of O    diag(a) (P_bar^2 + b [P_bar > 0]) V^2          of dQ   diag(a) (dS_bar^2 + b [P_bar > 0]) K^2
+
+q, k, v and dO are BF16 numbers, whose products are exact; S and dP are summed in fp32. A factor X and W are sums of two
+BF16 numbers, and W_2 X_2 is left out; each tile of keys is added in fp32, nearest-even.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_diag.reference.triton_tiles import INTERPRETED, load_rows, tile_scores, visible_tiles
+
+
+@triton.jit
+def _bf16(x):
+    """fp32 numbers rounded to BF16, nearest-even; held in fp32 by the interpreter, whose own cast truncates."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        found = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        found = x.to(tl.bfloat16)
+    return found
+
+
+@triton.jit
+def _tile(ptr, at, count, width, BLOCK: tl.constexpr):
+    """Rows of BF16 numbers; held in fp32 by the interpreter, which cannot multiply them."""
+    found = load_rows(ptr, at, count, width, 0, BLOCK)
+    if INTERPRETED:
+        found = found.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _times(w, x_ptr, part_plane, keys, k_length, width, BLOCK: tl.constexpr):
+    """The product of fp32 numbers that are not negative with X, of two parts."""
+    first = _bf16(w)
+    second = _bf16(w - first.to(tl.float32))
+    x = _tile(x_ptr, keys, k_length, width, BLOCK)
+    found = tl.dot(first, x, input_precision="ieee")
+    found = tl.dot(second, x, found, input_precision="ieee")
+    return tl.dot(first, _tile(x_ptr + part_plane, keys, k_length, width, BLOCK), found, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["first_block", "step"])
+def variances_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, v2_ptr, k2_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    m_ptr, delta_ptr, rows_ptr, of_out_ptr, of_dq_ptr,
+    q_length, k_length, width, value_width, left, right, v_plane, k_plane, first_block, step, G: tl.constexpr,
+):  # fmt: skip
+    """``of_out`` fp32 [H, Tq, Dv] and, with dO (``G.needs_dprobs``), ``of_dq`` fp32 [H, Tq, D], before a of their rows.
+
+    ``v2`` and ``k2``: parts of V^2 and K^2, BF16 [2, Hk, Tk, D], ``v_plane`` and ``k_plane`` numbers each. ``rows``
+    fp32 [3, H, Tq]: b of O, 1/r and b of dQ, where dS_bar is divided by r before it is squared. ``numbers``, ``m`` and
+    ``delta`` are fp32; the rest as in ``triton_attention.rows_kernel``.
+    """
+    BLOCK_M: tl.constexpr = G.block_m
+    BLOCK_D: tl.constexpr = G.block_d
+    BLOCK_V: tl.constexpr = G.block_v
+    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    owner = tl.load(owners_ptr + h).to(tl.int64)
+    q_ptr += h.to(tl.int64) * q_length * width
+    do_ptr += h.to(tl.int64) * q_length * value_width
+    k_ptr += owner * k_length * width
+    k2_ptr += owner * k_length * width
+    v_ptr += owner * k_length * value_width
+    v2_ptr += owner * k_length * value_width
+    at = block * G.block_m + tl.arange(0, G.block_m)
+    here = at < q_length
+    row = h.to(tl.int64) * q_length + at
+    plane = tl.num_programs(1).to(tl.int64) * q_length
+    position = tl.load(positions_ptr + at, mask=here, other=0)
+    m = tl.load(m_ptr + row, mask=here, other=float("inf"))
+    least_out = tl.load(rows_ptr + row, mask=here, other=0.0)
+    begin, end = visible_tiles(position, here, (q_length, k_length, left, right), G)
+    q = _tile(q_ptr, at, q_length, width, G.block_d)
+    of_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    do, delta, shrink, least_dq, of_dq = q, m, m, m, of_out
+    if G.needs_dprobs:
+        do = _tile(do_ptr, at, q_length, value_width, G.block_v)
+        delta = tl.load(delta_ptr + row, mask=here, other=0.0)
+        shrink = tl.load(rows_ptr + plane + row, mask=here, other=0.0)
+        least_dq = tl.load(rows_ptr + 2 * plane + row, mask=here, other=0.0)
+        of_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for tile in tl.range(begin, end, num_stages=G.stages):
+        keys = tile * G.block_n + tl.arange(0, G.block_n)
+        dots = tl.dot(q, tl.trans(_tile(k_ptr, keys, k_length, width, G.block_d)), input_precision="ieee")
+        s, slope, _ = tile_scores(dots, at[:, None], position[:, None], keys[None, :], numbers,
+                           (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
+        p = tl.exp(s - m[:, None])
+        w = p * p + tl.where(p > 0, least_out[:, None], 0.0)
+        of_out += _times(w, v2_ptr, v_plane, keys, k_length, value_width, G.block_v)
+        if G.needs_dprobs:
+            dots = tl.dot(do, tl.trans(_tile(v_ptr, keys, k_length, value_width, G.block_v)), input_precision="ieee")
+            w = p * ((dots - delta[:, None]) * shrink[:, None])
+            if G.softcap:
+                w = w * slope
+            w = w * w + tl.where(p > 0, least_dq[:, None], 0.0)
+            of_dq += _times(w, k2_ptr, k_plane, keys, k_length, width, G.block_d)
+    features = tl.arange(0, G.block_v)
+    inside = here[:, None] & (features < value_width)[None, :]
+    tl.store(of_out_ptr + row[:, None] * value_width + features[None, :], of_out, mask=inside)
+    if G.needs_dprobs:
+        features = tl.arange(0, G.block_d)
+        inside = here[:, None] & (features < width)[None, :]
+        tl.store(of_dq_ptr + row[:, None] * width + features[None, :], of_dq, mask=inside)
