@@ -18,18 +18,15 @@ from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead, HeadReference, lse_of, reference_head
 from attn_diag.reference.fused_inputs import Filled, LaunchGrid
+from attn_diag.reference.fused_launches import FusedLaunches
 from attn_diag.reference.fused_products import (
-    MOST_FEATURES,
     FusedRows,
     HighScores,
     KeyProduct,
     RowProduct,
     TileProduct,
     TileWeight,
-    key_launches,
-    launches,
 )
-from attn_diag.reference.fused_variances import FusedVariances
 
 # Set to 0, everything is streamed: to compare, or where a Triton to come miscompiles them.
 SWITCH = "ATTN_DIAG_FUSED"
@@ -71,7 +68,7 @@ KEPT_SCORES = 32
 _COMPILED = set[object]()
 
 
-class FusedHeads(FusedVariances):
+class FusedHeads(FusedLaunches):
     """Heads of one shape, scale and masking (``batches``); every launch is for all of them."""
 
     def __init__(self, heads: Sequence[AttentionHead], *, details: bool = True) -> None:
@@ -80,13 +77,6 @@ class FusedHeads(FusedVariances):
         self._details = details
         self._asked: list[RowProduct] = []
         self._asked_keys: list[KeyProduct] = []
-
-    @property
-    def sum_keys(self) -> tuple[int, int]:
-        """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
-        width, value_width = self.q.shape[2], self.v.shape[2]
-        of_keys = max(width, value_width) <= MOST_FEATURES
-        return self._tiling("forward", value_width).block_n, self._tiling("rows", width, of_keys=of_keys).block_n
 
     @cached_property
     def forward(self) -> FusedRows:
@@ -196,8 +186,8 @@ class FusedHeads(FusedVariances):
     def _key_gradients(self) -> tuple[KeyProduct, KeyProduct]:
         """dK and dV."""
         assert self.do is not None
-        q, do = self.q * (self.inverse * self.head.scale)[..., None], self.do * self.inverse[..., None]
-        return self.ask_keys(TileWeight("dscores"), q), self.ask_keys(TileWeight("probs"), do)
+        dk = self.ask_keys(TileWeight("dscores"), self.q, times=self.inverse * self.head.scale)
+        return dk, self.ask_keys(TileWeight("probs"), self.do, times=self.inverse)
 
     @cached_property
     def _dscores(self) -> RowProduct:
@@ -263,36 +253,20 @@ class FusedHeads(FusedVariances):
     def _make(self) -> None:
         """Make what was asked for."""
         asked, self._asked = self._asked, []
-        for some in launches(asked, self.q.shape[2], self.v.shape[2]):
-            self._make_rows(some)
+        self.make_rows(asked, *self._fed)
 
-    def _make_rows(self, some: Sequence[RowProduct]) -> None:
-        """Make products of one launch."""
-        from attn_diag.reference.triton_attention import rows_kernel
-
-        (count, length, width), value_width = self.q.shape, self.v.shape[2]
-        factors = [(self.k if one.x is None else one.x).contiguous() for one in some]
-        sums = next((one.sums for one in some if one.sums is not None), None)
-        x_width, of_keys = factors[0].shape[2], some[0].x is None and max(width, value_width) <= MOST_FEATURES
-        out = self.q.new_empty(len(some), count, length, x_width)
-        tiling = self._tiling("rows", x_width, *(one.weight for one in some), details=sums is not None, of_keys=of_keys)
-        self._launch(
-            rows_kernel, LaunchGrid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
-            [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
-             self._owners, self._numbers, *self._mask, *self._row_numbers([one.numbers for one in some])],
-            [Filled(out, 2), Filled(out if sums is None else sums, 2)],
-            [length, self.k.shape[1], width, value_width, x_width, *self._reach],
-        )  # fmt: skip
-        for one, found in zip(some, out, strict=True):
-            one.found = found
+    @property
+    def _fed(self) -> tuple[Tensor, Tensor | None]:
+        """m, finite, and delta, [H, Tq] each; without meaning where nothing is launched."""
+        return (self.q[..., 0], self.q[..., 0]) if self._ahead else (self.finite_max, self.delta)
 
     def keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor) -> Tensor:
         """W^T Y, [H, Tk, Dy]; the arguments as of ``ask_keys``."""
         return self.take_keys(self.ask_keys(weight, y, *numbers))
 
-    def ask_keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor) -> KeyProduct:
-        """Ask for W^T Y, of ``y`` [H, Tq, Dy] float64: as ``ask``."""
-        self._asked_keys.append(KeyProduct(weight, y, numbers))
+    def ask_keys(self, weight: TileWeight, y: Tensor, *numbers: Tensor, times: Tensor | None = None) -> KeyProduct:
+        """Ask for W^T Y, of ``y`` [H, Tq, Dy] float64, whose rows are times ``times`` [H, Tq]: as ``ask``."""
+        self._asked_keys.append(KeyProduct(weight, y, numbers, times))
         return self._asked_keys[-1]
 
     def take_keys(self, product: KeyProduct) -> Tensor:
@@ -304,27 +278,8 @@ class FusedHeads(FusedVariances):
 
     def _make_keys(self) -> None:
         """Make what was asked for of keys."""
-        from attn_diag.reference.triton_attention import keys_kernel
-
         asked, self._asked_keys = self._asked_keys, []
-        (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
-        for some in key_launches(asked, width, value_width):
-            factors = [one.y.contiguous() for one in some]
-            y_width, third = factors[0].shape[2], factors[2:] or factors[:1]
-            out = self.q.new_empty(len(some), count, k_length, y_width)
-            tiling = self._tiling("keys", y_width, *(one.weight for one in some))
-            self._launch(
-                keys_kernel,
-                LaunchGrid(k_length, tiling.block_n, count, -(-y_width // tiling.block_x), last_first=False), tiling,
-                [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], (factors * 2)[1], *third,
-                 self._positions, self._owners, self._numbers, *self._mask,
-                 *self._row_numbers([one.numbers for one in some])],
-                [Filled(out, 2)],
-                [length, k_length, width, value_width, y_width, *self._reach,
-                 self.head.masking.shift(length, k_length)],
-            )  # fmt: skip
-            for one, found in zip(some, out, strict=True):
-                one.found = found
+        self.make_keys(asked, *self._fed)
 
     def scores_above(self, thresholds: Tensor, heads: Tensor, rows: Tensor) -> HighScores:
         """The scores of some rows above a threshold of each.
@@ -378,14 +333,6 @@ class FusedHeads(FusedVariances):
         for one, out, lse, masked in zip(references, *alone, strict=True):
             one.out, one.lse, one.fully_masked = out, lse, masked
         return references
-
-    def _row_numbers(self, numbers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """m (finite), delta, and a, b and c of each weight, [W, 3, H, Tq]; any numbers in place of what W has not."""
-        if self._ahead:
-            return [self.q.new_empty(self.q.shape[:2])] * 3
-        m = self.finite_max
-        every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
-        return [m, m if self.delta is None else self.delta, torch.stack(every)]
 
 
 def _async_mode() -> Any | None:

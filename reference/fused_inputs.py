@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference.attention import AttentionHead
-from attn_diag.reference.fused_products import TileWeight
+from attn_diag.reference.fused_products import MOST_FEATURES, TileWeight
 from attn_diag.reference.heads import stacked
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 # A product of so many scores takes some 10 ms at D = 128: launches of fewer are not worth the copies. Not tuned.
 _WORTH_DEALING = 2**31
+# Of fewer scores, of all heads together, products take less time than what surrounds them.
+WORTH_NARROW = 2**27
+# fp32 holds products of numbers whose largest are of these sizes.
+_SMALLEST, _LARGEST = 2.0**-50, 2.0**50
 _DEVICES: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=())
 
 
@@ -106,6 +110,21 @@ class FusedInputs:
         self.sinks = None if sinks[0] is None else self.q.new_tensor(sinks)[:, None]
         """s of every head, [H, 1]; None without."""
         self._copies: dict[torch.device, dict[int, Tensor]] = {}
+
+    @cached_property
+    def narrow(self) -> list[Tensor] | None:
+        """q, k, v and dO, if any, in BF16, where that holds every number of them, and many heads or long ones are worth
+        kernels that take it; else None."""
+        (count, length, width), (_, k_length, value_width) = self.q.shape, self.v.shape
+        if count * length * k_length < WORTH_NARROW or max(width, value_width) > MOST_FEATURES:
+            return None
+        given = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
+        narrow = [t.bfloat16() for t in given]
+        sizes = torch.stack([t.abs().max() for t in given])
+        fits = ((sizes > _SMALLEST) & (sizes < _LARGEST)).all()
+        for one, other in zip(given, narrow, strict=True):
+            fits &= (one == other).all()
+        return narrow if fits else None
 
     @cached_property
     def _reach(self) -> tuple[int, int]:

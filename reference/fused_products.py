@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 Weight = Literal["probs", "sloped", "dscores", "probs_squared", "dscores_squared", "probs_cast", "dscores_cast"]
 Cast = Literal["none", "bf16", "fp16"]
+Product = TypeVar("Product")
 
 # More features than that are taken in parts.
 MOST_FEATURES = 128
@@ -89,6 +90,8 @@ class KeyProduct:
     """Y, [H, Tq, Dy]."""
     numbers: tuple[Tensor, ...] = ()
     """a, b and c of W, [H, Tq] each, as far as W has them."""
+    times: Tensor | None = None
+    """What each row of Y is times, [H, Tq]; None: 1."""
     found: Tensor | None = None
     """W^T Y, [H, Tk, Dy], once it is made."""
 
@@ -151,3 +154,8 @@ def key_launches(asked: Sequence[KeyProduct], width: int, value_width: int) -> I
     for (_, needs_dprobs), some in alike.items():
         many = 1 if widest > MOST_FEATURES else _WITH_DPROBS if needs_dprobs else without
         yield from (some[start : start + many] for start in range(0, len(some), many))
+
+
+def pairs_of(asked: Sequence[Product]) -> Iterator[Sequence[Product]]:
+    """These products, those that one launch of Gluon's kernels makes together."""
+    yield from (asked[start : start + 2] for start in range(0, len(asked), 2))

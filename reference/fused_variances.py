@@ -6,42 +6,19 @@ to about 1e-5, of itself.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from attn_diag.reference.fused_inputs import Filled, FusedInputs, LaunchGrid
-from attn_diag.reference.fused_products import MOST_FEATURES, TileWeight
+from attn_diag.reference.fused_products import TileWeight
 
-# Of fewer scores, of all heads together, the float64 products take less time than what surrounds them.
-WORTH_VARIANCES = 2**27
-# fp32 holds products of numbers whose largest are of these sizes, and P of scores up to that.
-_SMALLEST, _LARGEST, _MOST = 2.0**-50, 2.0**50, 2.0**9
+# fp32 holds P of scores up to that.
+_MOST = 2.0**9
 _OF_OUT, _OF_DQ = TileWeight("probs_squared"), TileWeight("dscores_squared")
 
 
 class FusedVariances(FusedInputs):
     """The heads of ``FusedHeads``, as that kernel takes them."""
-
-    @cached_property
-    def _narrow(self) -> list[Tensor] | None:
-        """q, k, v and dO, if any, in BF16, if that holds every number of them; None where the kernel is of no use."""
-        (count, length, width), (_, k_length, value_width) = self.q.shape, self.v.shape
-        if count * length * k_length < WORTH_VARIANCES or max(width, value_width) > MOST_FEATURES:
-            return None
-        given = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
-        narrow = [t.bfloat16() for t in given]
-        sizes = torch.stack([t.abs().max() for t in given])
-        fits = ((sizes > _SMALLEST) & (sizes < _LARGEST)).all()
-        for one, other in zip(given, narrow, strict=True):
-            fits &= (one == other).all()
-        return narrow if fits else None
-
-    @property
-    def makes_variances(self) -> bool:
-        """Whether the kernel is of use, unless scores are too large."""
-        return self._narrow is not None
 
     def variances(
         self, m: Tensor, delta: Tensor | None, a: Tensor, of_out: Tensor, of_dq: Tensor
@@ -57,12 +34,12 @@ class FusedVariances(FusedInputs):
         Returns:
             The variance of P times V^2, [H, Tq, Dv], and with dO that of dS times K^2, [H, Tq, D]; float64.
         """
-        if self._narrow is None or not (m.abs().max() < _MOST or self._ahead):
+        if self.narrow is None or not (m.abs().max() < _MOST or self._ahead):
             return None
         from attn_diag.reference.triton_variances import variances_kernel
 
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
-        q, k, v, do = (*self._narrow, self._narrow[0])[:4]
+        q, k, v, do = (*self.narrow, self.narrow[0])[:4]
         (v2, v_scale), (k2, k_scale) = (_parts(t.square(), self._owners) for t in (self.v, self.k))
         a = a.masked_fill(a == 0.0, 1.0)
         largest, weights = torch.ones_like(a), [_OF_OUT]

@@ -42,6 +42,8 @@ class Tiling:
     """Warps of a program."""
     stages: int
     """Tiles that are loaded ahead."""
+    warps_n: int = 1
+    """Of how many warps each has other columns of a product, rather than rows; in Gluon."""
     left: bool = False
     """Whether keys too far before a row are hidden."""
     right: bool = False
@@ -60,6 +62,8 @@ class Tiling:
     """W of each product that a launch makes."""
     of_keys: bool = False
     """Whether all of them are of k, whose tile the scores have loaded."""
+    of_dout: tuple[bool, ...] = ()
+    """Which of the products of keys are of dO rather than of q; in Gluon."""
 
     @property
     def count(self) -> int:
@@ -155,7 +159,7 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
     real = s.dtype
     slope, added = s, s
     if G.adds:
-        added = tl.zeros_like(s)
+        added = s * 0.0
     if G.softcap:
         cap = tl.load(numbers + 1)
         s = _tanh(s / cap)
@@ -261,13 +265,16 @@ def tiling_of(
         warps = 8
     elif kernel == "variances":
         m, n, warps, stages = 128, 32, 8, 3
+    elif kernel == "gluon":
+        block_d, block_v, m, n, warps = max(block_d, 32), max(block_v, 32), 64, 32, 8
     elif kernel == "forward":
         m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     elif kernel == "rows" and max(block_d, block_v, block_x) > 64:
         n, warps, stages = (64, 8, 1) if of_keys else (32, 4, 1)
     elif kernel == "keys" and max(block_d, block_v, block_x) > 64 and count > 1:
         stages = 1
-    return Tiling(m, n, block_d, parts_d, block_v, parts_v, block_x, warps, stages, of_keys=of_keys)
+    sharing = 2 if kernel == "gluon" else 1
+    return Tiling(m, n, block_d, parts_d, block_v, parts_v, block_x, warps, stages, sharing, of_keys=of_keys)
 
 
 def part_of_features(width: int) -> int:

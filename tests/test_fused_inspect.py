@@ -25,7 +25,7 @@ from attn_diag.head.opened import nearly_uniform
 from attn_diag.head.read import HeadTensors, inputs_of, read_head
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.attention import attention
-from attn_diag.reference import AttentionHead, Masking, fused_inputs, fused_variances
+from attn_diag.reference import AttentionHead, Masking, fused_inputs
 from attn_diag.reference.fused import SWITCH, FusedHeads
 from attn_diag.reference.fused_products import RowProduct
 from attn_diag.results.diagnosis import Diagnosis
@@ -117,7 +117,7 @@ def test_figures_and_verdicts_are_those_of_the_stream(
 ) -> None:
     # The same counterfactual for both: its kernels have tests of their own.
     monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
-    monkeypatch.setattr(fused_variances, "WORTH_VARIANCES", 0 if variances == "BF16" else math.inf)
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0 if variances == "BF16" else math.inf)
     taken = capture(**CAPTURES[name])
     by_kernels = inspect_captures([taken], device=device)
     monkeypatch.setattr(streaming, "fuses", lambda *_: False)
@@ -131,7 +131,7 @@ def test_figures_and_verdicts_are_those_of_the_stream(
 @pytest.mark.parametrize("worth", [0, math.inf])
 def test_all_that_is_launched_is_compiled_ahead(worth: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """alpha dS may be cast, or dS, as the scale is no power of two: both are compiled."""
-    monkeypatch.setattr(fused_variances, "WORTH_VARIANCES", worth)
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", worth)
     compiled, launched, launch = set[object](), set[object](), FusedHeads._launch
 
     def seen(self: FusedHeads, kernel: Any, grid: Any, tiling: Any, *arguments: Any) -> None:

@@ -25,7 +25,6 @@ from attn_diag.reference import (
     HeadReference,
     Masking,
     fused_inputs,
-    fused_variances,
     reference_head,
     reference_rows,
     round_nearest_even,
@@ -34,7 +33,7 @@ from attn_diag.reference import (
 from attn_diag.reference.certify import check_rows
 from attn_diag.reference.fused import KEPT_SCORES, SWITCH, FusedHeads, fuses
 from attn_diag.reference.fused_inputs import dealt_over
-from attn_diag.reference.fused_products import TileWeight, Weight
+from attn_diag.reference.fused_products import KeyProduct, TileWeight, Weight
 from attn_diag.reference.heads import batches
 from attn_diag.reference.rounding import format_of
 
@@ -290,7 +289,7 @@ def test_variances_of_bf16_parts_are_those_of_float64(
     name: str, widths: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two query heads of one key head; rows whose dO is small or 0, features and keys of other sizes."""
-    monkeypatch.setattr(fused_variances, "WORTH_VARIANCES", 0)
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0)
     options = dict(VARIED[name])
     size, width, value_width = options.pop("size", 1.0), *widths
     generator = torch.Generator().manual_seed(3)
@@ -318,6 +317,59 @@ def test_variances_of_bf16_parts_are_those_of_float64(
     assert FusedHeads([replace(first, k=first.k + 2.0**-12)]).variances(*of_first) is None
     large = FusedHeads([replace(first, scale=2.0**10, softcap=None)])
     assert large.variances(large.finite_max, *of_first[1:]) is None
+
+
+def in_bf16(head: AttentionHead) -> AttentionHead:
+    q, k, v, do = (t.bfloat16().double() for t in (head.q, head.k, head.v, some(head.do)))
+    return replace(head, q=q, k=k, v=v, do=do)
+
+
+def of_widths(width: int, value_width: int) -> AttentionHead:
+    generator = torch.Generator().manual_seed(width)
+    q, k, v, do = (
+        torch.randn(n, d, generator=generator).double()
+        for n, d in ((150, width), (170, width), (170, value_width), (150, value_width))
+    )
+    return AttentionHead(q, k, v, do, 0.11, Masking("bottom-right"))
+
+
+GLUON = {name: make for name, make in HEADS.items() if make().q.shape[1] in (16, 32, 64)}
+GLUON |= {
+    f"widths-{a}-{b}": partial(of_widths, a, b)
+    for a, b in ((16, 16), (64, 64), (80, 48), (128, 128), (128, 64), (32, 112))
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GLUON)
+@pytest.mark.usefixtures("poisoned")
+def test_products_in_gluon_are_those_in_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two query heads of one key head: in Triton they are tested above."""
+    head = on("cuda", in_bf16(GLUON[name]()))
+    heads = [head, replace(head, q=head.q.flip(0))]
+    generator = torch.Generator().manual_seed(5)
+    a, b, c, times = torch.rand(4, 2, len(head.q), generator=generator, dtype=torch.float64).cuda()
+
+    def made(worth: float) -> tuple[FusedHeads, list[Tensor]]:
+        monkeypatch.setattr(fused_inputs, "WORTH_NARROW", worth)
+        fused = FusedHeads(heads)
+        found: list[Any] = []
+        for weight in get_args(Weight):
+            chosen = TileWeight(weight, "bf16" if "cast" in weight else "none", alpha_first=weight == "dscores_cast")
+            found.append(fused.ask(chosen, None, a, b, c))
+            found += [fused.ask_keys(chosen, some(y), a, b, c, times=times) for y in (fused.q, fused.do)]
+        taken = [fused.take_keys(x) if isinstance(x, KeyProduct) else fused.take(x) for x in found]
+        every = [getattr(one, output) for one in fused.references() for output in ("dq", "dk", "dv")]
+        return fused, [*taken, *every, *fused.gradient_sums]
+
+    (fused, found), (_, expected) = made(0), made(math.inf)
+    assert fused._pairs is not None
+    for one, other in zip(found, expected, strict=True):
+        # See above: a cast's last bits may lie elsewhere.
+        assert apart(one, other) < 1e-4
+    of_gradients = slice(-8, -2)
+    for one, other in zip(found[of_gradients], expected[of_gradients], strict=True):
+        assert apart(one, other) < TOLERANCE
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
@@ -353,8 +405,13 @@ def test_certificate_of_the_kernels_is_never_violated(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("worth", [0, math.inf])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_certificate_of_the_kernels_is_never_violated_on_a_gpu(name: str) -> None:
+def test_certificate_of_the_kernels_is_never_violated_on_a_gpu(
+    name: str, worth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Gluon, where all numbers are BF16's, and in Triton."""
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", worth)
     assert held(name, 40, "cuda")
 
 

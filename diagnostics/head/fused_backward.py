@@ -86,17 +86,17 @@ def _ask_of_errors(
 ) -> dict[str, list[KeyProduct]]:
     """Ask for what the errors of delta and LSE, [H, Tq], make of dK and dV: by name summands, as far as wanted."""
     assert fused.do is not None
-    scaled_q, found = fused.q * first.head.scale, dict[str, list[KeyProduct]]()
+    scaled, found = fused.inverse * first.head.scale, dict[str, list[KeyProduct]]()
     dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
     if first.wanted["dk_delta"]:
-        found["dk_delta"] = [fused.ask_keys(sloped, scaled_q * (-delta_error * fused.inverse)[..., None])]
+        found["dk_delta"] = [fused.ask_keys(sloped, fused.q, times=-delta_error * scaled)]
     if first.wanted["dk_lse"] and lse_error is not None:
-        moved = (torch.expm1(-lse_error) * fused.inverse)[..., None]
+        moved = torch.expm1(-lse_error)
         found["dk_lse"] = [
-            fused.ask_keys(dscores, scaled_q * moved),
-            fused.ask_keys(sloped, scaled_q * (moved * -delta_error[..., None])),
+            fused.ask_keys(dscores, fused.q, times=scaled * moved),
+            fused.ask_keys(sloped, fused.q, times=-delta_error * scaled * moved),
         ]
-        found["dv_lse"] = [fused.ask_keys(probs, fused.do * moved)]
+        found["dv_lse"] = [fused.ask_keys(probs, fused.do, times=fused.inverse * moved)]
     return found
 
 

@@ -263,7 +263,7 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
     """Make the passes of some heads in a few launches: what is asked for first is made together."""
     with torch.no_grad():
         fused = FusedHeads([one.inputs.head for one in passes])
-        fused.compile_ahead(_products(passes[0], variances=not fused.makes_variances))
+        fused.compile_ahead(_products(passes[0], variances=fused.narrow is None))
         take_noise = ask_noise([one.noise for one in passes], fused)
         fused.ask_gradient()
         StreamedHead.follow(passes, fused)

@@ -1,0 +1,163 @@
+"""The launches of ``fused`` that make products of tiles: in Triton, or in Gluon, which takes two thirds of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_diag.reference.fused_inputs import Filled, LaunchGrid
+from attn_diag.reference.fused_products import MOST_FEATURES, KeyProduct, RowProduct, key_launches, launches, pairs_of
+from attn_diag.reference.fused_variances import FusedVariances
+
+
+class FusedLaunches(FusedVariances):
+    """The heads of ``FusedHeads``, and their products."""
+
+    @cached_property
+    def _pairs(self) -> list[Tensor] | None:
+        """q, k, v and dO as pairs of BF16 numbers, int32 [H, T, D / 2], if Gluon's kernels are to take them."""
+        widths = self.q.shape[2], self.v.shape[2]
+        if self.narrow is None or self.do is None or any(width % 16 for width in widths) or not has_gluon():
+            return None
+        return [t.view(torch.int32) for t in self.narrow]
+
+    @property
+    def sum_keys(self) -> tuple[int, int]:
+        """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
+        width, value_width = self.q.shape[2], self.v.shape[2]
+        of_dscores = "rows" if self._pairs is None else "gluon"
+        of_keys = max(width, value_width) <= MOST_FEATURES
+        return self._tiling("forward", value_width).block_n, self._tiling(of_dscores, width, of_keys=of_keys).block_n
+
+    def make_rows(self, asked: Sequence[RowProduct], m: Tensor, delta: Tensor | None) -> None:
+        """Make products of query rows.
+
+        Args:
+            asked: Which.
+            m: The largest score of every row, finite, [H, Tq].
+            delta: delta, [H, Tq]; None without dO.
+        """
+        rest = list(asked)
+        if self._pairs is not None and delta is not None:
+            of_keys = [one for one in rest if one.x is None]
+            rest = [one for one in rest if one.x is not None]
+            for some in pairs_of(of_keys):
+                self._rows_in_gluon(some, m, delta)
+        for some in launches(rest, self.q.shape[2], self.v.shape[2]):
+            self._rows_in_triton(some, m, delta)
+
+    def _rows_in_gluon(self, some: Sequence[RowProduct], m: Tensor, delta: Tensor) -> None:
+        from attn_diag.reference.gluon_products import rows_kernel
+
+        assert self._pairs is not None
+        (count, length, width), value_width = self.q.shape, self.v.shape[2]
+        q, _, _, do = self._pairs
+        sums = next((one.sums for one in some if one.sums is not None), None)
+        out = self.q.new_empty(len(some), count, length, width)
+        tiling = self._tiling("gluon", width, *(one.weight for one in some), details=sums is not None)
+        self._launch(
+            rows_kernel, LaunchGrid(length, tiling.block_m, count, 1), tiling,
+            [q, self.k, self.v, do, self._positions, self._owners, self._numbers, *self._mask,
+             *_row_numbers([one.numbers for one in some], m, delta)],
+            [Filled(out, 2), Filled(out if sums is None else sums, 2)],
+            [length, self.k.shape[1], width, value_width, *self._reach],
+        )  # fmt: skip
+        for one, found in zip(some, out, strict=True):
+            one.found = found
+
+    def _rows_in_triton(self, some: Sequence[RowProduct], m: Tensor, delta: Tensor | None) -> None:
+        from attn_diag.reference.triton_attention import rows_kernel
+
+        (count, length, width), value_width = self.q.shape, self.v.shape[2]
+        factors = [(self.k if one.x is None else one.x).contiguous() for one in some]
+        sums = next((one.sums for one in some if one.sums is not None), None)
+        x_width, of_keys = factors[0].shape[2], some[0].x is None and max(width, value_width) <= MOST_FEATURES
+        out = self.q.new_empty(len(some), count, length, x_width)
+        tiling = self._tiling("rows", x_width, *(one.weight for one in some), details=sums is not None, of_keys=of_keys)
+        self._launch(
+            rows_kernel, LaunchGrid(length, tiling.block_m, count, -(-x_width // tiling.block_x)), tiling,
+            [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], factors[-1], self._positions,
+             self._owners, self._numbers, *self._mask, *_row_numbers([one.numbers for one in some], m, delta)],
+            [Filled(out, 2), Filled(out if sums is None else sums, 2)],
+            [length, self.k.shape[1], width, value_width, x_width, *self._reach],
+        )  # fmt: skip
+        for one, found in zip(some, out, strict=True):
+            one.found = found
+
+    def make_keys(self, asked: Sequence[KeyProduct], m: Tensor, delta: Tensor | None) -> None:
+        """Make products of keys; the arguments as of ``make_rows``."""
+        rest = list(asked)
+        if self._pairs is not None and delta is not None:
+            known = [one for one in rest if one.y is self.q or one.y is self.do]
+            rest = [one for one in rest if one not in known]
+            for some in pairs_of(known):
+                self._keys_in_gluon(some, m, delta)
+        for several in key_launches(rest, self.q.shape[2], self.v.shape[2]):
+            self._keys_in_triton(several, m, delta)
+
+    def _keys_in_gluon(self, some: Sequence[KeyProduct], m: Tensor, delta: Tensor) -> None:
+        from attn_diag.reference.gluon_products import keys_kernel
+
+        assert self._pairs is not None
+        (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
+        _, k, v, _ = self._pairs
+        outs = [self.q.new_empty(count, k_length, one.y.shape[2]) for one in some]
+        tiling = self._tiling("gluon", width, *(one.weight for one in some))
+        tiling = replace(tiling, of_dout=tuple(one.y is not self.q for one in some))
+        numbers = [n for one in some for n in (*(*one.numbers, m, m, m)[:3], _ones(one.times, m))]
+        self._launch(
+            keys_kernel, LaunchGrid(k_length, tiling.block_m, count, 1, last_first=False), tiling,
+            [self.q, k, v, self.do, self._positions, self._owners, self._numbers, *self._mask, m, delta,
+             torch.stack(numbers)],
+            [Filled(outs[0], 1), Filled(outs[-1], 1)],
+            [length, k_length, width, value_width, *self._reach, self.head.masking.shift(length, k_length)],
+        )  # fmt: skip
+        for one, found in zip(some, outs, strict=True):
+            one.found = found
+
+    def _keys_in_triton(self, some: Sequence[KeyProduct], m: Tensor, delta: Tensor | None) -> None:
+        from attn_diag.reference.triton_attention import keys_kernel
+
+        (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
+        factors = [(one.y if one.times is None else one.y * one.times[..., None]).contiguous() for one in some]
+        y_width, third = factors[0].shape[2], factors[2:] or factors[:1]
+        out = self.q.new_empty(len(some), count, k_length, y_width)
+        tiling = self._tiling("keys", y_width, *(one.weight for one in some))
+        self._launch(
+            keys_kernel,
+            LaunchGrid(k_length, tiling.block_n, count, -(-y_width // tiling.block_x), last_first=False), tiling,
+            [self.q, self.k, self.v, self.q if self.do is None else self.do, factors[0], (factors * 2)[1], *third,
+             self._positions, self._owners, self._numbers, *self._mask,
+             *_row_numbers([one.numbers for one in some], m, delta)],
+            [Filled(out, 2)],
+            [length, k_length, width, value_width, y_width, *self._reach, self.head.masking.shift(length, k_length)],
+        )  # fmt: skip
+        for one, found in zip(some, out, strict=True):
+            one.found = found
+
+
+def has_gluon() -> bool:
+    """Whether this Triton compiles Gluon's kernels, and does."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return False
+    try:
+        import attn_diag.reference.gluon_products  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _row_numbers(numbers: Sequence[Sequence[Tensor]], m: Tensor, delta: Tensor | None) -> list[Tensor]:
+    """m, delta, and a, b and c of each weight, [W, 3, H, Tq]; any numbers in place of what W has not."""
+    every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
+    return [m, m if delta is None else delta, torch.stack(every)]
+
+
+def _ones(times: Tensor | None, m: Tensor) -> Tensor:
+    return torch.ones_like(m) if times is None else times

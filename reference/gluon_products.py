@@ -1,0 +1,333 @@
+"""``rows_kernel`` and ``keys_kernel`` of ``triton_attention`` in Gluon, for q, k, v and dO that are BF16 numbers.
+
+The same products on the same tensor cores: of a program's own rows the BF16 numbers stay in shared memory, pair by
+pair, and are widened where they are used; the tiles of the other side come in float64, the next one while one is used.
+What each thread holds of both is chosen so that neither changes hands: feature 16 b + 8 h + 2 t + l of a row is number
+8 h + 4 l + t of block b, for both factors, and thread t of four has it.
+
+Only for Triton that has Gluon; the interpreter has none.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from attn_diag.reference import triton_tiles
+
+# Triton 3.7 gave it another name.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_tile_scores = gluon.jit(triton_tiles.tile_scores.fn)
+_tile_weight = gluon.jit(triton_tiles.tile_weight.fn)
+_visible_tiles = gluon.jit(triton_tiles.visible_tiles.fn)
+
+
+@gluon.constexpr_function
+def _doubled(first, end):
+    """first, twice that, and so on below ``end``."""
+    found = []
+    while first < end:
+        found.append(first)
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def _mma(G):
+    return gl.NVMMADistributedLayout([2, 0], [G.warps // G.warps_n, G.warps_n], [16, 8])
+
+
+@gluon.constexpr_function
+def _left(G):
+    return gl.DotOperandLayout(0, _mma(G), 1)
+
+
+@gluon.constexpr_function
+def _right(G):
+    return gl.DotOperandLayout(1, _mma(G), 1)
+
+
+@gluon.constexpr_function
+def _pairs_of_left(G):
+    """Who holds which of [M, 8] pairs: row, and 4 h + t."""
+    rows = G.warps // G.warps_n * 16
+    registers = [[8, 0], [0, 4], *([x, 0] for x in _doubled(rows, G.block_m))]
+    warps = [*([0, 0] for _ in _doubled(1, G.warps_n)), *([x, 0] for x in _doubled(16, rows))]
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_m, 8])
+
+
+@gluon.constexpr_function
+def _block_of_right(G):
+    """Who holds which of [N, 16] numbers: row, and 8 h + 2 t + l."""
+    columns = 8 * G.warps_n
+    registers = [[0, 1], [0, 8], *([x, 0] for x in _doubled(columns, G.block_n))]
+    warps = [*([x, 0] for x in _doubled(8, columns)), *([0, 0] for _ in _doubled(1, G.warps // G.warps_n))]
+    return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_n, 16])
+
+
+@gluon.constexpr_function
+def _shared_pairs(G):
+    """Pairs of a block: t, row, h. A warp reads all banks at once."""
+    return gl.SharedLinearLayout([[0, 1], [0, 2], *([x, 0] for x in _doubled(1, G.block_m)), [0, 4]])
+
+
+@gluon.constexpr_function
+def _shared_tile(G, width):
+    """A tile row by row; four numbers lie elsewhere from row to row, so that a warp reads all banks at once, of four
+    rows 32 bytes each, or of two rows 64."""
+    rows = [[x, 0] for x in _doubled(1, G.block_n)]
+    rows[0][1], rows[1][1] = 8, 4
+    return gl.SharedLinearLayout([*([0, x] for x in _doubled(1, width)), *rows])
+
+
+@gluon.constexpr_function
+def _copied(G):
+    return gl.BlockedLayout([1, 2], [1, 32], [G.warps, 1], [1, 0])
+
+
+@gluon.jit
+def _with(several, one):
+    return several + (one,)  # noqa: RUF005
+
+
+@gluon.jit
+def _keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
+    """The BF16 numbers of rows ``at``, as int32 pairs, into ``kept`` [BLOCK / 16, M, 8]."""
+    LAYOUT: gl.constexpr = _pairs_of_left(G)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
+    row = gl.convert_layout(at, gl.SliceLayout(1, LAYOUT))
+    for block in gl.static_range(BLOCK // 16):
+        here = (row < count)[:, None] & (8 * block + column < width // 2)[None, :]
+        place = row.to(gl.int64)[:, None] * (width // 2) + (8 * block + column)[None, :]
+        kept.index(block).store(gl.load(ptr + place, mask=here, other=0))
+
+
+@gluon.jit
+def _fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
+    """Begin to copy rows from ``first`` on, float64, into a tile [N, BLOCK]."""
+    LAYOUT: gl.constexpr = _copied(G)
+    row = first + gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    here = (row < count)[:, None] & (column < width)[None, :]
+    async_copy.async_copy_global_to_shared(tile, ptr + row.to(gl.int64)[:, None] * width + column[None, :], mask=here)
+
+
+@gluon.jit
+def _products(kept, tile, BLOCK: gl.constexpr, G: gl.constexpr):
+    """Products of the program's own rows with those of a tile, [M, N]."""
+    M: gl.constexpr = G.block_m
+    N: gl.constexpr = G.block_n
+    found = gl.zeros([M, N], gl.float64, layout=_mma(G))
+    for block in gl.static_range(BLOCK // 16):
+        # Not pure, so that it stays in the loop: widened, the rows do not fit into registers.
+        low, high = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $2, 16; cvt.f64.f32 $0, t; and.b32 t, $2, 0xffff0000; cvt.f64.f32 $1, t; }",
+            "=d,=d,r", [kept.index(block).load(_pairs_of_left(G))], dtype=(gl.float64, gl.float64), is_pure=False,
+            pack=1,
+        )  # fmt: skip
+        left = gl.join(low, high).reshape([M, 2, 4, 2]).permute(0, 1, 3, 2).reshape([M, 16])
+        right = tile.slice(16 * block, 16, dim=1).load(_block_of_right(G))
+        right = right.reshape([N, 2, 4, 2]).permute(0, 1, 3, 2).reshape([N, 16]).permute(1, 0)
+        left = gl.convert_layout(left, _left(G), assert_trivial=True)
+        found = mma_v2(left, gl.convert_layout(right, _right(G), assert_trivial=True), found)
+    return found
+
+
+@gluon.jit
+def _store_part(ptr, values, row, here, width, first: gl.constexpr, G: gl.constexpr):
+    """[M, 32] features from ``first`` on of some rows."""
+    features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, _mma(G)))
+    gl.store(ptr + row[:, None] * width + features[None, :], values, mask=here[:, None] & (features < width)[None, :])
+
+
+@gluon.jit
+def _numbers(ptr, plane, here):
+    a = gl.load(ptr, mask=here, other=0.0)
+    b = gl.load(ptr + plane, mask=here, other=0.0)
+    c = gl.load(ptr + 2 * plane, mask=here, other=0.0)
+    return a, b, c
+
+
+@gluon.jit(do_not_specialize=["first_block", "step"])
+def rows_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    m_ptr, delta_ptr, rows_ptr, out_ptr, sums_ptr,
+    q_length, k_length, width, value_width, left, right, first_block, step, G: gl.constexpr,
+):  # fmt: skip
+    """As of ``triton_attention``, of one or two weights times k; ``q`` and ``do`` are pairs, int32 [H, Tq, D / 2]."""
+    MMA: gl.constexpr = _mma(G)
+    M: gl.constexpr = G.block_m
+    D: gl.constexpr = G.block_d
+    OWN: gl.constexpr = gl.SliceLayout(1, MMA)
+    block, h = first_block + step * gl.program_id(0), gl.program_id(1)
+    owner = gl.load(owners_ptr + h).to(gl.int64)
+    k_ptr += owner * k_length * width
+    v_ptr += owner * k_length * value_width
+    at = block * G.block_m + gl.arange(0, G.block_m, layout=OWN)
+    here = at < q_length
+    row = h.to(gl.int64) * q_length + at
+    plane = gl.num_programs(1).to(gl.int64) * q_length
+    position = gl.load(positions_ptr + at, mask=here, other=0)
+    m = gl.load(m_ptr + row, mask=here, other=float("inf"))
+    delta = gl.load(delta_ptr + row, mask=here, other=0.0)
+    alpha = gl.load(numbers)
+    view = (q_length, k_length, left, right)
+    begin, end = _visible_tiles(position, here, view, G)
+    q = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, G.block_m, 8], _shared_pairs(G))
+    do = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, G.block_m, 8], _shared_pairs(G))
+    _keep_pairs(q, q_ptr + h.to(gl.int64) * q_length * (width // 2), at, q_length, width, G.block_d, G)
+    _keep_pairs(do, do_ptr + h.to(gl.int64) * q_length * (value_width // 2), at, q_length, value_width, G.block_v, G)
+    ks = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_d], _shared_tile(G, G.block_d))
+    vs = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_v], _shared_tile(G, G.block_v))
+    PARTS: gl.constexpr = D // 32
+    acc = ()
+    for _part in gl.static_range(PARTS):
+        acc = _with(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
+    acc1 = acc if G.count > 1 else ()
+    a, b, c = _numbers(rows_ptr + row, plane, here)
+    a1, b1, c1 = a, b, c
+    if G.count > 1:
+        a1, b1, c1 = _numbers(rows_ptr + 3 * plane + row, plane, here)
+    total = gl.zeros([M], gl.float64, layout=OWN)
+    squares = gl.zeros([M], gl.float64, layout=OWN)
+    if begin < end:
+        _fetch(ks.index(begin % 2), k_ptr, begin * G.block_n, k_length, width, G.block_d, G)
+        _fetch(vs.index(begin % 2), v_ptr, begin * G.block_n, k_length, value_width, G.block_v, G)
+    async_copy.commit_group()
+    for tile in range(begin, end):
+        async_copy.wait_group(0)
+        _barrier()
+        if tile + 1 < end:
+            _fetch(ks.index((tile + 1) % 2), k_ptr, (tile + 1) * G.block_n, k_length, width, G.block_d, G)
+            _fetch(vs.index((tile + 1) % 2), v_ptr, (tile + 1) * G.block_n, k_length, value_width, G.block_v, G)
+        async_copy.commit_group()
+        k = ks.index(tile % 2)
+        keys = tile * G.block_n + gl.arange(0, G.block_n, layout=gl.SliceLayout(0, MMA))
+        s, slope, _added = _tile_scores(_products(q, k, G.block_d, G), at[:, None], position[:, None], keys[None, :],
+                                        numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
+        centred = _products(do, vs.index(tile % 2), G.block_v, G) - delta[:, None]
+        p = gl.exp(s - m[:, None])
+        if G.details:
+            term = p * centred
+            total += gl.sum(term, 1)
+            squares += gl.sum(term * term, 1)
+        w = _tile_weight(p, slope, centred, alpha, a[:, None], b[:, None], c[:, None], gl.constexpr(G.first.name),
+                         gl.constexpr(G.first.cast), gl.constexpr(G.first.alpha_first), G)  # fmt: skip
+        w = gl.convert_layout(w, _left(G))
+        w1 = w
+        if G.count > 1:
+            w1 = _tile_weight(p, slope, centred, alpha, a1[:, None], b1[:, None], c1[:, None],
+                              gl.constexpr(G.second.name), gl.constexpr(G.second.cast),
+                              gl.constexpr(G.second.alpha_first), G)  # fmt: skip
+            w1 = gl.convert_layout(w1, _left(G))
+        old, old1 = acc, acc1
+        acc, acc1 = (), ()
+        for part in gl.static_range(PARTS):
+            x = k.slice(32 * part, 32, dim=1).load(_right(G))
+            acc = _with(acc, mma_v2(w, x, old[part]))
+            if G.count > 1:
+                acc1 = _with(acc1, mma_v2(w1, x, old1[part]))
+    for part in gl.static_range(PARTS):
+        _store_part(out_ptr, acc[part], row, here, width, 32 * part, G)
+        if G.count > 1:
+            _store_part(out_ptr + plane * width, acc1[part], row, here, width, 32 * part, G)
+    if G.details:
+        gl.store(sums_ptr + row, total, mask=here)
+        gl.store(sums_ptr + plane + row, squares, mask=here)
+
+
+@gluon.jit
+def _keys_weight(p, slope, centred, alpha, ptr, plane, here, INDEX: gl.constexpr, NAME: gl.constexpr,
+                 CAST: gl.constexpr, ALPHA_FIRST: gl.constexpr, G: gl.constexpr):  # fmt: skip
+    """W of a tile of keys and query rows, times a number by query row."""
+    ptr += 4 * INDEX * plane
+    a, b, c = _numbers(ptr, plane, here)
+    w = _tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :], NAME, CAST, ALPHA_FIRST, G)
+    return gl.convert_layout(w * gl.load(ptr + 3 * plane, mask=here, other=0.0)[None, :], _left(G))
+
+
+@gluon.jit(do_not_specialize=["first_block", "step"])
+def keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    m_ptr, delta_ptr, rows_ptr, out_ptr, out1_ptr,
+    q_length, k_length, width, value_width, left, right, shift, first_block, step, G: gl.constexpr,
+):  # fmt: skip
+    """As of ``triton_attention``, of one or two weights times q or dO (``G.of_dout``), whose rows are times a number.
+
+    ``k`` and ``v`` are BF16 pairs, int32 [Hk, Tk, D/2]; ``rows`` [W, 4, H, Tq]: a, b, c, and that number. A program's
+    own rows, ``G.block_m``, are keys.
+    """
+    MMA: gl.constexpr = _mma(G)
+    M: gl.constexpr = G.block_m
+    N: gl.constexpr = G.block_n
+    OTHER: gl.constexpr = gl.SliceLayout(0, MMA)
+    block, h = first_block + step * gl.program_id(0), gl.program_id(1)
+    owner = gl.load(owners_ptr + h).to(gl.int64)
+    q_ptr += h.to(gl.int64) * q_length * width
+    do_ptr += h.to(gl.int64) * q_length * value_width
+    keys = block * M + gl.arange(0, M, layout=gl.SliceLayout(1, MMA))
+    plane = gl.num_programs(1).to(gl.int64) * q_length
+    alpha = gl.load(numbers)
+    view = (q_length, k_length, left, right)
+    begin, stop = 0, q_length
+    if G.right and not G.scattered:
+        begin = gl.minimum(gl.maximum(block * M - right - shift, 0), q_length) // N
+    if G.left and not G.scattered:
+        last = gl.minimum((block + 1) * M, k_length) - 1
+        stop = gl.minimum(gl.maximum(last + left - shift + 1, 0), q_length)
+    end = gl.cdiv(stop, N)
+    k = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, M, 8], _shared_pairs(G))
+    v = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, M, 8], _shared_pairs(G))
+    _keep_pairs(k, k_ptr + owner * k_length * (width // 2), keys, k_length, width, G.block_d, G)
+    _keep_pairs(v, v_ptr + owner * k_length * (value_width // 2), keys, k_length, value_width, G.block_v, G)
+    qs = gl.allocate_shared_memory(gl.float64, [2, N, G.block_d], _shared_tile(G, G.block_d))
+    dos = gl.allocate_shared_memory(gl.float64, [2, N, G.block_v], _shared_tile(G, G.block_v))
+    PARTS: gl.constexpr = (G.block_v if G.of_dout[0] else G.block_d) // 32
+    PARTS1: gl.constexpr = (G.block_v if G.of_dout[1] else G.block_d) // 32 if G.count > 1 else 0
+    acc, acc1 = (), ()
+    for _part in gl.static_range(PARTS):
+        acc = _with(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
+    for _part in gl.static_range(PARTS1):
+        acc1 = _with(acc1, gl.zeros([M, 32], gl.float64, layout=MMA))
+    if begin < end:
+        _fetch(qs.index(begin % 2), q_ptr, begin * N, q_length, width, G.block_d, G)
+        _fetch(dos.index(begin % 2), do_ptr, begin * N, q_length, value_width, G.block_v, G)
+    async_copy.commit_group()
+    for tile in range(begin, end):
+        async_copy.wait_group(0)
+        _barrier()
+        if tile + 1 < end:
+            _fetch(qs.index((tile + 1) % 2), q_ptr, (tile + 1) * N, q_length, width, G.block_d, G)
+            _fetch(dos.index((tile + 1) % 2), do_ptr, (tile + 1) * N, q_length, value_width, G.block_v, G)
+        async_copy.commit_group()
+        q, do = qs.index(tile % 2), dos.index(tile % 2)
+        at = tile * N + gl.arange(0, N, layout=OTHER)
+        here = at < q_length
+        row = h.to(gl.int64) * q_length + at
+        position = gl.load(positions_ptr + at, mask=here, other=0)
+        s, slope, _added = _tile_scores(_products(k, q, G.block_d, G), at[None, :], position[None, :], keys[:, None],
+                                       numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
+        p = gl.exp(s - gl.load(m_ptr + row, mask=here, other=float("inf"))[None, :])
+        centred = p
+        if G.needs_dprobs:
+            delta = gl.load(delta_ptr + row, mask=here, other=0.0)
+            centred = _products(v, do, G.block_v, G) - delta[None, :]
+        w = _keys_weight(p, slope, centred, alpha, rows_ptr + row, plane, here, 0, gl.constexpr(G.first.name),
+                         gl.constexpr(G.first.cast), gl.constexpr(G.first.alpha_first), G)  # fmt: skip
+        old, old1 = acc, acc1
+        acc, acc1 = (), ()
+        y = do if G.of_dout[0] else q
+        for part in gl.static_range(PARTS):
+            acc = _with(acc, mma_v2(w, y.slice(32 * part, 32, dim=1).load(_right(G)), old[part]))
+        if G.count > 1:
+            w = _keys_weight(p, slope, centred, alpha, rows_ptr + row, plane, here, 1, gl.constexpr(G.second.name),
+                             gl.constexpr(G.second.cast), gl.constexpr(G.second.alpha_first), G)  # fmt: skip
+            y = do if G.of_dout[1] else q
+            for part in gl.static_range(PARTS1):
+                acc1 = _with(acc1, mma_v2(w, y.slice(32 * part, 32, dim=1).load(_right(G)), old1[part]))
+    row = h.to(gl.int64) * k_length + keys
+    for part in gl.static_range(PARTS):
+        _store_part(out_ptr, acc[part], row, keys < k_length, value_width if G.of_dout[0] else width, 32 * part, G)
+    for part in gl.static_range(PARTS1):
+        _store_part(out1_ptr, acc1[part], row, keys < k_length, value_width if G.of_dout[1] else width, 32 * part, G)
