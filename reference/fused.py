@@ -127,13 +127,14 @@ class FusedHeads(FusedVariances):
     def _rehearse(self, launches: Sequence[Sequence[TileProduct]]) -> None:
         """Go through the forward and these products without launching anything."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
-        numbers = self.q.new_ones(5, *self.q.shape[:2])
+        numbers = self.q.new_ones(6, *self.q.shape[:2])
         self._ahead = True
         try:
             self._forward()
             one = self.head.positions.new_zeros(1)
             self.scores_above(self.q.new_zeros(1), one, one)
-            self.variances(*numbers)
+            if self.variances(*numbers[:5]) and any(one.way == "keys" for some in launches for one in some):
+                self.key_variances(*numbers)
             for products in launches:
                 for way, weight, of, summed in products:
                     x = tensors.get(of)

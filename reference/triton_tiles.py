@@ -240,10 +240,24 @@ def visible_tiles(position, here, view, G: tl.constexpr):
     return begin, tl.cdiv(stop, G.block_n)
 
 
+@triton.jit
+def seen_rows(block, view, G: tl.constexpr):
+    """The tiles [begin, end) of query rows that may see some key of this block."""
+    q_length, k_length, left, right, shift = view
+    begin, stop = 0, q_length
+    if G.right and not G.scattered:
+        begin = tl.minimum(tl.maximum(block * G.block_n - right - shift, 0), q_length) // G.block_m
+    if G.left and not G.scattered:
+        last = tl.minimum((block + 1) * G.block_n, k_length) - 1
+        stop = tl.minimum(tl.maximum(last + left - shift + 1, 0), q_length)
+    return begin, tl.cdiv(stop, G.block_m)
+
+
 def tiling_of(
     kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False, count: int = 1
 ) -> Tiling:
-    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys", "scores" or "variances").
+    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys", "scores", "variances" or
+    "key_variances").
 
     Args:
         kernel: Which.
@@ -261,6 +275,8 @@ def tiling_of(
         warps = 8
     elif kernel == "variances":
         m, n, warps, stages = 128, 32, 8, 3
+    elif kernel == "key_variances":
+        m, n, warps, stages = 32, 128, 8, 3
     elif kernel == "forward":
         m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     elif kernel == "rows" and max(block_d, block_v, block_x) > 64:
