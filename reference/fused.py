@@ -117,13 +117,16 @@ class FusedHeads(FusedLaunches):
     def _rehearse(self, launches: Sequence[Sequence[TileProduct]]) -> None:
         """Go through the forward and these products without launching anything."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
-        numbers = self.q.new_ones(5, *self.q.shape[:2])
+        numbers = self.q.new_ones(6, *self.q.shape[:2])
         self._ahead = True
         try:
             self._forward()
             one = self.head.positions.new_zeros(1)
             self.scores_above(self.q.new_zeros(1), one, one)
-            self.variances(*numbers)
+            if self.variances(*numbers[:5]) and any(one.way == "keys" for some in launches for one in some):
+                self.key_variances(*numbers)
+            if self.do is not None:
+                self.through(numbers[0])
             for products in launches:
                 for way, weight, of, summed in products:
                     x = tensors.get(of)
@@ -160,7 +163,13 @@ class FusedHeads(FusedLaunches):
     @cached_property
     def products(self) -> Tensor | None:
         """(P_bar o slope) K, [H, Tq, D]; None without dO."""
-        return None if self.do is None else self.take(self._sloped)
+        if self.do is None:
+            return None
+        return self.take(self._sloped) if self._through is None else self._through
+
+    @cached_property
+    def _through(self) -> Tensor | None:
+        return self.through(self.finite_max)
 
     @cached_property
     def probs_k(self) -> Tensor | None:
@@ -175,7 +184,9 @@ class FusedHeads(FusedLaunches):
     def ask_gradient(self) -> None:
         """Ask for what dQ and ``products`` are made of, so that it is made with what else is asked for."""
         if self.do is not None:
-            _ = self._dscores, self._sloped
+            _ = self._dscores
+            if self._through is None:
+                _ = self._sloped
 
     def ask_key_gradients(self) -> None:
         """Ask for dK and dV, so that they are made with what else is asked for of keys."""

@@ -20,6 +20,7 @@ from attn_diag.reference import triton_tiles
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _tile_scores = gluon.jit(triton_tiles.tile_scores.fn)
 _tile_weight = gluon.jit(triton_tiles.tile_weight.fn)
+_seen_rows = gluon.jit(triton_tiles.seen_rows.fn)
 _visible_tiles = gluon.jit(triton_tiles.visible_tiles.fn)
 
 
@@ -270,13 +271,7 @@ def keys_kernel(
     plane = gl.num_programs(1).to(gl.int64) * q_length
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
-    begin, stop = 0, q_length
-    if G.right and not G.scattered:
-        begin = gl.minimum(gl.maximum(block * M - right - shift, 0), q_length) // N
-    if G.left and not G.scattered:
-        last = gl.minimum((block + 1) * M, k_length) - 1
-        stop = gl.minimum(gl.maximum(last + left - shift + 1, 0), q_length)
-    end = gl.cdiv(stop, N)
+    begin, end = _seen_rows(block, (*view, shift), gl.constexpr(M), gl.constexpr(N), G)
     k = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, M, 8], _shared_pairs(G))
     v = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, M, 8], _shared_pairs(G))
     _keep_pairs(k, k_ptr + owner * k_length * (width // 2), keys, k_length, width, G.block_d, G)

@@ -39,6 +39,7 @@ from attn_diag.reference.triton_tiles import (
     load_rows,
     row_numbers,
     row_products,
+    seen_rows,
     tile_scores,
     tile_weight,
     visible_tiles,
@@ -239,15 +240,12 @@ def keys_kernel(
     v = k
     if G.needs_dprobs:
         v = load_rows(v_ptr, keys, k_length, value_width, 0, G.block_v)
-    begin, stop = 0, q_length
-    if G.right and not G.scattered:
-        begin = tl.minimum(tl.maximum(block * G.block_n - right - shift, 0), q_length) // G.block_m
-    if G.left and not G.scattered:
-        last = tl.minimum((block + 1) * G.block_n, k_length) - 1
-        stop = tl.minimum(tl.maximum(last + left - shift + 1, 0), q_length)
+    begin, end = seen_rows(
+        block, (q_length, k_length, left, right, shift), tl.constexpr(G.block_n), tl.constexpr(G.block_m), G
+    )
     acc = tl.zeros([BLOCK_N, BLOCK_X], tl.float64)
     acc1, acc2 = acc, acc
-    for tile in tl.range(begin, tl.cdiv(stop, G.block_m), num_stages=G.stages):
+    for tile in tl.range(begin, end, num_stages=G.stages):
         at = tile * G.block_m + tl.arange(0, G.block_m)
         here = at < q_length
         row = h.to(tl.int64) * q_length + at

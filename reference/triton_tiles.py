@@ -244,10 +244,23 @@ def visible_tiles(position, here, view, G: tl.constexpr):
     return begin, tl.cdiv(stop, G.block_n)
 
 
+@triton.jit
+def seen_rows(block, view, KEYS: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):
+    """The tiles [begin, end) of so many query rows that may see some key of this block of so many."""
+    q_length, k_length, left, right, shift = view
+    begin, stop = 0, q_length
+    if G.right and not G.scattered:
+        begin = tl.minimum(tl.maximum(block * KEYS - right - shift, 0), q_length) // ROWS
+    if G.left and not G.scattered:
+        last = tl.minimum((block + 1) * KEYS, k_length) - 1
+        stop = tl.minimum(tl.maximum(last + left - shift + 1, 0), q_length)
+    return begin, tl.cdiv(stop, ROWS)
+
+
 def tiling_of(
     kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False, count: int = 1
 ) -> Tiling:
-    """The tiles of a launch of ``kernel`` ("forward", "rows", "keys", "scores" or "variances").
+    """The tiles of a launch of ``kernel``: of those in Triton its name without "_kernel"; "gluon", of those in Gluon.
 
     Args:
         kernel: Which.
@@ -265,8 +278,12 @@ def tiling_of(
         warps = 8
     elif kernel == "variances":
         m, n, warps, stages = 128, 32, 8, 3
+    elif kernel == "through":
+        m, n, warps, stages = 128, 64, 8, 3
     elif kernel == "gluon":
         block_d, block_v, m, n, warps = max(block_d, 32), max(block_v, 32), 64, 32, 8
+    elif kernel == "key_variances":
+        m, n, warps, stages = 32, 128, 8, 3
     elif kernel == "forward":
         m, warps = (64, 4) if max(block_d, block_x) <= 64 else (128, 8)
     elif kernel == "rows" and max(block_d, block_v, block_x) > 64:

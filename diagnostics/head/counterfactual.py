@@ -368,10 +368,14 @@ def ask_noise(collectors: Sequence[NoiseCollector], fused: FusedHeads) -> Callab
             delta, through = (do2 * out).sum(2), fused.probs_k
             variance |= {"delta": delta, "dq": (of_dq[0] + delta[..., None] * through.square()) * scale2}
             if first.want_keys:
-                q2 = fused.q.square() * scale2
-                of_keys["dk"] = fused.ask_keys(dscores_squared, q2, relative, least, square * delta)
-                of_keys["dv"] = fused.ask_keys(probs_squared, do2, relative, smallest)
-                by_delta = fused.sloped_squares * square * delta * q2.sum(2)
+                q2, by_dscores = fused.q.square() * scale2, square * delta
+                by_delta = fused.sloped_squares * by_dscores * q2.sum(2)
+                if made is None or fused.delta is None:
+                    of_keys["dk"] = fused.ask_keys(dscores_squared, q2, relative, least, by_dscores)
+                    of_keys["dv"] = fused.ask_keys(probs_squared, do2, relative, smallest)
+                else:
+                    dk, dv = fused.key_variances(top, fused.delta, relative, smallest, least, by_dscores)
+                    variance |= {"dk": dk * scale2, "dv": dv}
 
         def finish() -> None:
             every = variance | {name: fused.take_keys(one) for name, one in of_keys.items()}

@@ -284,15 +284,16 @@ def _fuse(passes: Sequence[StreamedHead]) -> None:
 
 def _products(passed: StreamedHead, *, variances: bool) -> list[list[TileProduct]]:
     """The products that a head, and those like it, take of the kernels, in the order in which they are asked for: those
-    of query rows at once, ``variances`` or not, then those of keys, once for each order of cast and alpha that may be
-    met."""
+    of query rows at once, then those of keys, once for each order of cast and alpha that may be met; ``variances`` or
+    not."""
     dscores, sloped, probs = TileWeight("dscores"), TileWeight("sloped"), TileWeight("probs")
     probs_squared, dscores_squared = TileWeight("probs_squared"), TileWeight("dscores_squared")
     rows = [TileProduct("rows", probs_squared, "v")] if variances else []
     if passed.inputs.head.do is None:
         return [rows]
     rows += [TileProduct("rows", dscores_squared, "k")] if variances else []
-    rows += [TileProduct("rows", dscores, "keys", summed=True), TileProduct("rows", sloped, "keys")]
+    rows += [TileProduct("rows", dscores, "keys", summed=True)]
+    rows += [TileProduct("rows", sloped, "keys")] if variances else []
     fed = [seen for seen in passed.observed if {"o", "delta"} & seen.outputs.keys()]
     cast: Cast = "fp16" if passed.inputs.input_format.name == "fp16" else "bf16"
     orders = (False,) if math.frexp(passed.inputs.head.scale)[0] == 0.5 else (False, True)
@@ -305,7 +306,8 @@ def _products(passed: StreamedHead, *, variances: bool) -> list[list[TileProduct
     found = [rows]
     for of_dscores in casts:
         keys = [TileProduct("keys", dscores, "q"), TileProduct("keys", probs, "do")]
-        keys += [TileProduct("keys", dscores_squared, "q"), TileProduct("keys", probs_squared, "do")]
+        if variances:
+            keys += [TileProduct("keys", dscores_squared, "q"), TileProduct("keys", probs_squared, "do")]
         for seen in (s for s in fed if s.want_keys):
             keys += [TileProduct("keys", of_dscores, "q"), TileProduct("keys", TileWeight("probs_cast", cast), "do")]
             keys += [TileProduct("keys", sloped, "q")]
