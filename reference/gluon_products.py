@@ -271,7 +271,7 @@ def keys_kernel(
     plane = gl.num_programs(1).to(gl.int64) * q_length
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
-    begin, end = _seen_rows(block, (*view, shift), gl.constexpr(M), gl.constexpr(N), G)
+    begin, end = _seen_rows(block, (q_length, k_length, left, right, shift), gl.constexpr(M), gl.constexpr(N), G)
     k = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, M, 8], _shared_pairs(G))
     v = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, M, 8], _shared_pairs(G))
     _keep_pairs(k, k_ptr + owner * k_length * (width // 2), keys, k_length, width, G.block_d, G)
