@@ -103,6 +103,7 @@ class FusedLaunches(FusedVariances):
         from attn_diag.reference.gluon_products import keys_kernel
 
         assert self._pairs is not None
+        assert self.do is not None
         (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
         _, k, v, _ = self._pairs
         outs = [self.q.new_empty(count, k_length, one.y.shape[2]) for one in some]

@@ -22,6 +22,7 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
+from attn_diag.head.read import HeadTensors
 from attn_diag.head.recipe_candidates import split_recipes
 from attn_diag.head.recipe_search import (
     MISSED_BY_SUMS,
@@ -78,17 +79,22 @@ class LookedAt(NamedTuple):
     emulated sums are no nearer to the captured kernel's than these."""
 
 
-def recognise_by_kernels(places: Sequence[Place], device: torch.device) -> list[LookedAt]:
+def recognise_by_kernels(
+    places: Sequence[Place], device: torch.device, known: Sequence[HeadTensors | None] | None = None
+) -> list[LookedAt]:
     """The published kernels with fp32 scores that made these observations.
 
     Args:
         places: Capture, observation, batch item and head; of one shape and masking.
         device: A GPU.
+        known: What is read of each already.
 
     Returns:
         One for each place.
     """
-    opened, unknown = [read_subject(*place, device) for place in places], LookedAt(None, settled=False)
+    read = known or [None] * len(places)
+    opened = [read_subject(*place, device, tensors) for place, tensors in zip(places, read, strict=True)]
+    unknown = LookedAt(None, settled=False)
     subjects = [subject for subject in opened if subject is not None]
     if not subjects:
         return [unknown] * len(places)

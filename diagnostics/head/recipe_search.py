@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.bit_matches import Match
-from attn_diag.head.read import HeadInputs, read_head
+from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of
 from attn_diag.head.recipe_candidates import (
     families,
     known_name,
@@ -154,17 +154,19 @@ class SearchedHead:
 
 
 def read_subject(
-    capture: Capture, observation: str, batch: int, head: int, device: torch.device
+    capture: Capture, observation: str, batch: int, head: int, device: torch.device, known: HeadTensors | None = None
 ) -> SearchedHead | None:
-    """One head of an observation; None where O is missing, or inputs or O are in a format that no recipe covers."""
-    fmt = FORMATS.get(capture.tensors["q"].dtype)
-    observed = capture.read(capture.key(observation, "o"), batch, head)
+    """One head of an observation, ``known`` if it is read; None where O is missing, or no recipe covers a format."""
+    fmt, key = FORMATS.get(capture.tensors["q"].dtype), capture.key(observation, "o")
+    observed = capture.read(key, batch, head)
     if fmt is None or observed is None or observed.dtype != capture.tensors["q"].dtype:
         return None
     # Chosen rows do not tell which query block each was in.
     diagonal = capture.metadata.causal != "none" and "q_positions" not in capture.tensors
-    inputs = read_head(capture, batch, head, device)
-    return SearchedHead(inputs, observed.to(device), fmt, diagonal)
+    tensors = known or HeadTensors(capture, [(batch, head)], device)
+    inputs, out = inputs_of(tensors, batch, head, NonFiniteCensus()), tensors.read(key, batch, head)
+    assert out is not None
+    return SearchedHead(inputs, out[0].to(observed.dtype), fmt, diagonal)
 
 
 def known(subject: SearchedHead) -> list[Recipe]:

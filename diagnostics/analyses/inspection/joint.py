@@ -140,7 +140,10 @@ def recognise_ahead(jobs: Sequence[Job]) -> None:
     if not worth_kernels([place for _, place in places], jobs[0].device):
         return
     try:
-        found = recognise_by_kernels([place for _, place in places], jobs[0].device)
+        # Of captures that are measured together all is read that they need.
+        together = len(jobs) <= jobs_at_once(jobs[0].capture, jobs[0].device)
+        known = [job.opened.tensors if together else None for job, _ in places]
+        found = recognise_by_kernels([place for _, place in places], jobs[0].device, known)
     except _OF_ONE_CAPTURE:
         return
     for (job, (_, name, batch, head)), looked_at in zip(places, found, strict=True):
