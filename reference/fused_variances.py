@@ -27,8 +27,8 @@ class FusedVariances(FusedInputs):
         """What no |dP - delta| is above, [H, Tq]; 0 where dO is."""
         assert self.do is not None
         keys = self.v.norm(dim=2).amax(1)
-        of_heads: Tensor = keys.masked_fill(keys == 0.0, 1.0)[self._owners.long(), None]
-        return of_heads * (2 * self.do.norm(dim=2))
+        largest: Tensor = keys.masked_fill(keys == 0.0, 1.0)[self._owners.long(), None] * (2 * self.do.norm(dim=2))
+        return largest
 
     def _in_fp32(self, m: Tensor) -> bool:
         """Whether fp32 holds P well enough."""

@@ -214,15 +214,15 @@ def test_captures_that_are_alike_are_measured_together(fault: str, monkeypatch: 
 @pytest.mark.usefixtures("deterministic", "fused")
 def test_a_few_rows_tell_which_cast_a_long_head_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a scale that is no power of two alpha dS may be cast, or dS: once known, one of them is computed alone."""
-    taken, made, make = capture(scale=0.3), list[str](), FusedHeads._make_rows
+    taken, made, make = capture(scale=0.3), list[str](), FusedHeads.make_rows
 
-    def counted(self: FusedHeads, some: Sequence[RowProduct]) -> None:
+    def counted(self: FusedHeads, asked: Sequence[RowProduct], *fed: Any) -> None:
         if not self._ahead:
-            made.extend(one.weight.name for one in some)
-        make(self, some)
+            made.extend(one.weight.name for one in asked)
+        make(self, asked, *fed)
 
     monkeypatch.setattr(Counterfactuals, "_run_kernels", lambda *_: None)
-    monkeypatch.setattr(FusedHeads, "_make_rows", counted)
+    monkeypatch.setattr(FusedHeads, "make_rows", counted)
     by_all = inspect_captures([taken], device="cuda")
     assert made.count("dscores_cast") == 2
     monkeypatch.setattr(fused_backward, "_LONG", 0)
