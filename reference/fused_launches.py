@@ -19,11 +19,11 @@ class FusedLaunches(FusedVariances):
 
     @cached_property
     def _pairs(self) -> list[Tensor] | None:
-        """q, k, v and dO as pairs of BF16 numbers, int32 [H, T, D / 2], if Gluon's kernels are to take them."""
+        """q, k, v and dO as ``bf16_pairs``, if Gluon's kernels are to take them."""
         widths = self.q.shape[2], self.v.shape[2]
         if self.narrow is None or self.do is None or any(width % 16 for width in widths) or not has_gluon():
             return None
-        return [t.view(torch.int32) for t in self.narrow]
+        return [bf16_pairs(t) for t in self.narrow]
 
     @property
     def sum_keys(self) -> tuple[int, int]:
@@ -54,6 +54,7 @@ class FusedLaunches(FusedVariances):
         from attn_diag.reference.gluon_products import rows_kernel
 
         assert self._pairs is not None
+        assert self.narrow is not None
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
         q, _, _, do = self._pairs
         sums = next((one.sums for one in some if one.sums is not None), None)
@@ -61,7 +62,7 @@ class FusedLaunches(FusedVariances):
         tiling = self._tiling("gluon", width, *(one.weight for one in some), details=sums is not None)
         self._launch(
             rows_kernel, LaunchGrid(length, tiling.block_m, count, 1), tiling,
-            [q, self.k, self.v, do, self._positions, self._owners, self._numbers, *self._mask,
+            [q, self.k, self.v, do, self.narrow[1], self._positions, self._owners, self._numbers, *self._mask,
              *_row_numbers([one.numbers for one in some], m, delta)],
             [Filled(out, 2), Filled(out if sums is None else sums, 2)],
             [length, self.k.shape[1], width, value_width, *self._reach],
@@ -139,6 +140,12 @@ class FusedLaunches(FusedVariances):
         )  # fmt: skip
         for one, found in zip(some, out, strict=True):
             one.found = found
+
+
+def bf16_pairs(x: Tensor) -> Tensor:
+    """BF16 [H, T, D] as int32 [H, T, D / 2]: of every 8 numbers the first and the fifth, and so on."""
+    pairs = x.unflatten(2, (-1, 2, 4)).transpose(3, 4).contiguous()
+    return pairs.view(torch.int32).flatten(2)
 
 
 def has_gluon() -> bool:

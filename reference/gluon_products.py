@@ -1,9 +1,8 @@
 """``rows_kernel`` and ``keys_kernel`` of ``triton_attention`` in Gluon, for q, k, v and dO that are BF16 numbers.
 
-The same products on the same tensor cores: of a program's own rows the BF16 numbers stay in shared memory, pair by
-pair, and are widened where they are used; the tiles of the other side come in float64, the next one while one is used.
-What each thread holds of both is chosen so that neither changes hands: feature 16 b + 8 h + 2 t + l of a row is number
-8 h + 4 l + t of block b, for both factors, and thread t of four has it.
+The same products on the same tensor cores, with the same bits: of a program's own rows the BF16 numbers stay in shared
+memory, pair by pair, and are widened where they are used, by the thread that multiplies them; the tiles of the other
+side come in float64, the next one while one is used.
 
 Only for Triton that has Gluon; the interpreter has none.
 """
@@ -51,7 +50,7 @@ def _right(G):
 
 @gluon.constexpr_function
 def _pairs_of_left(G):
-    """Who holds which of [M, 8] pairs: row, and 4 h + t."""
+    """Who holds which of [M, 8] pairs: a row, and a pair of a block."""
     rows = G.warps // G.warps_n * 16
     registers = [[8, 0], [0, 4], *([x, 0] for x in _doubled(rows, G.block_m))]
     warps = [*([0, 0] for _ in _doubled(1, G.warps_n)), *([x, 0] for x in _doubled(16, rows))]
@@ -60,31 +59,36 @@ def _pairs_of_left(G):
 
 @gluon.constexpr_function
 def _block_of_right(G):
-    """Who holds which of [N, 16] numbers: row, and 8 h + 2 t + l."""
+    """Who holds which of [N, 16] numbers."""
     columns = 8 * G.warps_n
-    registers = [[0, 1], [0, 8], *([x, 0] for x in _doubled(columns, G.block_n))]
+    registers = [[0, 4], [0, 8], *([x, 0] for x in _doubled(columns, G.block_n))]
     warps = [*([x, 0] for x in _doubled(8, columns)), *([0, 0] for _ in _doubled(1, G.warps // G.warps_n))]
-    return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_n, 16])
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_n, 16])
 
 
 @gluon.constexpr_function
 def _shared_pairs(G):
-    """Pairs of a block: t, row, h. A warp reads all banks at once."""
+    """[M, 8] pairs, four of each row, then the other four: a warp reads all banks at once."""
     return gl.SharedLinearLayout([[0, 1], [0, 2], *([x, 0] for x in _doubled(1, G.block_m)), [0, 4]])
 
 
 @gluon.constexpr_function
 def _shared_tile(G, width):
-    """A tile row by row; four numbers lie elsewhere from row to row, so that a warp reads all banks at once, of four
-    rows 32 bytes each, or of two rows 64."""
+    """A tile row by row; of four rows four numbers each lie in different banks, which is what a warp reads at once."""
     rows = [[x, 0] for x in _doubled(1, G.block_n)]
-    rows[0][1], rows[1][1] = 8, 4
+    rows[0][1], rows[1][1] = 4, 8
     return gl.SharedLinearLayout([*([0, x] for x in _doubled(1, width)), *rows])
 
 
 @gluon.constexpr_function
-def _copied(G):
-    return gl.BlockedLayout([1, 2], [1, 32], [G.warps, 1], [1, 0])
+def _narrow_tile():
+    return gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+
+
+@gluon.constexpr_function
+def _copied(G, several):
+    """Who copies how many numbers of a tile at once."""
+    return gl.BlockedLayout([1, several], [1, 32] if several == 2 else [8, 4], [G.warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -94,7 +98,7 @@ def _with(several, one):
 
 @gluon.jit
 def _keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
-    """The BF16 numbers of rows ``at``, as int32 pairs, into ``kept`` [BLOCK / 16, M, 8]."""
+    """The pairs of rows ``at`` into ``kept`` [BLOCK / 16, M, 8]."""
     LAYOUT: gl.constexpr = _pairs_of_left(G)
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
     row = gl.convert_layout(at, gl.SliceLayout(1, LAYOUT))
@@ -106,8 +110,8 @@ def _keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexp
 
 @gluon.jit
 def _fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
-    """Begin to copy rows from ``first`` on, float64, into a tile [N, BLOCK]."""
-    LAYOUT: gl.constexpr = _copied(G)
+    """Begin to copy rows from ``first`` on into a tile [N, BLOCK], by 16 bytes each."""
+    LAYOUT: gl.constexpr = _copied(G, 128 // tile.dtype.primitive_bitwidth)
     row = first + gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     here = (row < count)[:, None] & (column < width)[None, :]
@@ -128,8 +132,7 @@ def _products(kept, tile, BLOCK: gl.constexpr, G: gl.constexpr):
             pack=1,
         )  # fmt: skip
         left = gl.join(low, high).reshape([M, 2, 4, 2]).permute(0, 1, 3, 2).reshape([M, 16])
-        right = tile.slice(16 * block, 16, dim=1).load(_block_of_right(G))
-        right = right.reshape([N, 2, 4, 2]).permute(0, 1, 3, 2).reshape([N, 16]).permute(1, 0)
+        right = tile.slice(16 * block, 16, dim=1).load(_block_of_right(G)).permute(1, 0)
         left = gl.convert_layout(left, _left(G), assert_trivial=True)
         found = mma_v2(left, gl.convert_layout(right, _right(G), assert_trivial=True), found)
     return found
@@ -152,11 +155,15 @@ def _numbers(ptr, plane, here):
 
 @gluon.jit(do_not_specialize=["first_block", "step"])
 def rows_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
+    q_ptr, k_ptr, v_ptr, do_ptr, narrow_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
     m_ptr, delta_ptr, rows_ptr, out_ptr, sums_ptr,
     q_length, k_length, width, value_width, left, right, first_block, step, G: gl.constexpr,
 ):  # fmt: skip
-    """As of ``triton_attention``, of one or two weights times k; ``q`` and ``do`` are pairs, int32 [H, Tq, D / 2]."""
+    """As of ``triton_attention``, of one or two weights times k; ``q`` and ``do`` are ``bf16_pairs``.
+
+    What dS cast to BF16 makes of k, whose BF16 numbers are ``narrow``, is a product of BF16, as the kernel's own is,
+    whose tiles are added in fp32.
+    """
     MMA: gl.constexpr = _mma(G)
     M: gl.constexpr = G.block_m
     D: gl.constexpr = G.block_d
@@ -181,11 +188,15 @@ def rows_kernel(
     _keep_pairs(do, do_ptr + h.to(gl.int64) * q_length * (value_width // 2), at, q_length, value_width, G.block_v, G)
     ks = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_d], _shared_tile(G, G.block_d))
     vs = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_v], _shared_tile(G, G.block_v))
+    narrow_ptr += owner * k_length * width
+    ns = gl.allocate_shared_memory(gl.bfloat16, [2, G.block_n, G.block_d] if G.casts else [2, 8, 64], _narrow_tile())
+    KIND1: gl.constexpr = gl.float32 if G.casts else gl.float64
     PARTS: gl.constexpr = D // 32
-    acc = ()
+    acc, acc1 = (), ()
     for _part in gl.static_range(PARTS):
         acc = _with(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
-    acc1 = acc if G.count > 1 else ()
+        if G.count > 1:
+            acc1 = _with(acc1, gl.zeros([M, 32], KIND1, layout=MMA))
     a, b, c = _numbers(rows_ptr + row, plane, here)
     a1, b1, c1 = a, b, c
     if G.count > 1:
@@ -195,6 +206,8 @@ def rows_kernel(
     if begin < end:
         _fetch(ks.index(begin % 2), k_ptr, begin * G.block_n, k_length, width, G.block_d, G)
         _fetch(vs.index(begin % 2), v_ptr, begin * G.block_n, k_length, value_width, G.block_v, G)
+        if G.casts:
+            _fetch(ns.index(begin % 2), narrow_ptr, begin * G.block_n, k_length, width, G.block_d, G)
     async_copy.commit_group()
     for tile in range(begin, end):
         async_copy.wait_group(0)
@@ -202,6 +215,8 @@ def rows_kernel(
         if tile + 1 < end:
             _fetch(ks.index((tile + 1) % 2), k_ptr, (tile + 1) * G.block_n, k_length, width, G.block_d, G)
             _fetch(vs.index((tile + 1) % 2), v_ptr, (tile + 1) * G.block_n, k_length, value_width, G.block_v, G)
+            if G.casts:
+                _fetch(ns.index((tile + 1) % 2), narrow_ptr, (tile + 1) * G.block_n, k_length, width, G.block_d, G)
         async_copy.commit_group()
         k = ks.index(tile % 2)
         keys = tile * G.block_n + gl.arange(0, G.block_n, layout=gl.SliceLayout(0, MMA))
@@ -218,20 +233,29 @@ def rows_kernel(
         w = gl.convert_layout(w, _left(G))
         w1 = w
         if G.count > 1:
-            w1 = _tile_weight(p, slope, centred, alpha, a1[:, None], b1[:, None], c1[:, None],
-                              gl.constexpr(G.second.name), gl.constexpr(G.second.cast),
+            # alpha after the cast comes last.
+            w1 = _tile_weight(p, slope, centred, 1.0 if G.casts and not G.second.alpha_first else alpha, a1[:, None],
+                              b1[:, None], c1[:, None], gl.constexpr(G.second.name), gl.constexpr(G.second.cast),
                               gl.constexpr(G.second.alpha_first), G)  # fmt: skip
-            w1 = gl.convert_layout(w1, _left(G))
+            if G.casts:
+                w1 = gl.convert_layout(w1.to(gl.bfloat16), gl.DotOperandLayout(0, MMA, 2))
+            else:
+                w1 = gl.convert_layout(w1, _left(G))
         old, old1 = acc, acc1
         acc, acc1 = (), ()
         for part in gl.static_range(PARTS):
             x = k.slice(32 * part, 32, dim=1).load(_right(G))
             acc = _with(acc, mma_v2(w, x, old[part]))
-            if G.count > 1:
+            if G.casts:
+                x = ns.index(tile % 2).slice(32 * part, 32, dim=1).load(gl.DotOperandLayout(1, MMA, 2))
+                acc1 = _with(acc1, old1[part] + mma_v2(w1, x, gl.zeros([M, 32], gl.float32, layout=MMA)))
+            elif G.count > 1:
                 acc1 = _with(acc1, mma_v2(w1, x, old1[part]))
     for part in gl.static_range(PARTS):
         _store_part(out_ptr, acc[part], row, here, width, 32 * part, G)
-        if G.count > 1:
+        if G.casts and not G.second.alpha_first:
+            _store_part(out_ptr + plane * width, acc1[part].to(gl.float64) * alpha, row, here, width, 32 * part, G)
+        elif G.count > 1:
             _store_part(out_ptr + plane * width, acc1[part], row, here, width, 32 * part, G)
     if G.details:
         gl.store(sums_ptr + row, total, mask=here)
@@ -256,8 +280,8 @@ def keys_kernel(
 ):  # fmt: skip
     """As of ``triton_attention``, of one or two weights times q or dO (``G.of_dout``), whose rows are times a number.
 
-    ``k`` and ``v`` are BF16 pairs, int32 [Hk, Tk, D/2]; ``rows`` [W, 4, H, Tq]: a, b, c, and that number. A program's
-    own rows, ``G.block_m``, are keys.
+    ``k`` and ``v`` are ``bf16_pairs``; ``rows`` [W, 4, H, Tq]: a, b, c, and that number. A program's own rows,
+    ``G.block_m``, are keys.
     """
     MMA: gl.constexpr = _mma(G)
     M: gl.constexpr = G.block_m

@@ -86,6 +86,11 @@ class Tiling:
         return self.weights[2]
 
     @property
+    def casts(self) -> bool:
+        """Whether the second product is one of BF16; in Gluon."""
+        return self.count > 1 and (self.second.name, self.second.cast) == ("dscores_cast", "bf16")
+
+    @property
     def adds(self) -> bool:
         """Whether numbers are added to the scores."""
         return self.mask or self.alibi != "none"

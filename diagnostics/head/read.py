@@ -16,6 +16,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.sources import KEYED
 from attn_diag.errors import InputError
+from attn_diag.head.transfer import on_device
 from attn_diag.reference import Alibi, AttentionHead, FloatFormat, Masking, RowBlock, format_of, round_nearest_even
 from attn_diag.reference.heads import stacked
 
@@ -173,9 +174,9 @@ def _as_float64(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Tensors of one dtype, one after the other."""
     # FP8 has no direct conversion to float64; both steps are exact.
     stored = [part.float() if part.dtype.itemsize == 1 else part for part in parts]
-    # A narrow tensor travels faster than its float64 copy; what is pageable has been read once the call returns,
-    # and who owns pinned memory is answered after all that waits for it.
-    there = [part.to(device, non_blocking=device.type == "cuda") for part in stored]
+    # A narrow tensor travels faster than its float64 copy; who owns pinned memory is answered after all that waits for
+    # it.
+    there = [on_device(part, device) for part in stored]
     return (there[0] if len(there) == 1 else torch.cat(there)).double().contiguous()
 
 
