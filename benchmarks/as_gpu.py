@@ -13,6 +13,7 @@ its kernels must take the same arguments.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +35,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head import opened, output_fit, row_maxima, streaming
 from attn_diag.head.read import HeadTensors
 from attn_diag.kernels import Recipe, emulate_head, preset, triton_head
-from attn_diag.reference import AttentionHead, Masking, magnitudes, reference_head
+from attn_diag.reference import AttentionHead, Masking, fused_inputs, magnitudes, reference_head
 from attn_diag.reference.fused import FusedHeads
 from attn_diag.reference.fused_products import TileWeight
 from attn_diag.reference.triton_tiles import Tiling
@@ -199,6 +200,7 @@ def as_on_a_gpu() -> Iterator[None]:
         (joint, "key_heads_at_once", many),
         (output_fit, "_at_once", many), (capture_job, "read_together", read_together), (opened, "on_host", on_host),
         (row_maxima, "on_host", on_host), (magnitudes, "_PART_ELEMENTS", 2**40),
+        (fused_inputs, "WORTH_NARROW", math.inf),
     ]  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in replaced:

@@ -96,7 +96,8 @@ class FusedLaunches(FusedVariances):
             known = [one for one in rest if one.y is self.q or one.y is self.do]
             rest = [one for one in rest if one not in known]
             for some in pairs_of(known):
-                self._keys_in_gluon(some, m, delta)
+                # In this order registers suffice.
+                self._keys_in_gluon(sorted(some, key=lambda one: not one.weight.needs_dprobs), m, delta)
         for several in key_launches(rest, self.q.shape[2], self.v.shape[2]):
             self._keys_in_triton(several, m, delta)
 

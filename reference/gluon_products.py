@@ -1,8 +1,7 @@
 """``rows_kernel`` and ``keys_kernel`` of ``triton_attention`` in Gluon, for q, k, v and dO that are BF16 numbers.
 
-The same products on the same tensor cores, with the same bits: of a program's own rows the BF16 numbers stay in shared
-memory, pair by pair, and are widened where they are used, by the thread that multiplies them; the tiles of the other
-side come in float64, the next one while one is used.
+The same products on the same tensor cores, with the same bits, in two thirds of the time; of tiles the next one comes
+while one is used.
 
 Only for Triton that has Gluon; the interpreter has none.
 """
@@ -14,134 +13,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from attn_diag.reference import triton_tiles
+from attn_diag.reference.gluon_tiles import (
+    appended,
+    barrier,
+    fetch,
+    keep_pairs,
+    left_operand,
+    mma,
+    narrow_tile,
+    right_operand,
+    row_products,
+    shared_pairs,
+    shared_tile,
+)
 
-# Triton 3.7 gave it another name.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _tile_scores = gluon.jit(triton_tiles.tile_scores.fn)
 _tile_weight = gluon.jit(triton_tiles.tile_weight.fn)
 _seen_rows = gluon.jit(triton_tiles.seen_rows.fn)
 _visible_tiles = gluon.jit(triton_tiles.visible_tiles.fn)
 
 
-@gluon.constexpr_function
-def _doubled(first, end):
-    """first, twice that, and so on below ``end``."""
-    found = []
-    while first < end:
-        found.append(first)
-        first *= 2
-    return found
-
-
-@gluon.constexpr_function
-def _mma(G):
-    return gl.NVMMADistributedLayout([2, 0], [G.warps // G.warps_n, G.warps_n], [16, 8])
-
-
-@gluon.constexpr_function
-def _left(G):
-    return gl.DotOperandLayout(0, _mma(G), 1)
-
-
-@gluon.constexpr_function
-def _right(G):
-    return gl.DotOperandLayout(1, _mma(G), 1)
-
-
-@gluon.constexpr_function
-def _pairs_of_left(G):
-    """Who holds which of [M, 8] pairs: a row, and a pair of a block."""
-    rows = G.warps // G.warps_n * 16
-    registers = [[8, 0], [0, 4], *([x, 0] for x in _doubled(rows, G.block_m))]
-    warps = [*([0, 0] for _ in _doubled(1, G.warps_n)), *([x, 0] for x in _doubled(16, rows))]
-    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_m, 8])
-
-
-@gluon.constexpr_function
-def _block_of_right(G):
-    """Who holds which of [N, 16] numbers."""
-    columns = 8 * G.warps_n
-    registers = [[0, 4], [0, 8], *([x, 0] for x in _doubled(columns, G.block_n))]
-    warps = [*([x, 0] for x in _doubled(8, columns)), *([0, 0] for _ in _doubled(1, G.warps // G.warps_n))]
-    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [G.block_n, 16])
-
-
-@gluon.constexpr_function
-def _shared_pairs(G):
-    """[M, 8] pairs, four of each row, then the other four: a warp reads all banks at once."""
-    return gl.SharedLinearLayout([[0, 1], [0, 2], *([x, 0] for x in _doubled(1, G.block_m)), [0, 4]])
-
-
-@gluon.constexpr_function
-def _shared_tile(G, width):
-    """A tile row by row; of four rows four numbers each lie in different banks, which is what a warp reads at once."""
-    rows = [[x, 0] for x in _doubled(1, G.block_n)]
-    rows[0][1], rows[1][1] = 4, 8
-    return gl.SharedLinearLayout([*([0, x] for x in _doubled(1, width)), *rows])
-
-
-@gluon.constexpr_function
-def _narrow_tile():
-    return gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-
-
-@gluon.constexpr_function
-def _copied(G, several):
-    """Who copies how many numbers of a tile at once."""
-    return gl.BlockedLayout([1, several], [1, 32] if several == 2 else [8, 4], [G.warps, 1], [1, 0])
-
-
-@gluon.jit
-def _with(several, one):
-    return several + (one,)  # noqa: RUF005
-
-
-@gluon.jit
-def _keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
-    """The pairs of rows ``at`` into ``kept`` [BLOCK / 16, M, 8]."""
-    LAYOUT: gl.constexpr = _pairs_of_left(G)
-    column = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
-    row = gl.convert_layout(at, gl.SliceLayout(1, LAYOUT))
-    for block in gl.static_range(BLOCK // 16):
-        here = (row < count)[:, None] & (8 * block + column < width // 2)[None, :]
-        place = row.to(gl.int64)[:, None] * (width // 2) + (8 * block + column)[None, :]
-        kept.index(block).store(gl.load(ptr + place, mask=here, other=0))
-
-
-@gluon.jit
-def _fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
-    """Begin to copy rows from ``first`` on into a tile [N, BLOCK], by 16 bytes each."""
-    LAYOUT: gl.constexpr = _copied(G, 128 // tile.dtype.primitive_bitwidth)
-    row = first + gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    here = (row < count)[:, None] & (column < width)[None, :]
-    async_copy.async_copy_global_to_shared(tile, ptr + row.to(gl.int64)[:, None] * width + column[None, :], mask=here)
-
-
-@gluon.jit
-def _products(kept, tile, BLOCK: gl.constexpr, G: gl.constexpr):
-    """Products of the program's own rows with those of a tile, [M, N]."""
-    M: gl.constexpr = G.block_m
-    N: gl.constexpr = G.block_n
-    found = gl.zeros([M, N], gl.float64, layout=_mma(G))
-    for block in gl.static_range(BLOCK // 16):
-        # Not pure, so that it stays in the loop: widened, the rows do not fit into registers.
-        low, high = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $2, 16; cvt.f64.f32 $0, t; and.b32 t, $2, 0xffff0000; cvt.f64.f32 $1, t; }",
-            "=d,=d,r", [kept.index(block).load(_pairs_of_left(G))], dtype=(gl.float64, gl.float64), is_pure=False,
-            pack=1,
-        )  # fmt: skip
-        left = gl.join(low, high).reshape([M, 2, 4, 2]).permute(0, 1, 3, 2).reshape([M, 16])
-        right = tile.slice(16 * block, 16, dim=1).load(_block_of_right(G)).permute(1, 0)
-        left = gl.convert_layout(left, _left(G), assert_trivial=True)
-        found = mma_v2(left, gl.convert_layout(right, _right(G), assert_trivial=True), found)
-    return found
-
-
 @gluon.jit
 def _store_part(ptr, values, row, here, width, first: gl.constexpr, G: gl.constexpr):
     """[M, 32] features from ``first`` on of some rows."""
-    features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, _mma(G)))
+    features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, mma(G)))
     gl.store(ptr + row[:, None] * width + features[None, :], values, mask=here[:, None] & (features < width)[None, :])
 
 
@@ -151,6 +46,16 @@ def _numbers(ptr, plane, here):
     b = gl.load(ptr + plane, mask=here, other=0.0)
     c = gl.load(ptr + 2 * plane, mask=here, other=0.0)
     return a, b, c
+
+
+@gluon.jit
+def _fetch_keys(ks, vs, narrows, k_ptr, v_ptr, narrow_ptr, tile, k_length, width, value_width, G: gl.constexpr):
+    """Begin to copy a tile of keys."""
+    fetch(ks.index(tile % 2), k_ptr, tile * G.block_n, k_length, width, G.block_d, G)
+    fetch(vs.index(tile % 2), v_ptr, tile * G.block_n, k_length, value_width, G.block_v, G)
+    if G.casts:
+        fetch(narrows.index(tile % 2), narrow_ptr, tile * G.block_n, k_length, width, G.block_d, G)
+    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["first_block", "step"])
@@ -164,7 +69,7 @@ def rows_kernel(
     What dS cast to BF16 makes of k, whose BF16 numbers are ``narrow``, is a product of BF16, as the kernel's own is,
     whose tiles are added in fp32.
     """
-    MMA: gl.constexpr = _mma(G)
+    MMA: gl.constexpr = mma(G)
     M: gl.constexpr = G.block_m
     D: gl.constexpr = G.block_d
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -182,21 +87,21 @@ def rows_kernel(
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
     begin, end = _visible_tiles(position, here, view, G)
-    q = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, G.block_m, 8], _shared_pairs(G))
-    do = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, G.block_m, 8], _shared_pairs(G))
-    _keep_pairs(q, q_ptr + h.to(gl.int64) * q_length * (width // 2), at, q_length, width, G.block_d, G)
-    _keep_pairs(do, do_ptr + h.to(gl.int64) * q_length * (value_width // 2), at, q_length, value_width, G.block_v, G)
-    ks = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_d], _shared_tile(G, G.block_d))
-    vs = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_v], _shared_tile(G, G.block_v))
+    q = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, G.block_m, 8], shared_pairs(G))
+    do = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, G.block_m, 8], shared_pairs(G))
+    keep_pairs(q, q_ptr + h.to(gl.int64) * q_length * (width // 2), at, q_length, width, G.block_d, G)
+    keep_pairs(do, do_ptr + h.to(gl.int64) * q_length * (value_width // 2), at, q_length, value_width, G.block_v, G)
+    ks = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_d], shared_tile(G, G.block_d))
+    vs = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_v], shared_tile(G, G.block_v))
     narrow_ptr += owner * k_length * width
-    ns = gl.allocate_shared_memory(gl.bfloat16, [2, G.block_n, G.block_d] if G.casts else [2, 8, 64], _narrow_tile())
+    ns = gl.allocate_shared_memory(gl.bfloat16, [2, G.block_n, G.block_d] if G.casts else [2, 8, 64], narrow_tile())
     KIND1: gl.constexpr = gl.float32 if G.casts else gl.float64
     PARTS: gl.constexpr = D // 32
     acc, acc1 = (), ()
     for _part in gl.static_range(PARTS):
-        acc = _with(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
+        acc = appended(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
         if G.count > 1:
-            acc1 = _with(acc1, gl.zeros([M, 32], KIND1, layout=MMA))
+            acc1 = appended(acc1, gl.zeros([M, 32], KIND1, layout=MMA))
     a, b, c = _numbers(rows_ptr + row, plane, here)
     a1, b1, c1 = a, b, c
     if G.count > 1:
@@ -204,25 +109,17 @@ def rows_kernel(
     total = gl.zeros([M], gl.float64, layout=OWN)
     squares = gl.zeros([M], gl.float64, layout=OWN)
     if begin < end:
-        _fetch(ks.index(begin % 2), k_ptr, begin * G.block_n, k_length, width, G.block_d, G)
-        _fetch(vs.index(begin % 2), v_ptr, begin * G.block_n, k_length, value_width, G.block_v, G)
-        if G.casts:
-            _fetch(ns.index(begin % 2), narrow_ptr, begin * G.block_n, k_length, width, G.block_d, G)
-    async_copy.commit_group()
+        _fetch_keys(ks, vs, ns, k_ptr, v_ptr, narrow_ptr, begin, k_length, width, value_width, G)
     for tile in range(begin, end):
         async_copy.wait_group(0)
-        _barrier()
+        barrier()
         if tile + 1 < end:
-            _fetch(ks.index((tile + 1) % 2), k_ptr, (tile + 1) * G.block_n, k_length, width, G.block_d, G)
-            _fetch(vs.index((tile + 1) % 2), v_ptr, (tile + 1) * G.block_n, k_length, value_width, G.block_v, G)
-            if G.casts:
-                _fetch(ns.index((tile + 1) % 2), narrow_ptr, (tile + 1) * G.block_n, k_length, width, G.block_d, G)
-        async_copy.commit_group()
+            _fetch_keys(ks, vs, ns, k_ptr, v_ptr, narrow_ptr, tile + 1, k_length, width, value_width, G)
         k = ks.index(tile % 2)
         keys = tile * G.block_n + gl.arange(0, G.block_n, layout=gl.SliceLayout(0, MMA))
-        s, slope, _added = _tile_scores(_products(q, k, G.block_d, G), at[:, None], position[:, None], keys[None, :],
+        s, slope, _added = _tile_scores(row_products(q, k, G.block_d, G), at[:, None], position[:, None], keys[None, :],
                                         numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
-        centred = _products(do, vs.index(tile % 2), G.block_v, G) - delta[:, None]
+        centred = row_products(do, vs.index(tile % 2), G.block_v, G) - delta[:, None]
         p = gl.exp(s - m[:, None])
         if G.details:
             term = p * centred
@@ -230,7 +127,7 @@ def rows_kernel(
             squares += gl.sum(term * term, 1)
         w = _tile_weight(p, slope, centred, alpha, a[:, None], b[:, None], c[:, None], gl.constexpr(G.first.name),
                          gl.constexpr(G.first.cast), gl.constexpr(G.first.alpha_first), G)  # fmt: skip
-        w = gl.convert_layout(w, _left(G))
+        w = gl.convert_layout(w, left_operand(G))
         w1 = w
         if G.count > 1:
             # alpha after the cast comes last.
@@ -240,17 +137,17 @@ def rows_kernel(
             if G.casts:
                 w1 = gl.convert_layout(w1.to(gl.bfloat16), gl.DotOperandLayout(0, MMA, 2))
             else:
-                w1 = gl.convert_layout(w1, _left(G))
+                w1 = gl.convert_layout(w1, left_operand(G))
         old, old1 = acc, acc1
         acc, acc1 = (), ()
         for part in gl.static_range(PARTS):
-            x = k.slice(32 * part, 32, dim=1).load(_right(G))
-            acc = _with(acc, mma_v2(w, x, old[part]))
+            x = k.slice(32 * part, 32, dim=1).load(right_operand(G))
+            acc = appended(acc, mma_v2(w, x, old[part]))
             if G.casts:
                 x = ns.index(tile % 2).slice(32 * part, 32, dim=1).load(gl.DotOperandLayout(1, MMA, 2))
-                acc1 = _with(acc1, old1[part] + mma_v2(w1, x, gl.zeros([M, 32], gl.float32, layout=MMA)))
+                acc1 = appended(acc1, old1[part] + mma_v2(w1, x, gl.zeros([M, 32], gl.float32, layout=MMA)))
             elif G.count > 1:
-                acc1 = _with(acc1, mma_v2(w1, x, old1[part]))
+                acc1 = appended(acc1, mma_v2(w1, x, old1[part]))
     for part in gl.static_range(PARTS):
         _store_part(out_ptr, acc[part], row, here, width, 32 * part, G)
         if G.casts and not G.second.alpha_first:
@@ -269,7 +166,15 @@ def _keys_weight(p, slope, centred, alpha, ptr, plane, here, INDEX: gl.constexpr
     ptr += 4 * INDEX * plane
     a, b, c = _numbers(ptr, plane, here)
     w = _tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :], NAME, CAST, ALPHA_FIRST, G)
-    return gl.convert_layout(w * gl.load(ptr + 3 * plane, mask=here, other=0.0)[None, :], _left(G))
+    return gl.convert_layout(w * gl.load(ptr + 3 * plane, mask=here, other=0.0)[None, :], left_operand(G))
+
+
+@gluon.jit
+def _fetch_rows(qs, dos, q_ptr, do_ptr, tile, q_length, width, value_width, G: gl.constexpr):
+    """Begin to copy a tile of query rows."""
+    fetch(qs.index(tile % 2), q_ptr, tile * G.block_n, q_length, width, G.block_d, G)
+    fetch(dos.index(tile % 2), do_ptr, tile * G.block_n, q_length, value_width, G.block_v, G)
+    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["first_block", "step"])
@@ -283,7 +188,7 @@ def keys_kernel(
     ``k`` and ``v`` are ``bf16_pairs``; ``rows`` [W, 4, H, Tq]: a, b, c, and that number. A program's own rows,
     ``G.block_m``, are keys.
     """
-    MMA: gl.constexpr = _mma(G)
+    MMA: gl.constexpr = mma(G)
     M: gl.constexpr = G.block_m
     N: gl.constexpr = G.block_n
     OTHER: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -296,55 +201,51 @@ def keys_kernel(
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
     begin, end = _seen_rows(block, (q_length, k_length, left, right, shift), gl.constexpr(M), gl.constexpr(N), G)
-    k = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, M, 8], _shared_pairs(G))
-    v = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, M, 8], _shared_pairs(G))
-    _keep_pairs(k, k_ptr + owner * k_length * (width // 2), keys, k_length, width, G.block_d, G)
-    _keep_pairs(v, v_ptr + owner * k_length * (value_width // 2), keys, k_length, value_width, G.block_v, G)
-    qs = gl.allocate_shared_memory(gl.float64, [2, N, G.block_d], _shared_tile(G, G.block_d))
-    dos = gl.allocate_shared_memory(gl.float64, [2, N, G.block_v], _shared_tile(G, G.block_v))
+    k = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, M, 8], shared_pairs(G))
+    v = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, M, 8], shared_pairs(G))
+    keep_pairs(k, k_ptr + owner * k_length * (width // 2), keys, k_length, width, G.block_d, G)
+    keep_pairs(v, v_ptr + owner * k_length * (value_width // 2), keys, k_length, value_width, G.block_v, G)
+    qs = gl.allocate_shared_memory(gl.float64, [2, N, G.block_d], shared_tile(G, G.block_d))
+    dos = gl.allocate_shared_memory(gl.float64, [2, N, G.block_v], shared_tile(G, G.block_v))
     PARTS: gl.constexpr = (G.block_v if G.of_dout[0] else G.block_d) // 32
     PARTS1: gl.constexpr = (G.block_v if G.of_dout[1] else G.block_d) // 32 if G.count > 1 else 0
     acc, acc1 = (), ()
     for _part in gl.static_range(PARTS):
-        acc = _with(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
+        acc = appended(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
     for _part in gl.static_range(PARTS1):
-        acc1 = _with(acc1, gl.zeros([M, 32], gl.float64, layout=MMA))
+        acc1 = appended(acc1, gl.zeros([M, 32], gl.float64, layout=MMA))
     if begin < end:
-        _fetch(qs.index(begin % 2), q_ptr, begin * N, q_length, width, G.block_d, G)
-        _fetch(dos.index(begin % 2), do_ptr, begin * N, q_length, value_width, G.block_v, G)
-    async_copy.commit_group()
+        _fetch_rows(qs, dos, q_ptr, do_ptr, begin, q_length, width, value_width, G)
     for tile in range(begin, end):
         async_copy.wait_group(0)
-        _barrier()
+        barrier()
         if tile + 1 < end:
-            _fetch(qs.index((tile + 1) % 2), q_ptr, (tile + 1) * N, q_length, width, G.block_d, G)
-            _fetch(dos.index((tile + 1) % 2), do_ptr, (tile + 1) * N, q_length, value_width, G.block_v, G)
-        async_copy.commit_group()
+            _fetch_rows(qs, dos, q_ptr, do_ptr, tile + 1, q_length, width, value_width, G)
         q, do = qs.index(tile % 2), dos.index(tile % 2)
         at = tile * N + gl.arange(0, N, layout=OTHER)
         here = at < q_length
         row = h.to(gl.int64) * q_length + at
         position = gl.load(positions_ptr + at, mask=here, other=0)
-        s, slope, _added = _tile_scores(_products(k, q, G.block_d, G), at[None, :], position[None, :], keys[:, None],
+        s, slope, _added = _tile_scores(row_products(k, q, G.block_d, G), at[None, :], position[None, :], keys[:, None],
                                        numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
         p = gl.exp(s - gl.load(m_ptr + row, mask=here, other=float("inf"))[None, :])
         centred = p
         if G.needs_dprobs:
             delta = gl.load(delta_ptr + row, mask=here, other=0.0)
-            centred = _products(v, do, G.block_v, G) - delta[None, :]
+            centred = row_products(v, do, G.block_v, G) - delta[None, :]
         w = _keys_weight(p, slope, centred, alpha, rows_ptr + row, plane, here, 0, gl.constexpr(G.first.name),
                          gl.constexpr(G.first.cast), gl.constexpr(G.first.alpha_first), G)  # fmt: skip
         old, old1 = acc, acc1
         acc, acc1 = (), ()
         y = do if G.of_dout[0] else q
         for part in gl.static_range(PARTS):
-            acc = _with(acc, mma_v2(w, y.slice(32 * part, 32, dim=1).load(_right(G)), old[part]))
+            acc = appended(acc, mma_v2(w, y.slice(32 * part, 32, dim=1).load(right_operand(G)), old[part]))
         if G.count > 1:
             w = _keys_weight(p, slope, centred, alpha, rows_ptr + row, plane, here, 1, gl.constexpr(G.second.name),
                              gl.constexpr(G.second.cast), gl.constexpr(G.second.alpha_first), G)  # fmt: skip
             y = do if G.of_dout[1] else q
             for part in gl.static_range(PARTS1):
-                acc1 = _with(acc1, mma_v2(w, y.slice(32 * part, 32, dim=1).load(_right(G)), old1[part]))
+                acc1 = appended(acc1, mma_v2(w, y.slice(32 * part, 32, dim=1).load(right_operand(G)), old1[part]))
     row = h.to(gl.int64) * k_length + keys
     for part in gl.static_range(PARTS):
         _store_part(out_ptr, acc[part], row, keys < k_length, value_width if G.of_dout[0] else width, 32 * part, G)

@@ -278,7 +278,7 @@ def tiling_of(
     block_d, block_v, block_x = (part_of_features(n) for n in (width, value_width, x_width))
     parts_d, parts_v = triton.cdiv(width, block_d), triton.cdiv(value_width, block_v)
     # Measured on an H100: larger tiles spill registers, or leave no room in shared memory for the next one.
-    m, n, warps, stages = 32, 32, 4, 2
+    m, n, warps, stages, sharing = 32, 32, 4, 2, 1
     if max(parts_d, parts_v) > 1:
         warps = 8
     elif kernel == "variances":
@@ -286,7 +286,8 @@ def tiling_of(
     elif kernel == "through":
         m, n, warps, stages = 128, 64, 8, 3
     elif kernel == "gluon":
-        block_d, block_v, m, n, warps = max(block_d, 32), max(block_v, 32), 64, 32, 8
+        block_d, block_v, warps = max(block_d, 32), max(block_v, 32), 8
+        m, sharing = (64, 2) if max(block_d, block_v) > 64 else (128, 1)
     elif kernel == "key_variances":
         m, n, warps, stages = 32, 128, 8, 3
     elif kernel == "forward":
@@ -295,7 +296,6 @@ def tiling_of(
         n, warps, stages = (64, 8, 1) if of_keys else (32, 4, 1)
     elif kernel == "keys" and max(block_d, block_v, block_x) > 64 and count > 1:
         stages = 1
-    sharing = 2 if kernel == "gluon" else 1
     return Tiling(m, n, block_d, parts_d, block_v, parts_v, block_x, warps, stages, sharing, of_keys=of_keys)
 
 

@@ -122,9 +122,11 @@ def test_figures_and_verdicts_are_those_of_the_stream(
     by_kernels = inspect_captures([taken], device=device)
     monkeypatch.setattr(streaming, "fuses", lambda *_: False)
     streamed = inspect_captures([taken], device=device)
-    assert not differences(streamed, by_kernels, 1e-6, drawn=False)
+    # What a cast of dS makes of dQ is summed in fp32 then, which breaks ties of dQ's own rounding in another way.
+    tolerance = 1e-5 if variances == "BF16" else 1e-6
+    assert not differences(streamed, by_kernels, tolerance, drawn=False)
     # Nothing else would show that the comparison can fail.
-    assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, 1e-6, drawn=True)
+    assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, tolerance, drawn=True)
 
 
 @pytest.mark.usefixtures("fused")
