@@ -46,18 +46,6 @@ from attn_diag.reference.triton_tiles import (
 )
 
 
-@triton.jit
-def _visible_keys(position, view, G: tl.constexpr):
-    """How many keys a row sees without a mask."""
-    _, k_length, left, right = view
-    begin, stop = position * 0, position * 0 + k_length
-    if G.right:
-        stop = tl.minimum(stop, position + right + 1)
-    if G.left:
-        begin = tl.maximum(position - left, 0)
-    return tl.maximum(stop - begin, 0)
-
-
 @triton.jit(do_not_specialize=["first_block", "step"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k, out_ptr, rows_ptr, places_ptr,
@@ -103,23 +91,18 @@ def forward_kernel(
         l = l * shrink + tl.sum(p, 1)
         rises += ((risen > m) & (m > float("-inf"))).to(tl.int32)
         if G.details:
-            # Of a tile whose largest scores are no new second ones nothing is kept.
-            if tl.max((top > second).to(tl.int32), 0) > 0:
-                first = tl.min(tl.where(s == top[:, None], keys[None, :], k_length), 1)
-                below = tl.max(tl.where(keys[None, :] == first[:, None], float("-inf"), s), 1)
-                second = tl.maximum(tl.maximum(second, below), tl.minimum(m, top))
-                top_key = tl.where(top > m, first, top_key)
+            first = tl.min(tl.where(s == top[:, None], keys[None, :], k_length), 1)
+            below = tl.max(tl.where(keys[None, :] == first[:, None], float("-inf"), s), 1)
+            second = tl.maximum(tl.maximum(second, below), tl.minimum(m, top))
+            top_key = tl.where(top > m, first, top_key)
+            seen += tl.sum((s > float("-inf")).to(tl.int32), 1)
             squares = squares * (shrink * shrink) + tl.sum(p * p, 1)
-            if G.mask:
-                seen += tl.sum((s > float("-inf")).to(tl.int32), 1)
             if G.adds:
                 counts = tl.max(tl.where(s >= risen[:, None] - VANISHES, added, 0.0), 1)
                 bias = tl.maximum(tl.where(shrink == 0.0, 0.0, bias), counts)
         v = load_rows(v_ptr, keys, k_length, value_width, part, G.block_x)
         acc = tl.dot(p, v, acc * shrink[:, None], out_dtype=tl.float64)
         m = risen
-    if not G.mask:
-        seen = _visible_keys(position, (q_length, k_length, left, right), G)
     row = h.to(tl.int64) * q_length + at
     features = part * G.block_x + tl.arange(0, G.block_x)
     inside = here[:, None] & (features < value_width)[None, :]

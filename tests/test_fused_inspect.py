@@ -48,6 +48,7 @@ def capture(
     sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
     q *= size
+    do[:, :, 0] = 0.0  # it sees one key: dQ is 0, but for float64's roundings, which need not be the same
     k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
     if repeated:
         k[:, :, :38], k[:, :, 38:42] = k[:, :, :1], k[:, :, 38:39]
