@@ -16,9 +16,10 @@ seconds, those of all cores, and the peak resident size of its largest process, 
 dO and dQ, correctly rounded, of inputs of its own.
 
 ``--floors``, on CUDA: how many times as long as the float64 products that they need take, at the rate of a product of
-matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven),
-the streamed reference (the same seven), and ``inspect_captures`` of captures with O and dQ, warm, over those seven.
-O is that of ``attn_diag.attention``, and so recognised.
+matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven, with all that inspect asks for where dK
+and dV were captured sixteen: five of predictions and four of variances), the streamed reference (the same seven), and
+``inspect_captures`` of captures with O and dQ, warm, over those seven. O is that of ``attn_diag.attention``, and so
+recognised.
 
 ``--operations``, on one thread of a CPU: how many of torch's operations an inspection calls, how many of them hand one
 number to Python (on a GPU the host waits there), and the seconds of one core that it takes, by head. ``--before`` names
@@ -28,6 +29,7 @@ the Python of another installation, which is measured in turn with this one.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measuring import CAPTURES, captured, in_fresh_process, made_by, normal, options_of, save, timed
@@ -49,7 +52,7 @@ from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 from attn_diag.kernels.attention import attention
-from attn_diag.reference import AttentionHead, Masking, reference_head
+from attn_diag.reference import AttentionHead, Masking, fused_inputs, reference_head
 from attn_diag.reference.fused import FusedHeads, reference_of
 from attn_diag.reference.fused_products import TileWeight
 from attn_diag.results.diagnosis import Diagnosis
@@ -139,19 +142,43 @@ def product_rate(n: int = 4096) -> float:
     return 2 * n**3 / min(timed(lambda: a @ a) for _ in range(RUNS))
 
 
-def row_products(fused: FusedHeads, *, together: bool) -> list[torch.Tensor]:
-    """What ``inspect`` takes of query rows, dK and dV left out; S and dP are products too."""
+def row_products(fused: FusedHeads) -> list[torch.Tensor | None]:
+    """What ``inspect`` takes of query rows: dQ, what delta's error and a cast of dS make of it, and variances."""
     some = torch.ones_like(fused.inverse)
-    asked: list[tuple[TileWeight, torch.Tensor | None, list[torch.Tensor]]] = [
-        (TileWeight("probs_squared"), fused.v.square(), [some] * 2),
-        (TileWeight("dscores_squared"), fused.k.square(), [some] * 3),
-        (TileWeight("dscores"), None, []),
-        (TileWeight("sloped"), None, []),
-        (TileWeight("dscores_cast", "bf16"), None, [some] * 2),
-    ]
-    if not together:
-        return [fused.rows(weight, x, *numbers) for weight, x, numbers in asked]
-    return [fused.take(one) for one in [fused.ask(weight, x, *numbers) for weight, x, numbers in asked]]
+    made = fused.variances(fused.finite_max, fused.delta, some, some, some)
+    asked = [fused.ask(TileWeight("dscores"), sums=some.new_empty(2, *some.shape))]
+    asked += [fused.ask(TileWeight("dscores_cast", "bf16"), None, some, some)]
+    if made is None:
+        asked += [fused.ask(TileWeight("probs_squared"), fused.v.square(), some, some)]
+        asked += [fused.ask(TileWeight("dscores_squared"), fused.k.square(), some, some, some)]
+    through = fused.through(fused.finite_max)
+    if through is None:
+        asked += [fused.ask(TileWeight("sloped"))]
+    return [*(fused.take(one) for one in asked), *(made or []), through]
+
+
+def key_products(fused: FusedHeads) -> list[torch.Tensor]:
+    """What it takes of keys where dK and dV were captured: them, what errors make of them, and variances."""
+    some, do = torch.ones_like(fused.inverse), fused.do
+    assert do is not None
+    assert fused.delta is not None
+    asked = [fused.ask_keys(TileWeight("dscores"), fused.q, times=some)]
+    asked += [fused.ask_keys(TileWeight("probs"), do, times=some)]
+    asked += [fused.ask_keys(TileWeight("dscores_cast", "bf16"), fused.q, some, some)]
+    asked += [fused.ask_keys(TileWeight("probs_cast", "bf16"), do, some)]
+    asked += [fused.ask_keys(TileWeight("sloped"), fused.q, times=some)]
+    found = [fused.take_keys(one) for one in asked]
+    if fused.narrow is not None:
+        return [*found, *fused.key_variances(fused.finite_max, fused.delta, some, some, some, some)]
+    asked = [fused.ask_keys(TileWeight("dscores_squared"), fused.q.square(), some, some, some)]
+    asked += [fused.ask_keys(TileWeight("probs_squared"), do.square(), some, some)]
+    return [*found, *(fused.take_keys(one) for one in asked)]
+
+
+def in_triton(work: Callable[[], object]) -> object:
+    """Float64 products in Triton alone, as of inputs that BF16 does not hold."""
+    with patch.object(fused_inputs, "WORTH_NARROW", math.inf):
+        return work()
 
 
 def floors(name: str) -> dict[str, float]:
@@ -172,8 +199,9 @@ def floors(name: str) -> dict[str, float]:
         "forward": (2, lambda: FusedHeads(opened, details=False).forward),
         "forward, with what bounds need": (2, lambda: FusedHeads(opened).forward),
         "gradients": (7, lambda: FusedHeads(opened).references()),
-        "products of query rows": (7, lambda: row_products(fused, together=True)),
-        "products of query rows, a launch each": (7, lambda: row_products(fused, together=False)),
+        "products of query rows": (7, lambda: row_products(fused)),
+        "forward and all products": (16, lambda: (fused._forward(), row_products(fused), key_products(fused))),
+        "gradients in Triton": (7, lambda: in_triton(lambda: FusedHeads(opened).references())),
         "streamed gradients": (7, lambda: [reference_head(head) for head in opened]),
         "inspect": (7, partial(inspect_captures, captures, device="cuda")),
     }
