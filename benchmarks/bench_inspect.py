@@ -16,8 +16,8 @@ seconds, those of all cores, and the peak resident size of its largest process, 
 dO and dQ, correctly rounded, of inputs of its own.
 
 ``--floors``, on CUDA: how many times as long as the float64 products that they need take, at the rate of a product of
-matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven, with
-all that ``inspect`` asks for where dK and dV were captured sixteen: five of predictions, four of variances), the
+matrices measured in the same run, the fused reference takes (forward alone: two products, with the gradients seven,
+with all that ``inspect`` asks for where dK and dV were captured sixteen: five of predictions, four of variances), the
 streamed reference (the same seven), and ``inspect_captures`` of captures with O and dQ, warm, over those seven. O is
 that of ``attn_diag.attention``, and so recognised.
 

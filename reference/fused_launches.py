@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,13 +14,20 @@ from attn_diag.reference.fused_inputs import Filled, LaunchGrid
 from attn_diag.reference.fused_products import MOST_FEATURES, KeyProduct, RowProduct, key_launches, launches, pairs_of
 from attn_diag.reference.fused_variances import FusedVariances
 
+# Why this process compiles no kernel in Gluon, if it does not.
+_REFUSED = list[Exception]()
+
 
 class FusedLaunches(FusedVariances):
     """The heads of ``FusedHeads``, and their products."""
 
-    @cached_property
+    @property
     def _pairs(self) -> list[Tensor] | None:
         """q, k, v and dO as ``bf16_pairs``, if Gluon's kernels are to take them."""
+        return None if _REFUSED else self._made_pairs
+
+    @cached_property
+    def _made_pairs(self) -> list[Tensor] | None:
         widths = self.q.shape[2], self.v.shape[2]
         if self.narrow is None or self.do is None or any(width % 16 for width in widths) or not has_gluon():
             return None
@@ -41,12 +49,11 @@ class FusedLaunches(FusedVariances):
             m: The largest score of every row, finite, [H, Tq].
             delta: delta, [H, Tq]; None without dO.
         """
-        rest = list(asked)
         if self._pairs is not None and delta is not None:
-            of_keys = [one for one in rest if one.x is None]
-            rest = [one for one in rest if one.x is not None]
-            for some in pairs_of(of_keys):
-                self._rows_in_gluon(some, m, delta)
+            for some in pairs_of([one for one in asked if one.x is None]):
+                with _where_it_compiles():
+                    self._rows_in_gluon(some, m, delta)
+        rest = [one for one in asked if one.found is None]
         for some in launches(rest, self.q.shape[2], self.v.shape[2]):
             self._rows_in_triton(some, m, delta)
 
@@ -91,13 +98,13 @@ class FusedLaunches(FusedVariances):
 
     def make_keys(self, asked: Sequence[KeyProduct], m: Tensor, delta: Tensor | None) -> None:
         """Make products of keys; the arguments as of ``make_rows``."""
-        rest = list(asked)
         if self._pairs is not None and delta is not None:
-            known = [one for one in rest if one.y is self.q or one.y is self.do]
-            rest = [one for one in rest if one not in known]
-            for some in pairs_of(known):
+            for some in pairs_of([one for one in asked if one.y is self.q or one.y is self.do]):
                 # In this order registers suffice.
-                self._keys_in_gluon(sorted(some, key=lambda one: not one.weight.needs_dprobs), m, delta)
+                ordered = sorted(some, key=lambda one: not one.weight.needs_dprobs)
+                with _where_it_compiles():
+                    self._keys_in_gluon(ordered, m, delta)
+        rest = [one for one in asked if one.found is None]
         for several in key_launches(rest, self.q.shape[2], self.v.shape[2]):
             self._keys_in_triton(several, m, delta)
 
@@ -160,6 +167,17 @@ def has_gluon() -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+@contextmanager
+def _where_it_compiles() -> Iterator[None]:
+    """Leave products to Triton's kernels where this Triton does not compile Gluon's, whose language still changes."""
+    from triton.runtime.errors import TritonError
+
+    try:
+        yield
+    except TritonError as error:
+        _REFUSED.append(error)
 
 
 def _row_numbers(numbers: Sequence[Sequence[Tensor]], m: Tensor, delta: Tensor | None) -> list[Tensor]:

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-# Triton 3.7 gave it another name.
+# Triton 3.7 and 3.9 gave them other names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -111,7 +112,7 @@ def fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
     row = first + gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     here = (row < count)[:, None] & (column < width)[None, :]
-    async_copy.async_copy_global_to_shared(tile, ptr + row.to(gl.int64)[:, None] * width + column[None, :], mask=here)
+    _load(tile, ptr + row.to(gl.int64)[:, None] * width + column[None, :], mask=here)
 
 
 @gluon.jit

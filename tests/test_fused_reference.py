@@ -15,6 +15,7 @@ from bench_certificate import FAMILIES, checked_rows, moved
 from builders import some
 from test_reference import CASES, TOLERANCE, Case, additive, make_head
 from torch import Tensor
+from triton.runtime.errors import TritonError
 
 from attn_diag.reference import (
     Alibi,
@@ -25,6 +26,7 @@ from attn_diag.reference import (
     HeadReference,
     Masking,
     fused_inputs,
+    fused_launches,
     reference_head,
     reference_rows,
     round_nearest_even,
@@ -402,6 +404,31 @@ def test_products_in_gluon_are_those_in_triton(name: str, monkeypatch: pytest.Mo
     # Tiles of 32 keys or 64: of one tile the same bits.
     if len(head.k) <= 32:
         assert torch.equal(found[0], expected[0])
+
+
+def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its language changes from one Triton to the next."""
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", math.inf)
+    head = on(device, in_bf16(make_head(CASES["square-63"])))
+    (expected,) = FusedHeads([head]).references()
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0)
+    monkeypatch.setattr(fused_launches, "has_gluon", lambda: True)
+    refused, tried = list[Exception](), list[str]()
+    monkeypatch.setattr(fused_launches, "_REFUSED", refused)
+
+    def failing(*_: object) -> None:
+        tried.append("gluon")
+        raise TritonError
+
+    for name in ("_rows_in_gluon", "_keys_in_gluon"):
+        monkeypatch.setattr(FusedHeads, name, failing)
+    fused = FusedHeads([head])
+    (found,) = fused.references()
+    assert tried == ["gluon"]
+    assert len(refused) == 1
+    assert fused._pairs is None
+    for output in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(found, output), getattr(expected, output))
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
