@@ -152,7 +152,7 @@ class FusedLaunches(FusedVariances):
 
 def bf16_pairs(x: Tensor) -> Tensor:
     """BF16 [H, T, D] as int32 [H, T, D / 2]: of every 8 numbers the first and the fifth, and so on."""
-    pairs = x.unflatten(2, (-1, 2, 4)).transpose(3, 4).contiguous()
+    pairs = x.view(*x.shape[:2], -1, 2, 4).transpose(3, 4).contiguous()
     return pairs.view(torch.int32).flatten(2)
 
 

@@ -18,8 +18,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     source, target = (t.detach().view(-1).view(torch.uint8) for t in (tensor, found))
     with torch.cuda.device(device):
         pieces = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        gone = [torch.cuda.Event() for _ in pieces]
-        for number, (some, there) in enumerate(zip(source.split(_PIECE), target.split(_PIECE), strict=True)):
+        gone = [torch.cuda.Event() for _ in pieces]  # type: ignore[no-untyped-call]
+        both = (torch.split(t, _PIECE) for t in (source, target))
+        for number, (some, there) in enumerate(zip(*both, strict=True)):
             piece = pieces[number % 2][: len(some)]
             gone[number % 2].synchronize()
             # By all of the host's threads, while the other piece travels.
