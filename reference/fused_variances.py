@@ -59,7 +59,7 @@ class FusedVariances(FusedInputs):
             m: The largest score of every row, finite, [H, Tq].
             delta: delta, [H, Tq]; None without dO.
             a, of_out, of_dq: diag(a) P_bar^2 + of_out [P_bar > 0] is the variance of P, diag(a) dS_bar^2 + of_dq
-                [P_bar > 0] that of dS; [H, Tq] each. Only in fully masked rows a may be 0.
+                [P_bar > 0] that of dS; [H, Tq] each. a may be 0, as of_out is then.
 
         Returns:
             The variance of P times V^2, [H, Tq, Dv], and with dO that of dS times K^2, [H, Tq, D]; float64.
@@ -71,11 +71,11 @@ class FusedVariances(FusedInputs):
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
         q, k, v, do = (*self.narrow, self.narrow[0])[:4]
         (v2, v_scale), (k2, k_scale) = (_parts(t.square()) for t in (self.v, self.k))
-        a = a.masked_fill(a == 0.0, 1.0)
-        largest, weights = torch.ones_like(a), [_OF_OUT]
+        size, weights = of_dq, [_OF_OUT]
         if self.do is not None:
-            largest, weights = self._largest.masked_fill(self._largest == 0.0, 1.0), [_OF_OUT, _OF_DQ]
-        rows = torch.stack([of_out / a, 1 / largest, of_dq / (a * largest.square())]).float()
+            size, weights = torch.maximum(a * self._largest.square(), of_dq), [_OF_OUT, _OF_DQ]
+        shrink = (a / size).sqrt().clamp(max=2.0**120)
+        rows = torch.stack([of_out / a.masked_fill(a == 0.0, 1.0), shrink, of_dq / size]).float()
         made = [q.new_empty(count, length, t.shape[2], dtype=torch.float32) for t in (self.v, self.k)[: len(weights)]]
         tiling = self._tiling("variances", value_width, *weights)
         self._launch(
@@ -85,7 +85,7 @@ class FusedVariances(FusedInputs):
             [Filled(made[0], 1), Filled(made[-1], 1)],
             [length, self.k.shape[1], width, value_width, *self._reach, v2[0].numel(), k2[0].numel()],
         )  # fmt: skip
-        rows_scales = a[..., None], (a * largest.square())[..., None]
+        rows_scales = a[..., None], size[..., None]
         scales = [t[self._owners.long()] * of_rows for t, of_rows in zip((v_scale, k_scale), rows_scales, strict=True)]
         return [t.double() * scale for t, scale in zip(made, scales, strict=False)]
 

@@ -42,13 +42,16 @@ def capture(
     broken: bool = False,
     size: float = 1.0,
     repeated: bool = False,
+    sink: float | None = None,
+    still: int = 1,
 ) -> Capture:
     """Four query heads and two key heads, as a kernel of recipe fa2 returns them."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
     q *= size
-    do[:, :, 0] = 0.0  # it sees one key: dQ is 0, but for float64's roundings, which need not be the same
+    # The first sees one key: dQ is 0, but for float64's roundings, which need not be the same.
+    do[:, :, :still] = 0.0
     k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
     if repeated:
         k[:, :, :38], k[:, :, 38:42] = k[:, :, :1], k[:, :, 38:39]
@@ -56,7 +59,7 @@ def capture(
     recipe, found = preset("fa2", "bf16", 16), []
     for h in range(4):
         one, *kv, gradient = (t.double() for t in (q[0, h], k[0, h // 2], v[0, h // 2], do[0, h]))
-        head = AttentionHead(one, kv[0], kv[1], gradient, scale, masking, softcap)
+        head = AttentionHead(one, kv[0], kv[1], gradient, scale, masking, softcap, sink)
         found.append(emulate_head(recipe, head))
     if broken:
         k[0, 0, 3, 2] = torch.nan
@@ -68,6 +71,7 @@ def capture(
 
     tensors = {"q": q, "k": k, "v": v, "do": do, "o": of("o", 4), "lse": of("lse", 4).float(), "dq": of("dq", 4)}
     tensors |= {"dk": of("dk", 2), "dv": of("dv", 2)}
+    tensors |= {} if sink is None else {"sinks": torch.full((4,), sink)}
     return Capture.from_tensors(tensors, causal="top-left", softcap=softcap, scale=scale, window=window)
 
 
@@ -109,6 +113,10 @@ CAPTURES: dict[str, dict[str, Any]] = {
     "window": {"window": (20, 0)},
     # Some rows have their maximum at more keys than the kernels keep, and all together at more than figures show.
     "repeated": {"repeated": True},
+    # The variance of dQ is what underflow leaves: with 1/l as small as e^-150, or 0, and in rows whose dO is 0.
+    "sink": {"sink": 150.0},
+    "great sink": {"sink": 400.0},
+    "still": {"still": 30},
 }
 
 
