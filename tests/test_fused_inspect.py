@@ -110,6 +110,7 @@ def differences(one: Diagnosis, other: Diagnosis, tolerance: float, *, drawn: bo
 CAPTURES: dict[str, dict[str, Any]] = {
     "gqa": {},
     "softcap": {"softcap": 2.0, "scale": 0.3},
+    "saturated": {"softcap": 2.0, "size": 12.0},
     "window": {"window": (20, 0)},
     # Some rows have their maximum at more keys than the kernels keep, and all together at more than figures show.
     "repeated": {"repeated": True},
