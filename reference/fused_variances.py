@@ -14,8 +14,8 @@ from torch import Tensor
 from attn_diag.reference.fused_inputs import Filled, FusedInputs, LaunchGrid
 from attn_diag.reference.fused_products import TileWeight
 
-# fp32 holds P of scores up to that.
-_MOST = 2.0**9
+# fp32 holds P of scores up to that, whose products sum to no more than the other, with what cancels.
+_MOST, _MOST_SUMMED = 2.0**9, 2.0**12
 _OF_OUT, _OF_DQ = TileWeight("probs_squared"), TileWeight("dscores_squared")
 
 
@@ -32,7 +32,10 @@ class FusedVariances(FusedInputs):
 
     def _in_fp32(self, m: Tensor) -> bool:
         """Whether fp32 holds P well enough."""
-        return self._ahead or bool(m.abs().max() < _MOST)
+        if self._ahead:
+            return True
+        summed = self.q.norm(dim=2).amax(1) * self.k.norm(dim=2).amax(1)[self._owners.long()] * abs(self.head.scale)
+        return bool((m.abs().max() < _MOST) & (summed.max() < _MOST_SUMMED))
 
     def through(self, m: Tensor) -> Tensor | None:
         """(P_bar o slope) K, [H, Tq, D] float64, through which delta's error reaches dQ; as ``variances``."""

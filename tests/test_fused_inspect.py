@@ -141,6 +141,19 @@ def test_figures_and_verdicts_are_those_of_the_stream(
     assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, tolerance, drawn=True)
 
 
+@pytest.mark.parametrize("size", [1.0, 512.0])
+def test_scores_whose_products_cancel_are_left_to_float64(
+    size: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of q.k in fp32 lose what is left of them."""
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0)
+    head = read_head(capture(), 0, 0, torch.device(device)).head
+    head.q[:, :2] = head.k[:, 0] = size
+    head.k[:, 1] = -size
+    fused = FusedHeads([head])
+    assert (fused.through(fused.finite_max) is None) == (size > 1)
+
+
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("worth", [0, math.inf])
 def test_all_that_is_launched_is_compiled_ahead(worth: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
