@@ -51,6 +51,8 @@ class FusedLaunches(FusedVariances):
         """
         if self._pairs is not None and delta is not None:
             for some in pairs_of([one for one in asked if one.x is None]):
+                if _REFUSED:
+                    break
                 with _where_it_compiles():
                     self._rows_in_gluon(some, m, delta)
         rest = [one for one in asked if one.found is None]
@@ -102,6 +104,8 @@ class FusedLaunches(FusedVariances):
             for some in pairs_of([one for one in asked if one.y is self.q or one.y is self.do]):
                 # In this order registers suffice.
                 ordered = sorted(some, key=lambda one: not one.weight.needs_dprobs)
+                if _REFUSED:
+                    break
                 with _where_it_compiles():
                     self._keys_in_gluon(ordered, m, delta)
         rest = [one for one in asked if one.found is None]

@@ -14,8 +14,8 @@ from torch import Tensor
 from attn_diag.reference.fused_inputs import Filled, FusedInputs, LaunchGrid
 from attn_diag.reference.fused_products import TileWeight
 
-# fp32 holds P of scores up to that.
-_MOST = 2.0**9
+# fp32 holds P of scores up to that, whose products sum to no more than the other, with what cancels.
+_MOST, _MOST_SUMMED = 2.0**9, 2.0**12
 _OF_OUT, _OF_DQ = TileWeight("probs_squared"), TileWeight("dscores_squared")
 
 
@@ -32,7 +32,10 @@ class FusedVariances(FusedInputs):
 
     def _in_fp32(self, m: Tensor) -> bool:
         """Whether fp32 holds P well enough."""
-        return self._ahead or bool(m.abs().max() < _MOST)
+        if self._ahead:
+            return True
+        summed = self.q.norm(dim=2).amax(1) * self.k.norm(dim=2).amax(1)[self._owners.long()] * abs(self.head.scale)
+        return bool((m.abs().max() < _MOST) & (summed.max() < _MOST_SUMMED))
 
     def through(self, m: Tensor) -> Tensor | None:
         """(P_bar o slope) K, [H, Tq, D] float64, through which delta's error reaches dQ; as ``variances``."""
@@ -59,7 +62,7 @@ class FusedVariances(FusedInputs):
             m: The largest score of every row, finite, [H, Tq].
             delta: delta, [H, Tq]; None without dO.
             a, of_out, of_dq: diag(a) P_bar^2 + of_out [P_bar > 0] is the variance of P, diag(a) dS_bar^2 + of_dq
-                [P_bar > 0] that of dS; [H, Tq] each. Only in fully masked rows a may be 0.
+                [P_bar > 0] that of dS; [H, Tq] each. a may be 0, as of_out is then.
 
         Returns:
             The variance of P times V^2, [H, Tq, Dv], and with dO that of dS times K^2, [H, Tq, D]; float64.
@@ -71,11 +74,11 @@ class FusedVariances(FusedInputs):
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
         q, k, v, do = (*self.narrow, self.narrow[0])[:4]
         (v2, v_scale), (k2, k_scale) = (_parts(t.square()) for t in (self.v, self.k))
-        a = a.masked_fill(a == 0.0, 1.0)
-        largest, weights = torch.ones_like(a), [_OF_OUT]
+        size, weights = of_dq, [_OF_OUT]
         if self.do is not None:
-            largest, weights = self._largest.masked_fill(self._largest == 0.0, 1.0), [_OF_OUT, _OF_DQ]
-        rows = torch.stack([of_out / a, 1 / largest, of_dq / (a * largest.square())]).float()
+            size, weights = torch.maximum(a * self._largest.square(), of_dq), [_OF_OUT, _OF_DQ]
+        shrink = (a / size).sqrt().clamp(max=2.0**120)
+        rows = torch.stack([of_out / a.masked_fill(a == 0.0, 1.0), shrink, of_dq / size]).float()
         made = [q.new_empty(count, length, t.shape[2], dtype=torch.float32) for t in (self.v, self.k)[: len(weights)]]
         tiling = self._tiling("variances", value_width, *weights)
         self._launch(
@@ -85,7 +88,7 @@ class FusedVariances(FusedInputs):
             [Filled(made[0], 1), Filled(made[-1], 1)],
             [length, self.k.shape[1], width, value_width, *self._reach, v2[0].numel(), k2[0].numel()],
         )  # fmt: skip
-        rows_scales = a[..., None], (a * largest.square())[..., None]
+        rows_scales = a[..., None], size[..., None]
         scales = [t[self._owners.long()] * of_rows for t, of_rows in zip((v_scale, k_scale), rows_scales, strict=True)]
         return [t.double() * scale for t, scale in zip(made, scales, strict=False)]
 

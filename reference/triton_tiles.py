@@ -167,8 +167,13 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
         added = s * 0.0
     if G.softcap:
         cap = tl.load(numbers + 1)
-        s = _tanh(s / cap)
-        slope = 1.0 - s * s
+        ratio = s / cap
+        s = _tanh(ratio)
+        if real == tl.float64:
+            slope = 1.0 - s * s
+        else:  # fp32 holds little of a small 1 - s^2
+            less = tl.exp(-2.0 * tl.abs(ratio))
+            slope = 4.0 * less / ((1.0 + less) * (1.0 + less))
         s = s * cap
     visible = (key < k_length) & (t < q_length)
     distance = key - position

@@ -59,11 +59,12 @@ def variances_kernel(
     m_ptr, delta_ptr, rows_ptr, of_out_ptr, of_dq_ptr,
     q_length, k_length, width, value_width, left, right, v_plane, k_plane, first_block, step, G: tl.constexpr,
 ):  # fmt: skip
-    """``of_out`` fp32 [H, Tq, Dv] and, with dO (``G.needs_dprobs``), ``of_dq`` fp32 [H, Tq, D], before a of their rows.
+    """``of_out`` fp32 [H, Tq, Dv] and, with dO (``G.needs_dprobs``), ``of_dq`` fp32 [H, Tq, D], before a and s of
+    their rows.
 
     ``v2`` and ``k2``: parts of V^2 and K^2, BF16 [2, Hk, Tk, D], ``v_plane`` and ``k_plane`` numbers each. ``rows``
-    fp32 [3, H, Tq]: b of O, 1/r and b of dQ, where dS_bar is divided by r before it is squared. ``numbers``, ``m`` and
-    ``delta`` are fp32; the rest as in ``triton_attention.rows_kernel``.
+    fp32 [3, H, Tq]: b of O, sqrt(a/s), which dS_bar is times before it is squared, and a b/s of dQ; s holds a dS_bar^2
+    and a b. ``numbers``, ``m`` and ``delta`` are fp32; the rest as in ``triton_attention.rows_kernel``.
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d

@@ -42,13 +42,16 @@ def capture(
     broken: bool = False,
     size: float = 1.0,
     repeated: bool = False,
+    sink: float | None = None,
+    still: int = 1,
 ) -> Capture:
     """Four query heads and two key heads, as a kernel of recipe fa2 returns them."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((1, 4, 48, 16), (1, 2, 48, 16), (1, 2, 48, 16), (1, 4, 48, 16))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in sizes)
     q *= size
-    do[:, :, 0] = 0.0  # it sees one key: dQ is 0, but for float64's roundings, which need not be the same
+    # The first sees one key: dQ is 0, but for float64's roundings, which need not be the same.
+    do[:, :, :still] = 0.0
     k[:, :, 9] = k[:, :, 5]  # a repeated maximum, here and there
     if repeated:
         k[:, :, :38], k[:, :, 38:42] = k[:, :, :1], k[:, :, 38:39]
@@ -56,7 +59,7 @@ def capture(
     recipe, found = preset("fa2", "bf16", 16), []
     for h in range(4):
         one, *kv, gradient = (t.double() for t in (q[0, h], k[0, h // 2], v[0, h // 2], do[0, h]))
-        head = AttentionHead(one, kv[0], kv[1], gradient, scale, masking, softcap)
+        head = AttentionHead(one, kv[0], kv[1], gradient, scale, masking, softcap, sink)
         found.append(emulate_head(recipe, head))
     if broken:
         k[0, 0, 3, 2] = torch.nan
@@ -68,6 +71,7 @@ def capture(
 
     tensors = {"q": q, "k": k, "v": v, "do": do, "o": of("o", 4), "lse": of("lse", 4).float(), "dq": of("dq", 4)}
     tensors |= {"dk": of("dk", 2), "dv": of("dv", 2)}
+    tensors |= {} if sink is None else {"sinks": torch.full((4,), sink)}
     return Capture.from_tensors(tensors, causal="top-left", softcap=softcap, scale=scale, window=window)
 
 
@@ -106,9 +110,14 @@ def differences(one: Diagnosis, other: Diagnosis, tolerance: float, *, drawn: bo
 CAPTURES: dict[str, dict[str, Any]] = {
     "gqa": {},
     "softcap": {"softcap": 2.0, "scale": 0.3},
+    "saturated": {"softcap": 2.0, "size": 12.0},
     "window": {"window": (20, 0)},
     # Some rows have their maximum at more keys than the kernels keep, and all together at more than figures show.
     "repeated": {"repeated": True},
+    # The variance of dQ is what underflow leaves: with 1/l as small as e^-150, or 0, and in rows whose dO is 0.
+    "sink": {"sink": 150.0},
+    "great sink": {"sink": 400.0},
+    "still": {"still": 30},
 }
 
 
@@ -130,6 +139,19 @@ def test_figures_and_verdicts_are_those_of_the_stream(
     assert not differences(streamed, by_kernels, tolerance, drawn=False)
     # Nothing else would show that the comparison can fail.
     assert differences(inspect_captures([capture(scale=0.2)], device=device), by_kernels, tolerance, drawn=True)
+
+
+@pytest.mark.parametrize("size", [1.0, 512.0])
+def test_scores_whose_products_cancel_are_left_to_float64(
+    size: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of q.k in fp32 lose what is left of them."""
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0)
+    head = read_head(capture(), 0, 0, torch.device(device)).head
+    head.q[:, :2] = head.k[:, 0] = size
+    head.k[:, 1] = -size
+    fused = FusedHeads([head])
+    assert (fused.through(fused.finite_max) is None) == (size > 1)
 
 
 @pytest.mark.usefixtures("fused")

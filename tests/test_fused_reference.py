@@ -427,6 +427,14 @@ def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch:
     assert tried == ["gluon"]
     assert len(refused) == 1
     assert fused._pairs is None
+    refused.clear()
+    # More than one launch makes.
+    products = [fused.ask(TileWeight("dscores")) for _ in range(3)]
+    of_keys = [fused.ask_keys(TileWeight("probs"), some(fused.do)) for _ in range(3)]
+    assert torch.equal(fused.take(products[2]), fused.take(products[0]))
+    refused.clear()
+    assert torch.equal(fused.take_keys(of_keys[2]), fused.take_keys(of_keys[0]))
+    assert tried == ["gluon"] * 3
     for output in ("dq", "dk", "dv"):
         assert torch.equal(getattr(found, output), getattr(expected, output))
 
