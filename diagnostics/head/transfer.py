@@ -14,10 +14,13 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     large = device.type == "cuda" and not tensor.is_cuda and tensor.numel() * tensor.element_size() >= _WORTH
     if not large or not tensor.is_contiguous() or tensor.is_pinned():
         return tensor.to(device, non_blocking=device.type == "cuda")
-    found = torch.empty_like(tensor, device=device)
-    source, target = (t.detach().view(-1).view(torch.uint8) for t in (tensor, found))
     with torch.cuda.device(device):
-        pieces = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        try:
+            pieces = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        except RuntimeError:  # no more memory can be pinned
+            return tensor.to(device)
+        found = torch.empty_like(tensor, device=device)
+        source, target = (t.detach().view(-1).view(torch.uint8) for t in (tensor, found))
         gone = [torch.cuda.Event() for _ in pieces]  # type: ignore[no-untyped-call]
         both = (torch.split(t, _PIECE) for t in (source, target))
         for number, (some, there) in enumerate(zip(*both, strict=True)):
