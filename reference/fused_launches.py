@@ -10,12 +10,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attn_diag.reference.attention import reference_rows
 from attn_diag.reference.fused_inputs import Filled, LaunchGrid
 from attn_diag.reference.fused_products import MOST_FEATURES, KeyProduct, RowProduct, key_launches, launches, pairs_of
 from attn_diag.reference.fused_variances import FusedVariances
 
-# Why this process compiles no kernel in Gluon, if it does not.
+# Why this process takes no kernel in Gluon, if it does not.
 _REFUSED = list[Exception]()
+# Of another Triton than the one with which they were tested on a GPU the first product is looked at.
+_TESTED, _LOOKED_AT = "3.6.", set[str]()
 
 
 class FusedLaunches(FusedVariances):
@@ -55,9 +58,29 @@ class FusedLaunches(FusedVariances):
                     break
                 with _where_it_compiles():
                     self._rows_in_gluon(some, m, delta)
+                    self._look_at(some)
         rest = [one for one in asked if one.found is None]
         for some in launches(rest, self.q.shape[2], self.v.shape[2]):
             self._rows_in_triton(some, m, delta)
+
+    def _look_at(self, some: Sequence[RowProduct]) -> None:
+        """Raise RuntimeError where this Triton makes another dS K in Gluon than torch does of a few rows; once."""
+        import triton
+
+        of_dscores = next((one for one in some if one.weight.name == "dscores"), None)
+        if self._ahead or of_dscores is None or triton.__version__.startswith(_TESTED) or _LOOKED_AT:
+            return
+        assert of_dscores.found is not None
+        rows = torch.linspace(0, self.q.shape[1] - 1, min(self.q.shape[1], 16), device=self.q.device).long()
+        block = reference_rows(self.head, rows)
+        assert block.unnormalised_dscores is not None
+        true = block.unnormalised_dscores @ self.head.k[block.keys]
+        off = (of_dscores.found[0, rows] - true).norm()
+        if not off <= 1e-9 * true.norm():
+            for one in some:
+                one.found = None
+            raise RuntimeError(f"Triton {triton.__version__} makes other products in Gluon than torch")
+        _LOOKED_AT.add(triton.__version__)
 
     def _rows_in_gluon(self, some: Sequence[RowProduct], m: Tensor, delta: Tensor) -> None:
         from attn_diag.reference.gluon_products import rows_kernel

@@ -439,6 +439,32 @@ def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch:
         assert torch.equal(getattr(found, output), getattr(expected, output))
 
 
+@pytest.mark.parametrize("wrong", [0.0, 1e-6, math.nan])
+def test_what_another_gluon_makes_is_looked_at_once(wrong: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Triton with which it was not tested; here the numbers are Triton's, off by so much."""
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", math.inf)
+    head = on(device, in_bf16(make_head(CASES["square-63"])))
+    (expected,) = FusedHeads([head]).references(key_gradients=False)
+    monkeypatch.setattr(fused_inputs, "WORTH_NARROW", 0)
+    monkeypatch.setattr(fused_launches, "has_gluon", lambda: True)
+    monkeypatch.setattr(fused_launches, "_TESTED", "none")
+    refused, looked = list[Exception](), set[str]()
+    monkeypatch.setattr(fused_launches, "_REFUSED", refused)
+    monkeypatch.setattr(fused_launches, "_LOOKED_AT", looked)
+
+    def given(self: FusedHeads, products: Any, *fed: Any) -> None:
+        self._rows_in_triton(products, *fed)
+        for one in products:
+            one.found *= 1 + wrong
+
+    monkeypatch.setattr(FusedHeads, "_rows_in_gluon", given)
+    for _ in range(2):
+        (found,) = FusedHeads([head]).references(key_gradients=False)
+        assert torch.equal(some(found.dq), some(expected.dq))
+    assert len(refused) == (wrong != 0)
+    assert len(looked) == (wrong == 0)
+
+
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])
 def test_casts_break_ties_to_even(value: float, rounded: float, device: str) -> None:
     head = on(device, make_head(Case(2, 2, 16, Masking("top-left"))))
