@@ -1,4 +1,4 @@
-"""The launches of ``fused`` that make products of tiles: in Triton, or in Gluon, which takes two thirds of the time."""
+"""The launches of ``fused`` that make products of tiles: in Triton, or in Gluon, which takes less time."""
 
 from __future__ import annotations
 
@@ -145,7 +145,11 @@ class FusedLaunches(FusedVariances):
         outs = [self.q.new_empty(count, k_length, one.y.shape[2]) for one in some]
         tiling = self._tiling("gluon", width, *(one.weight for one in some))
         tiling = replace(tiling, of_dout=tuple(one.y is not self.q for one in some))
-        numbers = [n for one in some for n in (*(*one.numbers, m, m, m)[:3], _ones(one.times, m))]
+        numbers = [
+            n
+            for one in some
+            for n in (*(*one.numbers, m, m, m)[:3], torch.ones_like(m) if one.times is None else one.times)
+        ]
         self._launch(
             keys_kernel, LaunchGrid(k_length, tiling.block_m, count, 1, last_first=False), tiling,
             [self.q, k, v, self.do, self._positions, self._owners, self._numbers, *self._mask, m, delta,
@@ -184,7 +188,7 @@ def bf16_pairs(x: Tensor) -> Tensor:
 
 
 def has_gluon() -> bool:
-    """Whether this Triton compiles Gluon's kernels, and does."""
+    """Whether this Triton has what Gluon's kernels are written in; the interpreter has not."""
     import triton
 
     if triton.knobs.runtime.interpret:
@@ -214,7 +218,3 @@ def _row_numbers(numbers: Sequence[Sequence[Tensor]], m: Tensor, delta: Tensor |
     """m, delta, and a, b and c of each weight, [W, 3, H, Tq]; any numbers in place of what W has not."""
     every = [n for of_weight in numbers for n in (*of_weight, *[m] * (3 - len(of_weight)))]
     return [m, m if delta is None else delta, torch.stack(every)]
-
-
-def _ones(times: Tensor | None, m: Tensor) -> Tensor:
-    return torch.ones_like(m) if times is None else times

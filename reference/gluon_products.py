@@ -1,7 +1,7 @@
 """``rows_kernel`` and ``keys_kernel`` of ``triton_attention`` in Gluon, for q, k, v and dO that are BF16 numbers.
 
-The same products on the same tensor cores, with the same bits, in two thirds of the time; of tiles the next one comes
-while one is used.
+The same products on the same tensor cores: W X has the bits of theirs where tiles are as large. W^T Y has numbers by
+query row in W instead of in Y, and a cast dS is multiplied in BF16. Of tiles the next one comes while one is used.
 
 Only for Triton that has Gluon; the interpreter has none.
 """
@@ -27,6 +27,7 @@ from attn_diag.reference.gluon_tiles import (
     shared_tile,
 )
 
+_row_numbers = gluon.jit(triton_tiles.row_numbers.fn)
 _tile_scores = gluon.jit(triton_tiles.tile_scores.fn)
 _tile_weight = gluon.jit(triton_tiles.tile_weight.fn)
 _seen_rows = gluon.jit(triton_tiles.seen_rows.fn)
@@ -38,14 +39,6 @@ def _store_part(ptr, values, row, here, width, first: gl.constexpr, G: gl.conste
     """[M, 32] features from ``first`` on of some rows."""
     features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, mma(G)))
     gl.store(ptr + row[:, None] * width + features[None, :], values, mask=here[:, None] & (features < width)[None, :])
-
-
-@gluon.jit
-def _numbers(ptr, plane, here):
-    a = gl.load(ptr, mask=here, other=0.0)
-    b = gl.load(ptr + plane, mask=here, other=0.0)
-    c = gl.load(ptr + 2 * plane, mask=here, other=0.0)
-    return a, b, c
 
 
 @gluon.jit
@@ -94,6 +87,7 @@ def rows_kernel(
     ks = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_d], shared_tile(G, G.block_d))
     vs = gl.allocate_shared_memory(gl.float64, [2, G.block_n, G.block_v], shared_tile(G, G.block_v))
     narrow_ptr += owner * k_length * width
+    # Without a use the least that its layout takes.
     ns = gl.allocate_shared_memory(gl.bfloat16, [2, G.block_n, G.block_d] if G.casts else [2, 8, 64], narrow_tile())
     KIND1: gl.constexpr = gl.float32 if G.casts else gl.float64
     PARTS: gl.constexpr = D // 32
@@ -102,10 +96,10 @@ def rows_kernel(
         acc = appended(acc, gl.zeros([M, 32], gl.float64, layout=MMA))
         if G.count > 1:
             acc1 = appended(acc1, gl.zeros([M, 32], KIND1, layout=MMA))
-    a, b, c = _numbers(rows_ptr + row, plane, here)
+    a, b, c = _row_numbers(rows_ptr + row, plane, here)
     a1, b1, c1 = a, b, c
     if G.count > 1:
-        a1, b1, c1 = _numbers(rows_ptr + 3 * plane + row, plane, here)
+        a1, b1, c1 = _row_numbers(rows_ptr + 3 * plane + row, plane, here)
     total = gl.zeros([M], gl.float64, layout=OWN)
     squares = gl.zeros([M], gl.float64, layout=OWN)
     if begin < end:
@@ -164,7 +158,7 @@ def _keys_weight(p, slope, centred, alpha, ptr, plane, here, INDEX: gl.constexpr
                  CAST: gl.constexpr, ALPHA_FIRST: gl.constexpr, G: gl.constexpr):  # fmt: skip
     """W of a tile of keys and query rows, times a number by query row."""
     ptr += 4 * INDEX * plane
-    a, b, c = _numbers(ptr, plane, here)
+    a, b, c = _row_numbers(ptr, plane, here)
     w = _tile_weight(p, slope, centred, alpha, a[None, :], b[None, :], c[None, :], NAME, CAST, ALPHA_FIRST, G)
     return gl.convert_layout(w * gl.load(ptr + 3 * plane, mask=here, other=0.0)[None, :], left_operand(G))
 

@@ -53,6 +53,14 @@ def _times(w, x_ptr, part_plane, keys, k_length, width, BLOCK: tl.constexpr):
     return tl.dot(first, _tile(x_ptr + part_plane, keys, k_length, width, BLOCK), found, input_precision="ieee")
 
 
+@triton.jit
+def _store(ptr, values, row, here, width, BLOCK: tl.constexpr):
+    """[R, BLOCK] features of some rows."""
+    features = tl.arange(0, BLOCK)
+    inside = here[:, None] & (features < width)[None, :]
+    tl.store(ptr + row[:, None] * width + features[None, :], values, mask=inside)
+
+
 @triton.jit(do_not_specialize=["first_block", "step"])
 def variances_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, v2_ptr, k2_ptr, positions_ptr, owners_ptr, numbers, mask_ptr, mask_t, mask_k,
@@ -109,13 +117,9 @@ def variances_kernel(
                 w = w * slope
             w = w * w + tl.where(p > 0, least_dq[:, None], 0.0)
             of_dq += _times(w, k2_ptr, k_plane, keys, k_length, width, G.block_d)
-    features = tl.arange(0, G.block_v)
-    inside = here[:, None] & (features < value_width)[None, :]
-    tl.store(of_out_ptr + row[:, None] * value_width + features[None, :], of_out, mask=inside)
+    _store(of_out_ptr, of_out, row, here, value_width, tl.constexpr(G.block_v))
     if G.needs_dprobs:
-        features = tl.arange(0, G.block_d)
-        inside = here[:, None] & (features < width)[None, :]
-        tl.store(of_dq_ptr + row[:, None] * width + features[None, :], of_dq, mask=inside)
+        _store(of_dq_ptr, of_dq, row, here, width, tl.constexpr(G.block_d))
 
 
 @triton.jit(do_not_specialize=["first_block", "step"])
@@ -183,12 +187,8 @@ def key_variances_kernel(
         of_dk = of_dk * shrink[:, None] + _times(dscores, q2_ptr, q_plane, at, q_length, width, G.block_d)
     row = h.to(tl.int64) * k_length + keys
     tl.store(powers_ptr + row, power, mask=keys < k_length)
-    features = tl.arange(0, G.block_d)
-    inside = (keys < k_length)[:, None] & (features < width)[None, :]
-    tl.store(of_dk_ptr + row[:, None] * width + features[None, :], of_dk, mask=inside)
-    features = tl.arange(0, G.block_v)
-    inside = (keys < k_length)[:, None] & (features < value_width)[None, :]
-    tl.store(of_dv_ptr + row[:, None] * value_width + features[None, :], of_dv, mask=inside)
+    _store(of_dk_ptr, of_dk, row, keys < k_length, width, tl.constexpr(G.block_d))
+    _store(of_dv_ptr, of_dv, row, keys < k_length, value_width, tl.constexpr(G.block_v))
 
 
 @triton.jit(do_not_specialize=["first_block", "step"])
@@ -225,6 +225,4 @@ def through_kernel(
             found = tl.dot(some, k, found, input_precision="ieee")
             w = w - some.to(tl.float32)
         out += found
-    features = tl.arange(0, G.block_d)
-    inside = here[:, None] & (features < width)[None, :]
-    tl.store(out_ptr + row[:, None] * width + features[None, :], out, mask=inside)
+    _store(out_ptr, out, row, here, width, tl.constexpr(G.block_d))
