@@ -145,11 +145,8 @@ class FusedLaunches(FusedVariances):
         outs = [self.q.new_empty(count, k_length, one.y.shape[2]) for one in some]
         tiling = self._tiling("gluon", width, *(one.weight for one in some))
         tiling = replace(tiling, of_dout=tuple(one.y is not self.q for one in some))
-        numbers = [
-            n
-            for one in some
-            for n in (*(*one.numbers, m, m, m)[:3], torch.ones_like(m) if one.times is None else one.times)
-        ]
+        times = [torch.ones_like(m) if one.times is None else one.times for one in some]
+        numbers = [n for one, last in zip(some, times, strict=True) for n in (*(*one.numbers, m, m, m)[:3], last)]
         self._launch(
             keys_kernel, LaunchGrid(k_length, tiling.block_m, count, 1, last_first=False), tiling,
             [self.q, k, v, self.do, self._positions, self._owners, self._numbers, *self._mask, m, delta,
