@@ -1,11 +1,12 @@
 """How long attribute, what-if and identify take, and which functions take it.
 
     python benchmarks/bench_engines.py [--device cpu|cuda] [--only NAME] [--captures N] [--heads N] [--length T]
-                                       [--long T] [--profile] [--json FILE]
+                                       [--long T] [--kernel fa2|flash|cudnn|efficient] [--profile] [--json FILE]
 
 attribute: every head of N causal captures (1, heads, T, 64) with x, so that dW_Q follows. what-if and identify: one
-head of (1, 1, long, 128). O and dQ are fa2's own, by its Triton kernels on CUDA and emulated on a CPU. Inputs are
-N(0,1) in BF16. Each is run twice: the first run may compile kernels. ``--profile`` samples the second by function.
+head of (1, 1, long, 128). O and dQ are fa2's own, by its Triton kernels on CUDA and emulated on a CPU, or those of one
+of torch's kernels (``--kernel``, on CUDA). Inputs are N(0,1) in BF16. Each is run twice: the first run may compile
+kernels. ``--profile`` samples the second by function.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from measuring import captured, made_by, normal, options_of, save, timed
 from profile_inspect import ours
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag.captures.capture import Capture
@@ -29,16 +32,25 @@ from attn_diag.reference import AttentionHead, Masking
 
 EVERY = 2e-3
 LINES = 45
+TORCHS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
-def capture_of(heads: int, length: int, width: int, seed: int, device: str, *, x: bool) -> Capture:
-    """N(0,1), and what fa2 makes of it."""
+def capture_of(heads: int, length: int, width: int, seed: int, device: str, kernel: str, *, x: bool) -> Capture:
+    """N(0,1), and what a kernel makes of it."""
     inputs = normal(1, heads, length, width, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     extra = {"x": torch.randn(1, length, 12 * 64, generator=generator).bfloat16()} if x else {}
     if device == "cuda":
         q, k, v, do = (t.cuda().requires_grad_() for t in inputs)
-        o = attention(q, k, v, causal="top-left")
+        if kernel == "fa2":
+            o = attention(q, k, v, causal="top-left")
+        else:
+            with sdpa_kernel(TORCHS[kernel]):
+                o = scaled_dot_product_attention(q, k, v, is_causal=True)
         (dq,) = torch.autograd.grad(o, q, do)
         return captured(inputs, o=o.detach().cpu(), dq=dq.cpu(), **extra)
     made = []
@@ -78,11 +90,13 @@ def main() -> None:
     parser.add_argument("--only", choices=["attribute", "what-if", "identify"])
     for name, usual in (("captures", 12), ("heads", 12), ("length", 1024), ("long", 8192)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--kernel", choices=["fa2", *TORCHS], default="fa2")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     device = options.device
-    short = [capture_of(options.heads, options.length, 64, i, device, x=True) for i in range(options.captures)]
-    long = capture_of(1, options.long, 128, 0, device, x=False)
+    made = partial(capture_of, device=device, kernel=options.kernel)
+    short = [made(options.heads, options.length, 64, i, x=True) for i in range(options.captures)]
+    long = made(1, options.long, 128, 0, x=False)
     runs: dict[str, Callable[[], object]] = {
         "attribute": partial(attn_diag.attribute, short, device=device),
         "identify": partial(attn_diag.identify, long, device=device),
@@ -90,6 +104,7 @@ def main() -> None:
     }
     result: dict[str, Any] = made_by(device)
     result |= {
+        "kernel": options.kernel,
         "attribute of": [options.captures, options.heads, options.length, 64],
         "one head of": [options.long, 128],
     }

@@ -67,8 +67,10 @@ FOLDERS = {
 # Captures, and the shape of each.
 FLOORS = {
     "12 x (1,12,1024,64)": (12, (1, 12, 1024, 64)),
+    "(4,16,4096,64)": (1, (4, 16, 4096, 64)),
     "(4,16,4096,128)": (1, (4, 16, 4096, 128)),
     "(1,8,4096,128)": (1, (1, 8, 4096, 128)),
+    "(1,1,32768,64)": (1, (1, 1, 32768, 64)),
     "(1,1,32768,128)": (1, (1, 1, 32768, 128)),
     "(1,1,131072,128)": (1, (1, 1, 131072, 128)),
 }
@@ -310,14 +312,14 @@ def compare_devices(path: Path) -> dict[str, float]:
 
 def time_once(name: str, work: str, device: str) -> float:
     """The seconds that one piece of work takes in this process, which has imported all it needs."""
-    from scipy import special, stats  # noqa: F401 - imported by the analysis
+    from scipy import special  # noqa: F401 - imported by the analysis
 
     return timed(works_of(name, device)[work])
 
 
 def peak_mb(name: str, work: str, device: str) -> float:
     """The peak of one piece of work, MB. The inputs, made beforehand by streaming, count as part of it."""
-    from scipy import stats  # noqa: F401 - imported by the analysis; a library, not its memory
+    from scipy import special  # noqa: F401 - imported by the analysis; a library, not its memory
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -153,6 +153,14 @@ def test_benjamini_hochberg_by_hand() -> None:
     assert adjust([]) == []
 
 
+def test_benjamini_hochberg_has_the_bits_of_scipy() -> None:
+    generator = np.random.default_rng(0)
+    for n in (1, 2, 7, 300):
+        p_values = generator.random(n) ** 5
+        p_values[: n // 3] = p_values[0]  # ties
+        assert adjust(p_values.tolist()) == stats.false_discovery_control(p_values).tolist()
+
+
 def effects(seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Errors [60, 12] without a mean, with parts that a key's rows share and others that a feature's elements share."""
     rng = np.random.default_rng(seed)

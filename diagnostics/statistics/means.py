@@ -286,10 +286,15 @@ def require_level(level: float) -> None:
 
 
 def adjust(p_values: Sequence[float]) -> list[float]:
-    """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289)."""
-    from scipy import stats
+    """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289).
 
-    return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
+    As ``scipy.stats.false_discovery_control`` has them, whose import takes a sixth of a short command.
+    """
+    order = np.argsort(p_values)[::-1]
+    scaled = np.asarray(p_values)[order] * (len(order) / np.arange(len(order), 0, -1))
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.minimum(np.minimum.accumulate(scaled), 1.0)
+    return adjusted.tolist()
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
