@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
-import triton
 from torch import Tensor
 
 
@@ -19,6 +20,11 @@ def interpreted() -> bool:
     from attn_diag.kernels.triton_math import INTERPRETED
 
     return bool(INTERPRETED.value)
+
+
+def compiles_for(device: torch.device) -> bool:
+    """Whether there is a Triton that could compile the kernels for the device."""
+    return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
 
 
 def check_backend(device: torch.device) -> None:
@@ -52,6 +58,8 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 def has_hopper_products(device: torch.device) -> bool:
     """Whether the device has Hopper's products of warpgroups, and Triton the Gluon that ours are written in."""
+    import triton
+
     return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith(("3.6", "3.7"))
 
 

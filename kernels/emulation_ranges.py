@@ -7,14 +7,16 @@ For a GPU, which takes longer to be told of an operation than to do it for one r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
+from attn_diag.kernels.backend import compiles_for
 from attn_diag.kernels.emulation_block import PROBS, PRODUCT, SOFTMAX, Block, masked_scores
 from attn_diag.kernels.emulation_operands import HeadLike, Rounder
 from attn_diag.kernels.emulation_softmax import exponential, own_maximum
@@ -49,6 +51,24 @@ class Walked:
     """What it multiplies the old sums by, likewise."""
 
 
+class _Order(NamedTuple):
+    """The order of key tiles, int64 [tiles]."""
+
+    places: list[int]
+    """Where the tile of each step lies."""
+    lying: Tensor
+    """The same."""
+    steps: Tensor
+    """The step of each tile as it lies."""
+
+
+@lru_cache(maxsize=64)
+def _order_of(starts: tuple[int, ...], device: torch.device) -> _Order:
+    steps = torch.tensor(starts).argsort()
+    lying = steps.argsort()
+    return _Order(lying.tolist(), lying.to(device), steps.to(device))
+
+
 @dataclass(frozen=True)
 class KeyRanges:
     """The ranges of one split, in the recipe's order."""
@@ -72,38 +92,55 @@ class KeyRanges:
         width = self.recipe.schedule.key_tile  # of several tiles; they begin at multiples of it
         return self.keys.start % width, -self.keys.stop % width
 
-    @cached_property
-    def order(self) -> list[int]:
-        """Where the tile of each step lies."""
-        starts = sorted(t.start for t in self.tiles)
-        return [starts.index(t.start) for t in self.tiles]
+    def _order(self, device: torch.device) -> _Order:
+        return _order_of(tuple(t.start for t in self.tiles), device)
 
     def walked(self, scores: Tensor) -> Walked:
         """From the scores of all keys, [..., R, keys]."""
         padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf) if any(self._pads) else scores
         by_tile = padded.view(*scores.shape[:-1], len(self.tiles), -1)
-        top = own_maximum(self.recipe, by_tile)[..., 0][..., self.order]
+        order = self._order(scores.device)
+        top = own_maximum(self.recipe, by_tile)[..., 0][..., order.lying]
         maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
         before = torch.nn.functional.pad(maxima[..., :-1], (1, 0), value=-torch.inf)
         rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, self.keys.start, "rescale")
         if self.visited is not None:  # where m stays a fused multiply-add leaves a factor that is not quite 1
             rescale = rescale.masked_fill(~self.visited, 1.0)
-        lying = maxima[..., self._places, None]
+        lying = maxima[..., order.steps, None]
         probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, self.keys.start)
         return Walked(probs, maxima, rescale)
 
-    @cached_property
-    def _places(self) -> list[int]:
-        """The step of each tile as it lies."""
-        return [self.order.index(i) for i in range(len(self.order))]
-
     def sums(self, summed: Tensor) -> Tensor:
         """What every range adds to l, [..., R, tiles] in order, from [..., R, tiles, K]."""
-        found = summed.sum(-1)[..., self.order]
+        found = summed.sum(-1)[..., self._order(summed.device).lying]
         if self.recipe.row_sum_clamp is not None:
             found = found.clamp(min=self.recipe.row_sum_clamp)
             found = found if self.visited is None else found.masked_fill(~self.visited, 0.0)
         return found
+
+    def carried(
+        self, factors: Tensor, terms: Tensor, rounded: Callable[[Tensor, int, str], Tensor] | None, *, lying: bool
+    ) -> Tensor:
+        """Sums carried from range to range, [..., R, D]: those before times their factor, plus a term.
+
+        Args:
+            factors: [..., R, tiles] in order.
+            terms: [..., tiles, R, D].
+            rounded: What rounds the product (step "rescale") and the sum (step ""), given x, the range's first key and
+                the step; None: nothing.
+            lying: Whether the terms lie as the tiles do, not in order.
+        """
+        order = self._order(terms.device)
+        if rounded is None and compiles_for(terms.device):
+            from attn_diag.kernels.triton_carried import carried
+
+            return carried(factors, terms, order.lying if lying else None)
+        total, by_tile = torch.zeros_like(terms.select(-3, 0)), terms.unbind(-3)
+        in_order = [by_tile[place] for place in order.places] if lying else by_tile
+        for keys, factor, term in zip(self.tiles, factors[..., None].unbind(-2), in_order, strict=True):
+            total = total.mul_(factor) if rounded is None else rounded(total.mul_(factor), keys.start, "rescale")
+            total = total.add_(term) if rounded is None else rounded(total.add_(term), keys.start, "")
+        return total
 
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
         """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] as they lie; ``v`` of all keys."""
@@ -134,13 +171,11 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
 
     def sum_rows() -> tuple[Tensor, Tensor]:
         added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
-        exact = torch.zeros_like(step.maxima[..., 0])
-        rounded = None if parse(recipe.row_sum) is None else exact.clone()
-        for keys, rescale, own in zip(ranges.tiles, step.rescale.unbind(-1), added.unbind(-1), strict=True):
-            exact.mul_(rescale).add_(own)
-            if rounded is not None:
-                rounded = rounder("row_sum", rounded.mul_(rescale).add_(own), keys.start)
-        return exact[..., None], (exact if rounded is None else rounded)[..., None]
+        carry = partial(ranges.carried, step.rescale, added.mT[..., None], lying=False)
+        exact = carry(None)
+        if parse(recipe.row_sum) is None:
+            return exact, exact
+        return exact, carry(lambda x, key, scaled: x if scaled else rounder("row_sum", x, key))
 
     fields = (*PROBS, "row_sum_of", "row_sum_clamp", "row_sum", "seed")
     exact_sum, row_sum = block.shared("row sums", recipe, fields, place, sum_rows)
@@ -148,12 +183,8 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
     def add_up() -> Tensor:
         v = block.operands.prepared(recipe).get(recipe, "v").values[..., ranges.keys, :]
         products = block.shared("product", recipe, (*PRODUCT, "range_pv"), place, partial(ranges.products, cast, v))
-        by_tile, rescale = products.unbind(-3), step.rescale[..., None].unbind(-2)
-        total = torch.zeros_like(by_tile[0])
-        for keys, lying, factor in zip(ranges.tiles, ranges.order, rescale, strict=True):
-            scaled = rounder("accumulator", total.mul_(factor), keys.start, "rescale")
-            total = rounder("accumulator", scaled.add_(by_tile[lying]), keys.start)
-        return total
+        rounded = None if parse(recipe.accumulator) is None else partial(rounder, "accumulator")
+        return ranges.carried(step.rescale, products, rounded, lying=True)
 
     accumulator = block.shared("sums of products", recipe, (*PRODUCT, "range_pv", "accumulator"), place, add_up)
     return step.maxima[..., -1:], exact_sum, row_sum, accumulator

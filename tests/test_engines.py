@@ -27,11 +27,13 @@ from attn_diag.kernels import (
     emulate_stack,
     emulation,
     emulation_forward,
+    emulation_ranges,
     preset,
     triton_head,
 )
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import parse, round_to
+from attn_diag.kernels.triton_carried import carried
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.several import Several
 
@@ -68,6 +70,43 @@ def assert_as_good(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= 2**-5 * float(expected.abs().max())
     assert float((found - expected).norm()) <= 1e-4 * float(expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("shape", "ordered"), [((5, 3, 7), False), ((2, 9, 17, 16), True), ((3, 1, 130), True)])
+def test_sums_carried_in_one_launch_have_the_bits_of_the_walk(
+    device: str, shape: tuple[int, ...], dtype: torch.dtype, *, ordered: bool
+) -> None:
+    *many, steps, rows, width = shape
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.rand(*many, rows, steps, generator=generator, dtype=dtype).to(device)
+    terms = torch.randn(*many, steps, rows, width, generator=generator, dtype=dtype).to(device)
+    terms[..., 0, 0], factors[..., 1] = -0.0, 0.0
+    order = None if ordered else torch.randperm(steps, generator=generator).to(device)
+    total = torch.zeros_like(terms.select(-3, 0))
+    for step in range(steps):
+        total = total.mul_(factors[..., step, None]).add_(terms.select(-3, step if order is None else int(order[step])))
+    found = carried(factors, terms, order)
+    assert torch.equal(found, total)
+    assert torch.equal(found.signbit(), total.signbit())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_of_ranges_carried_in_one_launch_have_the_same_bits(device: str, name: str) -> None:
+    every, found = [], []
+    for head in heads(2):
+        q, k, v, do = (t.to(device) for t in (head.q, head.k, head.v, head.do))
+        every.append(replace(head, q=q, k=k, v=v, do=do))
+    for one_launch in (False, True):
+        with (
+            patch.object(emulation, "launches", lambda _: True),
+            patch.object(emulation_forward, "launches", lambda _: True),
+            patch.object(emulation_ranges, "compiles_for", lambda _, yes=one_launch: yes),
+        ):
+            found.append([made for _, (made,) in emulate_stack([RECIPES[name]], every)])
+    for one, other in zip(*found, strict=True):
+        for field in FIELDS:
+            assert torch.equal(getattr(one, field), getattr(other, field))
 
 
 @pytest.mark.parametrize("name", RECIPES)

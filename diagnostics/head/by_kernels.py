@@ -8,7 +8,6 @@ ever.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -39,6 +38,7 @@ from attn_diag.head.recipe_search import (
 )
 from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
+from attn_diag.kernels.backend import compiles_for
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
 WORTH = 2**23
@@ -62,8 +62,7 @@ def worth_kernels(places: Sequence[Place], device: torch.device) -> bool:
         places: Capture, observation, batch item and head.
         device: Where the rest is computed.
     """
-    runnable = device.type == "cuda" and torch.version.hip is None and importlib.util.find_spec("triton") is not None
-    if not runnable or not places:
+    if not compiles_for(device) or not places:
         return False
     q_length, k_length = places[0][0].lengths(places[0][2])
     return len(places) * q_length * k_length >= WORTH
