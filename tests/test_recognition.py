@@ -122,6 +122,23 @@ def test_of_a_long_head_kernels_make_what_is_compared_and_more_when_it_is(monkey
     assert (told and (told.name, told.flaw)) == (expected and (expected.name, expected.flaw))
 
 
+def test_a_second_head_of_a_shape_asks_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a few rows are others; where all rows are compared, the few of a late block come from those."""
+    asked: list[bool] = []
+
+    def noted(recipe: Recipe, heads: Sequence[AttentionHead], rows: torch.Tensor | None) -> list[EmulatedHead]:
+        asked.append(rows is not None)
+        return by_emulation(recipe, heads)
+
+    monkeypatch.setattr(triton_head, "run_heads", noted)
+    monkeypatch.setattr(by_kernels, "_FEW_OF", 8)
+    capture = made_by(preset("fa2", "bf16", 16), length=256)
+    for _ in range(2):
+        assert "fa2" in some(looked_at(capture).recognised).name
+    assert asked
+    assert not any(asked)
+
+
 def test_kernels_recognise_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FlashAttention-2 splits six tiles of 256 keys into two."""
     monkeypatch.setattr(triton_head, "run_heads", by_emulation)

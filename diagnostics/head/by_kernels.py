@@ -217,8 +217,10 @@ class _Made(NamedTuple):
 class _Runs:
     """O of some heads by recipe, run on all of them when it, or further rows of it, are first asked for."""
 
-    def __init__(self, subjects: Sequence[SearchedHead]) -> None:
+    def __init__(self, subjects: Sequence[SearchedHead], rows: Tensor) -> None:
         self._heads = [replace(subject.inputs.head, do=None) for subject in subjects]
+        # Only where the rows compared are few, so that no kernel is compiled for a few of fewer rows as well.
+        self._long = _FEW_OF * len(rows) <= len(self._heads[0].q)
         self._found: dict[Recipe, _Made] = {}
 
     def out(self, i: int, recipe: Recipe, rows: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class _Runs:
 
         # A kernel makes a block of rows for each; of a million rows those asked for are in one block in a hundred.
         length = len(self._heads[0].q)
-        few = _FEW_OF * len(rows) <= length
+        few = self._long and _FEW_OF * len(rows) <= length
         outs = [made.o for made in run_heads(recipe, self._heads, rows if few else None)]
         known = self._found.get(recipe)
         if known is not None and known.there is not None and few:
@@ -276,7 +278,7 @@ class _Runnable(NamedTuple):
 
 def _let_run(subjects: Sequence[SearchedHead], rows: Tensor) -> _Runnable:
     """What is run on these heads; the published kernels are compiled, and make O of these rows, and of others asked."""
-    runs, recipes = _Runs(subjects), _runnable(subjects[0], len(subjects))
+    runs, recipes = _Runs(subjects, rows), _runnable(subjects[0], len(subjects))
     for i, subject in enumerate(subjects):
         subject.made = partial(runs.out, i)
     runs.compile(recipes.published, rows)
