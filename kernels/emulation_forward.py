@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_diag.kernels.emulation_block import PROBS, PRODUCT, SOFTMAX, Block, masked_scores, rounds_dropout
 from attn_diag.kernels.emulation_operands import Factor, Rounder, values_product, working_dtype
-from attn_diag.kernels.emulation_ranges import KeyRanges, launches, walked, walks_ahead
+from attn_diag.kernels.emulation_ranges import KeyRanges, launches, together, walked, walks_ahead
 from attn_diag.kernels.emulation_softmax import SoftmaxStep, exponential, softmax_step
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
@@ -59,7 +59,10 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
     splits = list(recipe.schedule.ranges(block.keys))
     # Of several splits none knows the whole row: the sink joins them as one more.
     sink = block.head.sink if len(splits) == 1 else None
-    parts = [_one_split(recipe, block, tiles, rounder, split, trace, sink) for split, tiles in enumerate(splits)]
+    if trace is None and sum(map(len, splits)) > 1 and launches(block.head.q) and walks_ahead(recipe, block.head):
+        parts = [part for some in together(recipe, splits) for part in _at_once(recipe, block, some, rounder, sink)]
+    else:
+        parts = [_one_split(recipe, block, tiles, rounder, split, trace, sink) for split, tiles in enumerate(splits)]
     if parts:
         out, lse = _merge(parts)
         if block.head.sink is not None and len(parts) > 1:
@@ -76,6 +79,17 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
     return ForwardRows(out, rounder("out", out), lse)
 
 
+def _at_once(
+    recipe: Recipe, block: Block, splits: list[list[slice]], rounder: Rounder, sink: float | None
+) -> list[tuple[Tensor, Tensor]]:
+    """``_one_split`` of each."""
+    factor = block.operands.factor(recipe)
+    visited = None if recipe.keeps_sums else block.visited(recipe, [tile for split in splits for tile in split])
+    sums = walked(recipe, block, KeyRanges(recipe, splits, rounder, factor, visited))
+    out, lse = _divided(recipe, block, *sums, factor, rounder, sink)
+    return list(zip(out.unbind(-3), lse.unbind(-2), strict=True))
+
+
 def _one_split(
     recipe: Recipe, block: Block, tiles: Sequence[slice], rounder: Rounder, split: int, trace: list[RangeTrace] | None,
     sink: float | None,
@@ -84,10 +98,6 @@ def _one_split(
     factor = block.operands.factor(recipe)
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
-    if trace is None and len(tiles) > 1 and launches(values) and walks_ahead(recipe, block.head):
-        visited = None if recipe.keeps_sums else block.visited(recipe, tiles)
-        sums = walked(recipe, block, KeyRanges(recipe, tiles, rounder, factor, visited), split)
-        return _divided(recipe, block, *sums, factor, rounder, sink)
     shape = *values.shape[:-2], len(block.rows)
     first = values.new_full((*shape, 1), -torch.inf)
     maxima, exact_sum = first, torch.zeros_like(first)

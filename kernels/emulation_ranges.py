@@ -2,7 +2,8 @@
 
 With the safe rule, or the stabilised one, the maximum after a range is the largest of the ranges' own up to it. P_bar,
 its cast and P_barV of every range follow in one operation each; what is left to walk are l and O_bar, [R] and [R, Dv].
-For a GPU, which takes longer to be told of an operation than to do it for one range.
+Splits of the keys, each with a maximum of its own, are walked side by side. For a GPU, which takes longer to be told of
+an operation than to do it for one range.
 """
 
 from __future__ import annotations
@@ -44,37 +45,35 @@ class Walked:
     """The ranges' softmax; tiles as they lie, or in the recipe's order."""
 
     probs: Tensor
-    """P_bar, [..., R, tiles, K] as they lie; 0 where the first or last range ends within a tile."""
+    """P_bar, [..., R, S N, K] as they lie; 0 where the first or last range ends within a tile."""
     maxima: Tensor
-    """m after each range, [..., R, tiles] in order."""
+    """m after each range, [..., R, S, N] in order."""
     rescale: Tensor
     """What it multiplies the old sums by, likewise."""
 
 
 class _Order(NamedTuple):
-    """The order of key tiles, int64 [tiles]."""
+    """The order of key tiles, int64."""
 
-    places: list[int]
-    """Where the tile of each step lies."""
     lying: Tensor
-    """The same."""
+    """Where the tile of each step lies, [S, N]."""
     steps: Tensor
-    """The step of each tile as it lies."""
+    """The step of each tile as it lies, counted over all splits, [S N]."""
 
 
-@lru_cache(maxsize=64)
-def _order_of(starts: tuple[int, ...], device: torch.device) -> _Order:
-    steps = torch.tensor(starts).argsort()
-    lying = steps.argsort()
-    return _Order(lying.tolist(), lying.to(device), steps.to(device))
+@lru_cache(maxsize=256)  # copies to a GPU, which are the same for many recipes and blocks
+def _order_of(places: tuple[tuple[int, ...], ...], device: torch.device) -> _Order:
+    lying = torch.tensor(places)
+    return _Order(lying.to(device), lying.flatten().argsort().to(device))
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """The ranges of one split, in the recipe's order."""
+    """The ranges of S splits of N tiles, in the recipe's order; tiles that a split lacks come last in it."""
 
     recipe: Recipe
-    tiles: Sequence[slice]
+    splits: Sequence[Sequence[slice]]
+    """One after the other; several are whole tiles each."""
     rounder: Rounder
     factor: float
     """What S - m is multiplied by in the exponent."""
@@ -84,69 +83,100 @@ class KeyRanges:
     @cached_property
     def keys(self) -> slice:
         """All of them."""
-        return slice(min(t.start for t in self.tiles), max(t.stop for t in self.tiles))
+        tiles = [tile for split in self.splits for tile in split]
+        return slice(min(t.start for t in tiles), max(t.stop for t in tiles))
 
     @cached_property
     def _pads(self) -> tuple[int, int]:
-        """Keys that the first and the last tile lack."""
-        width = self.recipe.schedule.key_tile  # of several tiles; they begin at multiples of it
+        """Keys that the first and the last tile lack, or the first and the last split."""
+        schedule = self.recipe.schedule  # of several tiles; they begin at multiples of it
+        width = schedule.key_tile if len(self.splits) == 1 else schedule.split_keys or 0
         return self.keys.start % width, -self.keys.stop % width
 
+    @cached_property
+    def _steps(self) -> int:
+        """N."""
+        length = self.keys.stop - self.keys.start + sum(self._pads)
+        return length // self.recipe.schedule.key_tile // len(self.splits)
+
     def _order(self, device: torch.device) -> _Order:
-        return _order_of(tuple(t.start for t in self.tiles), device)
+        begin, width, count = self.keys.start - self._pads[0], self.recipe.schedule.key_tile, self._steps
+        places = []
+        for number, split in enumerate(self.splits):
+            there = [(tile.start - begin) // width for tile in split]
+            every = range(number * count, (number + 1) * count)
+            places.append((*there, *(sorted({*every} - {*there}) if len(there) < count else ())))
+        return _order_of(tuple(places), device)
+
+    @cached_property
+    def _visits(self) -> Tensor | None:
+        """Whether a row comes to each tile, bool [R, S, N], or [S, N] for all rows; None: they come to all."""
+        lengths, count = [len(split) for split in self.splits], self._steps
+        if self.visited is None and min(lengths) == count:
+            return None
+        there = [number * count + step for number, length in enumerate(lengths) for step in range(length)]
+        shape = () if self.visited is None else (len(self.visited),)
+        found = torch.zeros(*shape, len(lengths) * count, dtype=torch.bool)
+        if self.visited is not None:
+            found = found.to(self.visited.device)
+        found[..., there] = True if self.visited is None else self.visited
+        return found.unflatten(-1, (len(lengths), count))
+
+    def _where_visited(self, x: Tensor, otherwise: float) -> Tensor:
+        return x if self._visits is None else x.masked_fill(~self._visits.to(x.device), otherwise)
 
     def walked(self, scores: Tensor) -> Walked:
         """From the scores of all keys, [..., R, keys]."""
         padded = torch.nn.functional.pad(scores, self._pads, value=-torch.inf) if any(self._pads) else scores
-        by_tile = padded.view(*scores.shape[:-1], len(self.tiles), -1)
-        order = self._order(scores.device)
+        by_tile = padded.view(*scores.shape[:-1], -1, self.recipe.schedule.key_tile)
+        order, start = self._order(scores.device), self.keys.start
         top = own_maximum(self.recipe, by_tile)[..., 0][..., order.lying]
-        maxima = self.rounder("row_max", top, self.keys.start).cummax(-1).values
+        maxima = self.rounder("row_max", top, start).cummax(-1).values
         before = torch.nn.functional.pad(maxima[..., :-1], (1, 0), value=-torch.inf)
-        rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, self.keys.start, "rescale")
-        if self.visited is not None:  # where m stays a fused multiply-add leaves a factor that is not quite 1
-            rescale = rescale.masked_fill(~self.visited, 1.0)
-        lying = maxima[..., order.steps, None]
-        probs = exponential(self.recipe, by_tile, lying, self.factor, self.rounder, self.keys.start)
-        return Walked(probs, maxima, rescale)
+        rescale = exponential(self.recipe, before, maxima, self.factor, self.rounder, start, "rescale")
+        # Where m stays a fused multiply-add leaves a factor that is not quite 1.
+        rescale = self._where_visited(rescale, 1.0)
+        lying = maxima.flatten(-2)[..., order.steps, None]
+        return Walked(exponential(self.recipe, by_tile, lying, self.factor, self.rounder, start), maxima, rescale)
 
     def sums(self, summed: Tensor) -> Tensor:
-        """What every range adds to l, [..., R, tiles] in order, from [..., R, tiles, K]."""
+        """What every range adds to l, [..., R, S, N] in order, from [..., R, S N, K]."""
         found = summed.sum(-1)[..., self._order(summed.device).lying]
         if self.recipe.row_sum_clamp is not None:
-            found = found.clamp(min=self.recipe.row_sum_clamp)
-            found = found if self.visited is None else found.masked_fill(~self.visited, 0.0)
+            found = self._where_visited(found.clamp(min=self.recipe.row_sum_clamp), 0.0)
         return found
 
     def carried(
         self, factors: Tensor, terms: Tensor, rounded: Callable[[Tensor, int, str], Tensor] | None, *, lying: bool
     ) -> Tensor:
-        """Sums carried from range to range, [..., R, D]: those before times their factor, plus a term.
+        """Sums carried from range to range, [..., S, R, D]: those before times their factor, plus a term.
 
         Args:
-            factors: [..., R, tiles] in order.
-            terms: [..., tiles, R, D].
-            rounded: What rounds the product (step "rescale") and the sum (step ""), given x, the range's first key and
+            factors: [..., R, S, N] in order.
+            terms: [..., S N, R, D].
+            rounded: What rounds the product (step "rescale") and the sum (step ""), given x, a range's first key and
                 the step; None: nothing.
             lying: Whether the terms lie as the tiles do, not in order.
         """
-        order = self._order(terms.device)
+        order, factors = self._order(terms.device).lying if lying else None, factors.transpose(-3, -2)
         if rounded is None and compiles_for(terms.device):
             from attn_diag.kernels.triton_carried import carried
 
-            return carried(factors, terms, order.lying if lying else None)
-        total, by_tile = torch.zeros_like(terms.select(-3, 0)), terms.unbind(-3)
-        in_order = [by_tile[place] for place in order.places] if lying else by_tile
-        for keys, factor, term in zip(self.tiles, factors[..., None].unbind(-2), in_order, strict=True):
-            total = total.mul_(factor) if rounded is None else rounded(total.mul_(factor), keys.start, "rescale")
-            total = total.add_(term) if rounded is None else rounded(total.add_(term), keys.start, "")
+            return carried(factors, terms, order)
+        in_order = terms.unflatten(-3, (len(self.splits), -1)) if order is None else None
+        total = terms.new_zeros(*factors.shape[:-1], terms.shape[-1])
+        for step, keys in enumerate(max(self.splits, key=len)):
+            term = terms[..., order[:, step], :, :] if in_order is None else in_order[..., step, :, :]
+            scaled = total.mul_(factors[..., step, None])
+            scaled = scaled if rounded is None else rounded(scaled, keys.start, "rescale")
+            total = scaled.add_(term) if rounded is None else rounded(scaled.add_(term), keys.start, "")
         return total
 
     def products(self, cast: Tensor, v: Tensor) -> Tensor:
-        """P_barV of every range as the recipe rounds it, [..., tiles, R, Dv] as they lie; ``v`` of all keys."""
+        """P_barV of every range as the recipe rounds it, [..., S N, R, Dv] as they lie; ``v`` of all keys."""
         left, right = self._pads
         by_tile = torch.nn.functional.pad(v, (0, 0, left, right))
-        by_tile = by_tile.view(*v.shape[:-2], len(self.tiles), -1, v.shape[-1])
+        by_tile = by_tile.view(*v.shape[:-2], -1, self.recipe.schedule.key_tile, v.shape[-1])
         elements = base(self.recipe.probs)
         operands = elements if elements in ("bf16", "fp16") else self.recipe.input
         found = matmul(cast.transpose(-3, -2), by_tile, self.recipe.accumulation, operands=operands)
@@ -154,9 +184,18 @@ class KeyRanges:
         return self.rounder("range_pv", self.rounder("pv_sums", found, key), key)
 
 
-def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """m, l, l as it is rounded [R, 1] and O_bar [R, Dv] after all ranges, of recipes that ``walks_ahead`` knows."""
-    rounder, place = ranges.rounder, (split, "ranges")
+def together(recipe: Recipe, splits: list[list[slice]]) -> list[list[list[slice]]]:
+    """The splits that are walked side by side."""
+    of_whole_tiles = (
+        recipe.schedule.split_keys is not None and recipe.schedule.split_keys % recipe.schedule.key_tile == 0
+    )
+    return [splits] if len(splits) < 2 or of_whole_tiles else [[split] for split in splits]
+
+
+def walked(recipe: Recipe, block: Block, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """m, l, l as it is rounded [..., S, R, 1] and O_bar [..., S, R, Dv] after all ranges, of recipes that
+    ``walks_ahead`` knows."""
+    rounder, place = ranges.rounder, (ranges.keys.start, "ranges")
 
     def walk() -> Walked:
         return ranges.walked(masked_scores(recipe, block, ranges.keys))
@@ -171,7 +210,7 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
 
     def sum_rows() -> tuple[Tensor, Tensor]:
         added = ranges.sums(step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale)
-        carry = partial(ranges.carried, step.rescale, added.mT[..., None], lying=False)
+        carry = partial(ranges.carried, step.rescale, added.flatten(-2).mT[..., None], lying=False)
         exact = carry(None)
         if parse(recipe.row_sum) is None:
             return exact, exact
@@ -187,4 +226,4 @@ def walked(recipe: Recipe, block: Block, ranges: KeyRanges, split: int) -> tuple
         return ranges.carried(step.rescale, products, rounded, lying=True)
 
     accumulator = block.shared("sums of products", recipe, (*PRODUCT, "range_pv", "accumulator"), place, add_up)
-    return step.maxima[..., -1:], exact_sum, row_sum, accumulator
+    return step.maxima[..., -1:].transpose(-3, -2), exact_sum, row_sum, accumulator
