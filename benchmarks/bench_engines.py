@@ -1,12 +1,12 @@
 """How long attribute, what-if and identify take, and which functions take it.
 
     python benchmarks/bench_engines.py [--device cpu|cuda] [--only NAME] [--captures N] [--heads N] [--length T]
-                                       [--long T] [--kernel fa2|flash|cudnn|efficient] [--profile] [--json FILE]
+                                       [--long T] [--kernels NAME …] [--profile] [--json FILE]
 
 attribute: every head of N causal captures (1, heads, T, 64) with x, so that dW_Q follows. what-if and identify: one
-head of (1, 1, long, 128). O and dQ are fa2's own, by its Triton kernels on CUDA and emulated on a CPU, or those of one
-of torch's kernels (``--kernel``, on CUDA). Inputs are N(0,1) in BF16. Each is run twice: the first run may compile
-kernels. ``--profile`` samples the second by function.
+head of (1, 1, long, 128). O and dQ are those of each of the ``--kernels``: fa2's own, by its Triton kernels on CUDA and
+emulated on a CPU, or those of torch's flash, cudnn or efficient, on CUDA. Inputs are N(0,1) in BF16. Each is run twice:
+the first run may compile kernels. ``--profile`` samples the second by function.
 """
 
 from __future__ import annotations
@@ -90,31 +90,32 @@ def main() -> None:
     parser.add_argument("--only", choices=["attribute", "what-if", "identify"])
     for name, usual in (("captures", 12), ("heads", 12), ("length", 1024), ("long", 8192)):
         parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--kernel", choices=["fa2", *TORCHS], default="fa2")
+    parser.add_argument("--kernels", nargs="+", choices=["fa2", *TORCHS], default=["fa2"])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     device = options.device
-    made = partial(capture_of, device=device, kernel=options.kernel)
-    short = [made(options.heads, options.length, 64, i, x=True) for i in range(options.captures)]
-    long = made(1, options.long, 128, 0, x=False)
-    runs: dict[str, Callable[[], object]] = {
-        "attribute": partial(attn_diag.attribute, short, device=device),
-        "identify": partial(attn_diag.identify, long, device=device),
-        "what-if": partial(attn_diag.what_if, long, device=device),
-    }
     result: dict[str, Any] = made_by(device)
     result |= {
-        "kernel": options.kernel,
         "attribute of": [options.captures, options.heads, options.length, 64],
         "one head of": [options.long, 128],
     }
-    for name, run in runs.items():
-        if options.only in (None, name):
-            result[name] = {"first [s]": round(timed(run), 3)}
-            again = partial(sampled, run) if options.profile else run
-            result[name]["again [s]"] = round(timed(again), 3)
-            print(name, result[name], flush=True)
-            save(result, options.json)
+    for kernel in options.kernels:
+        made = partial(capture_of, device=device, kernel=kernel)
+        short = [made(options.heads, options.length, 64, i, x=True) for i in range(options.captures)]
+        long = made(1, options.long, 128, 0, x=False)
+        runs: dict[str, Callable[[], object]] = {
+            "attribute": partial(attn_diag.attribute, short, device=device),
+            "identify": partial(attn_diag.identify, long, device=device),
+            "what-if": partial(attn_diag.what_if, long, device=device),
+        }
+        found = result[f"of {kernel}"] = {}
+        for name, run in runs.items():
+            if options.only in (None, name):
+                found[name] = {"first [s]": round(timed(run), 3)}
+                again = partial(sampled, run) if options.profile else run
+                found[name]["again [s]"] = round(timed(again), 3)
+                print(kernel, name, found[name], flush=True)
+                save(result, options.json)
 
 
 if __name__ == "__main__":

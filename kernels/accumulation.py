@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.backend import compiles_for
 from attn_diag.kernels.formats import Format, Mode, NumberFormat, Rounding, parse, round_to
 
 # Elements of a block's products held at a time; on a CPU as many as stay in its cache.
@@ -14,8 +15,9 @@ _CHUNK = {"cuda": 2**21, "cpu": 2**16}
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
 _FP32 = NumberFormat(8, 23)
 _FP32_SMALLEST = 2.0**-126  # normal number
-# Least scale that terms are aligned to: of -126 to -159, only -133 gives an H200's sums of 2**-164 to 2**-144.
-_SMALLEST_SCALE = 2.0**-133
+# Exponent of the least scale that terms are aligned to: of -126 to -159, only this gives an H200's sums of 2**-164 to
+# 2**-144.
+_LEAST = -133
 # From here on fp32 overflows; sums of terms that stay below half of it cannot get there.
 _OVERFLOW = 2.0**128
 
@@ -132,15 +134,21 @@ def tensor_core_matmul(
     if core.promotion is not None and core.promotion % core.block:
         raise ValueError(f"promotion must be a multiple of block ({core.block}), got {core.promotion}")
     rounding = parse(operands)
-    smallest = 2.0 ** (_FP32 if rounding is None else rounding.format).min_exponent
+    least = (_FP32 if rounding is None else rounding.format).min_exponent
+    smallest = 2.0**least
     a, b = a.double(), b.double()
     if core.pairs:
         a, b = _by_pairs(a, 2 * core.block), _by_pairs(b.T, 2 * core.block).T
     total = a.new_zeros(len(a), b.shape[1]) if accumulator is None else accumulator.double()
     if not core.subnormals:
         a, b, total = _flushed(a, smallest), _flushed(b, smallest), _flushed(total, _FP32_SMALLEST)
-    left, right = _Operand(a, _scale(a, smallest)), _Operand(b, _scale(b, smallest))
     finite = _stays_finite(a, b, total)
+    if finite and _in_one_launch(core, a.device):
+        from attn_diag.kernels.triton_tensor_core import tensor_core_sums
+
+        bits = {"fraction": core.fraction_bits, "mantissa": _sums_of(core).mantissa_bits}
+        return tensor_core_sums(a, b, total, smallest=least, least=_LEAST, block=core.block, **bits)
+    left, right = _Operand(a, _scale(a, smallest)), _Operand(b, _scale(b, smallest))
     rows = max(1, _CHUNK[a.device.type] // (core.block * max(b.shape[1], 1)))
     parts = []
     for start in range(0, len(a), rows):
@@ -156,6 +164,18 @@ def tensor_core_matmul(
             running = added if finite else _with_infinities(added, x.values, y.values, running)
         parts.append(running if core.promotion is None else _added_outside(outside, running))
     return torch.cat(parts) if parts else total
+
+
+def _in_one_launch(core: TensorCore, device: torch.device) -> bool:
+    """Whether a kernel of Triton's makes these sums: those of Nvidia's tensor cores, without a second sum outside."""
+    modes, wide = (core.alignment, core.result), _sums_of(core).exponent_bits >= _FP32.exponent_bits
+    usual = core.subnormals and core.promotion is None and modes == (Mode.TOWARD_ZERO, Mode.TOWARD_ZERO)
+    return usual and wide and compiles_for(device)
+
+
+def _sums_of(core: TensorCore) -> NumberFormat:
+    rounding = parse(core.sums)
+    return _FP32 if rounding is None else rounding.format
 
 
 def _by_pairs(x: Tensor, width: int) -> Tensor:
@@ -179,7 +199,7 @@ class _Operand:
 def _add_block(a: _Operand, b: _Operand, total: Tensor, core: TensorCore) -> Tensor:
     """One instruction: a [M, <= block], b [<= block, N], total [M, N]; right where nothing overflows."""
     largest = torch.amax(a.scales[:, :, None] * b.scales[None], 1)
-    largest = torch.maximum(largest, _scale(total, _FP32_SMALLEST)).clamp_(min=_SMALLEST_SCALE)
+    largest = torch.maximum(largest, _scale(total, _FP32_SMALLEST)).clamp_(min=2.0**_LEAST)
     quantum = largest.mul_(2.0**-core.fraction_bits)
     inverse = quantum.reciprocal()
     # Integers of at most fraction_bits + 3 bits: their sum is exact.
@@ -220,8 +240,7 @@ def _flushed(x: Tensor, smallest: float) -> Tensor:
 
 def _to_fp32(x: Tensor, core: TensorCore) -> Tensor:
     """``x`` (float64) rounded to the core's sums; what overflows is only right after ``_with_infinities``."""
-    rounding = parse(core.sums)
-    fmt = _FP32 if rounding is None else rounding.format
+    fmt = _sums_of(core)
     if core.result is not Mode.TOWARD_ZERO or fmt.exponent_bits < _FP32.exponent_bits:
         return round_to(x, Rounding(fmt, core.result))
     spacing = x.abs().clamp_(min=_FP32_SMALLEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -25,6 +26,11 @@ def interpreted() -> bool:
 def compiles_for(device: torch.device) -> bool:
     """Whether there is a Triton that could compile the kernels for the device."""
     return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """While it is open, kernels are launched on the device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_backend(device: torch.device) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attn_diag.kernels.backend import launching_on
 
 _BLOCK = 128
 
@@ -55,7 +54,7 @@ def carried(factors: Tensor, terms: Tensor, order: Tensor | None) -> Tensor:
     factors, terms = factors.reshape(-1, splits, rows, steps), terms.reshape(-1, splits * steps, rows, width)
     grid = (triton.cdiv(rows * width, _BLOCK), len(terms) * splits)
     if out.numel():
-        with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        with launching_on(out.device):
             carried_kernel[grid](
                 factors, terms, order, out, *factors.stride(), *terms.stride(), rows, width, splits, steps,
                 BLOCK=_BLOCK, AHEAD=8, enable_fp_fusion=False,

@@ -302,9 +302,9 @@ class TestSpecialValues:
 DATA = Path(__file__).parent / "data" / "tensor_core_h200.safetensors"
 
 
-def missed(core: TensorCore = HOPPER, operands: str | None = None) -> dict[str, int]:
+def missed(core: TensorCore = HOPPER, operands: str | None = None, device: str = "cpu") -> dict[str, int]:
     """Sums whose bits the model misses, by operands and case; what an H200 returned is in DATA (15,360 sums)."""
-    stored = load_file(DATA)
+    stored = load_file(DATA, device)
     counts: dict[str, int] = {}
     for name in (key.removesuffix(".out") for key in stored if key.endswith(".out")):
         a, b, observed = (stored[f"{name}.{part}"] for part in ("a", "b", "out"))
@@ -341,7 +341,7 @@ class TestMeasuredSums:
 
     @pytest.mark.parametrize("exponent", [-132, -134, -300])
     def test_guard_another_least_alignment_is_seen(self, monkeypatch: pytest.MonkeyPatch, exponent: int) -> None:
-        monkeypatch.setattr(accumulation, "_SMALLEST_SCALE", 2.0**exponent)
+        monkeypatch.setattr(accumulation, "_LEAST", exponent)
         counts = missed()
         assert min(counts["bf16.least"], counts["bf16.least_acc"]) > 0, counts
 
@@ -355,6 +355,53 @@ class TestMeasuredSums:
         stored = load_file(DATA)
         infinite = [name for name, value in stored.items() if name.endswith(".out") and value.isinf().any()]
         assert {name.rsplit(".", 2)[0] for name in infinite} == {"bf16.overflow", "bf16.bits"}
+
+
+CORES = {
+    "hopper": HOPPER,
+    "fp8": accumulation.HOPPER_FP8,
+    "widened fp8": accumulation.HOPPER_WIDENED_FP8,
+    "another": TensorCore(block=8, fraction_bits=24),
+}
+
+
+class TestInOneLaunch:
+    """By a kernel of Triton's, as on a GPU."""
+
+    def test_every_bit_is_reproduced(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accumulation, "compiles_for", lambda _: True)
+        found = missed(device=device)
+        assert not any(found.values()), found
+
+    @pytest.mark.parametrize("name", CORES)
+    @pytest.mark.parametrize("operands", ["bf16", "fp16"])
+    def test_the_bits_are_those_of_torch(
+        self, device: str, monkeypatch: pytest.MonkeyPatch, name: str, operands: str
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (11, 70), (37, 70), (11, 37)
+        dtype = torch.bfloat16 if operands == "bf16" else torch.float16
+        a, b = (torch.randn(*s, generator=generator).to(dtype).double().to(device) for s in shapes[:2])
+        start = torch.randn(*shapes[2], generator=generator).double().to(device)
+        a[:, 3::5] *= 2.0**-14  # beside others lost in part
+        a[4:7] *= 2.0**-12 if operands == "fp16" else 2.0**-120
+        a[6:9, ::2], start[2:8, :9] = 0.0, 0.0
+        found = []
+        for one_launch in (False, True):
+            monkeypatch.setattr(accumulation, "compiles_for", lambda _, yes=one_launch: yes)
+            found.append(tensor_core_matmul(a, b.mT, start, CORES[name], operands=operands))
+        assert torch.equal(*found)
+        assert torch.equal(*(x.signbit() for x in found))
+        assert float(found[0].abs().max()) > 0
+
+    @pytest.mark.parametrize(
+        "core", [accumulation.HOPPER_FP16_SUMS, accumulation.HOPPER_FP8_PROMOTED, replace(HOPPER, alignment=Mode.DOWN)]
+    )
+    def test_other_sums_are_left_to_torch(self, monkeypatch: pytest.MonkeyPatch, core: TensorCore) -> None:
+        a, b = torch.randn(3, 64).half().double(), torch.randn(64, 5).half().double()
+        expected = tensor_core_matmul(a, b, None, core)
+        monkeypatch.setattr(accumulation, "compiles_for", lambda _: True)
+        assert torch.equal(tensor_core_matmul(a, b, None, core), expected)
 
 
 class TestRealOutputs:

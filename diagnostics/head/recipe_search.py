@@ -209,7 +209,8 @@ def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor)
         missing = [t for t in tried if t.match.agreement < 1 - 2 * MISSED_BY_SUMS]
         told_apart = [t.recipe for t in missing if right.match.compare(t.match).p_value <= LEVEL]
         own = [r for r in own if r not in told_apart]
-    found = sorted([*trials, *subject.run(own, rows)], key=lambda t: recipes.index(t.recipe))
+    places = {recipe: place for place, recipe in enumerate(recipes)}
+    found = sorted([*trials, *subject.run(own, rows)], key=lambda t: places[t.recipe])
     return ranked(found, subject.head_dim)
 
 
@@ -321,11 +322,11 @@ def _tried(
     leaders, and the presets, on more rows; then other exponentials and row sums around the leaders."""
     d = subject.head_dim
     tried = dict.fromkeys(_coarse(subject, coarse_rows, found, always))
-    trials = ranked(subject.run(tried, coarse_rows), d)
+    trials = first_trials(subject, list(tried), coarse_rows)
     best = trials[0].match
     leaders = [t.recipe for t in trials[:_FINALISTS]]
     leaders += [t.recipe for t in trials[_FINALISTS:] if best.compare(t.match).p_value > _COARSE_LEVEL]
-    final = ranked(subject.run(dict.fromkeys([*known(subject), *leaders]), final_rows), d)
+    final = first_trials(subject, list(dict.fromkeys([*known(subject), *leaders])), final_rows)
     tried |= dict.fromkeys(t.recipe for t in final)
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]
     others = [v for v in dict.fromkeys(others) if v not in {t.recipe for t in final}]
