@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_diag.head import recipe_search as search
 from attn_diag.head.baseline import recognise
+from attn_diag.head.recipe_rows import spread_rows
 from attn_diag.kernels.attention import attention
 
 SHAPES = [(8, 1024, 64), (8, 1024, 128), (8, 2048, 128), (8, 4096, 64), (8, 4096, 128), (4, 8192, 128), (2, 16384, 64)]
@@ -43,7 +44,7 @@ def row_of(tensors: list[Tensor], o: Tensor, device: torch.device) -> dict[str, 
     capture = captured(tensors, o=o.cpu())
     subject = search.read_subject(capture, "observed", 0, 0, device)
     assert subject is not None
-    rows = search.spread_rows(len(subject.observed), ROWS, device)
+    rows = spread_rows(len(subject.observed), ROWS, device)
     recipes = [r for r in search.known(subject) if r.scores == "fp32"]
     found: dict[str, Any] = {}
     for sums, cut_off in (("fp32 sums", False), ("a tensor core's", True)):

@@ -19,7 +19,7 @@ from attn_diag.kernels.emulation_backward import KeyGradients, backward_rows
 from attn_diag.kernels.emulation_block import Block, masked_scores, round_scores, softmax_key
 from attn_diag.kernels.emulation_forward import ForwardRows, RangeTrace, forward_rows
 from attn_diag.kernels.emulation_operands import LOG2_E, HeadLike, Operands, Rounder, working_dtype
-from attn_diag.kernels.emulation_ranges import launches, walks_ahead
+from attn_diag.kernels.emulation_ranges import launches
 from attn_diag.kernels.formats import STORED, Format, Mode
 from attn_diag.kernels.quantizers import parse_quantizer
 from attn_diag.kernels.recipe import Recipe
@@ -27,6 +27,8 @@ from attn_diag.kernels.recipe import Recipe
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
 _CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
+NO_BLOCK = 2**20
+"""Rows of a query block that is none: rows asked for visit the key ranges that some of them see."""
 
 # As in attn_diag.reference.attention: a first call from several threads may be given a low-accuracy MKL function.
 for _function in (torch.exp, torch.exp2, torch.log, torch.tanh):
@@ -247,7 +249,10 @@ def _forwards(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> Iterat
             for number in torch.unique(blocks).tolist():
                 keys = _block_keys(head, number, size)
                 for mine in torch.split((blocks == number).nonzero()[:, 0], chunk):
-                    block = Block(operands, rows[mine], keys)
+                    some = rows[mine]
+                    if size >= NO_BLOCK:
+                        keys = head.visible_span(slice(int(some.min()), int(some.max()) + 1))
+                    block = Block(operands, some, keys)
                     for group in alike:
                         for i in group:
                             yield i, mine, forward_rows(recipes[i], block)
@@ -326,12 +331,7 @@ def places_of(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whol
 def in_any_block(recipe: Recipe, head: HeadLike) -> bool:
     """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
     ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
-    return (
-        ordered
-        and (recipe.keeps_sums or walks_ahead(recipe, head))
-        and recipe.smooth_q == "none"
-        and not recipe.quantized
-    )
+    return ordered and recipe.smooth_q == "none" and not recipe.quantized
 
 
 def _run_block(

@@ -103,18 +103,22 @@ def _one_split(
     maxima, exact_sum = first, torch.zeros_like(first)
     row_sum = exact_sum
     accumulator = values.new_zeros(*shape, values.shape[-1])
+    visited = block.visited(recipe, tiles) if launches(values) and not recipe.keeps_sums else None
     for i, keys in enumerate(tiles):
         place = split, i
         scores = masked_scores(recipe, block, keys)
         follow = partial(softmax_step, recipe, scores, maxima, factor, rounder, keys.start)
         step = block.shared("softmax", recipe, SOFTMAX, place, follow)
         maxima, rescale = step.maxima, step.rescale
+        if visited is not None:
+            rescale = torch.where(visited[:, i, None], rescale, 1.0)
         follow_cast = partial(_cast_probs, recipe, block, step, rounder, keys)
         cast = block.shared("cast", recipe, PROBS, place, follow_cast)
         summed = step.probs if recipe.row_sum_of == "fp32-probs" else cast / recipe.probs_scale
         tile_sum = summed.sum(-1, keepdim=True)
         if recipe.row_sum_clamp is not None:
             tile_sum = tile_sum.clamp(min=recipe.row_sum_clamp)
+            tile_sum = tile_sum if visited is None else torch.where(visited[:, i, None], tile_sum, 0.0)
         exact, rounded = exact_sum, row_sum
         exact_sum = rescale * exact + tile_sum
         # The same number until it is rounded.

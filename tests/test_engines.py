@@ -45,6 +45,10 @@ RECIPES = {
     "fa2": FA2,
     "exact": replace(FA2, arithmetic="fp64", accumulation="exact", probs="fp32", out="fp32", dq="fp32", dscores="fp32"),
     "coarse": COARSE,
+    "stale, fused": replace(
+        FA2, rescaling="fused", softmax=SoftmaxRule("stale", threshold=0.5), schedule=Schedule(128, 32, "ascending")
+    ),
+    "stale, clamped": replace(COARSE, softmax=SoftmaxRule("stale", threshold=0.5), row_sum_clamp=0.5),
     "stabilised": replace(COARSE, softmax=SoftmaxRule("stabilised", beta=2.0)),
     "splits": replace(FA2, schedule=replace(FA2.schedule, key_tile=64, split_keys=128, order="ascending")),
     "splits from behind": replace(COARSE, row_sum_clamp=0.5, schedule=Schedule(128, 32, "descending", 128)),

@@ -23,7 +23,7 @@ from attn_diag.head.baseline import recognise
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.head.recipe_candidates import describe_schedule, families, family_name, known_name, mixtures, schedules
-from attn_diag.head.recipe_search import choose_rows
+from attn_diag.head.recipe_rows import choose_rows
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.reference import reference_rows

@@ -16,7 +16,7 @@ from attn_diag.head import recipe_search as search
 from attn_diag.head.flaws import find_flaw
 from attn_diag.head.identification import IdentifiedHead
 from attn_diag.head.machine import backend_name
-from attn_diag.head.recipe_search import spread_rows
+from attn_diag.head.recipe_rows import spread_rows
 from attn_diag.head.scale_fit import ScaleFit
 from attn_diag.kernels import (
     RECIPES,
@@ -104,8 +104,6 @@ def _check(engine: Engine, recipe: Recipe) -> None:
 
 # Rows that are compared: as many as have so many scores together, and at least so many.
 _SCORES, _ROWS = 2**18, 48
-# Rows on which kernels below 16 bits are told from all others, before they are compared on all.
-_FEW_ROWS = 16
 # Two well-rounded kernels of 16 bits differ by up to 1.2 such roundings of O, the presets below 16 bits by 5 and more:
 # all but SageAttention's where scores hardly differ, which rounds q and k alone (1.0 to 1.8; N(0,1) times 0.02 to 2).
 # A kernel that casts less than they do may be further off them, and is as near to the rounded truth: the presets below
@@ -166,8 +164,7 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
         truth = reference_rows(replace(subject.inputs.head, do=None), rows).out
         rounded = round_nearest_even(truth, format_of(subject.observed.dtype))
         nearest = min(nearest, _distance(rounded, subject.observed[rows]))
-    few = rows[:: max(1, len(rows) // _FEW_ROWS)]
-    narrow, _ = search.low_bit_trials(subject, few, rows, scores_alone=nearest < _NEAR)
+    narrow, _ = search.low_bit_trials(subject, rows, scores_alone=nearest < _NEAR)
     for trial in narrow[:1]:
         if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
             return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)

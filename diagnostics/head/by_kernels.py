@@ -23,6 +23,7 @@ from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
 from attn_diag.head.read import HeadTensors
 from attn_diag.head.recipe_candidates import split_recipes
+from attn_diag.head.recipe_rows import spread_rows
 from attn_diag.head.recipe_search import (
     MISSED_BY_SUMS,
     SearchedHead,
@@ -33,7 +34,6 @@ from attn_diag.head.recipe_search import (
     known,
     ranked,
     read_subject,
-    spread_rows,
     threshold,
 )
 from attn_diag.head.together import alike, in_parts, outputs_together

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.bit_matches import Match
-from attn_diag.head.recipe_search import SearchedHead, Trial, threshold, usable_rows
+from attn_diag.head.recipe_rows import usable_rows
+from attn_diag.head.recipe_search import SearchedHead, Trial, threshold
 from attn_diag.kernels import Recipe
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import FloatFormat, RowBlock, format_of, reference_rows, ulp

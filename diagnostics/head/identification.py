@@ -18,7 +18,8 @@ from attn_diag.head import recipe_search as search
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.flaws import Flaw, find_flaw
 from attn_diag.head.recipe_candidates import ALL_KEYS, describe_schedule, family_name, known_name, same_forward
-from attn_diag.head.recipe_search import LEVEL, SearchedHead, Trial, choose_rows
+from attn_diag.head.recipe_rows import choose_rows, spread_rows, usable_rows
+from attn_diag.head.recipe_search import LEVEL, SearchedHead, Trial
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch
@@ -155,7 +156,7 @@ def _flaws(
     found = find_flaw(subject, best, compared, misses_many=best.cut_off)
     if count <= len(compared):
         return found, found
-    every, _ = search.usable_rows(subject.inputs, subject.observed, search.spread_rows(length, count, compared.device))
+    every, _ = usable_rows(subject.inputs, subject.observed, spread_rows(length, count, compared.device))
     of_all = find_flaw(subject, subject.run([best.recipe], every)[0], every, misses_many=best.cut_off)
     return found, of_all or found
 

@@ -25,55 +25,17 @@ from attn_diag.head.recipe_candidates import (
     schedules,
     variants,
 )
+from attn_diag.head.recipe_rows import seeing_few, spread_rows
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows_of_several
+from attn_diag.kernels.emulation import NO_BLOCK
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import Format, base
 from attn_diag.kernels.quantizers import NO_QUANTIZER
-from attn_diag.reference import reference_rows
 from attn_diag.work import map_in_order
 
-# Rows among which those that attend to many keys are looked for, and how many are looked at together.
-_POOL, _BLOCK = 512, 64
 # Recipes are shared out over threads from so many rows on. With fewer, operations are so short that threads wait for
 # Python's lock: six recipes on 256 rows of 1,024 keys took 1.4 times as long on two threads as on one.
 _SHARED_ROWS = 512
-
-
-def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of ``rows`` that tell something (finite in and out, a visible key), and 1 / sum P^2 of each.
-
-    The latter is the number of keys that a row effectively attends to: on a row with one key all recipes agree.
-    """
-
-    def look(block_rows: Tensor) -> tuple[Tensor, Tensor]:
-        block = reference_rows(replace(inputs.head, do=None), block_rows)
-        inputs.mark_rows(block)
-        good = ~inputs.unusable[block_rows] & observed[block_rows].isfinite().all(1) & ~block.fully_masked
-        return block_rows[good], 1 / block.probs.square().sum(1)[good]
-
-    found = list(map_in_order(look, torch.split(rows, _BLOCK), parallel=rows.device.type == "cpu"))
-    return torch.cat([kept for kept, _ in found]), torch.cat([attended for _, attended in found])
-
-
-def spread_rows(length: int, count: int, device: torch.device) -> Tensor:
-    """``count`` rows (or all) spread over the ``length``, int64."""
-    return torch.linspace(0, length - 1, min(length, count), device=device).long()
-
-
-def choose_rows(inputs: HeadInputs, observed: Tensor, few: int, many: int) -> tuple[Tensor, Tensor]:
-    """Rows for a coarse search and for the final comparison, ascending; empty where none is usable.
-
-    Half of the ``few`` are spread, half attend to the most keys. The ``many`` are spread (all rows, if there are no
-    more) and hold the few.
-    """
-    length, device = len(observed), observed.device
-    pool, attended = usable_rows(inputs, observed, spread_rows(length, _POOL, device))
-    even = pool[spread_rows(len(pool), few // 2, device)] if len(pool) else pool
-    wide = pool[attended.argsort(descending=True, stable=True)[: few - few // 2]]
-    coarse = torch.unique(torch.cat((even, wide)))
-    rest, _ = usable_rows(inputs, observed, spread_rows(length, many, device))
-    return coarse, torch.unique(torch.cat((coarse, rest)))
-
 
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEVEL = 0.01  # of "told apart"
@@ -281,7 +243,7 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     if fit:
         return fit, compared, tried
     best = trials[0].match
-    narrow, tried_narrow = low_bit_trials(subject, coarse_rows, final_rows)
+    narrow, tried_narrow = low_bit_trials(subject, final_rows)
     tried += tried_narrow
     if narrow and narrow[0].match.agreement >= threshold(subject.fmt, best.equal.numel(), narrow[0].recipe):
         return ranked([*narrow, *trials], d), final_rows, tried
@@ -290,10 +252,8 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), final_rows, tried + tried_more
 
 
-def low_bit_trials(
-    subject: SearchedHead, few: Tensor, many: Tensor, *, scores_alone: bool = False
-) -> tuple[list[Trial], int]:
-    """Kernels below 16 bits on ``many`` rows, best first, where they fit on a few; and how many were tried.
+def low_bit_trials(subject: SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> tuple[list[Trial], int]:
+    """Kernels below 16 bits on ``rows``, best first, where they fit on a few; and how many were tried.
 
     ``scores_alone``: only those that round q and k, and nothing else, below 16 bits.
     Their scales are those of all rows of q: where only chosen ones were captured, none.
@@ -303,8 +263,9 @@ def low_bit_trials(
     recipes = [r for r in low_bit_recipes(subject.fmt, subject.head_dim) if _runs(r, subject.inputs.head)]
     if scores_alone:
         recipes = [r for r in recipes if r.quantize_v == NO_QUANTIZER and base(r.probs) in FORMATS.values()]
-    trials = [t for t in subject.run(recipes, few) if t.match.agreement > _LOW_BIT_AT_ALL]
-    return ranked(subject.run([t.recipe for t in trials], many), subject.head_dim), len(recipes)
+    trials = subject.run(recipes, seeing_few(subject.inputs.head, rows))
+    fit = [t.recipe for t in trials if t.match.agreement > _LOW_BIT_AT_ALL]
+    return ranked(subject.run(fit, rows), subject.head_dim), len(recipes)
 
 
 def _runs(recipe: Recipe, head: HeadLike) -> bool:
@@ -348,4 +309,4 @@ def _in_one_block(recipe: Recipe) -> Recipe:
     """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
     if recipe.schedule.order == "diagonal-first" or recipe.smooth_q != "none":
         return recipe
-    return replace(recipe, schedule=replace(recipe.schedule, query_block=2**20))
+    return replace(recipe, schedule=replace(recipe.schedule, query_block=NO_BLOCK))
