@@ -70,6 +70,8 @@ class TensorCore:
 # Measured on an H200 (BF16 and FP16 operands; wgmma and mma.sync): no bit is missed in 1,966,080 sums of 16 to 4,096
 # adversarial products; benchmarks/bench_tensor_core.py repeats it with others.
 HOPPER = TensorCore()
+# Of an mma.sync m16n8k8 (CUTLASS's kernels for Turing and later: torch's memory-efficient attention on an H100).
+HOPPER_K8 = TensorCore(block=8)
 # FP8 operands: 32 products an instruction, 13 bits, sums kept in E8M13 ("FP22"); MMA-Sim, arXiv 2511.10909, wgmma of
 # Hopper. Measured on an H200: 2**-13 beside 1 is kept, 2**-14 lost, and this model's errors on positive data.
 HOPPER_FP8 = TensorCore(block=32, fraction_bits=13, sums="e8m13")

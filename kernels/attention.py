@@ -51,7 +51,7 @@ def check_kernels_support(recipe: Recipe) -> None:
         "pv_levels": ("one",),
         "backward_operands": ("given",),
         "input": ("bf16", "fp16"),
-        "exp": ("exact", "exp2-fma"),
+        "exp": ("exact", "exp2-fma", "exp2-scaled"),
         "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
         "division": ("before-last-cast",),
         "probs_scale": (1.0,),

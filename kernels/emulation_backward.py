@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.emulation_block import SCORES, Block, dropout_factor, lse_key, masked_scores, rounds_dropout
 from attn_diag.kernels.emulation_forward import ForwardRows
-from attn_diag.kernels.emulation_operands import Rounder, working_dtype
+from attn_diag.kernels.emulation_operands import Rounder, core_of, working_dtype
 from attn_diag.kernels.formats import rounds_monotonically
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import parse_quantizer
@@ -110,7 +110,7 @@ def _before_last_rounding(
             raw = block.scores(_with_plain_scores(recipe), keys) * block.operands.unit(recipe)
             dscores = dscores * (1 - torch.tanh(raw / block.head.softcap).square())
         dscores = _in_blocks(recipe, "quantize_dscores", rounder("dscores", dscores, keys.start))
-        part = matmul(dscores, k[..., keys, :], recipe.accumulation, operands=recipe.input)
+        part = matmul(dscores, k[..., keys, :], recipe.accumulation, operands=recipe.input, core=core_of(recipe))
         part = part if before_cast else part * scale
         if whole:
             dq = part
@@ -119,11 +119,11 @@ def _before_last_rounding(
                 "gradient_accumulator", dq + rounder("gradient_accumulator", part, keys.start, "dq"), keys.start
             )
         if gradients is not None:
-            dk = matmul(dscores.mT, q, recipe.accumulation, operands=recipe.input)
+            dk = matmul(dscores.mT, q, recipe.accumulation, operands=recipe.input, core=core_of(recipe))
             probs = _in_blocks(recipe, "quantize_backward_probs", cast)
             probs = block.multiplied(recipe, "backward_probs", probs, keys, rounder)
             of_dv = prepared.get(recipe, "do").rows(block.rows).whole
-            dv = matmul(probs.mT, of_dv, recipe.accumulation, operands=recipe.input)
+            dv = matmul(probs.mT, of_dv, recipe.accumulation, operands=recipe.input, core=core_of(recipe))
             if block.head.dropout is not None and not rounds_dropout(recipe, block.head):
                 dv = dv * block.head.dropout.factor
             gradients.add(keys, dk if before_cast else dk * scale, dv)

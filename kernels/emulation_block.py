@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
-from attn_diag.kernels.emulation_operands import OF_SCORES, OF_VALUES, HeadLike, Operands, Rounder, working_dtype
+from attn_diag.kernels.emulation_operands import (
+    OF_SCORES,
+    OF_VALUES,
+    HeadLike,
+    Operands,
+    Rounder,
+    core_of,
+    working_dtype,
+)
 from attn_diag.kernels.formats import parse, round_to, rounds_monotonically
 from attn_diag.kernels.recipe import Recipe
 
@@ -113,9 +121,11 @@ class Block:
 
         def make() -> Tensor:
             a, b = self.operands.get("do", dtype)[..., self.rows, :], self.operands.get("v", dtype)[..., keys, :]
-            return matmul(a, b.mT, recipe.accumulation, operands=recipe.input)
+            return matmul(a, b.mT, recipe.accumulation, operands=recipe.input, core=core_of(recipe))
 
-        return self.shared("do v", recipe, ("input", "arithmetic", "accumulation"), (keys.start, keys.stop), make)
+        return self.shared(
+            "do v", recipe, ("input", "arithmetic", "accumulation", "mma_k"), (keys.start, keys.stop), make
+        )
 
     def kept(self, x: Tensor, keys: slice) -> Tensor:
         """[R, K] with 0 where dropout has dropped a probability."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.accumulation import HOPPER_FP16_SUMS, TensorCore, matmul
+from attn_diag.kernels.accumulation import HOPPER, HOPPER_FP16_SUMS, HOPPER_K8, TensorCore, matmul
 from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to, site_seed
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, parse_quantizer
@@ -18,8 +18,8 @@ from attn_diag.kernels.recipe import Recipe
 LOG2_E = 1.4426950408889634
 # What q k^T depends on; with alpha "in-q" the product too.
 OF_SCORES = (
-    "input", "arithmetic", "accumulation", "quantize_q", "quantize_k", "smooth_q", "smooth_k", "rotation", "alpha",
-    "seed",
+    "input", "arithmetic", "accumulation", "mma_k", "quantize_q", "quantize_k", "smooth_q", "smooth_k", "rotation",
+    "alpha", "seed",
 )  # fmt: skip
 # Of v as it is multiplied with P_bar, besides the arithmetic.
 OF_VALUES = ("quantize_v", "smooth_v", "seed")
@@ -237,7 +237,8 @@ def multiply(recipe: Recipe, a: Factor, b: Factor, accumulator: Tensor | None = 
         model = "exact"  # INT32 sums
     elif a.elements == b.elements and a.elements in _FP8:
         operands = a.elements
-    found = matmul(a.values, b.values, model, accumulator, operands=operands)
+    core = core_of(recipe) if operands == recipe.input else None
+    found = matmul(a.values, b.values, model, accumulator, operands=operands, core=core)
     for scale in (a.scale, b.scale):
         found = found if scale is None else found * scale
     return found
@@ -246,17 +247,19 @@ def multiply(recipe: Recipe, a: Factor, b: Factor, accumulator: Tensor | None = 
 def values_product(recipe: Recipe, cast: Tensor, v: Factor, accumulator: Tensor | None = None) -> Tensor:
     """P_bar V of one key range in the unit of the codes: cast P_bar [R, K], v [K, Dv] (its scale is left out)."""
     elements = base(recipe.probs) if recipe.quantize_probs == NO_QUANTIZER else ""
-    operands, core = recipe.input, _core(recipe)
+    operands = recipe.input
     if elements in _FP8 and v.elements == elements:
         operands = elements
     elif elements in STORED:
         operands = elements if elements in ("bf16", "fp16") else recipe.input
+    # Of sums in another format than its own.
+    core = HOPPER_FP16_SUMS if base(recipe.pv_sums) == "fp16" else core_of(recipe) if operands not in _FP8 else None
     return matmul(cast, v.values, recipe.accumulation, accumulator, operands=operands, core=core)
 
 
-def _core(recipe: Recipe) -> TensorCore | None:
-    """The tensor core with sums of another format than its own."""
-    return HOPPER_FP16_SUMS if base(recipe.pv_sums) == "fp16" else None
+def core_of(recipe: Recipe) -> TensorCore:
+    """The tensor core that adds products of 16-bit operands."""
+    return HOPPER_K8 if recipe.mma_k == 8 else HOPPER
 
 
 def _quantized(x: Tensor, by: Quantizer, seed: int, *, columns: bool) -> Factor:

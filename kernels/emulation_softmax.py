@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.emulation_operands import LOG2_E, Rounder
-from attn_diag.kernels.exponential import exp2_polynomial, scaled_difference, scaled_exponent
+from attn_diag.kernels.exponential import exp2_polynomial, scaled_apart, scaled_difference, scaled_exponent
 from attn_diag.kernels.recipe import Recipe
 
 
@@ -74,6 +74,8 @@ def exponential(
         return torch.exp2(
             difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
         )
+    if recipe.exp == "exp2-scaled":
+        return torch.exp2(scaled_apart(scores, maxima, factor))
     # Sums of FP8 products are cut off to 13 bits: a factor that is all but 1 costs them the last one.
     by_difference = step == "rescale" and recipe.rescaling == "difference"
     exponent = (scaled_difference if by_difference else scaled_exponent)(scores, maxima, factor)

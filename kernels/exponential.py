@@ -80,6 +80,13 @@ def scaled_exponent(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     return (scores.double() * c - (maxima * c).double()).float()
 
 
+def scaled_apart(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
+    """S c - m c, c = fp32(factor log2 e): each product is rounded by itself, and so is their difference."""
+    c = factor * math.log2(math.e)
+    c = c if scores.dtype == torch.float64 else _in_fp32(c)
+    return scores * c - maxima * c
+
+
 @cache
 def _in_fp32(x: float) -> float:
     """Rounded to fp32."""

@@ -48,13 +48,15 @@ PRESETS = {
         Recipe(
             "cudnn",
             "cuDNN (torch SDPA's default on an H200): fp32 scores, 128-key tiles ascending, O rounded once",
-            rescaling="fused",
+            exp="exp2-scaled",
             alpha_in_backward="before-cast",
         ),
         Recipe(
             "efficient",
             "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
+            exp="exp2-scaled",
             dropout_factor="bf16",
+            mma_k=8,
             dscores_from="cast-probs",
             alpha_in_backward="before-cast",
             schedule=Schedule(query_block=64, key_tile=64),
@@ -291,6 +293,8 @@ def _made(name: str, input_format: Format, head_dim: int) -> Recipe:
     if name == "fa3-fp8":
         width = next((d for d in _FA3_TILES if head_dim <= d), 256)
         recipe = replace(recipe, schedule=Schedule(*_FA3_TILES[width], "descending"))
+    if name == "efficient" and head_dim > 64:
+        recipe = replace(recipe, schedule=Schedule(query_block=32, key_tile=128))
     if name in _FA2_SCHEDULE and head_dim > 64:
         recipe = replace(recipe, schedule=replace(recipe.schedule, key_tile=64))
     return recipe

@@ -129,12 +129,13 @@ class Recipe:
     """Where the scale enters: before S is rounded, after (S is rounded again), as a factor in the exponent, or, with
     log2(e), into q before it is quantised."""
     difference: Format = "fp32"
-    """S - m, where ``exp`` is "exact"; the others evaluate it inside one fused multiply-add."""
+    """S - m, where ``exp`` is "exact" or "exp2"; the others scale both first, or in one fused multiply-add."""
     row_max: Format = "fp32"
     """m."""
-    exp: Literal["exact", "exp2-fma", "exp2", "polynomial"] = "exp2-fma"
-    """ "exp2-fma": exp2 of a fused multiply-add; "exp2": of the difference (alpha "in-q"); "polynomial": exp2 by one in
-    the fraction (FlashAttention-4)."""
+    exp: Literal["exact", "exp2-fma", "exp2-scaled", "exp2", "polynomial"] = "exp2-fma"
+    """ "exp2-fma": exp2 of a fused multiply-add; "exp2-scaled": of S times log2(e), and alpha, less m times that, both
+    rounded (cuDNN, CUTLASS); "exp2": of the difference (alpha "in-q"); "polynomial": exp2 by one in the fraction
+    (FlashAttention-4)."""
     exp_degree: int | None = None
     """The polynomial's degree."""
     rescaling: Literal["difference", "fused"] = "difference"
@@ -170,6 +171,8 @@ class Recipe:
     """O_bar between key ranges."""
     accumulation: Literal["fp32-nearest", "exact", "nvidia-tensor-core"] = "fp32-nearest"
     """How sums of products are made, see ``attn_diag.kernels.accumulation.matmul``."""
+    mma_k: Literal[8, 16] = 16
+    """With accumulation "nvidia-tensor-core": how many products of 16-bit operands an instruction adds."""
     division: Literal["before-last-cast", "after-last-cast"] = "before-last-cast"
     """ "after-last-cast": O_bar is rounded to ``out`` before it is divided by l."""
     out: Format = "bf16"

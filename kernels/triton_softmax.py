@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_diag.kernels.triton_math import LOG2_E, fused, round_to
+from attn_diag.kernels.triton_math import LOG2_E, fused, product, round_to
 
 
 @triton.jit
@@ -23,6 +23,9 @@ def exponential(s, m, factor, R: tl.constexpr):
     if R.exp == "exp2-fma":
         c = factor * LOG2_E
         p = tl.exp2(fused(s, c, -(m * c)[:, None]))
+    elif R.exp == "exp2-scaled":
+        c = factor * LOG2_E
+        p = tl.exp2(product(s, c) - product(m, c)[:, None])
     elif R.exp == "exp2":
         p = tl.exp2(_in_twos(round_to(s - m[:, None], tl.constexpr(R.difference)), factor, R))
     else:
@@ -39,6 +42,9 @@ def rescaling(m, m_new, factor, R: tl.constexpr):
         rescale = tl.exp2(fused(m, c, -(m_new * c)))
     elif R.exp == "exp2-fma":
         rescale = tl.exp2((m - m_new) * (factor * LOG2_E))
+    elif R.exp == "exp2-scaled":
+        c = factor * LOG2_E
+        rescale = tl.exp2(product(m, c) - product(m_new, c))
     elif R.exp == "exp2":
         rescale = tl.exp2(_in_twos(round_to(m - m_new, tl.constexpr(R.difference)), factor, R))
     else:

@@ -30,6 +30,7 @@ _NAMED = 3
 _MAX_LINES, _MAX_SAME = 8, 2
 _EXP = {
     "exp2-fma": "exp2 of an FMA",
+    "exp2-scaled": "exp2 of scaled scores",
     "exact": "exact exp",
     "exp2": "exp2 of a difference",
     "polynomial": "polynomial exp",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.head import by_kernels
-from attn_diag.kernels import emulate_head, preset
+from attn_diag.kernels import emulate_head, emulate_rows, preset
 from attn_diag.reference import AttentionHead, Masking
 
 pytestmark = pytest.mark.gpu
@@ -83,3 +85,24 @@ def test_identify_names_what_the_search_on_a_cpu_names(name: str) -> None:
     on_cpu = attn_diag.identify(capture, device="cpu")
     print(name, on_gpu.backend, on_gpu.recipes, on_cpu.recipes)
     assert (on_gpu.outcome, on_gpu.recipes) == (on_cpu.outcome, on_cpu.recipes)
+
+
+@pytest.mark.parametrize(("name", "width"), [("cudnn", 64), ("cudnn", 128), ("efficient", 64)])
+def test_torch_s_kernels_are_emulated_bit_for_bit(name: str, width: int) -> None:
+    """Of 4,096 keys in FP16, where another exponent, or instruction, moves some elements of each row."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("instructions of other GPUs add otherwise")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 4096, width, generator=generator).half().cuda() for _ in range(3))
+    backend = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.EFFICIENT_ATTENTION
+    with sdpa_kernel(backend):
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
+    head = AttentionHead(*(t[0, 0].double() for t in (q, k, v)), None, width**-0.5, Masking("top-left"))
+    rows = torch.linspace(1024, 4095, 48, device="cuda").long()
+    recipe = replace(preset(name, "fp16", width), accumulation="nvidia-tensor-core")
+    others = replace(recipe, exp="exp2-fma"), replace(recipe, mma_k=24 - recipe.mma_k)
+    equal, fused, other_k = (float((emulate_rows(r, head, rows) == o[rows]).float().mean()) for r in (recipe, *others))
+    print(name, width, f"{equal:.4%}, {fused:.4%} with a fused exponent, {other_k:.4%} with the other instruction")
+    assert equal >= 0.9995
+    assert other_k < 0.995
+    assert fused <= equal

@@ -16,7 +16,7 @@ from attn_diag.kernels.recipe import BACKWARD
 # rows that underflow only, and few heads have dropout.
 _LEFT_OUT = {
     "name", "summary", "exp", "exp_degree", "rescaling", "row_sum_clamp", "lse_from", "seed", "schedule",
-    "dropout_factor", *BACKWARD,
+    "dropout_factor", "mma_k", *BACKWARD,
 }  # fmt: skip
 _SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
 ALL_KEYS = 2**20
@@ -35,14 +35,16 @@ def split_tile(head_dim: int) -> int:
 
 @cache
 def known_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
-    """The presets with distinct forwards, the first of each, and FlashAttention-2 with split keys."""
+    """The presets with distinct forwards, the first of each; FlashAttention-2 with split keys; and, as of kernels in
+    Triton, 64-key tiles ascending with instructions of 16 products, under the name of torch's kernel."""
     forwards: dict[tuple[object, ...], Recipe] = {}
     for name in PRESETS:
         recipe = preset(name, fmt, head_dim)
         forwards.setdefault((_forward(recipe), recipe.schedule), recipe)
     tile = split_tile(head_dim)
     splitting = replace(preset("fa2", fmt, head_dim), schedule=Schedule(key_tile=tile, split_keys=tile))
-    return *forwards.values(), splitting
+    ascending = replace(preset("efficient", fmt, 64), mma_k=16)
+    return *forwards.values(), splitting, ascending
 
 
 def split_recipes(fmt: Format, head_dim: int, k_length: int) -> list[Recipe]:
@@ -129,7 +131,8 @@ def variants(recipe: Recipe) -> list[Recipe]:
 def known_name(recipe: Recipe, head_dim: int) -> str | None:
     """The preset with this forward and schedule, up to how it takes the exponential; None if there is none."""
     for known in (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim)):
-        if _forward(known) == _forward(recipe) and _same_order(known.schedule, recipe.schedule, head_dim):
+        alike = _forward(known) == _forward(recipe) and known.mma_k == recipe.mma_k
+        if alike and _same_order(known.schedule, recipe.schedule, head_dim):
             return known.name
     return None
 
