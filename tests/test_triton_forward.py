@@ -23,7 +23,7 @@ from attn_diag.kernels.backend import DTYPES
 from attn_diag.kernels.dump import Dump
 from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.triton_forward import forward
-from attn_diag.kernels.triton_math import as_operand, dot_add
+from attn_diag.kernels.triton_math import as_operand, dot_add, product
 from attn_diag.reference import format_of, reference_head, round_nearest_even
 
 # Interpreted, numpy says so where inputs hold infinities; a GPU does not.
@@ -177,8 +177,8 @@ def test_a_full_dump_has_every_row_where_its_number_is(case: str, device: str) -
 
 
 @triton.jit
-def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, keys, factor, D: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, keys, factor, EXP: tl.constexpr,
+                  D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """O from dumped P_bar, tile maxima and l, in the kernel's own tile order, for a block of rows of one head."""
     offs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = offs < rows
@@ -193,7 +193,10 @@ def replay_kernel(p_ptr, m_ptr, v_ptr, l_ptr, o_ptr, order_ptr, n_tiles, rows, k
         v = tl.load(v_ptr + cols[:, None] * D + dims[None, :], mask=seen[:, None] & (dims < D)[None, :], other=0.0)
         m_tile = tl.load(m_ptr + offs * tl.cdiv(keys, BLOCK_N) + tile, mask=here, other=0.0)
         m_new = tl.where(m_tile == m_tile, m_tile, m)  # a tile that the block never saw was not written
-        rescale = tl.exp2((m - tl.where(m_new == float("-inf"), 0.0, m_new)) * (factor * 1.4426950408889634))
+        top, c = tl.where(m_new == float("-inf"), 0.0, m_new), factor * 1.4426950408889634
+        rescale = tl.exp2((m - top) * c)
+        if EXP == "exp2-scaled":
+            rescale = tl.exp2(product(m, c) - product(top, c))
         acc = dot_add(as_operand(p.to(tl.float32), "bf16"), v, acc * rescale[:, None], "bf16")
         m = m_new
     l = tl.load(l_ptr + offs, mask=here, other=1.0)
@@ -219,7 +222,7 @@ def replayed(dump: Dump, v: Tensor, h: int, head_dim: int) -> Tensor:
     replay_kernel[(-(-length // geometry.block_m),)](
         probs.contiguous(), dump.tile_max[rows].contiguous(), values, dump.row_sum[0, h].contiguous(), out, order,
         tiles,
-        length, keys, dump.factor, D=head_dim, BLOCK_M=geometry.block_m, BLOCK_N=geometry.block_n,
+        length, keys, dump.factor, EXP=dump.recipe.exp, D=head_dim, BLOCK_M=geometry.block_m, BLOCK_N=geometry.block_n,
         BLOCK_D=geometry.block_d, num_warps=geometry.warps,
     )  # fmt: skip
     return out

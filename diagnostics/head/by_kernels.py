@@ -294,8 +294,9 @@ def _runnable(subject: SearchedHead, beside: int) -> _Runnable:
         return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
 
     splits = split_recipes(subject.fmt, subject.head_dim, k_length) if q_length < _SPLITTING_ROWS else []
-    published = (r for r in known(subject) if r.scores == "fp32")
-    return _Runnable(list(filter(held, published)), list(filter(held, splits)))
+    # A kernel's products are added by the instructions of this GPU.
+    published = {replace(r, mma_k=16): r for r in reversed(known(subject)) if r.scores == "fp32"}
+    return _Runnable(list(filter(held, reversed(published.values()))), list(filter(held, splits)))
 
 
 def _fitting(subject: SearchedHead, recipes: _Runnable, rows: Tensor) -> tuple[list[Trial], list[Trial], Tensor]:
