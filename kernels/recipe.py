@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from attn_diag.kernels.formats import Format, base, parse
@@ -240,24 +240,14 @@ class Recipe:
         return self.table()
 
     def __post_init__(self) -> None:
-        for name in FORMATS:
-            try:
-                parse(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        for name in QUANTIZERS:
-            try:
-                parse_quantizer(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        for name, choices in _choices().items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        values = [getattr(self, name) for name in _given()]
+        try:
+            texts = _checked(*values)
+        except TypeError:  # a value without a hash, which fits nowhere
+            texts = _checked.__wrapped__(*values)
         # Kept, not computed when asked for: torch.compile can read an attribute, but not trace asdict.
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        object.__setattr__(self, "json", json.dumps(values, default=asdict))
-        forward = {n: value for n, value in values.items() if n not in ("name", "summary", *BACKWARD)}
-        object.__setattr__(self, "forward_json", json.dumps(forward, default=asdict))
+        for name, text in zip(("json", "forward_json"), texts, strict=True):
+            object.__setattr__(self, name, text)
 
     @staticmethod
     def from_json(text: str) -> Recipe:
@@ -293,7 +283,30 @@ class Recipe:
 
 
 @cache
-def _choices() -> dict[str, tuple[str, ...]]:
+def _choices() -> dict[str, tuple[str | int, ...]]:
     """The fields of a recipe that name one of several ways, and these."""
     hints = get_type_hints(Recipe)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+@cache
+def _given() -> tuple[str, ...]:
+    """The fields that a recipe is made of."""
+    return tuple(f.name for f in fields(Recipe) if f.init)
+
+
+@lru_cache(maxsize=4096, typed=True)  # of the same recipes again and again, each in a fifth of a millisecond
+def _checked(*values: Any) -> tuple[str, str]:
+    """``json`` and ``forward_json`` of a recipe with these fields, in order; ValueError says which one does not fit."""
+    given = dict(zip(_given(), values, strict=True))
+    for names, read in ((FORMATS, parse), (QUANTIZERS, parse_quantizer)):
+        for name in names:
+            try:
+                read(given[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    for name, choices in _choices().items():
+        if given[name] not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {given[name]!r}")
+    forward = {name: value for name, value in given.items() if name not in ("name", "summary", *BACKWARD)}
+    return json.dumps(given, default=asdict), json.dumps(forward, default=asdict)
