@@ -27,6 +27,8 @@ from attn_diag.kernels.recipe import Recipe
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
 _CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
+# Whole blocks of keys with a scale of P_bar each (16 or 32 of the published kernels), counted from the first key.
+_SCALED_KEYS = 128
 NO_BLOCK = 2**20
 """Rows of a query block that is none: rows asked for visit the key ranges that some of them see."""
 
@@ -249,10 +251,8 @@ def _forwards(recipes: Sequence[Recipe], head: HeadLike, rows: Tensor) -> Iterat
             for number in torch.unique(blocks).tolist():
                 keys = _block_keys(head, number, size)
                 for mine in torch.split((blocks == number).nonzero()[:, 0], chunk):
-                    some = rows[mine]
-                    if size >= NO_BLOCK:
-                        keys = head.visible_span(slice(int(some.min()), int(some.max()) + 1))
-                    block = Block(operands, some, keys)
+                    seen = _seen_keys(head, rows[mine], keys) if size >= NO_BLOCK else keys
+                    block = Block(operands, rows[mine], seen)
                     for group in alike:
                         for i in group:
                             yield i, mine, forward_rows(recipes[i], block)
@@ -294,6 +294,12 @@ def _plain_arithmetic(head: HeadLike) -> torch.autocast:
 def _block_keys(head: HeadLike, number: int, size: int) -> slice:
     """The keys that any row of a query block may see."""
     return head.visible_span(slice(number * size, min((number + 1) * size, len(head.q))))
+
+
+def _seen_keys(head: HeadLike, rows: Tensor, keys: slice) -> slice:
+    """Those of ``keys`` that some of the rows may see, and before them as many as the scales of P_bar ask for."""
+    span = head.visible_span(slice(int(rows.min()), int(rows.max()) + 1))
+    return slice(span.start - (span.start - keys.start) % _SCALED_KEYS, span.stop)
 
 
 def _rows_at_once(head: HeadLike, recipes: int, heads: int = 1) -> int:

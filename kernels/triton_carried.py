@@ -17,8 +17,10 @@ def carried_kernel(
     stride_tr, stride_td, rows, width, splits, steps, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Elements of the sums of one split of one head; ``AHEAD`` steps are loaded at a time."""
-    head, split = (tl.program_id(1) // splits).to(tl.int64), tl.program_id(1) % splits
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(rows * width, BLOCK)
+    part = tl.program_id(0) // blocks  # on one axis: others end at 65,535
+    head, split = (part // splits).to(tl.int64), part % splits
+    offs = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     here = offs < rows * width
     row, feature = (offs // width).to(tl.int64), (offs % width).to(tl.int64)
     factors = factors_ptr + head * stride_fh + split.to(tl.int64) * stride_fs + row * stride_fr
@@ -34,7 +36,7 @@ def carried_kernel(
             factor = tl.load(factors + step * stride_fn, mask=known, other=0.0)
             term = tl.load(terms + place.to(tl.int64) * stride_tn, mask=known, other=0.0)
             total = tl.where(step < steps, total * factor + term, total)
-    tl.store(out_ptr + tl.program_id(1).to(tl.int64) * rows * width + offs, total, mask=here)
+    tl.store(out_ptr + part.to(tl.int64) * rows * width + offs, total, mask=here)
 
 
 def carried(factors: Tensor, terms: Tensor, order: Tensor | None) -> Tensor:
@@ -52,7 +54,7 @@ def carried(factors: Tensor, terms: Tensor, order: Tensor | None) -> Tensor:
     width = terms.shape[-1]
     out = terms.new_empty(*heads, splits, rows, width)
     factors, terms = factors.reshape(-1, splits, rows, steps), terms.reshape(-1, splits * steps, rows, width)
-    grid = (triton.cdiv(rows * width, _BLOCK), len(terms) * splits)
+    grid = (triton.cdiv(rows * width, _BLOCK) * len(terms) * splits,)
     if out.numel():
         with launching_on(out.device):
             carried_kernel[grid](

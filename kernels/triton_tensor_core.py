@@ -33,8 +33,9 @@ def tensor_core_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = c + a @ b, all float64; ``SMALLEST``, ``LEAST``, ...: see ``tensor_core_sums``."""
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
-    columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :].to(tl.int64)
+    blocks = tl.cdiv(M, BLOCK_M)  # on one axis: others end at 65,535
+    rows = (tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
+    columns = (tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N))[None, :].to(tl.int64)
     inside = (rows < M) & (columns < N)
     total = tl.load(c_ptr + rows * stride_cm + columns * stride_cn, mask=inside, other=0.0)
     for start in range(0, K, BLOCK):
@@ -81,7 +82,7 @@ def tensor_core_sums(
     out = a.new_empty(rows, columns)
     if out.numel():
         with launching_on(out.device):
-            tensor_core_kernel[triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)](
+            tensor_core_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
                 a, b, c, out, rows, columns, depth, *a.stride(), *b.stride(), *c.stride(), SMALLEST=smallest,
                 LEAST=least, BLOCK=block, FRACTION=fraction, MANTISSA=mantissa, BLOCK_M=_ROWS, BLOCK_N=_COLUMNS,
                 enable_fp_fusion=False,

@@ -189,3 +189,17 @@ def test_kernels_are_not_worth_compiling_for_a_short_head() -> None:
     assert not worth_kernels(places, torch.device("cuda"))
     assert worth_kernels(places * (WORTH // 512**2), torch.device("cuda"))
     assert not worth_kernels(places * WORTH, CPU)
+
+
+def test_nan_in_a_row_that_sees_no_key_stops_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, 16, generator=generator).bfloat16() for length in (700, 200, 200))
+    head = AttentionHead(q.double(), k.double(), v.double(), None, 0.25, Masking("top-left", window=(100, 0)))
+    o = emulate_head(preset("fa2", "bf16", 16), head).o
+    o[650] = torch.nan
+    tensors = {name: t[None, None] for name, t in {"q": q, "k": k, "v": v, "o": o}.items()}
+    found = some(
+        recognise(Capture.from_tensors(tensors, causal="top-left", scale=0.25, window=(100, 0)), "observed", 0, 0)
+    )
+    assert "fa2" in found.name
+    assert "row 650" in found.flaw

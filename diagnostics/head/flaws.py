@@ -171,7 +171,8 @@ def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: Float
     by_sum = moved.square().sum(1, keepdim=True).sqrt()
     moved, kept = (head.drop(x, block.rows, block.keys) for x in (moved, probs))
     found = ulp(out, fmt) + (moved.square() @ values.square()).sqrt() + out.abs() * by_sum
-    largest = head.scale * head.q[block.rows].norm(dim=1) * head.k[block.keys].norm(dim=1).max()
+    longest = max(head.k[block.keys].norm(dim=1).tolist(), default=0.0)  # of rows that see no key
+    largest = head.scale * head.q[block.rows].norm(dim=1) * longest
     depth_sums = (probs.shape[1] + head.q.shape[1]) / 16 + 2
     every = depth_sums * 2.0**-23 * (1 + largest[:, None])
     if any(parse(getattr(recipe, site)) is not None for site in ("row_sum", "range_pv", "accumulator", "row_max")):

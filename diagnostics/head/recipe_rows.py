@@ -14,8 +14,8 @@ from attn_diag.work import map_in_order
 
 # Rows among which those that attend to many keys are looked for, and how many are looked at together.
 _POOL, _BLOCK = 512, 64
-# Rows that see few keys, and the keys that each of them sees at least, if any sees so many.
-_FEW_ROWS, _TELLING_KEYS = 24, 64
+# Rows that see few keys, at least so many and one in so many; and the keys that each sees at least, if any does.
+_FEW_ROWS, _FEW_OF, _TELLING_KEYS = 24, 16, 64
 
 
 def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,4 +59,5 @@ def seeing_few(head: HeadLike, rows: Tensor) -> Tensor:
     spans = {row: head.visible_span(slice(row, row + 1)) for row in rows.tolist()}
     keys = {row: span.stop - span.start for row, span in spans.items()}
     telling = [row for row, count in keys.items() if count >= _TELLING_KEYS] or list(keys)
-    return rows.new_tensor(sorted(sorted(telling, key=keys.__getitem__)[:_FEW_ROWS]))
+    count = max(_FEW_ROWS, len(keys) // _FEW_OF)
+    return rows.new_tensor(sorted(sorted(telling, key=keys.__getitem__)[:count]))

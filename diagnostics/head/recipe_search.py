@@ -51,7 +51,6 @@ _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**
 _LATE_ROWS = 8  # where all of them speak against a recipe, the p-value is 2^-8
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
-_LOW_BIT_AT_ALL = 0.9  # with fewer equal bits on a few rows they are not looked at further
 _MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}  # 2^p boundaries an octave: the same error crosses as many
 # Families of rounding sites that are tried in every schedule: the best in two schedules, and always fp32 scores.
 _FAMILIES = 2
@@ -159,7 +158,8 @@ def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor)
     """The recipes on ``rows``, best first, without those of another order of keys that a few rows rule out.
 
     Where every query block has an order of its own, a recipe takes as long as several: such a one is run on a few rows
-    of one late block first, beside the best without, and left out where it misses many of their bits and is told apart.
+    of one late block first, beside the best without, and left out where it misses many of their bits and is told apart:
+    unless that one is right there alone, where a kernel may have gone another way.
     """
     own = [r for r in recipes if r.schedule.order == "diagonal-first"]
     trials = ranked(subject.run([r for r in recipes if r not in own], rows), subject.head_dim)
@@ -168,7 +168,8 @@ def first_trials(subject: SearchedHead, recipes: Sequence[Recipe], rows: Tensor)
         start = max(0, length // size - 1) * size  # of the last whole block
         late = start + spread_rows(min(size, length - start), _LATE_ROWS, rows.device)
         right, *tried = subject.run([trials[0].recipe, *own], late)
-        missing = [t for t in tried if t.match.agreement < 1 - 2 * MISSED_BY_SUMS]
+        alike = right.match.agreement <= trials[0].match.agreement + MISSED_BY_SUMS
+        missing = [t for t in tried if alike and t.match.agreement < 1 - 2 * MISSED_BY_SUMS]
         told_apart = [t.recipe for t in missing if right.match.compare(t.match).p_value <= LEVEL]
         own = [r for r in own if r not in told_apart]
     places = {recipe: place for place, recipe in enumerate(recipes)}
@@ -253,7 +254,7 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
 
 
 def low_bit_trials(subject: SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> tuple[list[Trial], int]:
-    """Kernels below 16 bits on ``rows``, best first, where they fit on a few; and how many were tried.
+    """Kernels below 16 bits on ``rows``, best first, where a few do not rule them out; and how many were tried.
 
     ``scores_alone``: only those that round q and k, and nothing else, below 16 bits.
     Their scales are those of all rows of q: where only chosen ones were captured, none.
@@ -263,8 +264,14 @@ def low_bit_trials(subject: SearchedHead, rows: Tensor, *, scores_alone: bool = 
     recipes = [r for r in low_bit_recipes(subject.fmt, subject.head_dim) if _runs(r, subject.inputs.head)]
     if scores_alone:
         recipes = [r for r in recipes if r.quantize_v == NO_QUANTIZER and base(r.probs) in FORMATS.values()]
-    trials = subject.run(recipes, seeing_few(subject.inputs.head, rows))
-    fit = [t.recipe for t in trials if t.match.agreement > _LOW_BIT_AT_ALL]
+    elements = len(rows) * subject.observed.shape[1]
+
+    def may_fit(trial: Trial) -> bool:
+        """Whether what it misses on the few rows is no more than it may miss on all."""
+        missed = int((~trial.match.equal).sum())
+        return 1 - missed / elements >= threshold(subject.fmt, elements, trial.recipe)
+
+    fit = [t.recipe for t in subject.run(recipes, seeing_few(subject.inputs.head, rows)) if may_fit(t)]
     return ranked(subject.run(fit, rows), subject.head_dim), len(recipes)
 
 
@@ -287,10 +294,11 @@ def _tried(
     best = trials[0].match
     leaders = [t.recipe for t in trials[:_FINALISTS]]
     leaders += [t.recipe for t in trials[_FINALISTS:] if best.compare(t.match).p_value > _COARSE_LEVEL]
-    final = first_trials(subject, list(dict.fromkeys([*known(subject), *leaders])), final_rows)
-    tried |= dict.fromkeys(t.recipe for t in final)
+    chosen = dict.fromkeys([*known(subject), *leaders])
+    final = first_trials(subject, list(chosen), final_rows)
+    tried |= chosen
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]
-    others = [v for v in dict.fromkeys(others) if v not in {t.recipe for t in final}]
+    others = [v for v in dict.fromkeys(others) if v not in chosen]
     return ranked([*final, *subject.run(others, final_rows)], d), len(tried | dict.fromkeys(others))
 
 
