@@ -96,7 +96,7 @@ class KeyRanges:
     @cached_property
     def _steps(self) -> int:
         """N."""
-        length = self.keys.stop - self.keys.start + sum(self._pads)
+        length: int = self.keys.stop - self.keys.start + sum(self._pads)
         return length // self.recipe.schedule.key_tile // len(self.splits)
 
     def _order(self, device: torch.device) -> _Order:
@@ -120,7 +120,7 @@ class KeyRanges:
         if self.visited is not None:
             found = found.to(self.visited.device)
         found[..., there] = True if self.visited is None else self.visited
-        return found.unflatten(-1, (len(lengths), count))
+        return found.view(*shape, len(lengths), count)
 
     def _where_visited(self, x: Tensor, otherwise: float) -> Tensor:
         return x if self._visits is None else x.masked_fill(~self._visits.to(x.device), otherwise)
@@ -158,15 +158,16 @@ class KeyRanges:
                 the step; None: nothing.
             lying: Whether the terms lie as the tiles do, not in order.
         """
-        order, factors = self._order(terms.device).lying if lying else None, factors.transpose(-3, -2)
+        order, factors = self._order(terms.device).lying, factors.transpose(-3, -2)
         if rounded is None and compiles_for(terms.device):
             from attn_diag.kernels.triton_carried import carried
 
-            return carried(factors, terms, order)
-        in_order = terms.unflatten(-3, (len(self.splits), -1)) if order is None else None
+            return carried(factors, terms, order if lying else None)
+        by_split = terms.view(*terms.shape[:-3], len(self.splits), -1, *terms.shape[-2:])
         total = terms.new_zeros(*factors.shape[:-1], terms.shape[-1])
-        for step, keys in enumerate(max(self.splits, key=len)):
-            term = terms[..., order[:, step], :, :] if in_order is None else in_order[..., step, :, :]
+        longest: Sequence[slice] = max(self.splits, key=len)
+        for step, keys in enumerate(longest):
+            term = terms[..., order[:, step], :, :] if lying else by_split[..., step, :, :]
             scaled = total.mul_(factors[..., step, None])
             scaled = scaled if rounded is None else rounded(scaled, keys.start, "rescale")
             total = scaled.add_(term) if rounded is None else rounded(scaled.add_(term), keys.start, "")

@@ -108,6 +108,7 @@ def test_sums_carried_in_one_launch_have_the_bits_of_the_walk(
 def test_rows_of_ranges_carried_in_one_launch_have_the_same_bits(device: str, name: str) -> None:
     every, found = [], []
     for head in heads(2):
+        assert head.do is not None
         q, k, v, do = (t.to(device) for t in (head.q, head.k, head.v, head.do))
         every.append(replace(head, q=q, k=k, v=v, do=do))
     for one_launch in (False, True):
