@@ -27,7 +27,7 @@ from attn_diag.kernels.recipe import Recipe
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
 _CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
-# Whole blocks of keys with a scale of P_bar each (16 or 32 of the published kernels), counted from the first key.
+# Whole blocks of keys, from the first, with a scale of P_bar each, or that a tensor core adds at a time (16 or 32).
 _SCALED_KEYS = 128
 NO_BLOCK = 2**20
 """Rows of a query block that is none: rows asked for visit the key ranges that some of them see."""
@@ -337,7 +337,10 @@ def places_of(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whol
 def in_any_block(recipe: Recipe, head: HeadLike) -> bool:
     """Whether a row does not depend on its query block, but for random draws: keys that it does not see add nothing."""
     ordered = recipe.schedule.order != "diagonal-first" and not (recipe.schedule.split_keys and head.sink is not None)
-    return ordered and recipe.smooth_q == "none" and not recipe.quantized
+    # A tensor core adds so many products at a time, counted from the first key that the block sees.
+    summed = recipe.accumulation == "nvidia-tensor-core" and len(head.q) > 0
+    counted = summed and head.visible_span(slice(len(head.q) - 1, None)).start > 0
+    return ordered and not counted and recipe.smooth_q == "none" and not recipe.quantized
 
 
 def _run_block(

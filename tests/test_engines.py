@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from builders import some
 from torch import Tensor
 
 import attn_diag
@@ -108,8 +109,7 @@ def test_sums_carried_in_one_launch_have_the_bits_of_the_walk(
 def test_rows_of_ranges_carried_in_one_launch_have_the_same_bits(device: str, name: str) -> None:
     every, found = [], []
     for head in heads(2):
-        assert head.do is not None
-        q, k, v, do = (t.to(device) for t in (head.q, head.k, head.v, head.do))
+        q, k, v, do = (t.to(device) for t in (head.q, head.k, head.v, some(head.do)))
         every.append(replace(head, q=q, k=k, v=v, do=do))
     for one_launch in (False, True):
         with (
@@ -168,6 +168,18 @@ def test_rows_of_many_query_blocks_are_those_of_each(name: str, mask: str) -> No
     assert blocks == (3 if "diagonal first" in name else 1)
     for field in FIELDS:
         assert_as_good(found[field], joined(recipe, head)[field])
+
+
+def test_a_tensor_core_counts_keys_from_the_first_that_a_query_block_sees() -> None:
+    (head,) = heads(1, masking=MASKS["window"], seed=2)
+    recipe = replace(RECIPES["fused"], schedule=Schedule(), accumulation="nvidia-tensor-core", pv_sums="fp16")
+    with (
+        patch.object(emulation, "launches", lambda _: True),
+        patch.object(emulation_forward, "launches", lambda _: True),
+    ):
+        found = joined(recipe, head)
+    for field, expected in joined(recipe, head).items():
+        assert torch.equal(found[field], expected)
 
 
 def capture(seed: int, count: int = 2, length: int = 200) -> Capture:
