@@ -327,5 +327,5 @@ def _recognise(subject: SearchedHead, recipes: _Runnable) -> LookedAt:
         return LookedAt(None, settled=False)
     if fit:
         return LookedAt(recognised_as(subject, fit, trials, rows), settled=True)
-    near = 1 - trials[0].match.agreement <= MISSED_BY_SUMS
+    near = 1 - trials[0].match.agreement <= MISSED_BY_SUMS[subject.fmt]
     return LookedAt(None, settled=near and _too_long(subject))
