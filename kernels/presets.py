@@ -53,7 +53,7 @@ PRESETS = {
         ),
         Recipe(
             "efficient",
-            "torch SDPA's memory-efficient kernel: as cuDNN, in 64-key tiles; its dS multiplies the cast P",
+            "torch's memory-efficient SDPA: as cuDNN, 64-key tiles (128 above D = 64); its dS multiplies the cast P",
             exp="exp2-scaled",
             dropout_factor="bf16",
             mma_k=8,

@@ -9,9 +9,12 @@ from torch import Tensor
 from attn_diag.kernels.backend import launching_on
 
 _BLOCK = 128
+# Compiled once, not for each kind of number that these happen to be.
+_NUMBERS = [f"stride_{name}" for name in ("fh", "fs", "fr", "fn", "th", "tn", "tr", "td")]
+_NUMBERS += ["rows", "width", "splits", "steps"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def carried_kernel(
     factors_ptr, terms_ptr, order_ptr, out_ptr, stride_fh, stride_fs, stride_fr, stride_fn, stride_th, stride_tn,
     stride_tr, stride_td, rows, width, splits, steps, BLOCK: tl.constexpr, AHEAD: tl.constexpr,

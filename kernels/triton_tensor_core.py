@@ -9,6 +9,8 @@ from torch import Tensor
 from attn_diag.kernels.backend import launching_on
 
 _ROWS, _COLUMNS = 8, 32
+# Compiled once, not for each kind of number that these happen to be.
+_NUMBERS = ["M", "N", "K", *(f"stride_{name}" for name in ("am", "ak", "bk", "bn", "cm", "cn"))]
 _EXPONENT_FIELD = tl.constexpr(0x7FF << 52)  # of a float64
 _FP32_SMALLEST = tl.constexpr(2.0**-126)
 
@@ -26,7 +28,7 @@ def _toward_zero(x):
     return x.to(tl.int64).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def tensor_core_kernel(
     a_ptr, b_ptr, c_ptr, out_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     SMALLEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, MANTISSA: tl.constexpr,
