@@ -26,8 +26,10 @@ from attn_diag.kernels import (
     preset,
     trace_row,
 )
+from attn_diag.kernels.accumulation import HOPPER_K8, tensor_core_matmul
 from attn_diag.kernels.emulation_backward import KeyGradients
 from attn_diag.kernels.emulation_operands import Rounder
+from attn_diag.kernels.emulation_softmax import exponential
 from attn_diag.kernels.exponential import MAX_DEGREE, exp2_polynomial
 from attn_diag.kernels.recipe import FORMATS
 from attn_diag.reference import AttentionHead, Dropout, Masking, reference_head
@@ -292,6 +294,47 @@ class TestExponentials:
         recipe = replace(preset("fa2"), **EXACT, exp="polynomial", exp_degree=degree)
         error = (emulate_head(recipe, head).o - reference_head(head).out).abs().max()
         assert 0 < float(error) <= 2 * limit * float(head.v.abs().max())
+
+
+class TestExponents:
+    def test_scaled_scores_are_rounded_before_the_maximum_is_taken_off(self) -> None:
+        """As cuDNN and CUTLASS write it, in fp32; a fused multiply-add rounds once, and other P_bar follow."""
+        generator = torch.Generator().manual_seed(0)
+        scores, top = 30 * torch.randn(64, 200, generator=generator), 90 * torch.ones(64, 1)
+        c = torch.tensor(0.125 * math.log2(math.e), dtype=torch.float32)
+        scaled, fused = (
+            exponential(replace(preset("fa2"), exp=exp), scores, top, 0.125, Rounder(preset("fa2"), 0), 0)
+            for exp in ("exp2-scaled", "exp2-fma")
+        )
+        assert torch.equal(scaled, torch.exp2((scores * c) - (top * c)))
+        assert 0.1 < float((scaled != fused).float().mean()) < 0.9
+        torch.testing.assert_close(scaled, fused, rtol=3e-6, atol=0)
+
+    def test_old_sums_stay_where_the_maximum_stays(self) -> None:
+        """Unlike those of a fused multiply-add, whose factor is then not quite 1."""
+        recipe = replace(preset("cudnn"), schedule=Schedule(key_tile=16))
+        top = torch.linspace(1, 50, 200)[:, None]
+        factor = exponential(recipe, top, top, 0.3, Rounder(recipe, 0), 0, "rescale")
+        assert torch.equal(factor, torch.ones_like(factor))
+        assert recipe.keeps_sums
+
+
+class TestInstructions:
+    def test_sums_are_cut_off_as_often_as_instructions_end(self) -> None:
+        """O and dQ of a head with one row of queries, whose products are added 8 or 16 at a time."""
+        head = make_head(q_length=1, k_length=64, masking=Masking())
+        unrounded = {"probs": "fp32", "out": "fp32", "dq": "fp32"}
+        recipe = replace(preset("efficient"), accumulation="nvidia-tensor-core", **unrounded)  # type: ignore[arg-type]
+        eight, sixteen = (emulate_head(replace(recipe, mma_k=k), head) for k in (8, 16))
+        assert not torch.equal(eight.o, sixteen.o)
+        assert not torch.equal(some(eight.dq), some(sixteen.dq))
+        products = tensor_core_matmul(head.q, head.k.T, core=HOPPER_K8)
+        p = torch.exp2(products.float() * torch.tensor(0.25 * math.log2(math.e), dtype=torch.float32))
+        torch.testing.assert_close(eight.o.double(), (p / p.sum()).double() @ head.v, rtol=1e-4, atol=1e-5)
+
+    def test_other_instructions_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="mma_k must be one of 8, 16, got 4"):
+            replace(preset("fa2"), mma_k=4)  # type: ignore[arg-type]
 
 
 class TestCasts:
