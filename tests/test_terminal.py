@@ -238,7 +238,7 @@ def test_plain(name: str, shown: Callable[..., str]) -> None:
 def test_plain_can_be_grepped() -> None:
     lines = plain_text(inspected("kernels_pair_T512")).splitlines()
     (row,) = [line for line in lines if re.match(r"head +paper/H0 ", line)]
-    assert re.search(r"lossy +factor=16\.5 +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
+    assert re.search(r"lossy +factor=16\.5\d* +noise_factor=11\.5\d* +conditioning=24\d\.?\d* +dq_error=0\.929", row)
     assert [line for line in lines if re.match(r"test +stable/H1 +delta_excess .*p_adjusted=0\.0002", line)]
     assert [line for line in lines if re.match(r"drift +stable/H1 .*OUTSIDE the 99 % band .* from row \d+ on", line)]
 
