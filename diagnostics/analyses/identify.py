@@ -277,7 +277,8 @@ class _Report:
             )
         named = {r.group for r in as_good if r.recipe is not None}
         others = {r.schedule for r in as_good if r.group not in named}
-        unnamed = f"; this input does not exclude {plural(len(others), 'schedule')} that no preset has" if others else ""
+        rest = plural(len(others), "schedule")
+        unnamed = f"; this input does not exclude {rest} that no preset has" if others else ""
         return f"{names[0]} reproduces {equal} of O's elements bit for bit{self._summed}{unnamed}."
 
     @property
