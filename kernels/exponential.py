@@ -67,27 +67,24 @@ def exponential(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
 
 def scaled_difference(earlier: Tensor, later: Tensor, factor: float) -> Tensor:
     """(m - m') factor log2 e as kernels rescale their sums: exactly 0 where the maximum stays."""
-    c = factor * math.log2(math.e)
-    return (earlier - later) * (c if earlier.dtype == torch.float64 else _in_fp32(c))
+    return (earlier - later) * _in_twos(factor, earlier.dtype)
 
 
 def scaled_exponent(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     """(S - m) factor log2 e by one fused multiply-add: product and sum are rounded together."""
     if scores.dtype == torch.float64:
-        c = factor * math.log2(math.e)
-        return scores * c - maxima * c
-    c = _in_fp32(factor * math.log2(math.e))
+        return scaled_apart(scores, maxima, factor)
+    c = _in_twos(factor, scores.dtype)
     return (scores.double() * c - (maxima * c).double()).float()
 
 
 def scaled_apart(scores: Tensor, maxima: Tensor, factor: float) -> Tensor:
     """S c - m c, c = fp32(factor log2 e): each product is rounded by itself, and so is their difference."""
-    c = factor * math.log2(math.e)
-    c = c if scores.dtype == torch.float64 else _in_fp32(c)
+    c = _in_twos(factor, scores.dtype)
     return scores * c - maxima * c
 
 
 @cache
-def _in_fp32(x: float) -> float:
-    """Rounded to fp32."""
-    return float(torch.tensor(x, dtype=torch.float32))
+def _in_twos(factor: float, dtype: torch.dtype) -> float:
+    """factor log2 e, rounded once to fp32 unless the arithmetic is float64's."""
+    return float(torch.tensor(factor * math.log2(math.e), dtype=dtype))

@@ -88,7 +88,7 @@ def test_identify_names_what_the_search_on_a_cpu_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "width"), [("cudnn", 64), ("cudnn", 128), ("efficient", 64)])
-def test_torch_s_kernels_are_emulated_bit_for_bit(name: str, width: int) -> None:
+def test_emulations_have_the_bits_of_torch_s_kernels(name: str, width: int) -> None:
     """Of 4,096 keys in FP16, where another exponent, or instruction, moves some elements of each row."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("instructions of other GPUs add otherwise")

@@ -284,7 +284,9 @@ class _Report:
     @property
     def _summed(self) -> str:
         """How the best recipe's products are summed, with a comma before; empty where in fp32."""
-        return ", with sums of products as a Hopper tensor core makes them" if self.found.best.cut_off else ""
+        best = self.found.best
+        made = f", with sums of products as a Hopper tensor core makes them, {best.recipe.mma_k} at a time"
+        return made if best.cut_off else ""
 
     def _notes(self) -> tuple[str, ...]:
         found = self.found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +38,7 @@ from attn_diag.head.recipe_search import (
 )
 from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
-from attn_diag.kernels.backend import compiles_for
+from attn_diag.kernels.backend import compiles_for, launching_on
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
 WORTH = 2**23
@@ -240,8 +240,7 @@ class _Runs:
 
         def attempt(recipe: Recipe) -> None:
             # A thread begins on the first GPU. Whoever asks for the recipe meets the same error.
-            on_device = torch.cuda.device(head.q.device) if head.q.is_cuda else nullcontext()
-            with suppress(Exception), on_device:
+            with suppress(Exception), launching_on(head.q.device):
                 self._run(recipe, rows)
 
         # The first one sets up what Triton keeps of the kernel on this device.

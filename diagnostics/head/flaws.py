@@ -16,6 +16,7 @@ What is off by more than twice that, two such crossings, is wrong, and the rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -82,7 +83,10 @@ class Flaw:
         if self.features is not None:
             named = f"feature{'s' if len(self.features) > 1 else ''} {ranges(self.features)}"
             where = named if rows == "all rows" else f"{named} of {rows}"
-        said = f"{where}: {plural(self.elements, 'element')} up to {number(self.largest_ulp)} ulp off its bits"
+        far = (
+            f" up to {number(self.largest_ulp)} ulp" if math.isfinite(self.largest_ulp) else ", NaN or Inf among them,"
+        )
+        said = f"{where}: {plural(self.elements, 'element')}{far} off its bits"
         if self.explained:
             return f"rounds otherwise in {said}, too many in one place to be chance"
         return f"wrong in {said}, more than arithmetic explains"
@@ -149,7 +153,7 @@ def _placed(
         rows_all=len(rows),
         features=tuple(columns.nonzero()[:, 0].tolist()) if few else None,
         elements=int(wrong.sum()),
-        largest_ulp=float(in_ulp[wrong].max()),
+        largest_ulp=float(in_ulp[wrong].nan_to_num(nan=torch.inf, posinf=torch.inf).max()),
         explained=explained,
         kept=kept,
         agreement=float(equal.double().mean()) if equal.numel() else 0.0,
