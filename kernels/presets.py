@@ -54,6 +54,7 @@ PRESETS = {
         Recipe(
             "efficient",
             "torch's memory-efficient SDPA: as cuDNN, 64-key tiles (128 above D = 64); its dS multiplies the cast P",
+            alpha="before-rounding",
             exp="exp2-scaled",
             dropout_factor="bf16",
             mma_k=8,

@@ -87,7 +87,7 @@ def test_identify_names_what_the_search_on_a_cpu_names(name: str) -> None:
     assert (on_gpu.outcome, on_gpu.recipes) == (on_cpu.outcome, on_cpu.recipes)
 
 
-@pytest.mark.parametrize(("name", "width"), [("cudnn", 64), ("cudnn", 128), ("efficient", 64)])
+@pytest.mark.parametrize(("name", "width"), [("cudnn", 64), ("cudnn", 128), ("efficient", 64), ("efficient", 128)])
 def test_emulations_have_the_bits_of_torch_s_kernels(name: str, width: int) -> None:
     """Of 4,096 keys in FP16, where another exponent, or instruction, moves some elements of each row."""
     if torch.cuda.get_device_capability() != (9, 0):

@@ -8,12 +8,13 @@ ever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -293,8 +294,11 @@ def _runnable(subject: SearchedHead, beside: int) -> _Runnable:
         return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
 
     splits = split_recipes(subject.fmt, subject.head_dim, k_length) if q_length < _SPLITTING_ROWS else []
-    # A kernel's products are added by the instructions of this GPU.
-    published = {replace(r, mma_k=16): r for r in reversed(known(subject)) if r.scores == "fp32"}
+    # A kernel's products are added by the instructions of this GPU; and a power of two in S rounds nothing.
+    same: dict[str, Any] = {"mma_k": 16}
+    if math.frexp(subject.inputs.head.scale)[0] == 0.5:
+        same["alpha"] = "in-exponent"
+    published = {replace(r, **same): r for r in reversed(known(subject)) if r.scores == "fp32"}
     return _Runnable(list(filter(held, reversed(published.values()))), list(filter(held, splits)))
 
 

@@ -43,7 +43,7 @@ def known_recipes(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
         forwards.setdefault((_forward(recipe), recipe.schedule), recipe)
     tile = split_tile(head_dim)
     splitting = replace(preset("fa2", fmt, head_dim), schedule=Schedule(key_tile=tile, split_keys=tile))
-    ascending = replace(preset("efficient", fmt, 64), mma_k=16)
+    ascending = replace(preset("efficient", fmt, 64), alpha="in-exponent", mma_k=16)
     return *forwards.values(), splitting, ascending
 
 
@@ -165,7 +165,9 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def _forward(recipe: Recipe) -> tuple[object, ...]:
-    return tuple(getattr(recipe, site) for site in _SITES)
+    # A product with alpha that is rounded to fp32 by itself is a part of how the exponential is taken.
+    in_exponent = recipe.scores == "fp32" and recipe.alpha == "before-rounding"
+    return tuple("in-exponent" if in_exponent and site == "alpha" else getattr(recipe, site) for site in _SITES)
 
 
 def _same_order(known: Schedule, other: Schedule, head_dim: int) -> bool:
