@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_diag.kernels.emulation_operands import LOG2_E, Rounder
 from attn_diag.kernels.exponential import exp2_polynomial, scaled_apart, scaled_difference, scaled_exponent
+from attn_diag.kernels.hardware_exp2 import hardware_exp2
 from attn_diag.kernels.recipe import Recipe
 
 
@@ -71,15 +72,21 @@ def exponential(
         return torch.exp(rounder("difference", (scores - maxima) * factor, key, step))
     if recipe.exp == "exp2":
         difference = rounder("difference", scores - maxima, key, step)
-        return torch.exp2(
-            difference if recipe.alpha == "in-q" and factor == 1 / LOG2_E else difference * factor * LOG2_E
-        )
+        in_twos = recipe.alpha == "in-q" and factor == 1 / LOG2_E
+        return _exp2(recipe, difference if in_twos else difference * factor * LOG2_E)
     if recipe.exp == "exp2-scaled":
-        return torch.exp2(scaled_apart(scores, maxima, factor))
+        return _exp2(recipe, scaled_apart(scores, maxima, factor))
     # Sums of FP8 products are cut off to 13 bits: a factor that is all but 1 costs them the last one.
     by_difference = step == "rescale" and recipe.rescaling == "difference"
     exponent = (scaled_difference if by_difference else scaled_exponent)(scores, maxima, factor)
     if recipe.exp == "exp2-fma":
-        return torch.exp2(exponent)
+        return _exp2(recipe, exponent)
     assert recipe.exp_degree is not None
     return exp2_polynomial(exponent, recipe.exp_degree)
+
+
+def _exp2(recipe: Recipe, x: Tensor) -> Tensor:
+    """2**x; where sums are a GPU's, so is this, which on a GPU is what torch returns."""
+    if recipe.accumulation == "nvidia-tensor-core" and x.dtype == torch.float32 and x.device.type == "cpu":
+        return hardware_exp2(x)
+    return torch.exp2(x)

@@ -170,7 +170,8 @@ class Recipe:
     accumulator: Format = "fp32"
     """O_bar between key ranges."""
     accumulation: Literal["fp32-nearest", "exact", "nvidia-tensor-core"] = "fp32-nearest"
-    """How sums of products are made, see ``attn_diag.kernels.accumulation.matmul``."""
+    """How sums of products are made, see ``attn_diag.kernels.accumulation.matmul``; with "nvidia-tensor-core" exp2 is a
+    GPU's, too (``attn_diag.kernels.hardware_exp2``)."""
     mma_k: Literal[8, 16] = 16
     """With accumulation "nvidia-tensor-core": how many products of 16-bit operands an instruction adds."""
     division: Literal["before-last-cast", "after-last-cast"] = "before-last-cast"

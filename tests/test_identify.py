@@ -79,6 +79,7 @@ def test_kernels_are_identified(key: str) -> None:
 # Their bits differ in 1 to 36 of 16,384 (T=256) or 32,768 elements: (those not excluded, who comes nearest).
 ALIKE = {
     "kernels_pair_T512:flash": ({"fa2", "cudnn"}, "fa2"),
+    "kernels_pair_T512:flex": ({"fa2", "flex"}, "flex"),
     # Two tiles: the diagonal first is the last first.
     "pair_T256:flash": ({"fa2", "flex"}, "fa2"),
 }
@@ -95,7 +96,7 @@ def test_what_one_hot_rows_do_not_tell_apart_is_named_together(key: str) -> None
 
 
 # What the tensor core's own truncation tells apart: (the kernel, how many elements the next one misses).
-BY_HARDWARE = {"kernels_pair_T512:flex": ("flex", 4), "pair_T256:cudnn": ("cudnn", 2)}
+BY_HARDWARE = {"pair_T256:cudnn": ("cudnn", 2)}
 
 
 @pytest.mark.parametrize("key", BY_HARDWARE)

@@ -160,7 +160,7 @@ def test_kernels_with_other_sums_are_recognised_by_a_tensor_core_s(monkeypatch: 
     found = some(looked_at(capture).recognised)
     assert (found.cut_off, found.agreement) == (True, 1.0)
     assert "fa2" in found.name
-    monkeypatch.setattr(by_kernels, "_EMULATED_KEYS", 4096)
+    monkeypatch.setattr(by_kernels, "EMULATED_KEYS", 4096)
     # Emulations of as many keys would tell no more of a kernel that comes near.
     assert looked_at(capture) == (None, True)
 
@@ -169,7 +169,7 @@ def test_what_no_kernel_with_fp32_scores_made_is_left_to_the_search(monkeypatch:
     monkeypatch.setattr(triton_head, "run_heads", by_emulation)
     coarse = made_by(preset("bf16-scores", "bf16", 16), length=256)
     assert looked_at(coarse) == (None, False)
-    monkeypatch.setattr(by_kernels, "_EMULATED_KEYS", 128)
+    monkeypatch.setattr(by_kernels, "EMULATED_KEYS", 128)
     assert looked_at(coarse) == (None, False)
     assert some(recognise(coarse, "observed", 0, 0)).name == "bf16-scores"
 

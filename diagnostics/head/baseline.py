@@ -157,6 +157,8 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
     # Kernels with fp32 scores first: a match among them is never mistaken for one with coarse scores.
     for fine in (True, False):
         trials = search.first_trials(subject, [r for r in recipes if (r.scores == "fp32") == fine], rows)
+        if fine and not search.fits(subject, trials[0]):
+            trials = search.ranked([*trials, *search.split_trials(subject, rows)], subject.head_dim)
         nearest = min(nearest, *(_distance(t.out, subject.observed[rows]) for t in trials))
         if fit := search.fitting(subject, trials, rows)[0]:
             return recognised_as(subject, fit, trials, rows)
@@ -182,7 +184,7 @@ def recognised_as(
     """What is recognised where ``fit`` of the ``trials`` on these rows fits, both best first."""
     best = fit[0]
     names = [t.recipe.name for t in fit if best.match.compare(t.match).p_value > search.LEVEL]
-    with_fp32_sums = next(t for t in trials if t.recipe == best.recipe)
+    with_fp32_sums = next(t for t in trials if replace(t.recipe, exp=best.recipe.exp) == best.recipe)
     flaw = find_flaw(subject, with_fp32_sums, rows, misses_many=best.cut_off)
     words = "" if flaw is None else flaw.words
     return Recognised(best.recipe, best.match.agreement, " or ".join(dict.fromkeys(names)), words, best.cut_off)

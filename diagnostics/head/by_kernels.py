@@ -23,9 +23,9 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
 from attn_diag.head.read import HeadTensors
-from attn_diag.head.recipe_candidates import split_recipes
 from attn_diag.head.recipe_rows import spread_rows
 from attn_diag.head.recipe_search import (
+    EMULATED_KEYS,
     MISSED_BY_SUMS,
     SearchedHead,
     Trial,
@@ -35,6 +35,7 @@ from attn_diag.head.recipe_search import (
     known,
     ranked,
     read_subject,
+    splits,
     threshold,
 )
 from attn_diag.head.together import alike, in_parts, outputs_together
@@ -43,11 +44,6 @@ from attn_diag.kernels.backend import compiles_for, launching_on
 
 # A kernel is compiled in a second or two when it is first called, and kept on disk; fewer scores are emulated as fast.
 WORTH = 2**23
-# FlashAttention-2 splits keys where its blocks of 64 query rows, of all heads, are fewer than 1.6 times the GPU's
-# multiprocessors, of which none has 160.
-_SPLITTING_ROWS = 64 * 256
-# Sums as a tensor core makes them take seconds of more keys, and emulations of all recipes a minute of a CPU's core.
-_EMULATED_KEYS = 2**15
 # One row in so many: then kernels make only the blocks of 64 or 128 rows that hold those asked for.
 _FEW_OF = 256
 # Independent splits of the keys leave a sum each: where these are more numbers, such a recipe is left out.
@@ -293,13 +289,12 @@ def _runnable(subject: SearchedHead, beside: int) -> _Runnable:
         split = recipe.schedule.split_keys
         return split is None or -(-k_length // split) * q_length * width * beside <= _SUMS_OF_SPLITS
 
-    splits = split_recipes(subject.fmt, subject.head_dim, k_length) if q_length < _SPLITTING_ROWS else []
     # A kernel's products are added by the instructions of this GPU; and a power of two in S rounds nothing.
     same: dict[str, Any] = {"mma_k": 16}
     if math.frexp(subject.inputs.head.scale)[0] == 0.5:
         same["alpha"] = "in-exponent"
     published = {replace(r, **same): r for r in reversed(known(subject)) if r.scores == "fp32"}
-    return _Runnable(list(filter(held, reversed(published.values()))), list(filter(held, splits)))
+    return _Runnable(list(filter(held, reversed(published.values()))), list(filter(held, splits(subject))))
 
 
 def _fitting(subject: SearchedHead, recipes: _Runnable, rows: Tensor) -> tuple[list[Trial], list[Trial], Tensor]:
@@ -313,7 +308,7 @@ def _fitting(subject: SearchedHead, recipes: _Runnable, rows: Tensor) -> tuple[l
 
 
 def _too_long(subject: SearchedHead) -> bool:
-    return len(subject.inputs.head.k) > _EMULATED_KEYS
+    return len(subject.inputs.head.k) > EMULATED_KEYS
 
 
 def _recognise(subject: SearchedHead, recipes: _Runnable) -> LookedAt:

@@ -23,6 +23,7 @@ from attn_diag.head.recipe_candidates import (
     low_bit_recipes,
     mixtures,
     schedules,
+    split_recipes,
     variants,
 )
 from attn_diag.head.recipe_rows import seeing_few, spread_rows
@@ -46,10 +47,15 @@ _MISSED_BF16 = 0.002
 # 1,024 to 16,384 keys in BF16, 4.5 to 7.8 % of 8,192 keys in FP16 (H100); with sums cut off as there flash, cuDNN and
 # this project's kernels miss at most 0.33 % in BF16.
 MISSED_BY_SUMS: dict[Format, float] = {"bf16": 0.03, "fp16": 0.12}
+# Sums as a tensor core makes them take seconds of more keys, and emulations of all recipes a minute of a CPU's core.
+EMULATED_KEYS = 2**15
 # So many scores of each such recipe are run with those sums, in so many rows at least: on a CPU they take twenty times
 # as long.
 _TENSOR_CORE_SCORES, _TENSOR_CORE_ROWS, _ONE_ROW_IN = {"cpu": 2**15, "cuda": 2**18}, 8, 8
 _LATE_ROWS = 8  # where all of them speak against a recipe, the p-value is 2^-8
+# FlashAttention-2 splits keys where its blocks of 64 query rows, of all heads, are fewer than 1.6 times the GPU's
+# multiprocessors, of which none has 160. Late rows show how many splits there are; so many recipes are then compared.
+_SPLITTING_ROWS, _SPLITS = 64 * 256, 2
 # Of kernels below 16 bits, where an operand's code now and then turns with the last bit of a division.
 _MISSED_LOW_BIT = 0.01
 _MANTISSA: dict[Format, int] = {"bf16": 7, "fp16": 10}  # 2^p boundaries an octave: the same error crosses as many
@@ -139,6 +145,20 @@ def known(subject: SearchedHead) -> list[Recipe]:
     return [r for r in recipes if subject.diagonal or r.schedule.order != "diagonal-first"]
 
 
+def splits(subject: SearchedHead) -> list[Recipe]:
+    """FlashAttention-2 with its keys split in every way, where it might split them."""
+    (q_length, width), k_length = subject.inputs.head.q.shape, len(subject.inputs.head.k)
+    return split_recipes(subject.fmt, width, k_length) if q_length < _SPLITTING_ROWS else []
+
+
+def split_trials(subject: SearchedHead, rows: Tensor) -> list[Trial]:
+    """Those of ``splits`` on ``rows`` that have most of the last rows' bits; of very many keys none."""
+    if len(subject.inputs.head.k) > EMULATED_KEYS:
+        return []
+    best = ranked(subject.run(splits(subject), rows[-_LATE_ROWS:]), subject.head_dim)[:_SPLITS]
+    return subject.run([t.recipe for t in best], rows)
+
+
 def threshold(fmt: Format, elements: int, recipe: Recipe | None = None) -> float:
     """The agreement from which a recipe fits: what the right one has, less a standard error of so many elements."""
     missed = _MISSED_BF16 * 2.0 ** (_MANTISSA[fmt] - _MANTISSA["bf16"])
@@ -195,6 +215,9 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
     near = [t for t in trials if 1 - t.match.agreement <= MISSED_BY_SUMS[subject.fmt]]
     if not near:
         return [], rows
+    # One kernel is built with either: PyTorch compiles FlashAttention-2 with products and differences apart.
+    other = {"exp2-fma": "exp2-scaled", "exp2-scaled": "exp2-fma"}
+    near += [replace(t, recipe=replace(t.recipe, exp=other[t.recipe.exp])) for t in near if t.recipe.exp in other]
     most = _TENSOR_CORE_SCORES[rows.device.type] // len(subject.inputs.head.k)
     some = _missed_and_spread(near[0].match, max(_TENSOR_CORE_ROWS, most))
     again = ranked(subject.run([t.recipe for t in near], rows[some], cut_off=True), subject.head_dim)
