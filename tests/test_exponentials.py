@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_emulation_rules import EXACT, make_head
 from torch import Tensor
 
-from attn_diag.kernels import Schedule, emulate_head, preset
+from attn_diag.kernels import Recipe, Schedule, emulate_head, emulation_softmax, preset
 from attn_diag.kernels.emulation_operands import Rounder
 from attn_diag.kernels.emulation_softmax import exponential
 from attn_diag.kernels.exponential import MAX_DEGREE, exp2_polynomial
-from attn_diag.reference import reference_head
+from attn_diag.reference import AttentionHead, Masking, reference_head
 
 
 class TestPolynomials:
@@ -86,3 +89,30 @@ class TestExponents:
         factor = exponential(recipe, top, top, 0.3, Rounder(recipe, 0), 0, "rescale")
         assert torch.equal(factor, torch.ones_like(factor))
         assert recipe.keeps_sums
+
+
+class TestTorchsMemoryEfficientKernel:
+    """Rows of its O by an H100, BF16, 512 keys, 128 features; none lies within 8 units of fp32 of a tie."""
+
+    DATA = load_file(Path(__file__).parent / "data" / "efficient_h100.safetensors")
+    OWN = replace(preset("efficient", "bf16", 128), accumulation="nvidia-tensor-core")
+
+    def missed(self, recipe: Recipe) -> int:
+        q, k, v = (self.DATA[n].double() for n in "qkv")
+        head = AttentionHead(q, k, v, None, 128**-0.5, Masking("none"))
+        return int((emulate_head(recipe, head).o != self.DATA["o"]).sum())
+
+    def test_is_reproduced_in_every_bit(self) -> None:
+        assert self.missed(self.OWN) == 0
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"alpha": "in-exponent"}, {"exp": "exp2-fma"}, {"mma_k": 16}, {"accumulation": "fp32-nearest"}],
+        ids=str,
+    )
+    def test_no_other_roundings_have_its_bits(self, change: dict[str, Any]) -> None:
+        assert self.missed(replace(self.OWN, **change)) > 0
+
+    def test_nor_has_the_nearest_exp2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(emulation_softmax, "hardware_exp2", torch.exp2)
+        assert self.missed(self.OWN) > 0
