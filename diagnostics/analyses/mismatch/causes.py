@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from attn_diag.analyses.mismatch.fit import LayerFit
-from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
+from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
 from attn_diag.analyses.mismatch.storage import few_levels
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -139,24 +139,28 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
 
 def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:
     """What the captures themselves state differently."""
-    layer, head = found.layer, found.stated
-    rows = head.rows
-    if abs(rows[1].scale / rows[0].scale - 1) > _SAME_SCALE:
-        off = rows[1].scale / rows[0].scale - 1
-        words = (
-            f"softmax scale {number(rows[0].scale, 6)} in train, {number(rows[1].scale, 6)} in rollout "
-            f"({percent(off, '+.3g')})"
-        )
-        yield _cause(layer, "scale", "both", words)
-    if rows[0].softcap != rows[1].softcap:
-        a, b = ("no softcap" if r.softcap is None else f"softcap {r.softcap:g}" for r in rows)
-        yield _cause(layer, "softcap", "both", f"{a} in train, {b} in rollout")
+    layer = found.layer
+    other = [h for h in found.heads if abs(h.rows[1].scale / h.rows[0].scale - 1) > _SAME_SCALE]
+    if other:
+        a, b = (rows.scale for rows in other[0].rows)
+        words = f"softmax scale {number(a, 6)} in train, {number(b, 6)} in rollout ({percent(b / a - 1, '+.3g')})"
+        yield _cause(layer, "scale", "both", words + _in_sequences(found, other))
+    other = [h for h in found.heads if h.rows[0].softcap != h.rows[1].softcap]
+    if other:
+        a, b = ("no softcap" if r.softcap is None else f"softcap {r.softcap:g}" for r in other[0].rows)
+        yield _cause(layer, "softcap", "both", f"{a} in train, {b} in rollout{_in_sequences(found, other)}")
     other = [h for h in found.heads if h.rows[0].sink != h.rows[1].sink]
     if other:
         a, b = ("no sink" if r.sink is None else f"a sink (logit {number(r.sink)})" for r in other[0].rows)
         yield _cause(layer, "sink", "both", f"{a} in train, {b} in rollout (head {other[0].head})")
     if (masks := _masks(found)) is not None:
         yield _cause(layer, masks[0], "both", masks[1])
+
+
+def _in_sequences(found: ComparedLayer, other: Sequence[HeadOfBoth]) -> str:
+    """In how many sequences that is so; empty: in all."""
+    these, every = ({h.sequence for h in heads} for heads in (other, found.heads))
+    return f" in {len(these)} of {plural(len(every), 'sequence')}" if len(these) < len(every) else ""
 
 
 def _masks(found: ComparedLayer) -> tuple[CauseKind, str] | None:

@@ -132,6 +132,9 @@ def compare_runs(
             progress(done + 1, len(layers))
     if not results:
         raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
+    most = max(layer.tokens for layer in results)
+    few = [layer for layer in results if layer.tokens < most]
+    notes += [f"Layer {layer.layer}: {layer.tokens} of {most} tokens are in both runs." for layer in few]
     merges = [m for side, name in zip(sides, _NAMES, strict=True) for m in ring_merges(side, name, at)]
     causes = with_rings(causes, merges)
     sums = compare_sums(sides, runs, matched, at)
@@ -148,7 +151,7 @@ def compare_runs(
         begins=None if first is None else first.layer,
         place=None if first is None else first.place,
         sequences=len(matched),
-        tokens=max(layer.tokens for layer in results),
+        tokens=most,
         layers=tuple(results),
         causes=tuple(causes),
         logprobs=None,
