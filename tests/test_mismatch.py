@@ -373,5 +373,5 @@ def test_tensor_parallel_ranks_that_differ_are_refused() -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    with pytest.raises(InputError, match="rank 0: scale is 0.26, not 0.25"):
+    with pytest.raises(InputError, match=r"rank 0: scale is 0\.26, not 0\.25"):
         attn_diag.mismatch(one, ranks)
