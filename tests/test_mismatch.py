@@ -12,6 +12,7 @@ import mismatch_runs as runs
 import numpy as np
 import pytest
 import torch
+from builders import some
 from command_line import Run
 from tiny_models import transformers_model
 from torch import Tensor
@@ -375,3 +376,25 @@ def test_tensor_parallel_ranks_that_differ_are_refused() -> None:
     ]  # fmt: skip
     with pytest.raises(InputError, match=r"rank 0: scale is 0\.26, not 0\.25"):
         attn_diag.mismatch(one, ranks)
+
+
+@pytest.mark.parametrize("levels", [None, 15, 4095])
+def test_a_cache_that_is_quantised_once_it_is_written_is_storage(levels: int | None) -> None:
+    """The call that writes a key sees it as it was; only later ones find the cache's few bits."""
+    whole = _drawn(40, 0)
+    prompt = {name: t[:, :, :32] for name, t in whole.items()}
+    step = {name: t[:, :, 32:] for name, t in whole.items()} | {name: whole[name].clone() for name in "kv"}
+    for name in "kv" if levels else "":
+        width = whole[name].abs().amax(3, keepdim=True).float() * 2 / some(levels)
+        step[name][:, :, :32] = ((whole[name].float() / width).round() * width).bfloat16()[:, :, :32]
+    seen = torch.ones(8, 40, dtype=torch.bool).tril(32)
+    step["o"] = torch.nn.functional.scaled_dot_product_attention(step["q"], step["k"], step["v"], attn_mask=seen)
+    engine = [
+        Capture.from_tensors(prompt, causal="top-left", layer=0, step=0),
+        Capture.from_tensors(step, causal="bottom-right", layer=0, step=1),
+    ]
+    found = attn_diag.mismatch(Capture.from_tensors(whole, causal="top-left", layer=0), engine)
+    assert found.tokens == 40
+    assert [(c.kind, c.side) for c in found.causes] == ([("storage", "rollout")] if levels == 15 else []), (
+        found.headline
+    )

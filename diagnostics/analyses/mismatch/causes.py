@@ -8,7 +8,7 @@ import torch
 
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
-from attn_diag.analyses.mismatch.storage import few_levels
+from attn_diag.analyses.mismatch.storage import changed_in_cache, few_levels
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -54,6 +54,12 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         does = "holds" if len(stored.which) == 1 else "hold"
         words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
         causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
+    for which_run, run in enumerate(_RUNS):
+        changed = changed_in_cache([head.rows[which_run] for head in found.heads])
+        if max(changed.values()) > _ROUNDINGS * found.units[which_run]:
+            apart = " and ".join(f"{name} is {percent(off)} off" for name, off in changed.items())
+            words = f"{run}'s cache no longer holds what was put there: {apart}, as a cache below 16 bits makes it"
+            causes.append(_cause(found.layer, "storage", run, words, fitted=True, place="projection"))
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
