@@ -148,8 +148,9 @@ def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:
     layer = found.layer
     other = [h for h in found.heads if abs(h.rows[1].scale / h.rows[0].scale - 1) > _SAME_SCALE]
     if other:
-        a, b = (rows.scale for rows in other[0].rows)
-        words = f"softmax scale {number(a, 6)} in train, {number(b, 6)} in rollout ({percent(b / a - 1, '+.3g')})"
+        scales = [rows.scale for rows in other[0].rows]
+        off = percent(scales[1] / scales[0] - 1, "+.3g")
+        words = f"softmax scale {number(scales[0], 6)} in train, {number(scales[1], 6)} in rollout ({off})"
         yield _cause(layer, "scale", "both", words + _in_sequences(found, other))
     other = [h for h in found.heads if h.rows[0].softcap != h.rows[1].softcap]
     if other:
