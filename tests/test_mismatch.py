@@ -339,7 +339,8 @@ def test_a_fault_of_one_data_parallel_rank_is_found(fault: str) -> None:
         tensors = {name: t.bfloat16() for name, t in {"q": q, "k": k, "v": v, "x": x, "w_q": w_q}.items()}
 
         def attended(part: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-            o = torch.nn.functional.scaled_dot_product_attention(*(part[n] for n in "qkv"), is_causal=True, scale=scale)
+            q, k, v = (part[name] for name in "qkv")
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
             return {**part, "o": o}
 
         stated: dict[str, Any] = {"causal": "top-left", "layer": layer, "step": 0}
