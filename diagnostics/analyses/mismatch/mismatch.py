@@ -204,6 +204,8 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
 def headline(found: Mismatch) -> str:
     """The result in a sentence."""
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
+    if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
+        tokens = f"{fewest} to {tokens}"
     where = f"{tokens} of {sequences}, {plural(len(found.layers), 'layer')}"
     if found.outcome == "identical":
         return f"train and rollout are bit for bit the same: O of {where}"
