@@ -548,3 +548,27 @@ def test_another_model_that_a_method_calls_is_another_model(tmp_path: Path) -> N
         model.generate(tokens())
     assert only(recorder).metadata.layer == 0
     assert only(recorder).metadata.extra["module"] == "model.h.0.attn"
+
+
+class OneHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*(project(x)[:, None] for project in self.projections))
+
+
+def test_a_batch_of_nothing_is_told_and_the_next_one_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = OneHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attn_diag.capture(model, tmp_path) as recorder, attn_diag.Monitor(model, every=1) as monitor:
+        for batch in (0, BATCH, BATCH):
+            torch.autograd.backward(model(torch.randn(batch, LENGTH, WIDTH)).square().sum())
+            optimizer.step()
+    assert "not captured: attention: nothing was attended to: q has the shape (0, 1, 20, 32)" in caplog.text
+    assert "attention is not monitored: nothing was attended to" in caplog.text
+    assert "Error" not in caplog.text
+    assert ["w_q" in capture.tensors for capture in written(recorder)] == [True, True]
+    assert len(monitor.history) == 2

@@ -196,3 +196,48 @@ def test_a_llama_by_the_flattening_collator(implementation: str, tmp_path: Path)
     assert (found.shape["B"], found.observations[0].heads[0].rows_all) == (3, 96)
     dq = [c.observations[0].heads[0].propagation.dq for c in (diagnosis, found)]
     assert not learns or abs(some(some(dq[0]).relative_error) - some(some(dq[1]).relative_error)) < 1e-12
+
+
+class Jagged(nn.Module):
+    """Attention over jagged nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(32, HEADS * DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for project in self.projections)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("fault", ["none", "scale", "gradient"])
+def test_jagged_nested_tensors_are_packed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    math = torch._scaled_dot_product_attention_math
+
+    def other(*args: Any, scale: float | None = None) -> Any:
+        o, probs = math(*args, scale=0.3 if fault == "scale" else scale)
+        return (o.detach() + (o - o.detach()) * 0.5 if fault == "gradient" else o), probs
+
+    if fault != "none":
+        monkeypatch.setattr(torch, "_scaled_dot_product_attention_math", other)
+    torch.manual_seed(0)
+    model = Jagged().bfloat16()
+    x = torch.nested.nested_tensor([torch.randn(n, 32).bfloat16() for n in LENGTHS], layout=torch.jagged)
+
+    def trained() -> list[Tensor]:
+        model.zero_grad()
+        o = model(x).values()
+        (o.float() * torch.linspace(-1, 1, o.numel()).sin().view_as(o)).sum().backward()
+        return [o.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = trained()
+    with attn_diag.capture(model, tmp_path) as recorder:
+        found = trained()
+    assert all(map(torch.equal, found, expected))
+    capture = only(recorder)
+    assert [capture.lengths(b) for b in range(capture.batch)] == [(n, n) for n in LENGTHS]
+    assert {"do", "dq", "dk", "dv"} <= capture.tensors.keys()
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu").captures[0]
+    assert diagnosis.assumptions.ok == (fault != "scale")
+    labels = {label for h in diagnosis.observations[0].heads if h.verdict for label in h.verdict.labels}
+    assert ("wrong" in labels) == (fault == "gradient"), labels

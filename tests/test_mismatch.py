@@ -12,6 +12,7 @@ import mismatch_runs as runs
 import numpy as np
 import pytest
 import torch
+from builders import some
 from command_line import Run
 from tiny_models import transformers_model
 from torch import Tensor
@@ -326,3 +327,76 @@ def test_the_command_says_what_the_function_finds(both: Planted, tmp_path: Path,
     assert found["causes"][0]["kind"] == "weights"
     assert found["logprobs"]["missing"]
     assert "groups of 128" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("fault", ["none", "missing", "scale", "weights", "kernel"])
+def test_a_fault_of_one_data_parallel_rank_is_found(fault: str) -> None:
+    """Ranks cannot be merged in that layer alone, nor where a file is missing: rows are compared all the same."""
+    train, rollout = [], []
+    for layer in range(3):
+        q, k, v = (torch.randn(4, 2, 48, 16, generator=torch.Generator().manual_seed(3 * layer + i)) for i in range(3))
+        x, w_q = torch.randn(4, 48, 32), torch.randn(32, 32, generator=torch.Generator().manual_seed(layer))
+        tensors = {name: t.bfloat16() for name, t in {"q": q, "k": k, "v": v, "x": x, "w_q": w_q}.items()}
+
+        def attended(part: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+            q, k, v = (part[name] for name in "qkv")
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            return {**part, "o": o}
+
+        stated: dict[str, Any] = {"causal": "top-left", "layer": layer, "step": 0}
+        train.append(Capture.from_tensors(attended(tensors, 0.25), scale=0.25, **stated))
+        for rank in range(1 if fault == "missing" and layer == 1 else 0, 2):
+            faulty = layer == 1 and rank == 1
+            part = {name: t if name == "w_q" else t[2 * rank : 2 * rank + 2] for name, t in tensors.items()}
+            part |= {"w_q": part["w_q"] * 1.0625} if faulty and fault == "weights" else {}
+            scale = 0.26 if faulty and fault == "scale" else 0.25
+            used = 0.27 if faulty and fault == "kernel" else scale
+            extra = {"run": "1", "call": "0", "world_size": "2"}
+            rollout.append(Capture.from_tensors(attended(part, used), scale=scale, rank=rank, extra=extra, **stated))
+    found = attn_diag.mismatch(train, rollout)
+    assert [layer.tokens for layer in found.layers] == [192, 96 if fault == "missing" else 192, 192]
+    if fault in ("none", "missing"):
+        assert found.outcome == "identical"
+        assert ("Layer 1: 96 of 192 tokens are in both runs." in found.notes) == (fault == "missing")
+        assert ("O of 96 to 192 tokens of 4 sequences" in found.headline) == (fault == "missing")
+        return
+    (cause,) = found.causes
+    kinds = {"scale": "scale", "weights": "weights", "kernel": "coarse"}
+    assert (cause.layer, cause.kind) == (1, kinds[fault]), found.headline
+    assert ("in 2 of 4 sequences" in cause.words) == (fault == "scale")
+
+
+def test_tensor_parallel_ranks_that_differ_are_refused() -> None:
+    drawn = _drawn(40, 0)
+    one = Capture.from_tensors(drawn, causal="top-left", layer=0)
+    ranks = [
+        Capture.from_tensors(
+            {name: t[:, rank : rank + 1] for name, t in drawn.items()}, causal="top-left", layer=0, rank=rank,
+            head_offset=rank, scale=0.25 + rank * 0.01, extra={"run": "1", "call": "0", "world_size": "2"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"rank 0: scale is 0\.26, not 0\.25"):
+        attn_diag.mismatch(one, ranks)
+
+
+@pytest.mark.parametrize("levels", [None, 15, 4095])
+def test_a_cache_that_is_quantised_once_it_is_written_is_storage(levels: int | None) -> None:
+    """The call that writes a key sees it as it was; only later ones find the cache's few bits."""
+    whole = _drawn(40, 0)
+    prompt = {name: t[:, :, :32] for name, t in whole.items()}
+    step = {name: t[:, :, 32:] for name, t in whole.items()} | {name: whole[name].clone() for name in "kv"}
+    for name in "kv" if levels else "":
+        width = whole[name].abs().amax(3, keepdim=True).float() * 2 / some(levels)
+        step[name][:, :, :32] = ((whole[name].float() / width).round() * width).bfloat16()[:, :, :32]
+    seen = torch.ones(8, 40, dtype=torch.bool).tril(32)
+    step["o"] = torch.nn.functional.scaled_dot_product_attention(step["q"], step["k"], step["v"], attn_mask=seen)
+    engine = [
+        Capture.from_tensors(prompt, causal="top-left", layer=0, step=0),
+        Capture.from_tensors(step, causal="bottom-right", layer=0, step=1),
+    ]
+    found = attn_diag.mismatch(Capture.from_tensors(whole, causal="top-left", layer=0), engine)
+    assert found.tokens == 40
+    assert [(c.kind, c.side) for c in found.causes] == ([("storage", "rollout")] if levels == 15 else []), (
+        found.headline
+    )

@@ -59,6 +59,17 @@ def merged_over_ranks(captures: Iterable[Capture]) -> tuple[list[Capture], list[
     return merged, said
 
 
+def ranks_of(merged: Capture) -> frozenset[str]:
+    """Whose batch items a capture holds."""
+    return frozenset(merged.metadata.extra.get("rank_of_items", str(merged.metadata.rank)).split(","))
+
+
+def left_apart(merged: Iterable[Capture]) -> bool:
+    """Whether ``merged_over_ranks`` could not merge all captures of some call."""
+    calls = [call for call in map(_call_of, merged) if call is not None]
+    return len(set(calls)) < len(calls)
+
+
 def _call_of(capture: Capture) -> tuple[object, ...] | None:
     """What the captures of one call have in common; None where the run or the rank is not stated."""
     m = capture.metadata

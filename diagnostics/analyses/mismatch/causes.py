@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from attn_diag.analyses.mismatch.fit import LayerFit
-from attn_diag.analyses.mismatch.layers import ComparedLayer, windows
-from attn_diag.analyses.mismatch.storage import few_levels
+from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.storage import changed_in_cache, few_levels
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -54,6 +54,12 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         does = "holds" if len(stored.which) == 1 else "hold"
         words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
         causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
+    for which_run, run in enumerate(_RUNS):
+        changed = changed_in_cache([head.rows[which_run] for head in found.heads])
+        if max(changed.values()) > _ROUNDINGS * found.units[which_run]:
+            apart = " and ".join(f"{name} is {percent(off)} off" for name, off in changed.items())
+            words = f"{run}'s cache no longer holds what was put there: {apart}, as a cache below 16 bits makes it"
+            causes.append(_cause(found.layer, "storage", run, words, fitted=True, place="projection"))
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
@@ -139,24 +145,29 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
 
 def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:
     """What the captures themselves state differently."""
-    layer, head = found.layer, found.stated
-    rows = head.rows
-    if abs(rows[1].scale / rows[0].scale - 1) > _SAME_SCALE:
-        off = rows[1].scale / rows[0].scale - 1
-        words = (
-            f"softmax scale {number(rows[0].scale, 6)} in train, {number(rows[1].scale, 6)} in rollout "
-            f"({percent(off, '+.3g')})"
-        )
-        yield _cause(layer, "scale", "both", words)
-    if rows[0].softcap != rows[1].softcap:
-        a, b = ("no softcap" if r.softcap is None else f"softcap {r.softcap:g}" for r in rows)
-        yield _cause(layer, "softcap", "both", f"{a} in train, {b} in rollout")
+    layer = found.layer
+    other = [h for h in found.heads if abs(h.rows[1].scale / h.rows[0].scale - 1) > _SAME_SCALE]
+    if other:
+        scales = [rows.scale for rows in other[0].rows]
+        off = percent(scales[1] / scales[0] - 1, "+.3g")
+        words = f"softmax scale {number(scales[0], 6)} in train, {number(scales[1], 6)} in rollout ({off})"
+        yield _cause(layer, "scale", "both", words + _in_sequences(found, other))
+    other = [h for h in found.heads if h.rows[0].softcap != h.rows[1].softcap]
+    if other:
+        a, b = ("no softcap" if r.softcap is None else f"softcap {r.softcap:g}" for r in other[0].rows)
+        yield _cause(layer, "softcap", "both", f"{a} in train, {b} in rollout{_in_sequences(found, other)}")
     other = [h for h in found.heads if h.rows[0].sink != h.rows[1].sink]
     if other:
         a, b = ("no sink" if r.sink is None else f"a sink (logit {number(r.sink)})" for r in other[0].rows)
         yield _cause(layer, "sink", "both", f"{a} in train, {b} in rollout (head {other[0].head})")
     if (masks := _masks(found)) is not None:
         yield _cause(layer, masks[0], "both", masks[1])
+
+
+def _in_sequences(found: ComparedLayer, other: Sequence[HeadOfBoth]) -> str:
+    """In how many sequences that is so; empty: in all."""
+    these, every = ({h.sequence for h in heads} for heads in (other, found.heads))
+    return f" in {len(these)} of {plural(len(every), 'sequence')}" if len(these) < len(every) else ""
 
 
 def _masks(found: ComparedLayer) -> tuple[CauseKind, str] | None:

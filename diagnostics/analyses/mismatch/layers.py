@@ -27,7 +27,7 @@ from attn_diag.analyses.mismatch.split import (
 )
 from attn_diag.analyses.mismatch.storage import CoarseStorage, find_storage
 from attn_diag.analyses.mismatch.stray import StrayRow, find_stray
-from attn_diag.analyses.mismatch.tokens import TokenRun
+from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
 from attn_diag.analyses.mismatch.weights import OtherWeights, compare_weights
 from attn_diag.captures.capture import Capture
 from attn_diag.reference import format_of
@@ -114,7 +114,7 @@ def compare_layer(
         split = _split(h, rotations)
         splits.append(split)
         add_head(sums, split, *h.rows, h.sequence)
-    weights = compare_weights(*(_weights(run, layer) for run in runs))
+    weights = _weights(runs, matched, layer)
     entering = tuple(
         both_streams(
             list(stream_rows(runs[0], pair.train, layer, pair.shifts[0], device)),
@@ -179,14 +179,29 @@ def _split(head: HeadOfBoth, rotations: Sequence[PositionShift]) -> SplitHead:
     return replace(whole, parts=parts, usable=whole.usable & back.usable)
 
 
-def _weights(run: TokenRun, layer: int) -> Tensor | None:
+def _weights(runs: tuple[TokenRun, TokenRun], matched: Sequence[SequencePair], layer: int) -> OtherWeights | None:
+    """That w_q differs, of the ranks that made any pair of sequences."""
+    of_ranks: dict[tuple[int | None, ...], list[Capture]] = {}
+    for pair in matched:
+        both = [_with_weights(run, s, layer) for run, s in zip(runs, (pair.train, pair.rollout), strict=True)]
+        held = [capture for capture in both if capture is not None]
+        if len(held) == len(runs):
+            of_ranks.setdefault(tuple(capture.metadata.rank for capture in held), held)
+    return next(filter(None, (compare_weights(*map(_used, held)) for held in of_ranks.values())), None)
+
+
+def _with_weights(run: TokenRun, sequence: TokenSequence, layer: int) -> Capture | None:
+    """The first call of a sequence that has w_q, or of the layer, where another alone has it."""
+    calls = run.calls[layer]
+    own = [calls[part.call] for part in sequence.parts if part.call in calls]
+    return next((capture for capture in (*own, *calls.values()) if "w_q" in capture.tensors), None)
+
+
+def _used(capture: Capture) -> Tensor:
     """w_q as it is multiplied: autocast rounds what is stored in fp32."""
-    for capture in run.calls[layer].values():
-        if "w_q" in capture.tensors:
-            stored = capture.tensors["w_q"][...]
-            used = capture.tensors["x" if "x" in capture.tensors else "q"].dtype
-            return stored.to(used) if format_of(used).precision < format_of(stored.dtype).precision else stored
-    return None
+    stored = capture.tensors["w_q"][...]
+    used = capture.tensors["x" if "x" in capture.tensors else "q"].dtype
+    return stored.to(used) if format_of(used).precision < format_of(stored.dtype).precision else stored
 
 
 def _relative(square: float, reference: float) -> float:

@@ -132,6 +132,9 @@ def compare_runs(
             progress(done + 1, len(layers))
     if not results:
         raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
+    most = max(layer.tokens for layer in results)
+    few = [layer for layer in results if layer.tokens < most]
+    notes += [f"Layer {layer.layer}: {layer.tokens} of {most} tokens are in both runs." for layer in few]
     merges = [m for side, name in zip(sides, _NAMES, strict=True) for m in ring_merges(side, name, at)]
     causes = with_rings(causes, merges)
     sums = compare_sums(sides, runs, matched, at)
@@ -148,7 +151,7 @@ def compare_runs(
         begins=None if first is None else first.layer,
         place=None if first is None else first.place,
         sequences=len(matched),
-        tokens=max(layer.tokens for layer in results),
+        tokens=most,
         layers=tuple(results),
         causes=tuple(causes),
         logprobs=None,
@@ -201,6 +204,8 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
 def headline(found: Mismatch) -> str:
     """The result in a sentence."""
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
+    if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
+        tokens = f"{fewest} to {tokens}"
     where = f"{tokens} of {sequences}, {plural(len(found.layers), 'layer')}"
     if found.outcome == "identical":
         return f"train and rollout are bit for bit the same: O of {where}"

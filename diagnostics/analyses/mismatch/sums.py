@@ -262,7 +262,7 @@ def _rows(
     weight: Tensor | None = None
     for part in sequence.parts:
         capture = run.calls[layer].get(part.call)
-        if capture is None or capture.documents is not None or part.call[2]:
+        if capture is None or capture.documents is not None or part.call[3]:
             continue
         there = [call for call in calls if call.call == part.call[:2]]
         batches = [call.output.shape[0] for call in there]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
-from attn_diag.captures.merge import merged_over_ranks
+from attn_diag.captures.merge import left_apart, merged_over_ranks, ranks_of
 from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
 from attn_diag.head.read import read_float64, read_head
@@ -30,7 +30,8 @@ _TAIL = 64
 # A cache that is stored in fewer bits is off by a few per cent; another token's values by 140 %.
 _SAME_TOKENS = 0.25
 
-CallKey = tuple[int, int, int]
+# Step, call and rank, and which of the captures that state these.
+CallKey = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,12 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> T
 def by_layer(captures: Sequence[Capture]) -> tuple[dict[int, dict[CallKey, Capture]], list[str]]:
     """The captures that have an O, by layer and call; and what is to be said. Raises InputError where none has."""
     merged, notes = merged_over_ranks(captures)
+    if any(c.metadata.head_offset or "sequence_ranks" in c.metadata.extra for c in captures):
+        if left_apart(merged):
+            raise InputError(f"ranks share sequences, and cannot be put together: {'; '.join(notes)}")
+    elif len(set(map(ranks_of, merged))) > 1:
+        # Where some calls alone are of all ranks, a sequence would be another item of the batch in the others.
+        merged = list(captures)
     with_o = [c for c in merged if any("o" in outputs for outputs in c.observations.values())]
     if not with_o:
         raise InputError(f"{captures[0].source}: no capture of this run has an O; expected q, k, v and o of its layers")
@@ -140,8 +147,9 @@ def by_layer(captures: Sequence[Capture]) -> tuple[dict[int, dict[CallKey, Captu
         m = capture.metadata
         of_layer = found.setdefault(m.layer or 0, [])
         step, call = m.step or 0, int(m.extra.get("call", "0")) if m.extra.get("call", "0").isdecimal() else 0
-        again = sum(key[:2] == (step, call) for key, _ in of_layer)
-        of_layer.append(((step, call, again), capture))
+        stated_call = step, call, m.rank or 0
+        again = sum(key[:3] == stated_call for key, _ in of_layer)
+        of_layer.append(((*stated_call, again), capture))
     heads = {layer: max(c.q_heads for _, c in calls) for layer, calls in found.items()}
     return {
         layer: {key: _unfolded(capture, heads[layer]) for key, capture in sorted(calls, key=lambda one: one[0])}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_diag.watching.live.jagged_calls import JAGGED
 from attn_diag.watching.live.methods import method_spaces, methods
 from attn_diag.watching.live.rings import TORCH_RING, ring_functions
 from attn_diag.watching.live.sites import (
@@ -28,7 +29,8 @@ _FLASH_ATTN = (
     ("flash_attn.flash_attn_interface", "flash_attn::_flash_attn_forward"),
     ("flash_attn_interface", "flash_attn_3::fwd"),
 )
-_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", TORCH_RING)
+_NESTED = "torch.nested._internal.ops"
+_TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", _NESTED, TORCH_RING)
 
 
 def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
@@ -46,6 +48,7 @@ def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
     unregistered = [module for module, name in _FLASH_ATTN if not torch._C._dispatch_has_kernel(name)]
     for module, site, names in (
         ("torch.nn.attention.flex_attention", FLEX, ("flex_attention",)),
+        (_NESTED, JAGGED, ("jagged_scaled_dot_product_attention",)),
         *((module, FLASH_ATTN, _FLASH_ATTN_NAMES) for module in unregistered),
     ):
         loaded = sys.modules.get(module)

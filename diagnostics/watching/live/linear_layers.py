@@ -150,6 +150,8 @@ class Projections:
     def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
         """Find the projection that made ``q`` [B, H, T, D] in ``module``, its input [B, T, C], and its own output."""
         batch, _, rows, _ = q.shape
+        if not q.numel():
+            return None  # a batch of nothing, from which nothing is learned
         prefix = f"{module}." if module else ""
         near = [s for s in reversed(self.recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
         if module not in self.known:

@@ -32,8 +32,8 @@ NOTHING = (
     "@attn_diag.observe), be replayed from a CUDA graph that was recorded before (make the capture or "
     "Monitor before the first step, or call torch._dynamo.reset() after it), be plain products and softmax, or a "
     "Triton kernel, inside a compiled graph (torch.compiler.disable leaves them out), run on the fast path of "
-    "nn.TransformerEncoder in eval mode (torch.backends.mha.set_fastpath_enabled(False)), call a kernel that is not "
-    "known here, or be another model's than the one that was given (a copy's, say)"
+    "nn.TransformerEncoder or nn.MultiheadAttention in eval mode (torch.backends.mha.set_fastpath_enabled(False)), "
+    "call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
 )
 FLEX = (
     "FlexAttention in a compiled graph is not seen that was compiled before the capture or Monitor was made: make it "

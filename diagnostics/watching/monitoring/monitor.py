@@ -14,7 +14,7 @@ from torch import nn
 from attn_diag.errors import InputError
 from attn_diag.head.declared import require_declarable
 from attn_diag.results.wording import plural
-from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.linear_layers import is_run_compiled
 from attn_diag.watching.live.met import Met
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("attn_diag")
 _HISTORY = 1000
 # So many samples of a layer are kept, at most, until one has its backward.
+_ALL = Part(None, None)
 _MOST_WAITING = 4
 
 
@@ -239,7 +240,7 @@ class Monitor:
         """Copy the sample."""
         by = self._declared
         # What is declared is fused, and no fused kernel says what it kept.
-        if (refused := call.refused or (by and refusals(call.dropout_p))) is not None:
+        if (refused := call.refused or _ALL.missing(call) or (by and refusals(call.dropout_p))) is not None:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
