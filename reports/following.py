@@ -24,9 +24,9 @@ _REMEDIES = {
     ),
     "ds_cast": (("uncast-ds",), "do not cast dS, the scores' gradient; what that gains"),
 }
-_FITS = re.compile(r"\b(?:causal|scale|layout|softcap|lse_base|alibi_origin)=[\w.-]+")
+_FITS = re.compile(r"\b(?:(?:causal|scale|layout|softcap|lse_base|alibi_origin)=[\w.-]+|window=-?\d+,-?\d+)")
 # Metadata that have an option; ALiBi's origin has none.
-_OPTION = re.compile(r"(causal|scale|layout|softcap|lse_base)=(.+)")
+_OPTION = re.compile(r"(causal|scale|layout|window|softcap|lse_base)=(.+)")
 # What a capture that was put together of several ranks' files calls itself.
 _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 

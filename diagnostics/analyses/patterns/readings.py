@@ -43,7 +43,7 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
         if square and causal == "bottom-right" and masking.causal in ("top-left", "none"):
             continue
         if causal == "none" or masking.positions is None:
-            words = "no causal mask" if causal == "none" else f"a causal mask ({causal})"
+            words = "attention without the causal mask" if causal == "none" else f"a causal mask ({causal})"
             yield reading(words, replace(masking, causal=causal))
     left, right = masking.reach
     if left is not None or right is not None:
@@ -55,10 +55,10 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             for size in _TILES:
                 end = (positions // size + 1) * size - 1
                 if size < len(head.k):
-                    words = f"no causal mask inside the diagonal tile of {size} keys"
+                    words = f"a diagonal tile of {size} keys without its causal mask"
                     yield reading(words, replace(masking, positions=end))
     if masking.window is not None:
-        yield reading("no window", replace(masking, window=None))
+        yield reading("attention without the window", replace(masking, window=None))
         for side in (0, 1):
             for by in (-1, 1):
                 window = list(masking.window)
@@ -71,7 +71,7 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
                 other = (usual, min(masking.window[1], usual))
                 yield reading(f"the window {other[0]},{other[1]}", replace(masking, window=other))
     if masking.mask is not None:
-        yield reading("no mask", replace(masking, mask=None))
+        yield reading("attention without the mask", replace(masking, mask=None))
         if masking.mask.shape[0] == masking.mask.shape[1]:
             yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
         yield reading("the mask with its keys in reverse", replace(masking, mask=masking.mask.flip(1)))
@@ -128,7 +128,7 @@ def other_documents(evidence: Evidence) -> Iterator[Reading]:
 def other_softcap(head: AttentionHead) -> Iterator[Reading]:
     """The head without its softcap, or with one that models use."""
     if head.softcap is not None:
-        yield Reading("softcap", "no softcap", replace(head, softcap=None))
+        yield Reading("softcap", "attention without the softcap", replace(head, softcap=None))
     for cap in USUAL_SOFTCAPS:
         if cap != head.softcap:
             yield Reading("softcap", f"a softcap of {cap:g}", replace(head, softcap=cap))
