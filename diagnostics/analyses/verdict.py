@@ -24,7 +24,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.quality import UNSEEN_DROPOUT, Answer, QuantityVerdict, right_beside
+from attn_diag.results.quality import NOT_JUDGED, UNSEEN_DROPOUT, Answer, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
@@ -212,6 +212,7 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     every = [q for found in answers.values() for q in found]
     if right := [SYMBOLS[name] for name in right_beside(every)]:
         reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
+    reasons += [q.words for q in answers["good"] if q.words.endswith(NOT_JUDGED)]
     suggestions = [_SUGGESTIONS[label] for label in labels]
     if any(pattern.kind == UNSEEN_DROPOUT for q in every for pattern in q.patterns):
         suggestions.insert(0, _UNSEEN_DROPOUT)

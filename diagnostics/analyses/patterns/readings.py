@@ -85,10 +85,13 @@ def _negative(mask: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
-    """The head with K or V one key off."""
+    """The head with K or V one key off, or a cache's last key a copy of the one before."""
     for by, way in ((1, "before"), (-1, "further on")):
         yield Reading("shift", f"K of the key {way}", replace(head, k=head.k.roll(by, 0)))
         yield Reading("shift", f"V of the key {way}", replace(head, v=head.v.roll(by, 0)))
+    if 1 < len(head.k) > len(head.q):  # a cache
+        stale = (torch.cat([t[:-1], t[-2:-1]]) for t in (head.k, head.v))
+        yield Reading("shift", "a cache whose last key is the one before it", replace(head, k=next(stale), v=next(stale)))
 
 
 def other_heads(evidence: Evidence) -> Iterator[Reading]:
