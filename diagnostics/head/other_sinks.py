@@ -16,6 +16,8 @@ _MOST_HEADS = 16
 # Logits this near make one sink: P moves by less than half a unit of BF16.
 _SAME = 1e-3
 _ROWS = 64
+# A logit read off an O is so near to what it is; up to ln of so many times a sink is counted.
+_FITTED, _MOST_TIMES = 0.02, math.log(64)
 # Rows in which a sink takes between so much and all but so much of the probability tell its logit.
 _TELLING, _FEWEST = 0.004, 3
 # A sink is found in an O where a constant factor leaves so many times its error.
@@ -38,7 +40,7 @@ def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[
     Args:
         capture: The capture.
         head: Index of the query head in the capture.
-        seen: The logit that its O seems to have seen, where none is stated.
+        seen: The logit that its O seems to have seen.
 
     Returns:
         None at all, those of other heads, and mistakes in the logit; the off-by-one softmax where none is stated.
@@ -61,6 +63,12 @@ def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[
         OtherSink("a sink in base 2 (exp2 of its logit)", own * math.log(2)),
         OtherSink("a sink whose logit is multiplied by log2(e)", own * math.log2(math.e)),
     ]
+    if seen is not None and abs(seen - own) > _FITTED:
+        # Kernels that split the keys have added it once a split.
+        times = round(math.exp(min(seen - own, _MOST_TIMES)))
+        counted = times > 1 and abs(own + math.log(times) - seen) < _FITTED
+        named = f"the sink counted {times} times" if counted else f"a sink of logit {seen:.3g}, not {own:.3g},"
+        found.append(OtherSink(named, own + math.log(times) if counted else seen))
     return [s for s in found if s.logit is None or (math.isfinite(s.logit) and abs(s.logit - own) > _SAME)]
 
 
@@ -114,7 +122,7 @@ def logit_in_out(capture: Capture, observation: str, batch: int, head: int, devi
     if out is None:
         return None
     rows = torch.linspace(0, len(out) - 1, min(len(out), _ROWS)).long().to(device)
-    block = reference_rows(replace(inputs.head, do=None), rows)
+    block = reference_rows(replace(inputs.head, do=None, sink=None), rows)
     inputs.mark_rows(block)
     truth, observed = block.out, out[rows]
     kept = ~inputs.unusable[rows] & ~block.fully_masked & observed.isfinite().all(1) & (truth.square().sum(1) > 0)

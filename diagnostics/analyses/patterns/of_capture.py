@@ -238,7 +238,7 @@ class CapturePatterns:
 
     def _sinks(self, observation: str, batch: int, head: int) -> list[OtherSink]:
         c, seen = self._capture, None
-        if not c.has_sinks and "o" in c.observations[observation]:
+        if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
 
