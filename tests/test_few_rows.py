@@ -119,7 +119,9 @@ def test_an_out_with_nan_in_rows_that_see_no_key_is_not_said_to_be_right() -> No
     assert found.dq is not None
     o, dq = (t.bfloat16()[None, None] for t in (found.out, found.dq))
     o[:, :, :16], dq[:, :, :16] = torch.nan, torch.nan
-    capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}, causal="bottom-right")
+    capture = attn_diag.Capture.from_tensors(
+        {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}, causal="bottom-right"
+    )
     diagnosis = attn_diag.inspect_captures([capture], device="cpu")
     assert diagnosis.findings[0].right == ()
     verdict = diagnosis.captures[0].observations[0].heads[0].verdict

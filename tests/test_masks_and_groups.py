@@ -73,3 +73,30 @@ def test_query_heads_summed_into_another_key_head_are_named(order: tuple[int, ..
     for name in ("dk", "dv"):
         assert (found[name].answer == "wrong") == (words is not None)
         assert words is None or words in found[name].words
+
+
+def test_a_tile_that_one_head_of_a_group_lost_is_named() -> None:
+    """It is spread over all keys, and was lossy: "something is rounded more coarsely"."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, n, 96, WIDTH, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    probs = (q.double() @ k.repeat_interleave(2, 1).double().mT * SCALE).softmax(-1)
+    o = (probs @ v.repeat_interleave(2, 1).double()).bfloat16()
+    lost = probs.bfloat16().double()
+    lost[:, 1, 80:] = 0
+    dv = (lost.mT @ do.double()).unflatten(1, (2, 2)).sum(2)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dv=dv.bfloat16(), device="cpu")
+    assert [of(found, h)["dv"].answer for h in range(4)] == ["wrong", "wrong", "good", "good"]
+    assert "all keys miss query rows 80-95 of head 1" in of(found, 0)["dv"].words
+
+
+@pytest.mark.parametrize(("side", "words"), [(0, "left"), (1, "right")])
+def test_one_side_of_a_window_that_is_ignored_is_named(side: int, words: str) -> None:
+    q, k, v = given(2, 2, 2)
+    ahead = torch.arange(ROWS)[None, :] - torch.arange(ROWS)[:, None]
+    hidden = (ahead > 6) if side == 0 else (ahead < -6)
+    o = (q.double() @ k.double().mT * SCALE).masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
+    o[:, 0] = (q.double() @ k.double().mT * SCALE).masked_fill(ahead.abs() > 6, -torch.inf).softmax(-1)[:, 0] @ v[
+        :, 0
+    ].double()
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), window=(6, 6), device="cpu")
+    assert f"are what a window without its {words} border gives" in of(found, 1)["o"].words

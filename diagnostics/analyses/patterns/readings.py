@@ -60,6 +60,10 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
     if masking.window is not None:
         yield reading("attention without the window", replace(masking, window=None))
         for side in (0, 1):
+            if min(masking.window) >= 0 and masking.causal == "none":
+                open_side = (-1, masking.window[1]) if side == 0 else (masking.window[0], -1)
+                words = f"a window without its {('left', 'right')[side]} border"
+                yield reading(words, replace(masking, window=open_side))
             for by in (-1, 1):
                 window = list(masking.window)
                 if window[side] < 0 or window[side] + by < 0 or (side == 1 and masking.causal != "none"):
@@ -91,7 +95,9 @@ def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
         yield Reading("shift", f"V of the key {way}", replace(head, v=head.v.roll(by, 0)))
     if 1 < len(head.k) > len(head.q):  # a cache
         stale = (torch.cat([t[:-1], t[-2:-1]]) for t in (head.k, head.v))
-        yield Reading("shift", "a cache whose last key is the one before it", replace(head, k=next(stale), v=next(stale)))
+        yield Reading(
+            "shift", "a cache whose last key is the one before it", replace(head, k=next(stale), v=next(stale))
+        )
 
 
 def other_heads(evidence: Evidence) -> Iterator[Reading]:
