@@ -101,3 +101,17 @@ def test_where_all_rows_see_many_keys_its_size_says_that_it_may_be_dropout() -> 
     assert "but dropout would, and is no fault of the kernel" in told
     assert "kernel at fault" not in told
     assert "another function than meant" not in told
+
+
+def test_features_that_are_right_are_none_of_dropout() -> None:
+    """Features of another row behind the 64th were said to be "off at random as attention dropout makes them"."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 320, 80, generator=draw) for _ in range(3))
+    q, v = q + 0.5 * torch.randn(1, 2, 1, 80, generator=draw), v + 0.3 * torch.randn(1, 2, 1, 80, generator=draw)
+    q, k, v = (x.bfloat16() for x in (q, k + 1.5 * torch.randn(1, 2, 1, 80, generator=draw), v))
+    o = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True).bfloat16()
+    o[..., 64:] = o[..., 64:].roll(1, -2)
+    found = attn_diag.inspect(q, k, v, o=o, causal="top-left", device="cpu").captures[0].observations[0]
+    words = " ".join(q.words for h in found.heads for q in h.quantities)
+    assert "no rounding makes" in words
+    assert "dropout" not in words

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
-from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.evidence import CLEAR, LEAVES, Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
@@ -271,10 +271,13 @@ class CapturePatterns:
 
 def _unseen_dropout(evidence: Evidence) -> list[Pattern]:
     """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove."""
-    head = replace(evidence.heads[0], do=None)
-    if head.dropout is not None:
+    head, usable = replace(evidence.heads[0], do=None), evidence.usable
+    # Dropout reaches every feature that V has.
+    noise = LEAVES**2 * evidence.variance[usable].sum(0)
+    error, truth = (t[usable].square().sum(0) for t in (evidence.error, evidence.truth))
+    if head.dropout is not None or bool(((error <= noise) & (truth > CLEAR * noise)).any()):
         return []
-    p = in_size(head, evidence.observed, evidence.usable.nonzero()[:, 0])
+    p = in_size(head, evidence.observed, usable.nonzero()[:, 0])
     if p is None:
         return []
     words = f"all rows are off at random as attention dropout with p near {p:.1g} makes them, {MASK_UNSEEN}"
