@@ -115,3 +115,18 @@ def test_features_that_are_right_are_none_of_dropout() -> None:
     words = " ".join(q.words for h in found.heads for q in h.quantities)
     assert "no rounding makes" in words
     assert "dropout" not in words
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_an_lse_that_is_off_too_is_none_of_dropout(noisy: bool) -> None:
+    """Keys in 3 bits move O as dropout does, and LSE, which dropout does not reach."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=draw).bfloat16() for _ in range(3))
+    step = k.double().abs().amax(-1, keepdim=True) / 3
+    scores = q.double() @ ((k.double() / step).round() * step).mT / 8
+    o, lse = (scores.softmax(-1) @ v.double()).bfloat16(), scores.logsumexp(-1).float()
+    given = {"lse": lse} if noisy else {}
+    found = attn_diag.inspect(q, k, v, o=o, **given, device="cpu").captures[0].observations[0]
+    words = [x.words for h in found.heads for x in h.quantities if x.quantity == "o"]
+    assert all("no rounding makes" in w for w in words)
+    assert any("attention dropout" in w for w in words) != noisy

@@ -48,6 +48,8 @@ _NEARLY_ALL = 0.9
 _MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
+# Dropout leaves LSE right; scores in BF16 beside dropout of 1 % move it by less than so much of O's error.
+_LSE_OF_DROPOUT = 0.1
 _OUTPUTS = ("o", "dq", "dk", "dv")
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
@@ -277,6 +279,12 @@ def _unseen_dropout(evidence: Evidence) -> list[Pattern]:
     error, truth = (t[usable].square().sum(0) for t in (evidence.error, evidence.truth))
     if head.dropout is not None or bool(((error <= noise) & (truth > CLEAR * noise)).any()):
         return []
+    # It comes behind the softmax, whose LSE stays as it is.
+    lse = evidence.captured[0].get("lse") if evidence.captured else None
+    if lse is not None:
+        moved = (lse - evidence.references[0].lse)[usable].square().mean().sqrt()
+        if float(moved) > _LSE_OF_DROPOUT * float((error.sum() / truth.sum()).sqrt()):
+            return []
     p = in_size(head, evidence.observed, usable.nonzero()[:, 0])
     if p is None:
         return []
