@@ -100,3 +100,12 @@ def test_one_side_of_a_window_that_is_ignored_is_named(side: int, words: str) ->
     ].double()
     found = attn_diag.inspect(q, k, v, o=o.bfloat16(), window=(6, 6), device="cpu")
     assert f"are what a window without its {words} border gives" in of(found, 1)["o"].words
+
+
+def test_the_last_keys_that_a_load_cuts_off_are_named() -> None:
+    q, k, v = given(2, 2, 2)
+    cut = v.clone()
+    cut[:, :, 37:] = 0
+    o = (q.double() @ k.double().mT * SCALE).softmax(-1) @ cut.double()
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
+    assert "all rows miss keys 37-39 in P V, though not in the row sum" in of(found, 1)["o"].words

@@ -68,6 +68,17 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                         1 + (where != "both"),
                         3 * len(_TILES) * len(bases) * parts.shape[1],
                     )
+    if evidence.quantity == "o" and count > _TILES[0]:
+        # The last few keys, which a load of whole vectors cuts off.
+        end = slice(count - _TILES[0] + 1, count)
+        last = weights[0][:, end, None] * slabs[0].vectors[end]
+        takes = slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)[:, end]
+        last, takes = (t.flip(1).cumsum(1).flip(1) for t in (last, takes))
+        for where in ("both", "pv"):
+            for place, relative, found in search.best(_change(evidence, last, takes, search.truth, -1.0, where), 1):
+                if not relative:
+                    words = f"miss {noun}s {end.start + place}-{count - 1}{_SUMS[where]}"
+                    yield Guess("part", words, search.truth + found, 1 + (where != "both"), 2 * last.shape[1])
     before = base.cumsum(1)[:, :-1], mass.cumsum(1)[:, :-1]
     behind = base.flip(1).cumsum(1).flip(1)[:, 1:], mass.flip(1).cumsum(1).flip(1)[:, 1:]
     for (part, whole), words in ((before, "before {}"), (behind, "from {} on")):
