@@ -109,3 +109,12 @@ def test_the_last_keys_that_a_load_cuts_off_are_named() -> None:
     o = (q.double() @ k.double().mT * SCALE).softmax(-1) @ cut.double()
     found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
     assert "all rows miss keys 37-39 in P V, though not in the row sum" in of(found, 1)["o"].words
+
+
+def test_zeros_that_fill_a_tile_are_told_beside_the_sink_that_they_look_like() -> None:
+    q, k, v = given(2, 2, 2)
+    filled = [torch.cat([t, torch.zeros(1, 2, 24, WIDTH)], 2).double() for t in (k, v)]
+    o = (q.double() @ filled[0].mT * SCALE).softmax(-1) @ filled[1]
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
+    for words in (of(found, 1)["o"].words, found.captures[0].assumptions.message):
+        assert "(or 24 keys of zeros that fill a tile of 32 and are not masked)" in words

@@ -16,6 +16,7 @@ _MOST_HEADS = 16
 # Logits this near make one sink: P moves by less than half a unit of BF16.
 _SAME = 1e-3
 _ROWS = 64
+_TILES = (16, 32, 64, 128, 256)
 # A logit read off an O is so near to what it is; up to ln of so many times a sink is counted.
 _FITTED, _MOST_TIMES = 0.02, math.log(64)
 # Rows in which a sink takes between so much and all but so much of the probability tell its logit.
@@ -47,7 +48,7 @@ def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[
     """
     own = capture.sink(head)
     if own is None or not math.isfinite(own):
-        named = "" if seen is None else f"a sink of logit {seen:.3g}, which is not stated"
+        named = "" if seen is None else f"a sink of logit {seen:.3g}, which is not stated{_or_zeros(capture, seen)}"
         return [OtherSink(named, seen)] * (seen is not None) + [
             OtherSink("the off-by-one softmax (a sink of logit 0, which is not stated)", 0.0)
         ]
@@ -72,6 +73,15 @@ def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[
     return [s for s in found if s.logit is None or (math.isfinite(s.logit) and abs(s.logit - own) > _SAME)]
 
 
+def _or_zeros(capture: Capture, seen: float) -> str:
+    """What looks like an unstated sink too: n keys of zeros, whose scores of 0 add n = exp(logit) to each row sum."""
+    for size in _TILES if capture.documents is None else ():
+        missing = -capture.k_length % size
+        if missing and abs(math.log(missing) - seen) < _FITTED:
+            return f" (or {missing} keys of zeros that fill a tile of {size} and are not masked)"
+    return ""
+
+
 def with_other_sinks(capture: Capture, observation: str, device: torch.device) -> Iterator[tuple[str, Capture]]:
     """The capture with other sinks in all its heads, and what is to be said where its O fits them.
 
@@ -93,7 +103,8 @@ def with_other_sinks(capture: Capture, observation: str, device: torch.device) -
         known = [s for s in found if s is not None]
         if known:
             listed = ", ".join(f"{s:.2g}" for s in known[:4]) + (", …" if len(known) > 4 else "")
-            yield f"sinks that the capture does not state (logits {listed}): O fits them", _with(bare, found)
+            alike = _or_zeros(capture, known[0]) if max(known) - min(known) < _FITTED else ""
+            yield f"sinks that the capture does not state (logits {listed}){alike}: O fits them", _with(bare, found)
         return
     yield "sinks dropped: O fits attention without them", bare
     stated = [capture.sink(head) for head in heads]
