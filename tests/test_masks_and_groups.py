@@ -118,3 +118,14 @@ def test_zeros_that_fill_a_tile_are_told_beside_the_sink_that_they_look_like() -
     found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
     for words in (of(found, 1)["o"].words, found.captures[0].assumptions.message):
         assert "(or 24 keys of zeros that fill a tile of 32 and are not masked)" in words
+
+
+def test_features_that_the_scores_leave_out_are_named() -> None:
+    """As a tutorial's kernel of 64 features does, called with 128, or MLA's without the rotated part."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 2, ROWS, 48, generator=generator).bfloat16() for _ in range(3))
+    scores = q[..., :32].double() @ k[..., :32].double().mT / 48**0.5
+    o, lse = scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), lse=lse.float(), device="cpu")
+    for name in ("o", "lse"):
+        assert "what a Q Kᵀ of the first 32 features alone gives" in of(found, 1)[name].words

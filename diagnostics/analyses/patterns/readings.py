@@ -100,6 +100,14 @@ def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
         )
 
 
+def first_features(head: AttentionHead) -> Iterator[Reading]:
+    """The head with scores of its first features alone: a tile's, or MLA's without the rotated ones behind them."""
+    for n in sorted({size for size in _TILES if size < head.q.shape[1]}):
+        q = head.q.clone()
+        q[:, n:] = 0
+        yield Reading("features", f"a Q Kᵀ of the first {n} features alone", replace(head, q=q))
+
+
 def other_heads(evidence: Evidence) -> Iterator[Reading]:
     """The head with K, V or both of another one of the capture, or that head itself."""
     own = evidence.heads[0]
