@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from builders import some
+from command_line import Run
 from torch import Tensor
 
 import attn_diag
+from attn_diag.reports.opening import next_command
 from attn_diag.results.quality import QuantityVerdict
 
 ROWS, WIDTH = 40, 16
@@ -129,3 +132,20 @@ def test_features_that_the_scores_leave_out_are_named() -> None:
     found = attn_diag.inspect(q, k, v, o=o.bfloat16(), lse=lse.float(), device="cpu")
     for name in ("o", "lse"):
         assert "what a Q Kᵀ of the first 32 features alone gives" in of(found, 1)[name].words
+
+
+def test_the_next_command_reads_all_heads_of_a_group_whose_dv_is_wrong(tmp_path: Path, run: Run) -> None:
+    """With one of them dV is not judged, and the page said that nothing was found."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, n, ROWS, WIDTH, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    probs = (q.double() @ k.repeat_interleave(2, 1).double().mT * SCALE).softmax(-1)
+    o = (probs @ v.repeat_interleave(2, 1).double()).bfloat16()
+    dv = (probs.mT @ do.double()).unflatten(1, (2, 2)).sum(2)
+    dv[:, 1] = 0
+    file = tmp_path / "one.safetensors"
+    given = {"q": q, "k": k, "v": v, "do": do, "o": o, "dv": dv.bfloat16()}
+    attn_diag.Capture.from_tensors(given, head_offset=4).save(file)
+    found = attn_diag.inspect_captures([attn_diag.load(file)], device="cpu")
+    said = next_command(found).said
+    assert said.endswith("one.safetensors --head 6-7 --html page.html")
+    assert run("inspect", file, "--head", "6-7", "--fail-on", "wrong").code == 1
