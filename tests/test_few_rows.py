@@ -114,7 +114,8 @@ def test_single_rows_of_coarse_kernels_are_not_wrong(coarse: str, keys: int) -> 
 def test_an_out_with_nan_in_rows_that_see_no_key_is_not_said_to_be_right() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v, do = (torch.randn(1, 1, t, 16, generator=generator).bfloat16() for t in (40, 24, 24, 40))
-    head = AttentionHead(*(t[0, 0].double() for t in (q, k, v, do)), 0.25, Masking("bottom-right"))
+    single = [t[0, 0].double() for t in (q, k, v, do)]
+    head = AttentionHead(single[0], single[1], single[2], single[3], 0.25, Masking("bottom-right"))
     found = reference_head(head)
     assert found.dq is not None
     o, dq = (t.bfloat16()[None, None] for t in (found.out, found.dq))
