@@ -24,9 +24,9 @@ _REMEDIES = {
     ),
     "ds_cast": (("uncast-ds",), "do not cast dS, the scores' gradient; what that gains"),
 }
-_FITS = re.compile(r"\b(?:causal|scale|layout|softcap|lse_base|alibi_origin)=[\w.-]+")
+_FITS = re.compile(r"\b(?:(?:causal|scale|layout|softcap|lse_base|alibi_origin)=[\w.-]+|window=-?\d+,-?\d+)")
 # Metadata that have an option; ALiBi's origin has none.
-_OPTION = re.compile(r"(causal|scale|layout|softcap|lse_base)=(.+)")
+_OPTION = re.compile(r"(causal|scale|layout|window|softcap|lse_base)=(.+)")
 # What a capture that was put together of several ranks' files calls itself.
 _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
@@ -115,11 +115,18 @@ def _arguments(diagnosis: Diagnosis, finding: SharedFinding) -> list[str] | None
     if not worst.source.endswith((".safetensors", ".pt", ".npz")):
         return None
     arguments = [source_argument(worst.source)]
+    capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
     if worst.head is not None:
-        arguments += ["--head", str(worst.head)]
+        first = last = worst.head
+        pictured = finding.label in ("wrong", "nonfinite") and not {"dk", "dv"}.isdisjoint(finding.quantities)
+        if capture is not None and pictured:
+            # dK and dV are those of all query heads of a key head, and not judged without one of them.
+            group, offset = capture.shape["Hq"] // capture.shape["Hk"], int(capture.metadata.get("head_offset", 0))
+            first = offset + (worst.head - offset) // group * group
+            last = first + group - 1
+        arguments += ["--head", f"{first}-{last}" if first < last else str(worst.head)]
     if worst.batch is not None:
         arguments += ["--batch", str(worst.batch)]
-    capture = next((c for c in diagnosis.captures if c.source == worst.source), None)
     if capture is not None and len([o for o in capture.observations if o.outputs]) > 1 and worst.observation:
         arguments += ["--observation", shlex.quote(worst.observation)]
     return arguments

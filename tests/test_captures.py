@@ -424,7 +424,7 @@ def wrong(case: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
         tensors["lse"] = tensors["lse"] / math.log(2)
         return tensors, {"causal": "bottom-right"}, "lse_base=2 fits"
     if case == "window":
-        return full(), {"causal": "bottom-right", "window": (3, 0)}, "no window fits"
+        return full(), {"causal": "bottom-right", "window": (3, 0)}, "window=-1,-1 fits"
     if case == "missing-window":
         tensors = inputs(tq=64, tk=64)
         hidden = future(64, 64, "top-left") | ~torch.ones(64, 64, dtype=torch.bool).triu(-15)

@@ -73,3 +73,20 @@ def test_a_factor_near_one_is_named() -> None:
     assert re.search(r"dQ has .*; all rows are 1\.00\d+ times the true ones, and but for that as good as a", said["dq"])
     assert "times the true ones" not in said["dv"]
     assert "times the true ones" not in said["dk"]
+
+
+def test_so_large_an_error_that_nothing_explains_may_be_a_fault() -> None:
+    """Every second row has a fifth of the row before it: 70 times, but no more than 8-bit operands may leave."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=draw).bfloat16() for _ in range(3))
+    o = (q.double() @ k.double().mT / 8).softmax(-1) @ v.double()
+    o[:, :, 1::2] = 0.8 * o[:, :, 1::2] + 0.2 * o[:, :, ::2]
+    verdict = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu").captures[0].observations[0].heads[0].verdict
+    assert verdict is not None
+    assert "wrong" in verdict.labels or any("may also be wrong mathematics" in s for s in verdict.suggestions)
+    scores = q.double() @ k.double().mT / 8
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    coarse = weights.to(torch.float8_e4m3fn).double() @ v.double() / weights.sum(-1, keepdim=True)
+    found = attn_diag.inspect(q, k, v, o=coarse.bfloat16(), device="cpu").captures[0].observations[0].heads[0].verdict
+    assert found is not None
+    assert not any("wrong mathematics" in s for s in found.suggestions)

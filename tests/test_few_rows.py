@@ -82,3 +82,49 @@ def test_one_row_of_a_sound_kernel_is_not_wrong() -> None:
         dq, dk, dv = torch.autograd.grad(o, (q, k, v), x["do"])
         given = {name: t.detach() for name, t in x.items()} | {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
         assert all(head.verdict is None or "wrong" not in head.verdict.labels for head in inspected(given)[1])
+
+
+@pytest.mark.parametrize("lost", ["the last key is stale", "the last key is missing"])
+def test_a_cache_that_lacks_its_last_key_is_wrong_by_name(lost: str) -> None:
+    """One row a head: its 64 errors of one key were counted as a single number, and called lossy, 20 to 70 times."""
+    x = one_row(60, 5)
+    seen = [*range(59), 58] if "stale" in lost else list(range(59))
+    o = scaled_dot_product_attention(x["q"].double(), x["k"][:, :, seen].double(), x["v"][:, :, seen].double())
+    capture = attn_diag.Capture.from_tensors({**x, "do": None, "o": o.bfloat16()}, causal="bottom-right")
+    heads = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads
+    words = "last key is the one before it" if "stale" in lost else "a causal border one key earlier"
+    assert all(h.verdict is not None and h.verdict.labels == ("wrong",) for h in heads)
+    assert all(words in next(q.words for q in h.quantities if q.quantity == "o") for h in heads)
+
+
+@pytest.mark.parametrize("keys", [24, 60, 300])
+@pytest.mark.parametrize("coarse", ["scores", "keys in 8 bits", "values in 8 bits"])
+def test_single_rows_of_coarse_kernels_are_not_wrong(coarse: str, keys: int) -> None:
+    x = one_row(keys, keys + 1)
+    q, k, v = (x[name].double() for name in "qkv")
+    k = k.to(torch.float8_e4m3fn).double() if "keys" in coarse else k
+    v = v.to(torch.float8_e4m3fn).double() if "values" in coarse else v
+    scores = 3 * q @ k.mT / 8
+    o = (scores.bfloat16().double() if coarse == "scores" else scores).softmax(-1) @ v
+    capture = attn_diag.Capture.from_tensors({**x, "do": None, "o": o.bfloat16()}, causal="bottom-right", scale=3 / 8)
+    heads = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads
+    assert not any(h.verdict is not None and "wrong" in h.verdict.labels for h in heads)
+
+
+def test_an_out_with_nan_in_rows_that_see_no_key_is_not_said_to_be_right() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, do = (torch.randn(1, 1, t, 16, generator=generator).bfloat16() for t in (40, 24, 24, 40))
+    single = [t[0, 0].double() for t in (q, k, v, do)]
+    head = AttentionHead(single[0], single[1], single[2], single[3], 0.25, Masking("bottom-right"))
+    found = reference_head(head)
+    assert found.dq is not None
+    o, dq = (t.bfloat16()[None, None] for t in (found.out, found.dq))
+    o[:, :, :16], dq[:, :, :16] = torch.nan, torch.nan
+    capture = attn_diag.Capture.from_tensors(
+        {"q": q, "k": k, "v": v, "do": do, "o": o, "dq": dq}, causal="bottom-right"
+    )
+    diagnosis = attn_diag.inspect_captures([capture], device="cpu")
+    assert diagnosis.findings[0].right == ()
+    verdict = diagnosis.captures[0].observations[0].heads[0].verdict
+    assert verdict is not None
+    assert any("O has 16 rows with NaN or Inf among the rows that see no key" in reason for reason in verdict.reasons)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from builders import some
+from command_line import Run
 from torch import Tensor
 
 import attn_diag
+from attn_diag.reports.opening import next_command
 from attn_diag.results.quality import QuantityVerdict
 
 ROWS, WIDTH = 40, 16
@@ -73,3 +76,76 @@ def test_query_heads_summed_into_another_key_head_are_named(order: tuple[int, ..
     for name in ("dk", "dv"):
         assert (found[name].answer == "wrong") == (words is not None)
         assert words is None or words in found[name].words
+
+
+def test_a_tile_that_one_head_of_a_group_lost_is_named() -> None:
+    """It is spread over all keys, and was lossy: "something is rounded more coarsely"."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, n, 96, WIDTH, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    probs = (q.double() @ k.repeat_interleave(2, 1).double().mT * SCALE).softmax(-1)
+    o = (probs @ v.repeat_interleave(2, 1).double()).bfloat16()
+    lost = probs.bfloat16().double()
+    lost[:, 1, 80:] = 0
+    dv = (lost.mT @ do.double()).unflatten(1, (2, 2)).sum(2)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dv=dv.bfloat16(), device="cpu")
+    assert [of(found, h)["dv"].answer for h in range(4)] == ["wrong", "wrong", "good", "good"]
+    assert "all keys miss query rows 80-95 of head 1" in of(found, 0)["dv"].words
+
+
+@pytest.mark.parametrize(("side", "words"), [(0, "left"), (1, "right")])
+def test_one_side_of_a_window_that_is_ignored_is_named(side: int, words: str) -> None:
+    q, k, v = given(2, 2, 2)
+    ahead = torch.arange(ROWS)[None, :] - torch.arange(ROWS)[:, None]
+    hidden = (ahead > 6) if side == 0 else (ahead < -6)
+    o = (q.double() @ k.double().mT * SCALE).masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
+    o[:, 0] = (q.double() @ k.double().mT * SCALE).masked_fill(ahead.abs() > 6, -torch.inf).softmax(-1)[:, 0] @ v[
+        :, 0
+    ].double()
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), window=(6, 6), device="cpu")
+    assert f"are what a window without its {words} border gives" in of(found, 1)["o"].words
+
+
+def test_the_last_keys_that_a_load_cuts_off_are_named() -> None:
+    q, k, v = given(2, 2, 2)
+    cut = v.clone()
+    cut[:, :, 37:] = 0
+    o = (q.double() @ k.double().mT * SCALE).softmax(-1) @ cut.double()
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
+    assert "all rows miss keys 37-39 in P V, though not in the row sum" in of(found, 1)["o"].words
+
+
+def test_zeros_that_fill_a_tile_are_told_beside_the_sink_that_they_look_like() -> None:
+    q, k, v = given(2, 2, 2)
+    filled = [torch.cat([t, torch.zeros(1, 2, 24, WIDTH)], 2).double() for t in (k, v)]
+    o = (q.double() @ filled[0].mT * SCALE).softmax(-1) @ filled[1]
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), device="cpu")
+    for words in (of(found, 1)["o"].words, found.captures[0].assumptions.message):
+        assert "(or 24 keys of zeros that fill a tile of 32 and are not masked)" in words
+
+
+def test_features_that_the_scores_leave_out_are_named() -> None:
+    """As a tutorial's kernel of 64 features does, called with 128, or MLA's without the rotated part."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 2, ROWS, 48, generator=generator).bfloat16() for _ in range(3))
+    scores = q[..., :32].double() @ k[..., :32].double().mT / 48**0.5
+    o, lse = scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+    found = attn_diag.inspect(q, k, v, o=o.bfloat16(), lse=lse.float(), device="cpu")
+    for name in ("o", "lse"):
+        assert "what a Q Kᵀ of the first 32 features alone gives" in of(found, 1)[name].words
+
+
+def test_the_next_command_reads_all_heads_of_a_group_whose_dv_is_wrong(tmp_path: Path, run: Run) -> None:
+    """With one of them dV is not judged, and the page said that nothing was found."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, n, ROWS, WIDTH, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    probs = (q.double() @ k.repeat_interleave(2, 1).double().mT * SCALE).softmax(-1)
+    o = (probs @ v.repeat_interleave(2, 1).double()).bfloat16()
+    dv = (probs.mT @ do.double()).unflatten(1, (2, 2)).sum(2)
+    dv[:, 1] = 0
+    file = tmp_path / "one.safetensors"
+    given = {"q": q, "k": k, "v": v, "do": do, "o": o, "dv": dv.bfloat16()}
+    attn_diag.Capture.from_tensors(given, head_offset=4).save(file)
+    found = attn_diag.inspect_captures([attn_diag.load(file)], device="cpu")
+    said = next_command(found).said
+    assert said.endswith("one.safetensors --head 6-7 --html page.html")
+    assert run("inspect", file, "--head", "6-7", "--fail-on", "wrong").code == 1

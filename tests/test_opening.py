@@ -496,8 +496,24 @@ def test_what_fits_is_said_of_lse_and_has_an_option(run: Run, tmp_path: Path) ->
 def test_nothing_fits_is_said_only_where_that_is_so() -> None:
     capture = Capture.from_tensors(rounded_inputs(1, 32), causal="top-left", window=(3, 0), step=1)
     diagnosis = attn_diag.inspect_captures([capture], device="cpu")
-    assert "no window fits" in diagnosis.findings[0].words
+    assert "window=-1,-1 fits" in diagnosis.findings[0].words
     assert "tried fits" not in headline(diagnosis)
+
+
+@pytest.mark.parametrize(("stated", "option"), [((3, 0), "--window -1,-1"), (None, "--window 15,0")])
+def test_a_window_that_fits_is_an_option_of_the_next_command(
+    run: Run, tmp_path: Path, stated: tuple[int, int] | None, option: str
+) -> None:
+    tensors = rounded_inputs(1, 64)
+    hidden = torch.ones(64, 64).triu(1) + (0 if stated else torch.ones(64, 64).tril(-16))
+    scores = (tensors["q"].double() @ tensors["k"].double().mT / 4).masked_fill(hidden > 0, -torch.inf)
+    o = (scores.softmax(-1) @ tensors["v"].double()).bfloat16()
+    file = tmp_path / "window.safetensors"
+    Capture.from_tensors({**tensors, "o": o}, causal="top-left", window=stated, step=1).save(file)
+    diagnosis = attn_diag.inspect_captures([attn_diag.load(file)], device="cpu")
+    assert next_command(diagnosis).said.endswith(f"window.safetensors {option}")
+    assert f"fits {option[2:].replace(' ', '=')}" in headline(diagnosis)
+    assert run("inspect", file, *option.split(), "--fail-on", "wrong").code == 0
 
 
 def test_numbers_in_plain_words() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ FORWARD: dict[str, tuple[Sinks, Sinks | None, str]] = {
     "dropped": (lambda _: None, None, "no sink (the sink dropped)"),
     "off by one head": (lambda s: s.roll(1), None, "the sink of head"),
     "times the scale": (lambda s: s * 32**-0.5, None, "the sink's logit times the scale"),
+    "added by each of two splits": (lambda s: s + math.log(2), None, "the sink counted 2 times"),
+    "of no known mistake": (lambda s: s + 1.4, None, ", not "),
     "not in the backward": (lambda s: s, lambda _: None, "backward alone (the sink is in O, not in the gradients"),
     "another head's in the backward": (lambda s: s, lambda s: s.roll(1), "in the backward alone"),
 }  # fmt: skip

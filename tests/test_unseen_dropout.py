@@ -101,3 +101,32 @@ def test_where_all_rows_see_many_keys_its_size_says_that_it_may_be_dropout() -> 
     assert "but dropout would, and is no fault of the kernel" in told
     assert "kernel at fault" not in told
     assert "another function than meant" not in told
+
+
+def test_features_that_are_right_are_none_of_dropout() -> None:
+    """Features of another row behind the 64th were said to be "off at random as attention dropout makes them"."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 320, 80, generator=draw) for _ in range(3))
+    q, v = q + 0.5 * torch.randn(1, 2, 1, 80, generator=draw), v + 0.3 * torch.randn(1, 2, 1, 80, generator=draw)
+    q, k, v = (x.bfloat16() for x in (q, k + 1.5 * torch.randn(1, 2, 1, 80, generator=draw), v))
+    scores = (q.double() @ k.double().mT / 80**0.5).masked_fill(torch.ones(320, 320).triu(1) > 0, -torch.inf)
+    o = (scores.softmax(-1) @ v.double()).bfloat16()
+    o[..., 64:] = o[..., 64:].roll(1, -2)
+    found = attn_diag.inspect(q, k, v, o=o, causal="top-left", device="cpu").captures[0].observations[0]
+    words = " ".join(q.words for h in found.heads for q in h.quantities)
+    assert "no rounding makes" in words
+    assert "dropout" not in words
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_an_lse_that_is_off_too_is_none_of_dropout(noisy: bool) -> None:
+    """Keys in 3 bits move O as dropout does, and LSE, which dropout does not reach."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=draw).bfloat16() for _ in range(3))
+    step = k.double().abs().amax(-1, keepdim=True) / 3
+    scores = q.double() @ ((k.double() / step).round() * step).mT / 8
+    o, lse = (scores.softmax(-1) @ v.double()).bfloat16(), scores.logsumexp(-1).float()
+    found = attn_diag.inspect(q, k, v, o=o, lse=lse if noisy else None, device="cpu").captures[0].observations[0]
+    words = [x.words for h in found.heads for x in h.quantities if x.quantity == "o"]
+    assert all("no rounding makes" in w for w in words)
+    assert any("attention dropout" in w for w in words) != noisy

@@ -13,7 +13,7 @@ from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import Answer, Pattern, Quantity, QuantityVerdict
+from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
 
@@ -253,7 +253,7 @@ def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]])
     words = f"{name} has {said} among the rows that see no key"
     if verdict.quantity == "dq" and verdict.answer not in ("nonfinite", "wrong"):
         return replace(verdict, answer="nonfinite" if broken else "wrong", words=f"{words}, where it is 0.")
-    return replace(verdict, words=f"{verdict.words} {words}, which is not judged.")
+    return replace(verdict, words=f"{verdict.words} {words}, {NOT_JUDGED}")
 
 
 def judge_effect(quantity: Quantity, effects: Sequence[RowEffect], broken: int = 0) -> QuantityVerdict:

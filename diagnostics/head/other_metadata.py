@@ -55,8 +55,8 @@ class OtherMetadata:
         options = [f"--{name} {value}" for name, value in said.items() if value != getattr(stated, name)]
         if found.scale not in (None, stated.scale):
             options.append(f"--scale {found.scale:.9g}")
-        if found.window is not None and found.window != stated.window:
-            options.append(f"--window {found.window[0]},{found.window[1]}")
+        if found.window != stated.window:
+            options.append("--window {},{}".format(*(found.window or (-1, -1))))
         if found.softcap is not None and found.softcap != stated.softcap:
             options.append(f"--softcap {found.softcap:g}")
         return tuple(options)
@@ -124,7 +124,7 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
         changed = {
             f"layout={layout}": layout != stated.layout,
             f"causal={causal}": causal != stated.causal,
-            "no window": window != stated.window,
+            "window=-1,-1": window != stated.window,
             words: bool(words),
         }
         said = ", ".join(name for name, is_changed in changed.items() if is_changed)
@@ -144,5 +144,5 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
     for cap in (None, *USUAL_SOFTCAPS):
         if cap == stated.softcap:
             continue
-        said = "no softcap" if cap is None else f"softcap={cap:g}"
+        said = "attention without the softcap" if cap is None else f"softcap={cap:g}"
         yield replace(capture, metadata=replace(stated, softcap=cap)), said

@@ -83,7 +83,13 @@ class QuantityVerdict:
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
 
 
+# How a verdict's words end where rows that see no key hold something.
+NOT_JUDGED = "which is not judged."
+
+
 def right_beside(quantities: Sequence[QuantityVerdict]) -> tuple[Quantity, ...]:
-    """What is right beside what is wrong; not delta beside a wrong O, as it is judged as made of the captured one."""
+    """What is right beside what is wrong; not delta beside a wrong O, as it is judged as made of the captured one, nor
+    an O with NaN or other numbers in rows that see no key."""
     out_is_wrong = any(q.quantity == "o" and q.answer in ("wrong", "nonfinite") for q in quantities)
-    return tuple(q.quantity for q in quantities if q.answer == "good" and not (out_is_wrong and q.quantity == "delta"))
+    good = [q for q in quantities if q.answer == "good" and not q.words.endswith(NOT_JUDGED)]
+    return tuple(q.quantity for q in good if not (out_is_wrong and q.quantity == "delta"))

@@ -23,6 +23,8 @@ LEAVES = 2.0
 COARSEST, EXPLAINS = 8.0, 0.99
 # A row whose square is so many times its noise's is clear.
 CLEAR = 25.0
+# So many rows tell in how many directions roundings of P move them.
+_WEIGHED = 64
 # Production kernels leave 0.5 to 1.0 times the expected noise.
 COARSE = 1.05
 
@@ -108,8 +110,22 @@ class Evidence:
 
     @cached_property
     def directions(self) -> float:
-        """In how many directions its rows point: (tr C)^2 / ||C||^2 of their squares' sum C."""
-        squares = torch.linalg.svdvals(self.truth[self.usable]).square()
+        """In how many directions its rows point: (tr C)^2 / ||C||^2 of their squares' sum C.
+
+        Of fewer rows of O than features: in how many roundings of P move them, C = sum of p^2 (v - o) (v - o)^T.
+        """
+        rows = self.usable.nonzero()[:, 0]
+        known = self.truth[rows]
+        if self.quantity == "o" and 0 < len(known) < known.shape[1]:
+            rows = rows[:: -(-len(rows) // _WEIGHED)]
+            known = self.truth[rows]
+            block = reference_rows(replace(self.heads[0], do=None), rows)
+            weights, v = block.probs.square(), self.heads[0].v[block.keys]
+            crossed = (weights @ v).mT @ known
+            own = known.mT @ (weights.sum(1, keepdim=True) * known)
+            squares = torch.linalg.eigvalsh(v.mT @ (weights.sum(0)[:, None] * v) - crossed - crossed.mT + own)
+        else:
+            squares = torch.linalg.svdvals(known).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
     def dimensions(self, rows: Tensor) -> float:

@@ -14,7 +14,14 @@ from attn_diag.analyses.patterns.of_mask import bounded_mask
 from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
 from attn_diag.analyses.patterns.other_scale import other_scale
-from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
+from attn_diag.analyses.patterns.readings import (
+    first_features,
+    other_documents,
+    other_heads,
+    other_masks,
+    other_softcap,
+    shifted_keys,
+)
 from attn_diag.analyses.patterns.slab import slab_of
 from attn_diag.reference import reference_rows
 
@@ -27,7 +34,9 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         rows: Which n rows.
     """
     head = replace(evidence.heads[0], do=None)
-    readings = (other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence))
+    readings = (
+        other_masks(head), other_softcap(head), shifted_keys(head), first_features(head), other_heads(evidence)
+    )  # fmt: skip
     for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), mistaken(evidence)):
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)

@@ -8,6 +8,7 @@ one place for all rows, or one at the same distance from each row's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -38,13 +39,16 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
     if len(slabs) == 1:
         yield from _single(search, slabs[0])
     weights = [s.weights().masked_fill(~s.visible, 0.0) for s in slabs]
-    base = torch.stack([_tiles(w, s.vectors) for w, s in zip(weights, slabs, strict=True)]).sum(0)  # [n, m / 16, D]
+    own = [_tiles(w, s.vectors) for w, s in zip(weights, slabs, strict=True)]
+    base = torch.stack(own).sum(0)  # [n, m / 16, D]
+    # A kernel that takes the group's heads one after the other may lose a tile of one.
+    bases = [(base, ""), *((one, f" of {name}") for one, name in zip(own, evidence.names, strict=True) if own[1:])]
     # What a part takes of the row sum, [n, m / 16]: under dropout that is not its weight in O.
     mass = _padded(slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)).sum(2)
     whole_row = _WholeRow(slabs[0], search.truth) if evidence.quantity == "dq" else None
     count, noun = weights[0].shape[1], _noun(evidence)
-    for size in _TILES:
-        parts, masses = _coarser(base, size // _TILES[0]), _coarser(mass, size // _TILES[0])
+    for size, (tiles, of_head) in product(_TILES, bases):
+        parts, masses = _coarser(tiles, size // _TILES[0]), _coarser(mass, size // _TILES[0])
         if parts.shape[1] < 2:
             break
         for where in _WHERE.get(evidence.quantity, ("both",)):
@@ -55,15 +59,26 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                 else:
                     change = _change(evidence, parts, masses, search.truth, sign, where)
                 for place, relative, found in search.best(change, size):
-                    named = _tile_words(place, size, count, noun, relative=relative)
+                    named = _tile_words(place, size, count, noun, relative=relative) + of_head
                     words = f"count {named} twice" if sign > 0 else f"{verb} {named}"
                     yield Guess(
                         "part",
                         f"{words}{_SUMS[where]}",
                         search.truth + found,
                         1 + (where != "both"),
-                        3 * len(_TILES) * parts.shape[1],
+                        3 * len(_TILES) * len(bases) * parts.shape[1],
                     )
+    if evidence.quantity == "o" and count > _TILES[0]:
+        # The last few keys, which a load of whole vectors cuts off.
+        end = slice(count - _TILES[0] + 1, count)
+        last = weights[0][:, end, None] * slabs[0].vectors[end]
+        takes = slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)[:, end]
+        last, takes = (t.flip(1).cumsum(1).flip(1) for t in (last, takes))
+        for where in ("both", "pv"):
+            for place, relative, found in search.best(_change(evidence, last, takes, search.truth, -1.0, where), 1):
+                if not relative:
+                    words = f"miss {noun}s {end.start + place}-{count - 1}{_SUMS[where]}"
+                    yield Guess("part", words, search.truth + found, 1 + (where != "both"), 2 * last.shape[1])
     before = base.cumsum(1)[:, :-1], mass.cumsum(1)[:, :-1]
     behind = base.flip(1).cumsum(1).flip(1)[:, 1:], mass.flip(1).cumsum(1).flip(1)[:, 1:]
     for (part, whole), words in ((before, "before {}"), (behind, "from {} on")):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
-from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.evidence import CLEAR, LEAVES, Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
@@ -48,6 +48,8 @@ _NEARLY_ALL = 0.9
 _MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
+# Dropout leaves LSE right; scores in BF16 beside dropout of 1 % move it by less than so much of O's error.
+_LSE_OF_DROPOUT = 0.1
 _OUTPUTS = ("o", "dq", "dk", "dv")
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
@@ -238,7 +240,7 @@ class CapturePatterns:
 
     def _sinks(self, observation: str, batch: int, head: int) -> list[OtherSink]:
         c, seen = self._capture, None
-        if not c.has_sinks and "o" in c.observations[observation]:
+        if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
 
@@ -271,10 +273,19 @@ class CapturePatterns:
 
 def _unseen_dropout(evidence: Evidence) -> list[Pattern]:
     """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove."""
-    head = replace(evidence.heads[0], do=None)
-    if head.dropout is not None:
+    head, usable = replace(evidence.heads[0], do=None), evidence.usable
+    # Dropout reaches every feature that V has.
+    noise = LEAVES**2 * evidence.variance[usable].sum(0)
+    error, truth = (t[usable].square().sum(0) for t in (evidence.error, evidence.truth))
+    if head.dropout is not None or bool(((error <= noise) & (truth > CLEAR * noise)).any()):
         return []
-    p = in_size(head, evidence.observed, evidence.usable.nonzero()[:, 0])
+    # It comes behind the softmax, whose LSE stays as it is.
+    lse = evidence.captured[0].get("lse") if evidence.captured else None
+    if lse is not None:
+        moved = (lse - evidence.references[0].lse)[usable].square().mean().sqrt()
+        if float(moved) > _LSE_OF_DROPOUT * float((error.sum() / truth.sum()).sqrt()):
+            return []
+    p = in_size(head, evidence.observed, usable.nonzero()[:, 0])
     if p is None:
         return []
     words = f"all rows are off at random as attention dropout with p near {p:.1g} makes them, {MASK_UNSEEN}"

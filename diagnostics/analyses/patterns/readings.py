@@ -43,7 +43,7 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
         if square and causal == "bottom-right" and masking.causal in ("top-left", "none"):
             continue
         if causal == "none" or masking.positions is None:
-            words = "no causal mask" if causal == "none" else f"a causal mask ({causal})"
+            words = "attention without the causal mask" if causal == "none" else f"a causal mask ({causal})"
             yield reading(words, replace(masking, causal=causal))
     left, right = masking.reach
     if left is not None or right is not None:
@@ -55,11 +55,15 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             for size in _TILES:
                 end = (positions // size + 1) * size - 1
                 if size < len(head.k):
-                    words = f"no causal mask inside the diagonal tile of {size} keys"
+                    words = f"a diagonal tile of {size} keys without its causal mask"
                     yield reading(words, replace(masking, positions=end))
     if masking.window is not None:
-        yield reading("no window", replace(masking, window=None))
+        yield reading("attention without the window", replace(masking, window=None))
         for side in (0, 1):
+            if min(masking.window) >= 0 and masking.causal == "none":
+                open_side = (-1, masking.window[1]) if side == 0 else (masking.window[0], -1)
+                words = f"a window without its {('left', 'right')[side]} border"
+                yield reading(words, replace(masking, window=open_side))
             for by in (-1, 1):
                 window = list(masking.window)
                 if window[side] < 0 or window[side] + by < 0 or (side == 1 and masking.causal != "none"):
@@ -71,7 +75,7 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
                 other = (usual, min(masking.window[1], usual))
                 yield reading(f"the window {other[0]},{other[1]}", replace(masking, window=other))
     if masking.mask is not None:
-        yield reading("no mask", replace(masking, mask=None))
+        yield reading("attention without the mask", replace(masking, mask=None))
         if masking.mask.shape[0] == masking.mask.shape[1]:
             yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
         yield reading("the mask with its keys in reverse", replace(masking, mask=masking.mask.flip(1)))
@@ -85,10 +89,23 @@ def _negative(mask: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_keys(head: AttentionHead) -> Iterator[Reading]:
-    """The head with K or V one key off."""
+    """The head with K or V one key off, or a cache's last key a copy of the one before."""
     for by, way in ((1, "before"), (-1, "further on")):
         yield Reading("shift", f"K of the key {way}", replace(head, k=head.k.roll(by, 0)))
         yield Reading("shift", f"V of the key {way}", replace(head, v=head.v.roll(by, 0)))
+    if 1 < len(head.k) > len(head.q):  # a cache
+        stale = (torch.cat([t[:-1], t[-2:-1]]) for t in (head.k, head.v))
+        yield Reading(
+            "shift", "a cache whose last key is the one before it", replace(head, k=next(stale), v=next(stale))
+        )
+
+
+def first_features(head: AttentionHead) -> Iterator[Reading]:
+    """The head with scores of its first features alone: a tile's, or MLA's without the rotated ones behind them."""
+    for n in sorted({size for size in _TILES if size < head.q.shape[1]}):
+        q = head.q.clone()
+        q[:, n:] = 0
+        yield Reading("features", f"a Q Kᵀ of the first {n} features alone", replace(head, q=q))
 
 
 def other_heads(evidence: Evidence) -> Iterator[Reading]:
@@ -128,7 +145,7 @@ def other_documents(evidence: Evidence) -> Iterator[Reading]:
 def other_softcap(head: AttentionHead) -> Iterator[Reading]:
     """The head without its softcap, or with one that models use."""
     if head.softcap is not None:
-        yield Reading("softcap", "no softcap", replace(head, softcap=None))
+        yield Reading("softcap", "attention without the softcap", replace(head, softcap=None))
     for cap in USUAL_SOFTCAPS:
         if cap != head.softcap:
             yield Reading("softcap", f"a softcap of {cap:g}", replace(head, softcap=cap))

@@ -13,7 +13,13 @@ from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named
 from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
-from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap
+from attn_diag.analyses.patterns.readings import (
+    first_features,
+    other_documents,
+    other_heads,
+    other_masks,
+    other_softcap,
+)
 from attn_diag.reference import reference_rows
 from attn_diag.results.wording import signed
 
@@ -43,8 +49,8 @@ def of_lse(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
             block = reference_rows(replace(head, scale=scale), rows)
             yield Guess("scale", f"are what {words} gives", block.lse[:, None])
     for reading in (
-        *other_masks(head), *other_softcap(head), *other_heads(evidence), *other_documents(evidence),
-        *other_sinks(evidence), *mistaken(evidence),
+        *other_masks(head), *other_softcap(head), *first_features(head), *other_heads(evidence),
+        *other_documents(evidence), *other_sinks(evidence), *mistaken(evidence),
     ):  # fmt: skip
         block = reference_rows(replace(reading.head, do=None), rows)
         yield Guess(reading.kind, f"are what {reading.words} gives", block.lse[:, None])
