@@ -9,6 +9,7 @@ the normal numbers, which Triton flushes to 0 and torch makes in another way, ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +23,8 @@ AT_ONCE, BLOCK = 2**25, 1024
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-@triton.jit
-def exp2_kernel(X, Y, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def exp2_kernel(X: Any, Y: Any, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(Y + at, tl.exp2(tl.load(X + at)))
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,7 +217,7 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
     if not near:
         return [], rows
     # One kernel is built with either: PyTorch compiles FlashAttention-2 with products and differences apart.
-    other = {"exp2-fma": "exp2-scaled", "exp2-scaled": "exp2-fma"}
+    other: dict[str, Any] = {"exp2-fma": "exp2-scaled", "exp2-scaled": "exp2-fma"}
     near += [replace(t, recipe=replace(t.recipe, exp=other[t.recipe.exp])) for t in near if t.recipe.exp in other]
     most = _TENSOR_CORE_SCORES[rows.device.type] // len(subject.inputs.head.k)
     some = _missed_and_spread(near[0].match, max(_TENSOR_CORE_ROWS, most))
