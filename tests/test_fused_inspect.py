@@ -273,9 +273,15 @@ def test_the_kernels_recognise_what_the_search_does(name: str) -> None:
     assert worth_kernels(places, torch.device("cuda"))
     found = [one.recognised for one in recognise_by_kernels(places, torch.device("cuda"))]
     assert all(name in some(one).name for one in found)
-    # With sums in fp32 the search may find none.
+    # With sums in fp32 the search may find none; of few rows with a tensor core's it may find others too.
     searched = [recognise(*place) for place in places]
-    assert all(two is None or two.name == some(one).name for one, two in zip(found, searched, strict=True))
+    print(name, [some(one).name for one in found], [two and two.name for two in searched])
+    names = [
+        (set(some(one).name.split(" or ")), two.name.split(" or "))
+        for one, two in zip(found, searched, strict=True)
+        if two
+    ]
+    assert all(own <= set(others) for own, others in names)
     assert all((some(one).agreement or 0.0) > 0.9999 for one in found)
     (observation,) = inspect_captures([taken], device="cuda").captures[0].observations
     assert observation.recipe == some(found[0]).words

@@ -216,16 +216,28 @@ def fitting(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> tuple[l
     near = [t for t in trials if 1 - t.match.agreement <= MISSED_BY_SUMS[subject.fmt]]
     if not near:
         return [], rows
-    # One kernel is built with either: PyTorch compiles FlashAttention-2 with products and differences apart.
-    other: dict[str, Any] = {"exp2-fma": "exp2-scaled", "exp2-scaled": "exp2-fma"}
-    near += [replace(t, recipe=replace(t.recipe, exp=other[t.recipe.exp])) for t in near if t.recipe.exp in other]
     most = _TENSOR_CORE_SCORES[rows.device.type] // len(subject.inputs.head.k)
     some = _missed_and_spread(near[0].match, max(_TENSOR_CORE_ROWS, most))
     again = ranked(subject.run([t.recipe for t in near], rows[some], cut_off=True), subject.head_dim)
     before = next(t for t in near if t.recipe == again[0].recipe).match.equal[some]
     # What these sums do not cure has another reason.
     better = int(again[0].match.equal.sum()) > int(before.sum())
+    again = _built_otherwise(subject, again, rows[some])
     return (again, rows[some]) if better and fits(subject, again[0]) else ([], rows)
+
+
+def _built_otherwise(subject: SearchedHead, trials: list[Trial], rows: Tensor) -> list[Trial]:
+    """Trials with a tensor core's sums, best first, with the other exponent where that is told apart as the better.
+
+    One kernel is built with either: PyTorch compiles FlashAttention-2 with products and differences apart.
+    """
+    other: dict[str, Any] = {"exp2-fma": "exp2-scaled", "exp2-scaled": "exp2-fma"}
+    missing = [t for t in trials if not t.match.equal.all() and t.recipe.exp in other]
+    changed = subject.run([replace(t.recipe, exp=other[t.recipe.exp]) for t in missing], rows, cut_off=True)
+    for trial, new in zip(missing, changed, strict=True):
+        if new.match.agreement > trial.match.agreement and new.match.compare(trial.match).p_value <= LEVEL:
+            trials = [new if t is trial else t for t in trials]
+    return ranked(trials, subject.head_dim)
 
 
 def fits(subject: SearchedHead, best: Trial) -> bool:
