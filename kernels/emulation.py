@@ -27,6 +27,8 @@ from attn_diag.kernels.recipe import Recipe
 # Scores of the rows worked on at once, in elements; on a CPU fewer with several recipes, whose tensors are all held.
 _CPU_ELEMENTS, _CPU_ELEMENTS_OF_SEVERAL, _MOST_CUDA_ELEMENTS = 2**20, 2**18, 2**25
 _MIN_BLOCK_ROWS = 16
+# On a CPU query blocks of fewer rows come together: torch's operations on 32 take as long as on 128.
+_SMALL_BLOCK = 128
 # Whole blocks of keys, from the first, with a scale of P_bar each, or that a tensor core adds at a time (16 or 32).
 _SCALED_KEYS = 128
 NO_BLOCK = 2**20
@@ -321,12 +323,14 @@ def _on_cuda(device: torch.device, recipes: int) -> int:
 def places_of(recipes: Sequence[Recipe], head: HeadLike, heads: int = 1, *, whole: bool = False) -> Iterator[Place]:
     """(start of the query block, rows [R], keys that the query block sees) of every block, in the order of the rows.
 
-    On a GPU rows of several query blocks come together where that changes nothing, unless ``whole`` blocks are wanted.
+    Rows of several query blocks come together where that changes nothing, on a CPU of small ones, unless ``whole``
+    blocks are wanted.
     """
     size = recipes[0].schedule.query_block
     chunk = _rows_at_once(head, len(recipes), heads)
-    if launches(head.q) and not whole and all(in_any_block(recipe, head) for recipe in recipes):
-        size = max(size, chunk - chunk % size)
+    if not whole and all(in_any_block(recipe, head) for recipe in recipes):
+        together = chunk if launches(head.q) else _SMALL_BLOCK
+        size = max(size, together - together % size)
     for start in range(0, len(head.q), size):
         stop = min(start + size, len(head.q))
         keys = _block_keys(head, start // size, size)

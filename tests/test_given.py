@@ -188,6 +188,13 @@ def test_what_cannot_be_used_is_refused_by_name(case: str) -> None:
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["inspect", "identify", "attribute", "replay"])
+@pytest.mark.parametrize("wrong", [".", Path(), ["a.safetensors"], None], ids=repr)
+def test_functions_of_captures_say_that_they_take_captures_alone(name: str, wrong: Any) -> None:
+    with pytest.raises(attn_diag.InputError, match=rf"{name}_captures\(\) takes captures.*; {name}\(\) takes files"):
+        getattr(attn_diag, f"{name}_captures")(wrong)
+
+
 def test_where_o_is_missing_it_is_asked_for() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, 40, 16, generator=generator).bfloat16() for _ in range(4))

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from attn_diag.analyses.several import answered, answers
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, CallTensors, Named, One, Source
+from attn_diag.captures.given import Array, CallTensors, Named, One, Source, require_captures
 from attn_diag.captures.selection import Selection, select_heads, select_observations, select_place
 from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_assumptions, wrong_among
@@ -362,7 +362,7 @@ def identify_captures(
     """
     jobs: list[tuple[Capture, str, int, int]] = []
     errors: list[InputError] = []
-    for capture in captures:
+    for capture in require_captures(captures, "identify"):
         try:
             jobs += _jobs(capture, selection or Selection())
         except InputError as error:

@@ -125,6 +125,19 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTens
     return _opened(source, options, function)
 
 
+def require_captures(captures: Iterable[Capture], function: str) -> list[Capture]:
+    """What ``function``_captures was given. Raises InputError for what is no capture, such as the path of a folder."""
+    several = isinstance(captures, Iterable) and not isinstance(captures, str | Capture)
+    given: list[Any] = list(captures) if several else [captures]
+    for one in given:
+        if not isinstance(one, Capture):
+            raise InputError(
+                f"{function}_captures() takes captures that are loaded, got {_kind(one)}; {function}() takes files and "
+                "folders too"
+            )
+    return given
+
+
 def _of_call(q: Array, k: Array | None, v: Array | None, call: CallTensors, function: str) -> Capture:
     for name, value in (("k", k), ("v", v)):
         if value is None:

@@ -9,6 +9,7 @@ from functools import partial
 from attn_diag.analyses.attribution.attribute import attribute
 from attn_diag.analyses.several import answered
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.given import require_captures
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_heads
 from attn_diag.errors import InputError
@@ -47,7 +48,7 @@ def attribute_captures(
     Raises:
         InputError: Nothing can be attributed, and as ``attribute`` does.
     """
-    chosen, told = merged_over_ranks(captures)
+    chosen, told = merged_over_ranks(require_captures(captures, "attribute"))
     counts = [_heads(capture, selection) for capture in chosen]
     of = partial(attribute, recipe=recipe, level=level, device=device)
     in_part = list[InputError]()

@@ -18,7 +18,7 @@ from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
 from attn_diag.analyses.verdict import summarise
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.given import Array, CallTensors, Source, captures_of
+from attn_diag.captures.given import Array, CallTensors, Source, captures_of, require_captures
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
@@ -224,7 +224,7 @@ def inspect_captures(
     where, *others = pick_devices(device)
     if others and ranks.count > 1:
         raise InputError("each process of torchrun has a GPU of its own: leave out --device, or torchrun")
-    chosen, skipped, told = list(captures), list(unreadable), list[str]()
+    chosen, skipped, told = require_captures(captures, "inspect"), list(unreadable), list[str]()
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
 

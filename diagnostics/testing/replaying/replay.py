@@ -16,7 +16,7 @@ from attn_diag.analyses.inspection.inspect import DEFAULT_LEVEL, inspect_capture
 from attn_diag.captures.apart import alone
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
-from attn_diag.captures.given import Array, CallTensors, Source, captures_of
+from attn_diag.captures.given import Array, CallTensors, Source, captures_of, require_captures
 from attn_diag.captures.hardware import package_version
 from attn_diag.captures.selection import Selection, select_heads, select_observations
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
@@ -111,7 +111,11 @@ def replay_captures(
     names, not_here = kernels_named(given, where)
     asked_for = frozenset(_shown(x if isinstance(x, str) else importable(x)) for x in given if x != INSTALLED)
     left_out, found = list(unreadable), list[ReplayedCapture]()
-    single = [part for capture in captures for part in _one_by_one(capture, selection or Selection())]
+    single = [
+        part
+        for capture in require_captures(captures, "replay")
+        for part in _one_by_one(capture, selection or Selection())
+    ]
     for number, (capture, chosen) in enumerate(single):
         job = _Job(capture, names, asked_for, chosen, where, limit_s, level)
         try:

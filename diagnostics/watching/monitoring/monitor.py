@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("attn_diag")
 _HISTORY = 1000
 # So many samples of a layer are kept, at most, until one has its backward.
-_ALL = Part(None, None)
 _MOST_WAITING = 4
+_ALL = Part(None, None)
 
 
 class Monitor:
