@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_diag.kernels.accumulation import matmul
 from attn_diag.kernels.emulation_operands import (
+    OF_PRODUCT,
     OF_SCORES,
     OF_VALUES,
     HeadLike,
@@ -94,7 +95,8 @@ class Block:
         def make() -> Tensor:
             return self.operands.prepared(recipe).scores(recipe, self.rows, self.keys)
 
-        return self.shared("q k", recipe, OF_SCORES, (self._query_block(recipe),), make)[..., self.within(keys)]
+        place = self._query_block(recipe), recipe.alpha == "in-q"
+        return self.shared("q k", recipe, OF_PRODUCT, place, make)[..., self.within(keys)]
 
     def within(self, keys: slice) -> slice:
         """Where some of the keys are in tensors of all of them."""

@@ -16,11 +16,12 @@ from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, pars
 from attn_diag.kernels.recipe import Recipe
 
 LOG2_E = 1.4426950408889634
-# What q k^T depends on; with alpha "in-q" the product too.
-OF_SCORES = (
+# What q k^T depends on, besides whether alpha is "in-q"; and scaled scores.
+OF_PRODUCT = (
     "input", "arithmetic", "accumulation", "mma_k", "quantize_q", "quantize_k", "smooth_q", "smooth_k", "rotation",
-    "alpha", "seed",
+    "seed",
 )  # fmt: skip
+OF_SCORES = (*OF_PRODUCT, "alpha")
 # Of v as it is multiplied with P_bar, besides the arithmetic.
 OF_VALUES = ("quantize_v", "smooth_v", "seed")
 _FIELDS = {"q": "quantize_q", "k": "quantize_k", "v": "quantize_v", "do": "quantize_do"}
