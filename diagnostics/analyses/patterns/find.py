@@ -105,7 +105,7 @@ def _told(evidence: Evidence, groups: Sequence[Group]) -> list[Group]:
 
 def _shared(evidence: Evidence, lines: Tensor, factor: float) -> bool:
     """Whether more of the rows that show so large a factor have it than would where every row has one of its own."""
-    from scipy.stats import binom
+    from scipy.special import bdtrc
 
     limit = row_limit(evidence.truth.shape[1]) * evidence.noise
     size = evidence.truth.square().sum(1)
@@ -115,7 +115,7 @@ def _shared(evidence: Evidence, lines: Tensor, factor: float) -> bool:
     having = int(fits[lines].sum())
     if having < _FEW_ROWS:
         return False
-    by_chance = binom.sf(having - 2, int(shows.sum()) - 1, float(within[shows].mean()))
+    by_chance = bdtrc(having - 2, int(shows.sum()) - 1, float(within[shows].mean()))
     return bool(by_chance < math.exp(-_NATS))
 
 
