@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.head.row_sums import without_row_sums
+from attn_diag.reference import AttentionHead, format_of
 
 
 def softmax_times_v(q: Tensor, k: Tensor, v: Tensor, *, detached: bool) -> Tensor:
@@ -40,3 +42,9 @@ def test_a_gradient_through_the_row_maximum_is_rounding(seed: int) -> None:
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_row_that_is_further_off_is_wrong(*, detached: bool) -> None:
     assert wrong(8, detached=detached, off=1.0) == {"dq"}
+
+
+def test_where_a_feature_alone_stands_out_no_row_is_looked_at() -> None:
+    q, k, v, do = (torch.randn(8, 4, dtype=torch.float64) for _ in range(4))
+    head, none = AttentionHead(q, k, v, do, 0.5), torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(without_row_sums(head, format_of(torch.bfloat16), q, k, none), q)

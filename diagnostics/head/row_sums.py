@@ -50,7 +50,7 @@ def key_variance(head: AttentionHead, fmt: FloatFormat) -> Tensor:
 def _blocks(head: AttentionHead, fmt: FloatFormat, rows: Tensor) -> Iterator[tuple[RowBlock, Tensor, Tensor]]:
     """Some rows with where their largest scores are (times the slope, equal ones as one), and e's deviation, [n]."""
     relative = (_CASTS * 2.0 ** (-2 * fmt.precision) / 24) ** 0.5
-    for part in torch.split(rows, _CHUNK):
+    for part in torch.split(rows, _CHUNK) if len(rows) else ():
         block = reference_rows(head, part)
         assert block.dprobs is not None
         top = (block.scores == block.row_max[:, None]).double()
