@@ -310,3 +310,34 @@ def test_flips_between_keys_are_no_other_scale_nor_mask(heads: int, seed: int) -
     o = (x["q"] * 32**-0.5 @ x["k"].mT).masked_fill(~seen, -torch.inf).softmax(-1) @ x["v"]
     found = attn_diag.inspect_captures([attn_diag.Capture.from_tensors({**x, "o": o}, causal="top-left")])
     assert not found.labels & {"wrong", "biased"}
+
+
+def hot_head(seed: int, rows: int = 64, features: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dO whose scores have a deviation of some hundreds: most rows see one key."""
+    torch.manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 1, rows, features) for _ in range(4))
+    return (16 * q).bfloat16(), (8 * k).bfloat16(), v.bfloat16(), do.bfloat16()
+
+
+def answers_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor, factor: float = 1.0, *, cast: bool = True) -> set[str]:
+    """The answers of plain torch (or, without ``cast``, of scores in fp32), whose dQ is so many times too large."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = (q @ k.mT if cast else q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+    o = scores.float().softmax(-1).to(q.dtype) @ v
+    o.backward(do)
+    assert q.grad is not None
+    found = attn_diag.inspect(
+        *(x.detach() for x in (q, k, v)), o=o.detach(), do=do, dq=q.grad * factor, dk=k.grad, dv=v.grad
+    )
+    return {one.answer for one in found.heads[0].quantities}
+
+
+# dQ was "1.23 times the true ones", dK "P before its division by the row sum", "V of the key further on", …
+@pytest.mark.parametrize("seed", [0, 18, 24, 67, 137, 183, 243, 262, 303])
+def test_a_row_of_two_keys_whose_scores_are_coarse_is_no_pattern_of_a_gradient(seed: int) -> None:
+    assert "wrong" not in answers_of(*hot_head(seed, rows=13, features=64))
+
+
+def test_a_factor_of_such_a_dq_is_told_where_its_scores_are_in_fp32() -> None:
+    assert "wrong" in answers_of(*hot_head(37), 1.25, cast=False)
+    assert "wrong" in answers_of(*(x / 16 if i < 2 else x for i, x in enumerate(hot_head(37))), 1.25)

@@ -24,6 +24,7 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
+from attn_diag.head.row_sums import key_variance, without_row_sums
 from attn_diag.head.unfused import ROUNDED_DROPOUT, named
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.ratios import Carriers
@@ -140,6 +141,25 @@ def beside_well_rounded(
         chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
+    if (
+        open_case
+        and quantity in ("dq", "dk")
+        and not published[0].drops
+        and max(c.scores for c in published) <= MOST_SCORES
+    ):
+        heads = [c.head for c in published]
+        seen, noise = observed, variance
+        if quantity == "dq":
+            seen = without_row_sums(
+                heads[0], fmt, observed, reference, rows[torch.from_numpy(chosen.outlying).to(rows.device)]
+            )
+        else:
+            noise = variance + sum(key_variance(head, fmt) for head in heads)
+        left_over = sample(
+            seen, reference, total([c.outputs() for c in published]), noise, fmt, rows, fed=fed, directions=directions
+        )  # fmt: skip
+        if not (left_over.outlying.any() or left_over.bad_features.any()):
+            return replace(chosen, rounding=True, features_rounding=True)
     if open_case and max(c.scores for c in published) <= MOST_SCORES:
 
         def left_by(site: str) -> list[Tensor]:

@@ -147,7 +147,7 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
-        self._head, self._fmt, self._stored = head, fmt, stored
+        self.head, self._fmt, self._stored = head, fmt, stored
         self._beside: Sequence[ref[Counterfactuals]] = ()
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
@@ -183,7 +183,7 @@ class Counterfactuals:
 
         Their sums are the tensor core's, as a captured kernel's are.
         """
-        chosen = _published(recipe, self._fmt, self._head)
+        chosen = _published(recipe, self._fmt, self.head)
         if chosen is None:
             return
         from attn_diag.kernels.backend import BackendError
@@ -191,10 +191,10 @@ class Counterfactuals:
 
         beside = [one for of in self._beside if (one := of()) is not None]
         try:
-            made = run_stack(_stored_as(chosen, self._fmt, self._stored), [_positive(one._head) for one in beside])
+            made = run_stack(_stored_as(chosen, self._fmt, self._stored), [_positive(one.head) for one in beside])
         except (BackendError, ValueError):  # a mask or a head dimension that they lack: emulated
             return
-        found = _outputs_of(made, -1 if self._head.scale < 0 else 1)
+        found = _outputs_of(made, -1 if self.head.scale < 0 else 1)
         for one, *tensors in zip(beside, *(t.unbind() for t in found.values()), strict=True):
             one._found[recipe, False, None] = dict(zip(found, tensors, strict=True))
 

@@ -25,6 +25,8 @@ COARSEST, EXPLAINS = 8.0, 0.99
 CLEAR = 25.0
 # So many rows tell in how many directions roundings of P move them.
 _WEIGHED = 64
+# Of heads with more it is not asked which rows have their gradient.
+_MOST_SCORES = 2**22
 # Production kernels leave 0.5 to 1.0 times the expected noise.
 COARSE = 1.05
 
@@ -128,23 +130,24 @@ class Evidence:
             squares = torch.linalg.svdvals(known).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
-    def dimensions(self, rows: Tensor) -> float:
+    def dimensions(self, rows: Tensor, *, any_factor: bool = True) -> float:
         """How many numbers the errors of some rows are, of as many rows as carry them in effect.
 
         A row that sees k keys moves, as P sums to 1 and dS to 0, along their k - 1 differences; one that is too large
         by a factor is off by a single number, whatever makes the factor; delta's error moves a row of dQ along P K
         alone, and that of one query row moves all keys of dK. Where O is further off than scores in 16 bits make it,
-        all rows count.
+        all rows count. Without ``any_factor``, how many coarse scores could have moved, were it no factor.
         """
-        count = torch.full((len(rows),), self.directions, dtype=torch.float64, device=rows.device)
-        lines = [self.truth[rows]]
+        most = self.directions if any_factor else float(self.truth.shape[1])
+        count = torch.full((len(rows),), most, dtype=torch.float64, device=rows.device)
+        lines = [self.truth[rows]] if any_factor else []
         moved = None
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
             keys = 1 / block.probs.square().sum(1).clamp(min=1e-12)
             count = torch.minimum(count, (keys - 1).clamp(min=1.0))
             if self.quantity == "dq":
-                lines.append(block.probs @ self.heads[0].k[block.keys])
+                lines += [block.probs @ self.heads[0].k[block.keys]] if any_factor else []
             else:
                 moved = moved_by_scores(self.heads[0], block, self.fmt)
         error = self.error[rows]
@@ -161,6 +164,25 @@ class Evidence:
         if self.quantity in ("dk", "dv"):
             with_gradient = sum(int((h.do != 0).any(1).sum()) for h in self.heads if h.do is not None)
             total = min(total, self.directions * with_gradient)
+        # An error larger than dK is in rows without a gradient of their own.
+        by_rows = self.quantity == "dk" and float(self.error[rows].square().sum()) <= float(
+            self.truth[rows].square().sum()
+        )
+        return min(total, self._of_query_rows) if by_rows else total
+
+    @cached_property
+    def _of_query_rows(self) -> float:
+        """Of dK: how many numbers errors of the query rows are that have a gradient in effect, each along its q."""
+        total = 0.0
+        for head in self.heads:
+            if len(head.q) * len(head.k) > _MOST_SCORES:
+                return math.inf
+            block = reference_rows(head, torch.arange(len(head.q), device=head.q.device))
+            if block.dscores is None:
+                return math.inf
+            sizes = block.dscores.norm(dim=1) * head.q.norm(dim=1)
+            numbers = (1 / block.probs.square().sum(1).clamp(min=1e-12) - 1).clamp(min=1.0) * sizes
+            total += float(numbers.sum() * sizes.sum() / sizes.square().sum().clamp(min=1e-300))
         return total
 
     def _made_by_scores(self, rows: Tensor, sizes: Tensor, moved: Tensor) -> bool:
@@ -246,3 +268,5 @@ class Guess:
     """How many numbers were fitted to choose it; of two that fit as well, the one with fewer is taken."""
     tried: int = 1
     """Of how many like it it is the best."""
+    fitted: int = 0
+    """How many of these numbers may be any: each fits one of the error's, whatever made it."""

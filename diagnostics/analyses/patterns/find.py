@@ -18,8 +18,9 @@ from attn_diag.analyses.patterns.places import Place, find_elements, find_place,
 from attn_diag.analyses.patterns.rowwise import of_delta, of_lse
 from attn_diag.head.counterfactual import FORMATS
 from attn_diag.kernels.formats import Mode, parse, round_to
+from attn_diag.reference import reference_rows, ulp
 from attn_diag.results.quality import Pattern
-from attn_diag.results.wording import singular
+from attn_diag.results.wording import percent, singular
 
 # Guesses are compared on so many rows, spread over those in question.
 _SAMPLE = 64
@@ -34,6 +35,10 @@ _FEW_ROWS, _MANY_ROWS, _CLOSE = 3, 16, 1.25
 _MOST_SCORES = 2**27
 # So many kinds of guesses are made; by chance one is taken with probability exp(-_NATS) at most.
 _GUESSES, _NATS = 100, 7.0
+# A factor, a single number, explains so many.
+_MORE_THAN_ONE = 2.0
+# What O must show of it is so many times its last rounding.
+_CLEARLY = 6.0
 _OPEN = ("factors", "unrelated", "off")
 
 
@@ -51,7 +56,7 @@ def find_patterns(evidence: Evidence) -> list[Pattern]:
         return [Pattern("elements", words, 1.0)]
     place = find_place(evidence)
     found = _ways(evidence, place)
-    groups, fits = [g for g, _ in found], [f for _, f in found]
+    groups, fits = _told(evidence, [g for g, _ in found]), [f for _, f in found]
     if lossy and (len(groups) > 1 or groups[0].kind in _OPEN or _rounds_another_way(evidence)):
         return []
     groups = [_named_factor(evidence, group) for group in groups]
@@ -76,6 +81,60 @@ def _ways(evidence: Evidence, place: Place) -> list[tuple[Group, Fit | None]]:
         if fit is not None and fit.remaining <= LEAVES:
             return [(whole, fit)]
     return _absorbed(evidence, [_how(evidence, group) for group in place.groups])
+
+
+def _told(evidence: Evidence, groups: Sequence[Group]) -> list[Group]:
+    """The groups, factors only where coarse scores do not make them.
+
+    dQ of a row that two keys share is a multiple of the true one, however coarse its scores are. So the errors must be
+    more numbers than one, or the factor that of more rows than share one by chance, or O have other scores.
+    """
+
+    def told(group: Group) -> Group:
+        if group.factor is None or group.factor <= 0 or evidence.quantity != "dq":
+            return group
+        rows = group.lines[:: -(-len(group.lines) // _SAMPLE)]
+        shown = _shared(evidence, group.lines, group.factor) or _not_of_scores(evidence, group.lines, group.factor)
+        if shown or evidence.dimensions(rows, any_factor=False) >= _MORE_THAN_ONE:
+            return group
+        off = percent(abs(group.factor - 1), ".2g")
+        return replace(group, kind="off", predicate=f"are {off} off", prediction=None, factor=None)
+
+    return [told(group) for group in groups]
+
+
+def _shared(evidence: Evidence, lines: Tensor, factor: float) -> bool:
+    """Whether more of the rows that show so large a factor have it than would where every row has one of its own."""
+    from scipy.special import bdtrc
+
+    limit = row_limit(evidence.truth.shape[1]) * evidence.noise
+    size = evidence.truth.square().sum(1)
+    within = 2 * (limit / size.clamp(min=1e-300)).sqrt() / abs(factor - 1)
+    shows = evidence.clear & (within < 1)
+    fits = shows & ((evidence.observed - factor * evidence.truth).square().sum(1) <= limit * max(1.0, factor**2))
+    having = int(fits[lines].sum())
+    if having < _FEW_ROWS:
+        return False
+    by_chance = bdtrc(having - 2, int(shows.sum()) - 1, float(within[shows].mean()))
+    return bool(by_chance < math.exp(-_NATS))
+
+
+def _not_of_scores(evidence: Evidence, lines: Tensor, factor: float) -> bool:
+    """Whether O of the row that is furthest off shows that its P is not what such a factor takes.
+
+    Of a row with P of its top key near 1 dQ is as many times too large as the rest of P is, at least, and O - V of the
+    top key with it.
+    """
+    out = evidence.captured[0].get("o") if evidence.captured else None
+    if out is None:
+        return False
+    row = lines[evidence.error[lines].square().sum(1).argmax()][None]
+    block = reference_rows(replace(evidence.heads[0], do=None), row)
+    away = block.out - evidence.heads[0].v[block.top_key]
+    size = float(away.norm())
+    moved = abs(float(((out[row] - block.out) * away).sum())) / size if size else 0.0
+    takes, noise = abs(factor - 1) * size, float(ulp(block.out, evidence.fmt).max()) / math.sqrt(12)
+    return takes > _CLEARLY * noise and 2 * moved < takes
 
 
 def _rounds_another_way(evidence: Evidence) -> bool:
@@ -106,7 +165,7 @@ def _by_no_chance(evidence: Evidence, guess: Guess, fit: Fit, numbers: float) ->
     if few and fit.remaining > _CLOSE and fit.explained < EXPLAINS:
         return False
     left = max(fit.left, 1e-12 * fit.before)
-    return numbers / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
+    return (numbers - guess.fitted) / 2 * math.log(fit.before / left) > math.log(_GUESSES * guess.tried) + _NATS
 
 
 def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:

@@ -31,4 +31,4 @@ def bounded_mask(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     leak = Leak(seen.out, seen.lse, every.out, every.lse)
     value = leak.fitted(evidence.observed[rows], evidence.noise[rows])
     if value is not None:
-        yield Guess("mask", f"are what hiding keys by {words_of(value)} gives", leak.predicted(value), 1)
+        yield Guess("mask", f"are what hiding keys by {words_of(value)} gives", leak.predicted(value), 1, fitted=1)

@@ -67,4 +67,4 @@ def other_scale(
     name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))
     name = name or (one_over_root(scale, abs(scale) * uncertain) if scale > 0 else None)
     said = f"{number(scale, 5)}{f' ({name})' if name else ''} instead of {number(head.scale, 5)}"
-    yield Guess("scale", f"are what the scale {said}{where} gives", predict(scale, rows), 1)
+    yield Guess("scale", f"are what the scale {said}{where} gives", predict(scale, rows), 1, fitted=1)
