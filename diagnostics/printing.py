@@ -93,8 +93,10 @@ def printable_lines(text: str) -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print ``printable_lines``, on stderr unless ``file`` is given."""
-    print(printable_lines(text), file=sys.stderr if file is None else file)
+    """Print ``printable_lines``, on stderr unless ``file`` is given; nowhere where stderr is closed."""
+    # print() itself takes None for stdout, where the JSON may be.
+    if (target := sys.stderr if file is None else file) is not None:
+        print(printable_lines(text), file=target)
 
 
 class _Door(logging.Filter):

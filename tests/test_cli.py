@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,7 +82,9 @@ WRONG: dict[str, tuple[dict[str, Tensor | str | None], str]] = {
     "scale-nan": ({"scale": "nan"}, "scale must be a finite number other than 0"),
     "scale-word": ({"scale": "big"}, "scale='big' cannot be read as a number"),
     "causal-word": ({"causal": "yes"}, "causal must be one of none, top-left, bottom-right"),
-    "newer": ({"format_version": "2"}, "upgrade attn-diag"),
+    "newer": ({"format_version": "2"}, "format version '2' is not known"),
+    "nameless-version": ({"format_version": ""}, "format version '' is not known"),
+    "other-kind": ({"kind": "sparse"}, "metadata says kind='sparse'; expected kind=linear (linear attention), or no"),
     "varlen": ({"cu_seqlens": torch.ones(3)}, "cu_seqlens_q must be integers, got float32"),
     "varlen-batch": ({"cu_seqlens": torch.tensor([0, 25])}, "cu_seqlens_q ends at 25, but there are 24 query rows"),
     "dropout": ({"dropout_p": "0.1"}, "dropout_p=0.1 without 'dropout_mask'"),
@@ -471,6 +475,27 @@ def test_stdout_that_takes_no_report(
     assert message in done.err
     assert len(done.err.splitlines()) == bool(message)
     assert stdout != "ascii" or (done.out.isascii() and "judged" in done.out)
+
+
+def test_a_closed_stderr_leaves_stdout_to_the_json(tmp_path: Path) -> None:
+    program = f"exec {sys.executable} -m attn_diag inspect a.safetensors missing.pt --json - 2>&-"
+    write(tmp_path / "a.safetensors")
+    done = subprocess.run(["sh", "-c", program], check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["schema"] == "attn-diag-diagnosis"
+
+
+def test_a_files_name_that_is_no_utf8(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "\udcff.pt"
+    try:
+        torch.save(GIVEN, tmp_path / "a.pt")
+        (tmp_path / "a.pt").rename(path)
+    except OSError:
+        pytest.skip("this file system has UTF-8 names alone")
+    for full in ([], ["--json-full"]):
+        assert run("inspect", path, "--causal", "top-left", "--json", tmp_path / "out.json", *full).code == 0
+        found = attn_diag.Diagnosis.from_json((tmp_path / "out.json").read_bytes())
+        assert found.captures[0].source.endswith("/�.pt")
 
 
 def valid_bytes(suffix: str, folder: Path) -> bytes:

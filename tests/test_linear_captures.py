@@ -343,6 +343,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, run: Run) -> None:
     assert document.findings[0].cause == "no_inter_chunk"
     assert json.loads(out.read_text())["schema"] == "attn-diag-linear"
     assert run("inspect", tmp_path, "tests/captures/pair_T256.safetensors").code == 2
+    done = run("inspect", tmp_path / "bad.safetensors", "--scale", "3", "--causal", "none", "--details", "2")
+    assert (done.code, done.out) == (2, "")
+    assert "linear attention takes no --details, --causal, --scale: leave it out" in done.err
 
 
 def test_what_fp32_leaves_and_what_cancels_is_no_fault() -> None:

@@ -527,16 +527,6 @@ def test_same_seed_same_report_and_probes_do_not_disturb_each_other() -> None:
     assert run("fa2", probes=["tails"], seed=1).findings != alone.findings
 
 
-def test_inputs_are_copies() -> None:
-    def vandal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = kernel()(q, k, v)
-        for x in (q, k, v):
-            x.zero_()
-        return o
-
-    assert run(vandal, probes=["normal", "sign"]).labels == {"exact"}
-
-
 def test_the_builders_see_no_future_key() -> None:
     draw = Draw(1, 2, 33, 16, torch.bfloat16, 0.25, True, torch.Generator().manual_seed(0))
     assert (draw.visible_key() <= torch.arange(33)).all()
@@ -584,12 +574,19 @@ def returning(change: Callable[[Tensor], Any]) -> Fn:
     return fn
 
 
+def vandal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = kernel()(q, k, v)
+    k.zero_()
+    return o
+
+
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shape": (returning(lambda o: o[:, :, 1:]), {}, r"\[B, H, T, D\] \[2, 8, 96, 32\], got \[2, 8, 95, 32\]"),
     "dtype": (returning(lambda o: o.double()), {}, "o in torch.bfloat16 or torch.float32, got torch.float64"),
     "device": (returning(lambda o: o.to("meta")), {}, "must return o on cpu, got meta"),
     "nothing": (returning(repr), {}, "must return a tensor o, .* got str"),
     "raises": (raising, {}, "probe 'length': raising raised RuntimeError .*: T must be 96; leave this probe out"),
+    "in place": (vandal, {}, "probe 'normal': vandal changed its input k in place, which its caller's backward needs"),
     "no callable": (3, {}, "expected a callable fn"),
     "recipe": ("fa9", {}, "no recipe 'fa9'; known: fa2"),
     "incomplete": (replace(attn_diag.preset("fa2"), exp="polynomial"), {}, "without exp_degree"),
@@ -688,6 +685,7 @@ def test_cli_exit_codes(cli: Run) -> None:
         (["fa2", "--fail-on", "bad"], "--fail-on: no label bad"),
         (["no_such_module:f"], "cannot import no_such_module:f"),
         (["math:f"], "cannot import math:f"),
+        (["math.py:sqrt"], "name the module, not its file: math:sqrt"),
         (["torch:__version__"], "no recipe"),
         (["torch.nn.functional:scaled_dot_product_attention", "--scale", "1", "--probes", "sign"], "no verdict: On N"),
     ],
@@ -696,6 +694,19 @@ def test_cli_refuses(cli: Run, arguments: list[str], message: str) -> None:
     code, _, err = cli(*arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [("def f(:", "SyntaxError: invalid"), ("raise RuntimeError('no GPU')", "RuntimeError: no GPU")]
+)
+def test_a_module_that_cannot_be_imported_is_no_internal_error(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    (tmp_path / "my_broken_kernel.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = cli("my_broken_kernel:f")
+    assert code == 2
+    assert f"cannot import my_broken_kernel:f: {why}" in err
 
 
 def test_cli_probes_a_function_of_the_working_directory(

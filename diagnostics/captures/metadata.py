@@ -129,8 +129,13 @@ class Metadata:
         version = text.get("format_version", FORMAT_VERSION)
         if version not in (FORMAT_VERSION, PACKED_VERSION):
             raise InputError(
-                f"capture format version {version} is not known to this version of attn-diag, "
-                f"which reads {FORMAT_VERSION} and {PACKED_VERSION}; upgrade attn-diag"
+                f"capture format version {version!r} is not known to this version of attn-diag, which reads "
+                f"{FORMAT_VERSION} and {PACKED_VERSION}; if a newer one wrote the file, upgrade attn-diag"
+            )
+        # Of a kind that a newer version has every figure would be of another function.
+        if "format" in text and (kind := text.get("kind", "").strip()):
+            raise InputError(
+                f"metadata says kind={kind!r}; expected kind=linear (linear attention), or no kind (softmax attention)"
             )
         values: dict[str, Any] = {}
         extra: dict[str, str] = {}

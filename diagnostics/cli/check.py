@@ -11,7 +11,7 @@ import typer
 
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
-from attn_diag.cli.hunting import Hunting
+from attn_diag.cli.hunting import Hunting, refuse_beside_hunt
 from attn_diag.cli.linear import Operator, linear_asked, linear_captures, refuse_softmax
 from attn_diag.cli.options import Declared, Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
@@ -75,6 +75,7 @@ def check(
 
     if dtype not in _DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    hunting.refuse_without("budget", "axes", "limit")
     delivery.require_apart(capture or [], [junit, baseline if save or update else None])
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     if linear_asked(operator, [target]):
@@ -87,18 +88,19 @@ def check(
             found = check_linear(
                 linear_captures([target]) or target, operator, baseline=baseline, save=save, update=update,
                 cases=listed(cases), captures=linear_captures(capture or []), observation=observation, exact=exact,
-                dtype=kind, head_dim=head_dim or SHAPE[3], backward=backward, seed=seed, level=level, device=device,
-                progress=progress,
+                dtype=kind, head_dim=SHAPE[3] if head_dim is None else head_dim, backward=backward,
+                seed=seed, level=level, device=device, progress=progress,
             )  # fmt: skip
         return _told(found, delivery, junit, github=github)
-    head_dim = head_dim or 64
+    head_dim = 64 if head_dim is None else head_dim
     inputs = open_captures(capture)[0] if capture else []
     if hunting.hunt:
         from attn_diag.testing.hunting.hunt import declaring, drawn_capture
 
-        given = {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit}
-        if beside := [name for name, value in given.items() if value is not None]:
-            raise InputError(f"--hunt has no {', '.join(beside)}")
+        refuse_beside_hunt(
+            {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit, "--save": save,
+             "--update": update, "--exact": exact, "--backward or --no-backward": backward is not None}
+        )  # fmt: skip
         drawn = drawn_capture(causal, scale, dtype=kind, head_dim=head_dim, seed=seed)
         started = [declaring(capture, declared) for capture in inputs or [drawn]]
         hunted = hunting.run(target, lambda: started, device=device, delivery=delivery)

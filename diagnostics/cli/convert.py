@@ -25,10 +25,20 @@ class _Kind(StrEnum):
 @command
 def convert(
     *,
-    path: Annotated[Path, typer.Argument(help="A dump: its folder, or a file written with torch.save.")],
-    out: Annotated[Path, typer.Argument(help="A folder for one capture a call; or a .safetensors file for one call.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DUMP", help="A dump: its folder, or a file written with torch.save.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A folder for one capture a call; or a .safetensors file for one call."),
+    ],
     kind: Annotated[
-        _Kind, typer.Option("--from", help="Whose dump: FlashInfer's flight recorder, SGLang's dumper, or torch.save.")
+        _Kind,
+        typer.Option(
+            "--from",
+            metavar="KIND",
+            help="Whose dump: auto, flashinfer (its flight recorder), sglang (its dumper), or torch (torch.save).",
+        ),
     ] = _Kind.auto,
     names: Annotated[
         list[str] | None,

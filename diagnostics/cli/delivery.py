@@ -162,7 +162,7 @@ def progress_bar(unit: str = "heads") -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     told = started = time.monotonic()
-    watched = sys.stderr.isatty()
+    watched = sys.stderr is not None and sys.stderr.isatty()  # None: closed from the start
     with Bar(console=Console(stderr=True), transient=True, disable=not watched) as bar:
         task = bar.add_task(unit, visible=False)
 

@@ -21,7 +21,10 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @command
 def dtypes(
     *,
-    script: Annotated[Path, typer.Argument(help="A Python script, run as __main__. Options of attn-diag precede it.")],
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", help="A Python script, run as __main__. Options of attn-diag precede it."),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For the script.")] = None,
     fail_on: Annotated[
         str | None,

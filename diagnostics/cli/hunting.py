@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +11,7 @@ import typer
 
 from attn_diag.cli.delivery import Delivery, progress_bar
 from attn_diag.cli.options import listed
+from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
     from attn_diag.captures.capture import Capture
@@ -30,8 +31,8 @@ class Hunting:
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Where --hunt saves cases and the scripts that run them (default attn-diag-hunt), and check without "
-            "it the cases that fail, as captures (default nowhere).",
+            help="Where --hunt saves cases and the scripts that run them (default attn-diag-hunt); without it check "
+            "saves the cases that fail there, as captures (default nowhere).",
         ),
     ] = None
     budget: Annotated[
@@ -46,13 +47,20 @@ class Hunting:
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="What --hunt changes: head size,group,mask,length,values,layout,dtype,batch,key heads (default all).",
+            help="What --hunt changes, separated by commas: head size, group, mask, length, values, layout, dtype, "
+            "batch, key heads (default all).",
         ),
     ] = None
     limit: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="How long each kernel (300), or each case of --hunt (120), may take."),
     ] = None
+
+    def refuse_without(self, *options: str) -> None:
+        """Raise InputError for options that --hunt alone reads, where there is no hunt."""
+        given = [f"--{name}" for name in options if getattr(self, name) is not None]
+        if given and not self.hunt:
+            raise InputError(f"{', '.join(given)} is for --hunt alone: add --hunt, or leave it out")
 
     def run(
         self,
@@ -76,3 +84,9 @@ class Hunting:
             )  # fmt: skip
         delivery.deliver(found, html)
         return found
+
+
+def refuse_beside_hunt(given: Mapping[str, object]) -> None:
+    """Raise InputError for options that a hunt would not read; None and False: not given."""
+    if beside := [name for name, value in given.items() if value is not None and value is not False]:
+        raise InputError(f"--hunt has no {', '.join(beside)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar, write_page
+from attn_diag.cli.linear import refuse_softmax
 from attn_diag.cli.options import (
     Devices,
     Html,
@@ -84,16 +85,19 @@ def inspect(
     if (linear := inputs.linear(places.layer, delivery, [html])) is not None:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise InputError("captures of linear attention are inspected by one process: leave torchrun out")
-        if recipe or certify or certify_rows or any(tables.targets()):
-            raise InputError(
-                "captures of linear attention take no --recipe, --certify, --csv or --parquet: leave them out"
-            )
+        refuse_softmax(
+            {"--observation": observation, "--recipe": recipe, "--batch": places.batch, "--json-full": tables.json_full,
+             "--csv": tables.csv, "--parquet": tables.parquet, "--details": details, "--certify": certify > 0,
+             "--certify-rows": certify_rows, **overrides.given()}
+        )  # fmt: skip
         return _linear(linear, places, delivery, html, wanted, level, device)
     certified = Certify(certify, numbers("--certify-rows", certify_rows), certify_bits)
     with ranks_of_torchrun() as ranks:
         # What is wrong with the files is said once.
         with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
-            captures, unreadable = inputs.open(places.layer, overrides, delivery, [html, *tables.targets()])
+            captures, unreadable = inputs.open(
+                places.layer, overrides, delivery, [html, *tables.targets(delivery.json)]
+            )
         # By default the head that the first screen of a page is about.
         count = int(html is not None) if details is None else number_or_all("--details", details)
         processes = processes_worth(captures, device) if ranks.count == 1 else 1

@@ -66,6 +66,8 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
+    # typer breaks the lines of a help page where the docstring does, but for the first paragraph.
+    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))
     return run
 
 

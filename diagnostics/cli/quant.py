@@ -18,7 +18,7 @@ def quant(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A safetensors file: w [out, in], and, if there are, observed (what it became), x, dy, engine, amax.",
+            help="A safetensors file: w, [OUT, IN], and, if there are, observed (what it became), x, dy, engine, amax.",
         ),
     ],
     quantizer: Annotated[

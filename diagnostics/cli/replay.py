@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.hunting import Hunting
+from attn_diag.cli.hunting import Hunting, refuse_beside_hunt
 from attn_diag.cli.linear import refuse_softmax
 from attn_diag.cli.options import (
     Device,
@@ -62,6 +62,7 @@ def replay(
     from attn_diag.testing.replaying.replay import DEFAULT_LIMIT_S, replay_captures
 
     wanted = labels(fail_on, _FAILURES)
+    hunting.refuse_without("out", "budget", "axes")
     names = None if against is None else [name for text in against for name in listed(text) or ()]
     if (linear := inputs.linear(places.layer, delivery, [html])) is not None:
         from attn_diag.testing.replaying.linear import replay_linear
@@ -77,6 +78,8 @@ def replay(
             )  # fmt: skip
         delivery.deliver(found, html)
         return _exit_code(found, wanted)
+    if hunting.hunt:
+        refuse_beside_hunt({"--observation": observation, "--head": places.head, "--batch": places.batch})
     captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
     if hunting.hunt:
         hunted = hunting.run(

@@ -15,7 +15,7 @@ from attn_diag.cli.tables import Tables
 @command
 def report(
     *,
-    file: Annotated[Path, typer.Argument(help="A diagnosis: JSON (inspect --json) or an HTML report.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A diagnosis: JSON (inspect --json) or an HTML report.")],
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page instead.")] = None,
     delivery: Delivery,
     tables: Tables,
@@ -23,7 +23,7 @@ def report(
     """Show a saved diagnosis again, in the terminal or as an HTML page."""
     from attn_diag.analyses.comparison.read import read_diagnosis
 
-    delivery.require_apart([file], [html, *tables.targets()], what="the diagnosis to be shown")
+    delivery.require_apart([file], [html, *tables.targets(delivery.json)], what="the diagnosis to be shown")
     diagnosis = read_diagnosis(file)
     if diagnosis.left_out is not None:
         complain(f"{file} was saved without {diagnosis.left_out}; inspect --json FILE --json-full keeps them")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_diag.errors import InputError
+
 if TYPE_CHECKING:
     from attn_diag.results.diagnosis import Diagnosis
 
@@ -26,8 +28,10 @@ class Tables:
         Path | None, typer.Option(metavar="FILE", help="The same as Parquet (needs pyarrow).")
     ] = None  # fmt: skip
 
-    def targets(self) -> list[Path | None]:
-        """The files that are written. Raises InputError where one cannot be made here."""
+    def targets(self, json: str | None) -> list[Path | None]:
+        """The files that are written, beside that of ``--json``. Raises InputError where one cannot be made here."""
+        if self.json_full and json is None:
+            raise InputError("--json-full says what --json writes: add --json FILE, or leave it out")
         if self.parquet is not None:
             from attn_diag.results.rows import require_parquet
 

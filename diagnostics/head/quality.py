@@ -33,6 +33,8 @@ ELEMENT_LIMIT = 8.0
 _FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
 # fp32's smallest normal number: of every row's term, with the other operand about 1, so much may be lost in any case.
 _SMALLEST_NORMAL = 2.0**-126
+# float64 sums of the same terms in another order differ by less; a value that rounds otherwise, by more.
+_SAME = 2.0**-40
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
 BEYOND = 3.0
 
@@ -307,8 +309,11 @@ def samples(
     def of_columns(h: int, found: Tensor, *, in_units: bool) -> Tensor:
         if (own := drawn[h]) is not None:
             return own.features(found)
-        # Rows' errors are independent of each other.
+        # Rows' errors are independent of each other, but for rows that are one row.
         noise = (expected[h] / unit[h] if in_units else expected[h])[:, found]
+        if (once := _copies(truth[h], counterfactual[h])) is not None:
+            into = torch.from_numpy(once).to(noise.device)
+            noise = noise.new_zeros(int(once[-1]) + 1, len(found)).index_add_(0, into, noise)
         return noise.sum(0).square() / noise.square().sum(0).clamp(min=1e-300)
 
     draws = [None if one is None else one.draws for one in drawn]
@@ -357,6 +362,17 @@ def samples(
         )
 
     return [of_head(h) for h in range(len(rows))]
+
+
+def _copies(truth: Tensor, counterfactual: Tensor) -> npt.NDArray[np.int64] | None:
+    """Of a head (both [n, D]) [n], from 0, one number for neighbouring rows that are one row; None: none are.
+
+    Where all scores are equal (q = 0, one key repeated) every key of dV has the same value, and the same error.
+    """
+    near = (truth[1:] - truth[:-1]).abs_() <= _SAME * truth[1:].abs().amax(1, keepdim=True)
+    near &= counterfactual[1:] == counterfactual[:-1]
+    same = (near.all(1) & (truth[1:] != 0).any(1)).cpu().numpy()
+    return np.concatenate([[0], np.cumsum(~same)]) if same.any() else None
 
 
 def _beyond(error: Tensor, lost: Tensor) -> Tensor:

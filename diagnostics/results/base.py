@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, WithJsonSchema
-from pydantic_core import SchemaValidator, from_json
+from pydantic_core import PydanticSerializationError, SchemaValidator, from_json
 
 from attn_diag.errors import InputError
-from attn_diag.printing import inert_json, printable
+from attn_diag.printing import inert_json, made_printable, printable
 from attn_diag.results.rows import Row, data_frame, row_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ class Result:
 
     def to_json_bytes(self, *, indent: int | None = 2) -> bytes:
         """The same in UTF-8 for a file, with all names as they are: of thousands of heads every copy counts."""
-        return _adapter(type(self)).dump_json(self, indent=indent)
+        try:
+            return _adapter(type(self)).dump_json(self, indent=indent)
+        except PydanticSerializationError:  # a file's name that has no UTF-8
+            return _adapter(type(self)).dump_json(made_printable(self), indent=indent)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, tuples, texts and numbers; those that are not finite are floats here."""

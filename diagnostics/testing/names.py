@@ -16,8 +16,13 @@ def imported(target: str) -> Any:
     sys.path.insert(0, "")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"cannot import {target}: {error}") from error
+    except Exception as error:  # a module of others may raise anything
+        plain = isinstance(error, ImportError | AttributeError | ValueError)
+        why = str(error) if plain else f"{type(error).__name__}: {error}"
+        advice = (
+            f"; name the module, not its file: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
+        )
+        raise InputError(f"cannot import {target}: {why}{advice}") from error
     finally:
         sys.path.remove("")
 

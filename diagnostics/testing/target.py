@@ -63,6 +63,13 @@ class Returned:
     overwritten: tuple[str, ...] = ()
     """The inputs that the target changed in place."""
 
+    def require_untouched(self) -> None:
+        """Raise MisfitError where an input was changed in place."""
+        if self.overwritten:
+            raise MisfitError(
+                f"it changed its input {self.overwritten[0]} in place, which its caller's backward needs unchanged"
+            )
+
 
 @dataclass(frozen=True)
 class Target:
@@ -209,10 +216,7 @@ class Target:
                 raise
             notes.append(f"no gradients were checked: {error}")
             found = self.call(inputs)
-        if found.overwritten:
-            raise MisfitError(
-                f"it changed its input {found.overwritten[0]} in place, which its caller's backward needs unchanged"
-            )
+        found.require_untouched()
         judged = {*GRADIENTS} <= {*found.outputs}
         if judged and self.recipe is None and inputs.sinks is not None and OF_SINKS[0] not in found.outputs:
             notes.append(f"{inputs.name}: autograd gives the sinks no gradient: dSink was not judged")

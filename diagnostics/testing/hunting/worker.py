@@ -24,7 +24,7 @@ from attn_diag.head.machine import pick_device
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.hunting.layouts import placed
 from attn_diag.testing.replaying.worker import ended
-from attn_diag.testing.target import GRADIENTS, MisfitError, Target
+from attn_diag.testing.target import GRADIENTS, Target
 
 
 def main(folder: Path, name: str, device: str) -> None:
@@ -67,8 +67,7 @@ def main(folder: Path, name: str, device: str) -> None:
 def _outputs(target: Target, case: CaseInputs, layout: str, *, gradients: bool) -> dict[str, Tensor]:
     _poison(case, target.device)
     found = target.call(case, gradients=gradients, place=partial(placed, layout))
-    if found.overwritten:
-        raise MisfitError(f"it changed its input {found.overwritten[0]} in place")
+    found.require_untouched()
     return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}
 
 

@@ -108,7 +108,7 @@ def check_linear(
         InputError: Something cannot be run or compared at all. What the function does wrong is a failure in the report.
     """
     require_level(level)
-    require_consistent(baseline, dtype, save=save, update=update)
+    require_consistent(baseline, dtype, head_dim, save=save, update=update, exact=exact)
     where = pick_device(device)
     stored = _captures(target)
     function, source, backend, notes = None, name or "stored outputs", "stored", list[str]()
@@ -123,8 +123,6 @@ def check_linear(
             raise InputError("name the operator whose arguments the function has (operator='kda')")
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a function is run instead")
-        if head_dim < 8:
-            raise InputError(f"head_dim must be at least 8, got {head_dim}")
         function = LinearFunction.of(target, operator, name, device=where)  # type: ignore[arg-type]
         length, notes = usable_length(function, operator, dtype, head_dim, seed)
         shape = (SHAPE[0], length, SHAPE[2], head_dim)

@@ -83,8 +83,8 @@ def probe(
         progress: Called with (done, total) after each probe.
 
     Raises:
-        InputError: Options cannot be used; fn raises or returns another shape, dtype or device, or the scale needs
-            inputs beyond the dtype's range (the message names the probe).
+        InputError: Options cannot be used; fn raises, returns another shape, dtype or device, or changes an input in
+            place; or the scale needs inputs beyond the dtype's range (the message names the probe).
     """
     where = pick_device(device)
     chosen = _checked(dtype, shape, level, choose(probes), probes is not None, alibi_slopes is not None)
@@ -257,11 +257,13 @@ class _Run:
         where = f"probe '{probe_name}': {self.target.name}"
         given = self._case(probe_name, q, k, v)
         try:
-            outputs = self.target.call(given).outputs
+            found = self.target.call(given)
+            found.require_untouched()
         except MisfitError as error:
             advice = "; leave this probe out or choose another shape if fn does not cover it"
             raise InputError(error.of(where) + (advice if error.__cause__ is not None else "")) from error
-        o, lse, device = outputs["o"], outputs.get("lse"), self.target.device
+        outputs, device = found.outputs, self.target.device
+        o, lse = outputs["o"], outputs.get("lse")
         if self.target.recipe is not None:
             # A format that torch lacks comes in the recipe's arithmetic, which may be float64.
             o, lse = (o.float() if o.dtype == torch.float64 else o).to(device), outputs["lse"].to(device)

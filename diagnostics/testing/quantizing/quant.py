@@ -164,7 +164,7 @@ def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Qua
         )
     if observed is None and declared is None:
         raise InputError(
-            'neither a quantizer nor observed values: name one (by="int4"), or pass what came of w, or both'
+            'neither a quantizer nor observed values: name one (--quantizer int4, by="int4") or give observed'
         )
     if observed is not None and (observed.shape != w.shape or not observed.is_floating_point()):
         raise InputError(

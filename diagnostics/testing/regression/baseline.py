@@ -107,12 +107,18 @@ def which_words(path: Path, subject: str, key: str, entry: BaselineEntry | None)
     return []
 
 
-def require_consistent(baseline: Path | str | None, dtype: torch.dtype, *, save: bool, update: bool) -> None:
-    """Raise InputError for options of a check that contradict each other, and for a dtype that it does not know."""
+def require_consistent(
+    baseline: Path | str | None, dtype: torch.dtype, head_dim: int, *, save: bool, update: bool, exact: bool
+) -> None:
+    """Raise InputError for options of a check that contradict each other, and for inputs that no case has."""
     if (save or update) and baseline is None:
         raise InputError("save and update need the baseline file to write to")
+    if exact and baseline is None:
+        raise InputError("exact compares with the bits of a baseline: name its file")
     if save and update:
         raise InputError("save adds an entry and update replaces one: ask for one of them")
+    if head_dim < 8:
+        raise InputError(f"head_dim must be at least 8, got {head_dim}")
     if dtype not in RECIPE_DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
         raise InputError(f"dtype must be one of {known}, got {dtype}: errors are held to kernels known for these")

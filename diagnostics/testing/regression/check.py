@@ -125,7 +125,7 @@ def check(
     """
     require_level(level)
     require_declarable(declared)
-    require_consistent(baseline, dtype, save=save, update=update)
+    require_consistent(baseline, dtype, head_dim, save=save, update=update, exact=exact)
     asked = suite.Asked(dtype, causal_of(causal), head_dim, head_dim**-0.5 if scale is None else scale, seed)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
@@ -138,8 +138,6 @@ def check(
     else:
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
-        if head_dim < 8:
-            raise InputError(f"head_dim must be at least 8, got {head_dim}")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
         names = suite.choose(cases, kernel, declared)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.invariance.layouts import as_it_is, rows_first
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.regression.cases import case_of_capture
-from attn_diag.testing.target import GRADIENTS, MisfitError, NoGradientError, Place, Target
+from attn_diag.testing.target import GRADIENTS, MisfitError, NoGradientError, Place, Returned, Target
 
 # What a kernel says that does not take these inputs, where its exception's type does not say so.
 _REFUSES = re.compile(
@@ -95,8 +95,9 @@ def _linear(file: Path, name: str, where: torch.device) -> _Opened:
     stages = _STAGES[: 2 if {"do", "dfinal_state"} & capture.tensors.keys() else 1]
 
     def called(place: Place, *, gradients: bool) -> dict[str, Tensor]:
-        outputs, overwritten = function.run(capture, gradients=gradients, place=place)
-        return _unless_overwritten(outputs, overwritten)
+        found = Returned(*function.run(capture, gradients=gradients, place=place))
+        found.require_untouched()
+        return found.outputs
 
     return called, lambda *_: {}, stages
 
@@ -117,14 +118,8 @@ def _placed(run: Callable[[Place], dict[str, Tensor]]) -> tuple[dict[str, Tensor
 
 def _outputs(target: Target, case: CaseInputs, place: Place, *, gradients: bool) -> dict[str, Tensor]:
     found = target.call(case, gradients=gradients, place=lambda _, x: place(x))
-    outputs = {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items()}
-    return {n: x for n, x in _unless_overwritten(outputs, found.overwritten).items() if gradients or n not in GRADIENTS}
-
-
-def _unless_overwritten(outputs: dict[str, Tensor], overwritten: Sequence[str]) -> dict[str, Tensor]:
-    if overwritten:
-        raise MisfitError(f"it changed its input {overwritten[0]} in place")
-    return outputs
+    found.require_untouched()
+    return {n: (x.float() if n == "lse" else x) for n, x in found.outputs.items() if gradients or n not in GRADIENTS}
 
 
 def ended(error: Exception) -> Outcome:

@@ -1,0 +1,56 @@
+"""Help pages say all that they have to say, and an option that would not be read is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from command_line import Run, python
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from attn_diag.cli import app
+
+GROUP = get_command(app)
+assert isinstance(GROUP, TyperGroup)
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_no_word_of_a_help_page_is_lost_or_broken(name: str) -> None:
+    """At 80 columns: what looks like markup is swallowed, and a long word is cut off, where nobody looks."""
+    done = python("-m", "attn_diag", name, "--help", COLUMNS="80")
+    assert done.code == 0, done.err
+    shown = done.out.replace("│", " ")
+    assert "…" not in shown.replace(", …", "").replace(",…", "").replace("inspect …", "")
+    taken = GROUP.commands[name]  # type: ignore[union-attr]
+    said = [taken.help or "", *(getattr(p, "help", None) or "" for p in taken.params)]
+    assert not {w for text in said for w in text.split()} - set(shown.split())
+    # A paragraph is wrapped at the width of the screen alone: no line of it ends early.
+    prose = shown.partition("╭")[0].splitlines()
+    for line, following in pairwise(prose):
+        if line.strip() and following.strip() and "Usage" not in line:
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+UNREAD = {
+    "check --budget": (["check", "sdpa", "--budget", "5"], "--budget is for --hunt alone"),
+    "check --axes": (["check", "sdpa", "--axes", "mask", "--limit", "5"], "--axes, --limit is for --hunt alone"),
+    "check --exact": (["check", "sdpa", "--exact"], "exact compares with the bits of a baseline: name its file"),
+    "check --head-dim": (["check", "sdpa", "--head-dim", "0"], "head_dim must be at least 8, got 0"),
+    "hunt --exact": (["check", "sdpa", "--hunt", "--exact", "--save"], "--hunt has no --save, --exact"),
+    "hunt --no-backward": (["check", "sdpa", "--hunt", "--no-backward"], "--hunt has no --backward or --no-backward"),
+    "replay --out": (
+        ["replay", "--example", "--out", "cases"],
+        "--out is for --hunt alone: add --hunt, or leave it out",
+    ),
+    "replay --hunt --head": (["replay", "--example", "--hunt", "--head", "4"], "--hunt has no --head"),
+    "inspect --json-full": (["inspect", "--example", "--json-full"], "add --json FILE, or leave it out"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), UNREAD.values(), ids=UNREAD)
+def test_an_option_that_would_not_be_read_is_refused(arguments: list[str], message: str, run: Run) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert not done.out
