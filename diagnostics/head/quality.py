@@ -213,6 +213,8 @@ class RowEffect:
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
     way: str = ""  # as of ``QuantitySample``
     scales: str = ""  # likewise, of LSE
+    sink: float | None = None
+    """Of LSE: the logit of a sink that it holds beside what it should; None where it seems to hold none."""
 
 
 def sample(

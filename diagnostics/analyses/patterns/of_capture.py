@@ -105,7 +105,10 @@ class CapturePatterns:
         if verdict.quantity == "dkv":
             pattern = self._latent(observation, batch, head)
             return with_patterns(verdict, [] if pattern is None else [pattern])
-        evidence = self._evidence(observation, batch, head, verdict, outlying, features)
+        sink = next(
+            (one.sink for one, b in zip(found, batches, strict=True) if isinstance(one, RowEffect) and b == batch), None
+        )
+        evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
         patterns = [] if coarse and all(map(_made_by_rounding, found)) else find_patterns(evidence)
         if coarse and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
@@ -193,6 +196,7 @@ class CapturePatterns:
         verdict: QuantityVerdict,
         outlying: Collection[int],
         features: Collection[int],
+        sink: float | None,
     ) -> Evidence:
         c, name = self._capture, verdict.quantity
         first = head // self._group * self._group
@@ -215,7 +219,7 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
-            cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
+            cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h, sink) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
 
@@ -238,8 +242,11 @@ class CapturePatterns:
         found = [cut for cut in (merged(c), *near(c, batch), seen) if cut is not None]
         return [(cut.words, partial(read_cut, c, cut, batch, head, self._device)) for cut in found]
 
-    def _sinks(self, observation: str, batch: int, head: int) -> list[OtherSink]:
+    def _sinks(self, observation: str, batch: int, head: int, in_lse: float | None) -> list[OtherSink]:
         c, seen = self._capture, None
+        if in_lse is not None:
+            own = c.sink(head)
+            return other_sinks(c, head, in_lse if own is None else float(np.logaddexp(in_lse, own)), 0.0)
         if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
