@@ -342,8 +342,14 @@ def _outlying(found: QuantitySample | RowEffect) -> list[int]:
 
 
 def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
-    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out."""
-    if isinstance(found, RowEffect) or found.outlying.any() or found.bad_features.any():
+    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out; or
+    O's last rounding may make all of it: of rows that are alike, a sink shifts as much as a truncation.
+    """
+    if isinstance(found, RowEffect):
+        return False
+    if found.compared and found.by_last_rounding.all():
+        return True
+    if found.outlying.any() or found.bad_features.any():
         return False
     return found.made_by_site > _MOST * float(found.error.sum())
 
