@@ -135,7 +135,8 @@ def _unstated_sink(error: Tensor, lse: Tensor, row_max: Tensor) -> float | None:
     made = torch.nn.functional.softplus(logit - lse)
     if bool(((error - made)[off].abs() > right[off]).any()):
         return None
-    return logit if len((made / (_BETWEEN * right))[off].round().unique()) >= _SIZES else None
+    sizes = set((made / (_BETWEEN * right))[off].round().tolist())
+    return logit if len(sizes) >= _SIZES else None
 
 
 def _of_delta(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
