@@ -11,7 +11,8 @@ import numpy as np
 from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
-from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect
+from attn_diag.head.outlying import GROUP_LIMIT
+from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect, within_last_rounding
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
@@ -168,17 +169,20 @@ def judge_quantity(
     impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
     if whole.factors:
         return verdict("wrong", f"{impossible}: {whole.factors}.", Pattern("factor", whole.factors))
-    if outlying.any():
-        rest = whole.ratio(~outlying) if (~outlying).sum() > 1 else None
+    telling = outlying & ~(_as_usual(whole.error, whole.floor) & whole.by_last_rounding)
+    if telling.any():
+        rest = whole.ratio(~telling) if (~telling).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
-        placed = not whole.compared or _localised(whole, outlying, healthy=healthy)
-        placed |= bool(whole.misplaced.any()) or _beyond_rounding(whole, outlying)
+        placed = not whole.compared or _localised(whole, telling, healthy=healthy)
+        placed |= bool(whole.misplaced.any()) or _beyond_rounding(whole, telling)
         if whole.zeroed.any() or (placed and not whole.rounding):
-            pattern = _where(whole, outlying, unit, rest if whole.compared else None)
+            pattern = _where(whole, telling, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
     unexplained = columns.size > 0 and not explained
+    by_last = within_last_rounding(*whole.features) & _as_usual(whole.features[0], whole.features[2])
+    unexplained &= not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
     if unexplained and (not whole.compared or _others_right(whole) or bool(whole.misplaced_features.any())):
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
@@ -355,6 +359,14 @@ def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) ->
     rows = np.flatnonzero(outlying)
     runs = 1 + int((np.diff(rows) > 1).sum())
     return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
+
+
+def _as_usual(error: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    """Which rows or features are hardly further off, in ulp, than others: a well-rounded kernel may be exact there."""
+    in_ulp = error / np.maximum(floor, 1e-300)
+    usual = np.median(in_ulp[floor > 0]) if (floor > 0).any() else 0.0
+    found: np.ndarray = in_ulp <= GROUP_LIMIT**2 * usual
+    return found
 
 
 def _others_right(whole: QuantitySample) -> bool:

@@ -20,6 +20,8 @@ from attn_diag.reference import format_of
 _NINE_IN_TEN, _EXACT, _APART = 0.9, 2.0**-9, 64
 # fp32 kernels leave up to 1e-6 of 1 + |m|, truncated sums included.
 _FP32 = 2.0**-17
+# An unstated sink is found where its error of L is right so far, relative to 1 + |m|, at so many sizes of it apart.
+_RIGHT, _SIZES, _BETWEEN = 2.0**-19, 6, 4
 BF16 = format_of(torch.bfloat16)
 
 
@@ -29,7 +31,7 @@ def measure_effects(stack: HeadStack) -> list[dict[str, RowEffect]]:
     LSE's error D scales a row of P, and so of dQ, by exp(-D); delta's adds -alpha D (P K). Beyond their budgets no
     rounding takes them. To the inputs' format (unit u) it makes 2 u (2 max |S| + 4) of LSE and 2 u sum |dO O| of delta,
     of operands to 8 bits more of LSE (see ``coarser``). Where nine in ten rows of LSE are exact to fp32, a row far
-    beyond them is beyond its budget too.
+    beyond them is beyond its budget too, and so is any row that a sink which is not stated explains to fp32.
     """
     found: list[dict[str, RowEffect]] = [{} for _ in stack.passes]
     known = {name for name in ("lse", "delta") if name in stack.seen[0].outputs}
@@ -86,6 +88,9 @@ def _of_lse(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
         assert drawn is not None
         by_recipe = torch.maximum(torch.expm1(-own).square(), torch.expm1(drawn).square()) * size
     exact = (error.abs() <= _FP32 * (1 + largest)).all(1).tolist()
+    sinks = [_unstated_sink(*rows) for rows in zip(error, true, largest, strict=True)]
+    for h in (h for h, sink in enumerate(sinks) if sink is not None):
+        budget[h] = torch.where(error[h] > _RIGHT * (1 + largest[h]), 0.5 * error[h], budget[h])
     beyond = apart.abs() > budget
     in_bf16, ways = [False] * len(passes), [""] * len(passes)
     for h in _marked(beyond):
@@ -93,7 +98,7 @@ def _of_lse(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
         if first.truth.inputs.input_format.precision > BF16.precision:
             wider = ELEMENT_LIMIT * operands_noise(passes[h].truth.head, rows[beyond[h]], BF16.precision)
             in_bf16[h] = not first.compared and bool((error[h][beyond[h]].abs() <= wider).all())
-        if not in_bf16[h]:
+        if not in_bf16[h] and sinks[h] is None:
             ways[h] = _lse_through_bf16(stack, h, error[h], budget[h])
     found = _effects(stack, apart, torch.expm1(-error).square() * size, noise, budget, by_recipe)
     sizes = error.abs().amax(1).tolist()
@@ -102,9 +107,36 @@ def _of_lse(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
         for one, seen in zip(declared, stack.seen, strict=True)
     ]
     return [
-        replace(one, exact=fine, in_bf16=narrow, way=way, largest=most, scales=scales)
-        for one, fine, narrow, way, most, scales in zip(found, exact, in_bf16, ways, sizes, said, strict=True)
+        replace(one, exact=fine, in_bf16=narrow, way=way, largest=most, scales=scales, sink=sink)
+        for one, fine, narrow, way, most, scales, sink in zip(
+            found, exact, in_bf16, ways, sizes, said, sinks, strict=True
+        )
     ]
+
+
+def _unstated_sink(error: Tensor, lse: Tensor, row_max: Tensor) -> float | None:
+    """The logit of a sink that L holds beside what it should; None where none explains all errors of L to fp32.
+
+    A sink of logit s adds ln(1 + exp(s - L)) to L. So does a key of zeros that is not masked, with s = 0.
+
+    Args:
+        error: L's, [n].
+        lse: The true L, [n].
+        row_max: [n], the size of the largest score.
+    """
+    right = _RIGHT * (1 + row_max)
+    off = error > right
+    if not bool(off.any()) or bool((error < -right).any()):
+        return None
+    logits = lse + error.clamp(min=1e-30).expm1().log()
+    # The error of a logit is L's over expm1 of it.
+    weight = torch.where(off, error.clamp(max=1.0).square(), 0.0)
+    logit = float((weight * logits).nan_to_num(0.0).sum() / weight.sum())
+    made = torch.nn.functional.softplus(logit - lse)
+    if bool(((error - made)[off].abs() > right[off]).any()):
+        return None
+    sizes = set((made / (_BETWEEN * right))[off].round().tolist())
+    return logit if len(sizes) >= _SIZES else None
 
 
 def _of_delta(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:

@@ -17,7 +17,7 @@ from attn_diag.head.output_fit import OutputFit, out_fit
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
-from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
+from attn_diag.head.usual_readings import BEFORE_THE_SCALE, USUAL_SOFTCAPS, usual_windows
 
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
 # nothing.
@@ -146,3 +146,6 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
             continue
         said = "attention without the softcap" if cap is None else f"softcap={cap:g}"
         yield replace(capture, metadata=replace(stated, softcap=cap)), said
+    if stated.softcap is not None:
+        cap = stated.softcap * capture.scale
+        yield replace(capture, metadata=replace(stated, softcap=cap)), f"softcap={cap:g} ({BEFORE_THE_SCALE})"

@@ -36,20 +36,25 @@ class OtherSink:
     """The logit; None: no sink."""
 
 
-def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[OtherSink]:
+def other_sinks(
+    capture: Capture, head: int, seen: float | None = None, nearest_seen: float = _FITTED
+) -> list[OtherSink]:
     """The sinks that a faulty kernel may have given a head.
 
     Args:
         capture: The capture.
         head: Index of the query head in the capture.
-        seen: The logit that its O seems to have seen.
+        seen: The logit that its O or LSE seems to have seen.
+        nearest_seen: From how far off the stated one it is another.
 
     Returns:
         None at all, those of other heads, and mistakes in the logit; the off-by-one softmax where none is stated.
     """
     own = capture.sink(head)
     if own is None or not math.isfinite(own):
-        named = "" if seen is None else f"a sink of logit {seen:.3g}, which is not stated{_or_zeros(capture, seen)}"
+        named = (
+            "" if seen is None else f"a sink of logit {_written(seen)}, which is not stated{_or_zeros(capture, seen)}"
+        )
         return [OtherSink(named, seen)] * (seen is not None) + [
             OtherSink("the off-by-one softmax (a sink of logit 0, which is not stated)", 0.0)
         ]
@@ -65,17 +70,26 @@ def other_sinks(capture: Capture, head: int, seen: float | None = None) -> list[
         OtherSink("a sink in base 2 (exp2 of its logit)", own * math.log(2)),
         OtherSink("a sink whose logit is multiplied by log2(e)", own * math.log2(math.e)),
     ]
-    if seen is not None and abs(seen - own) > _FITTED:
+    if seen is not None and abs(seen - own) > nearest_seen:
         # Kernels that split the keys have added it once a split.
         times = round(math.exp(min(seen - own, _MOST_TIMES)))
         counted = times > 1 and abs(own + math.log(times) - seen) < _NEAR
-        named = f"the sink counted {times} times" if counted else f"a sink of logit {seen:.3g}, not {own:.3g},"
+        named = (
+            f"the sink counted {times} times" if counted else f"a sink of logit {_written(seen)}, not {_written(own)},"
+        )
         found.append(OtherSink(named, own + math.log(times) if counted else seen))
     return [s for s in found if s.logit is None or (math.isfinite(s.logit) and abs(s.logit - own) > _SAME)]
 
 
+def _written(logit: float) -> str:
+    """To a thousandth: 0 where a fit leaves 7e-06."""
+    return f"{round(logit, 3) + 0.0:.4g}"
+
+
 def _or_zeros(capture: Capture, seen: float) -> str:
     """What looks like an unstated sink too: n keys of zeros, whose scores of 0 add n = exp(logit) to each row sum."""
+    if abs(seen) < _NEAR:
+        return " (or one key of zeros that is not masked)"
     for size in _TILES if capture.documents is None else ():
         missing = -capture.k_length % size
         if missing and abs(math.log(missing) - seen) < _NEAR:

@@ -135,6 +135,12 @@ class QuantitySample:
         """[n], rows that stand out, or in which an element does."""
         return (self.bad_rows > 0) | self.in_outlying_element
 
+    @property
+    def by_last_rounding(self) -> npt.NDArray[np.bool_]:
+        """[n], rows that are no further off than a last rounding which is not to nearest may make them."""
+        made: npt.NDArray[np.bool_] = within_last_rounding(self.error, self.counterfactual, self.floor)
+        return made & ~self.in_outlying_element
+
     def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
         """Observed over the larger of counterfactual and floor, of some rows or all."""
         return self._ratios[0] if kept is None else paired_ratios([self._case(kept)])[0]
@@ -215,6 +221,14 @@ class RowEffect:
     """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
     way: str = ""  # as of ``QuantitySample``
     scales: str = ""  # likewise, of LSE
+    sink: float | None = None
+    """Of LSE: the logit of a sink that it holds beside what it should; None where it seems to hold none."""
+
+
+def within_last_rounding(error: Array, counterfactual: Array, floor: Array) -> npt.NDArray[np.bool_]:
+    """Whether summed squares of errors are what a whole ulp beside a well-rounded kernel's errors makes."""
+    made: npt.NDArray[np.bool_] = np.sqrt(error) <= np.sqrt(counterfactual) + np.sqrt(12 * floor)
+    return made
 
 
 def sample(

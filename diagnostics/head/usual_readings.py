@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Caps of scores that models use (Gemma 2: 50, Grok 1: 30).
 USUAL_SOFTCAPS = (15.0, 20.0, 30.0, 50.0, 100.0)
+# alpha c tanh(S / c) of unscaled scores S is a cap of alpha c.
+BEFORE_THE_SCALE = "scores are capped before they are scaled"
 
 
 def usual_windows(k_length: int) -> list[int]:

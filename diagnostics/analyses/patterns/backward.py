@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -224,6 +225,9 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         lambda scale, at: _weighed(replace(head, scale=scale), evidence.quantity, at, reference),
         " in the backward alone",
     )
+    if evidence.quantity != "dv":
+        where = " in the backward's exponent alone"
+        yield from other_scale(evidence, rows, partial(_in_exponent, head, evidence.quantity, reference), where)
     if evidence.quantity == "dq":
         yield from other_scale(evidence, rows, lambda scale, at: _dq(replace(head, scale=scale), at))
 
@@ -231,6 +235,14 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
 def _weighed(head: AttentionHead, quantity: Quantity, rows: Tensor, reference: HeadReference) -> Tensor:
     slab = open_slab(head, quantity, rows, reference.lse, reference.delta)
     return slab.total(slab.weights())
+
+
+def _in_exponent(
+    head: AttentionHead, quantity: Quantity, reference: HeadReference, scale: float, rows: Tensor
+) -> Tensor:
+    """The rows of dQ or dK with P of another scale, and the head's own in the product with K or Q."""
+    found = _weighed(replace(head, scale=scale), quantity, rows, reference)
+    return found * (head.scale / scale if scale else math.inf)
 
 
 def _dq(head: AttentionHead, rows: Tensor) -> Tensor:

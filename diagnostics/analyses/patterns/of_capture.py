@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
-from attn_diag.analyses.patterns.evidence import CLEAR, LEAVES, Evidence
+from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
+from attn_diag.analyses.patterns.of_mistake import unseen_dropout
 from attn_diag.analyses.patterns.shared_factor import shared_factor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
@@ -28,10 +29,9 @@ from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.other_slopes import other_slopes
 from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
-from attn_diag.head.unseen_dropout import in_size
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import MASK_UNSEEN, UNSEEN_DROPOUT, Pattern, QuantityVerdict
+from attn_diag.results.quality import Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
 # Wrong quantities of an observation beyond these keep the plain words: they are mostly wrong in the same way. Coarse
@@ -48,8 +48,6 @@ _NEARLY_ALL = 0.9
 _MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
-# Dropout leaves LSE right; scores in BF16 beside dropout of 1 % move it by less than so much of O's error.
-_LSE_OF_DROPOUT = 0.1
 _OUTPUTS = ("o", "dq", "dk", "dv")
 # What makes a kernel that is merely lossy by its size wrong.
 _MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
@@ -105,14 +103,17 @@ class CapturePatterns:
         if verdict.quantity == "dkv":
             pattern = self._latent(observation, batch, head)
             return with_patterns(verdict, [] if pattern is None else [pattern])
-        evidence = self._evidence(observation, batch, head, verdict, outlying, features)
+        sink = next(
+            (one.sink for one, b in zip(found, batches, strict=True) if isinstance(one, RowEffect) and b == batch), None
+        )
+        evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
         patterns = [] if coarse and all(map(_made_by_rounding, found)) else find_patterns(evidence)
         if coarse and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
         if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in _MERE_PLACES):
-            patterns = _unseen_dropout(evidence) or patterns
+            patterns = unseen_dropout(evidence) or patterns
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
@@ -193,6 +194,7 @@ class CapturePatterns:
         verdict: QuantityVerdict,
         outlying: Collection[int],
         features: Collection[int],
+        sink: float | None,
     ) -> Evidence:
         c, name = self._capture, verdict.quantity
         first = head // self._group * self._group
@@ -215,7 +217,7 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
-            cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h) for h in heads],
+            cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h, sink) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
 
@@ -238,8 +240,11 @@ class CapturePatterns:
         found = [cut for cut in (merged(c), *near(c, batch), seen) if cut is not None]
         return [(cut.words, partial(read_cut, c, cut, batch, head, self._device)) for cut in found]
 
-    def _sinks(self, observation: str, batch: int, head: int) -> list[OtherSink]:
+    def _sinks(self, observation: str, batch: int, head: int, in_lse: float | None) -> list[OtherSink]:
         c, seen = self._capture, None
+        if in_lse is not None:
+            own = c.sink(head)
+            return other_sinks(c, head, in_lse if own is None else float(np.logaddexp(in_lse, own)), 0.0)
         if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
@@ -269,27 +274,6 @@ class CapturePatterns:
         found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
         found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
         return found
-
-
-def _unseen_dropout(evidence: Evidence) -> list[Pattern]:
-    """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove."""
-    head, usable = replace(evidence.heads[0], do=None), evidence.usable
-    # Dropout reaches every feature that V has.
-    noise = LEAVES**2 * evidence.variance[usable].sum(0)
-    error, truth = (t[usable].square().sum(0) for t in (evidence.error, evidence.truth))
-    if head.dropout is not None or bool(((error <= noise) & (truth > CLEAR * noise)).any()):
-        return []
-    # It comes behind the softmax, whose LSE stays as it is.
-    lse = evidence.captured[0].get("lse") if evidence.captured else None
-    if lse is not None:
-        moved = (lse - evidence.references[0].lse)[usable].square().mean().sqrt()
-        if float(moved) > _LSE_OF_DROPOUT * float((error.sum() / truth.sum()).sqrt()):
-            return []
-    p = in_size(head, evidence.observed, usable.nonzero()[:, 0])
-    if p is None:
-        return []
-    words = f"all rows are off at random as attention dropout with p near {p:.1g} makes them, {MASK_UNSEEN}"
-    return [Pattern(UNSEEN_DROPOUT, words)]
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:
@@ -335,8 +319,14 @@ def _outlying(found: QuantitySample | RowEffect) -> list[int]:
 
 
 def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
-    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out."""
-    if isinstance(found, RowEffect) or found.outlying.any() or found.bad_features.any():
+    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out; or
+    O's last rounding may make all of it: of rows that are alike, a sink shifts as much as a truncation.
+    """
+    if isinstance(found, RowEffect):
+        return False
+    if found.compared and found.by_last_rounding.all():
+        return True
+    if found.outlying.any() or found.bad_features.any():
         return False
     return found.made_by_site > _MOST * float(found.error.sum())
 

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 
 from attn_diag.analyses.patterns.evidence import Evidence
-from attn_diag.head.usual_readings import USUAL_SOFTCAPS, usual_windows
+from attn_diag.head.usual_readings import BEFORE_THE_SCALE, USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import AttentionHead, Masking
 from attn_diag.reference.masking import Causal
 
@@ -149,3 +149,6 @@ def other_softcap(head: AttentionHead) -> Iterator[Reading]:
     for cap in USUAL_SOFTCAPS:
         if cap != head.softcap:
             yield Reading("softcap", f"a softcap of {cap:g}", replace(head, softcap=cap))
+    if head.softcap is not None:
+        cap = head.softcap * head.scale
+        yield Reading("softcap", f"a softcap of {cap:g} ({BEFORE_THE_SCALE})", replace(head, softcap=cap))

@@ -42,6 +42,7 @@ def of_lse(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield Guess("base", "add log2 l to m", row_max + log_sum * base)
     yield Guess("base", "add ln l to m log2(e)", row_max * base + log_sum)
     yield Guess("base", "add log2 l to m ln 2", row_max / base + log_sum * base)
+    yield Guess("base", "add ln 2 ln l to m, as where ln stands for log2 of l", row_max + log_sum / base)
     yield Guess("scale", "hold m without the scale, plus ln l", row_max / head.scale + log_sum)
     yield Guess("scale", "have the scale twice in m", row_max * head.scale + log_sum)
     for words, scale in {"no scale": 1.0, "the scale applied twice": head.scale**2}.items():
