@@ -6,23 +6,21 @@ from itertools import pairwise
 
 import pytest
 from command_line import Run, python
-from typer.core import TyperGroup
 from typer.main import get_command
 
 from attn_diag.cli import app
 
-GROUP = get_command(app)
-assert isinstance(GROUP, TyperGroup)
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", GROUP.commands)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_no_word_of_a_help_page_is_lost_or_broken(name: str) -> None:
     """At 80 columns: what looks like markup is swallowed, and a long word is cut off, where nobody looks."""
     done = python("-m", "attn_diag", name, "--help", COLUMNS="80")
     assert done.code == 0, done.err
     shown = done.out.replace("│", " ")
     assert "…" not in shown.replace(", …", "").replace(",…", "").replace("inspect …", "")
-    taken = GROUP.commands[name]  # type: ignore[union-attr]
+    taken = COMMANDS[name]
     said = [taken.help or "", *(getattr(p, "help", None) or "" for p in taken.params)]
     assert not {w for text in said for w in text.split()} - set(shown.split())
     # A paragraph is wrapped at the width of the screen alone: no line of it ends early.

@@ -143,10 +143,10 @@ def test_rows_that_are_one_row_are_not_counted_as_independent(what: str, dtype: 
         leaves = [x.requires_grad_() for x in (q, k, v)]
         o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         dv = torch.autograd.grad(o, leaves, do)[2]
-        given = {"o": o.detach(), "do": do, "device": "cpu"}
-        found = attn_diag.inspect(q.detach(), k.detach(), v.detach(), dv=dv, **given)
+        given = [x.detach() for x in (q, k, v)]
+        found = attn_diag.inspect(*given, o=o.detach(), do=do, dv=dv, device="cpu")
         answers.append("wrong" in found.labels)
         bad = dv.clone()
         bad[..., bad[0, 0, 0].abs().argmax()] *= -1
-        assert "wrong" in attn_diag.inspect(q.detach(), k.detach(), v.detach(), dv=bad, **given).labels
+        assert "wrong" in attn_diag.inspect(*given, o=o.detach(), do=do, dv=bad, device="cpu").labels
     assert not any(answers)

@@ -24,7 +24,8 @@ def near_constants(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q.double() @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
+    found: Tensor = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
+    return found
 
 
 def checked(cast: Callable[[Tensor], Tensor], case: str, seed: int = 0, *, pivoting: bool) -> set[str]:
@@ -37,7 +38,7 @@ def checked(cast: Callable[[Tensor], Tensor], case: str, seed: int = 0, *, pivot
             s = s.masked_fill(~torch.ones(s.shape[-2:]).tril().bool(), -math.inf)
         o = torch.zeros_like(q).double()
         lse = before = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float64)
-        for tile in torch.arange(k.shape[2]).split(64):
+        for tile in torch.split(torch.arange(k.shape[2]), 64):
             pivot = torch.maximum(s[..., tile].amax(-1, keepdim=True), lse) if pivoting else s.amax(-1, keepdim=True)
             p = (s[..., tile] - pivot).exp()
             o = o * (before - pivot).exp() + p.bfloat16().double() @ v.double()[:, :, tile]

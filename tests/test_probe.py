@@ -192,7 +192,7 @@ def pivoting_on_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     o = torch.zeros_like(q).double()
     lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float64)
     before = lse
-    for tile in torch.arange(k.shape[2]).split(64):
+    for tile in torch.split(torch.arange(k.shape[2]), 64):
         s = q.double() @ k.double()[:, :, tile].mT / q.shape[-1] ** 0.5
         pivot = torch.maximum(s.amax(-1, keepdim=True), lse)
         p = (s - pivot).exp()

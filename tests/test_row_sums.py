@@ -17,7 +17,8 @@ def softmax_times_v(q: Tensor, k: Tensor, v: Tensor, *, detached: bool) -> Tenso
     largest = scores.amax(-1, keepdim=True)
     probs = (scores - (largest.detach() if detached else largest)).exp()
     cast = probs + (probs.to(q.dtype).float() - probs).detach()
-    return ((cast @ v.float()) / probs.sum(-1, keepdim=True)).to(q.dtype)
+    found: Tensor = ((cast @ v.float()) / probs.sum(-1, keepdim=True)).to(q.dtype)
+    return found
 
 
 def wrong(seed: int, *, detached: bool, off: float = 0.0) -> set[str]:
@@ -27,7 +28,7 @@ def wrong(seed: int, *, detached: bool, off: float = 0.0) -> set[str]:
     q, k, v, do = (x.bfloat16() for x in (q, k, 5 + 0.1 * v, do))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     o = softmax_times_v(q, k, v, detached=detached)
-    o.backward(do)
+    torch.autograd.backward(o, do)
     assert q.grad is not None
     q.grad[0, 0, 9] *= 1 + off
     found = attn_diag.inspect(*(x.detach() for x in (q, k, v)), o=o.detach(), do=do, dq=q.grad, dk=k.grad, dv=v.grad)

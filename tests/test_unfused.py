@@ -340,4 +340,5 @@ def test_a_row_of_two_keys_whose_scores_are_coarse_is_no_pattern_of_a_gradient(s
 
 def test_a_factor_of_such_a_dq_is_told_where_its_scores_are_in_fp32() -> None:
     assert "wrong" in answers_of(*hot_head(37), 1.25, cast=False)
-    assert "wrong" in answers_of(*(x / 16 if i < 2 else x for i, x in enumerate(hot_head(37))), 1.25)
+    q, k, v, do = hot_head(37)
+    assert "wrong" in answers_of(q / 16, k / 16, v, do, 1.25)

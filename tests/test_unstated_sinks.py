@@ -21,16 +21,17 @@ def call(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    return q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    found: Tensor = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    return found
 
 
-def labels_and_words(lse: Callable[[Tensor], Tensor], **options: Tensor) -> tuple[frozenset[str], str]:
+def labels_and_words(lse: Callable[[Tensor], Tensor], sinks: Tensor | None = None) -> tuple[frozenset[str], str]:
     """Of a call whose LSE, and O as it follows from that, come from a function of the scores."""
     q, k, v = call()
     s = scores(q, k)
     found = lse(s)
     o = ((s - found[..., None]).exp() @ v.double()).bfloat16()
-    diagnosis = attn_diag.inspect(q, k, v, o=o, lse=found.float(), **options)
+    diagnosis = attn_diag.inspect(q, k, v, o=o, lse=found.float(), sinks=sinks)
     words = "; ".join(p.words for h in diagnosis.heads for one in h.quantities for p in one.patterns)
     return frozenset(diagnosis.labels), words
 
@@ -57,10 +58,9 @@ def test_one_key_of_zeros_is_wrong_and_named(first: int) -> None:
 
 
 def test_a_second_sink_beside_the_stated_one_is_named() -> None:
-    logits = torch.tensor([2.0, 2.0])
-    sinks = {"sinks": logits}
-    assert "wrong" not in labels_and_words(lambda s: counted(s, 2.0), **sinks)[0]
-    labels, words = labels_and_words(lambda s: torch.logaddexp(counted(s, 2.0), torch.zeros(()).double()), **sinks)
+    sinks = torch.tensor([2.0, 2.0])
+    assert "wrong" not in labels_and_words(lambda s: counted(s, 2.0), sinks)[0]
+    labels, words = labels_and_words(lambda s: torch.logaddexp(counted(s, 2.0), torch.zeros(()).double()), sinks)
     assert "wrong" in labels
     assert "a sink of logit 2.127, not 2, gives" in words
 

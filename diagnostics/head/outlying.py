@@ -21,6 +21,8 @@ _CHANCE = 1e-9
 # of the median group, and so many times the median group's error, each in units of its yardstick; among so many groups.
 # Few rows of dK can carry the error of a coarse delta (14 % of themselves, where V has a mean); features share it.
 OF_ROW, OF_FEATURE, _OTHERS, _GROUPS = 1.0, 1 / 8, 16.0, 16
+# float64 sums of the same terms in another order differ by less; a value that rounds otherwise, by more.
+_SAME = 2.0**-40
 
 
 def too_far_off(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]:
@@ -38,6 +40,17 @@ def too_far_off(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]
         usual, size = max(_median(ratio[h][there[h]]), 1.0), np.maximum(sizes[h], _median(sizes[h][there[h]]))
         found[h] = (ratio[h] > _OTHERS**2 * usual) & (sums[0, h] > part**2 * size)
     return found
+
+
+def rows_that_are_one(truth: Tensor, counterfactual: Tensor) -> npt.NDArray[np.int64] | None:
+    """Of a head (both [n, D]) [n], from 0, one number for neighbouring rows that are one row; None: none are.
+
+    Where all scores are equal (q = 0, one key repeated) every key of dV has the same value, and the same error.
+    """
+    near = (truth[1:] - truth[:-1]).abs_() <= _SAME * truth[1:].abs().amax(1, keepdim=True)
+    near &= counterfactual[1:] == counterfactual[:-1]
+    same = (near.all(1) & (truth[1:] != 0).any(1)).cpu().numpy()
+    return np.concatenate([[0], np.cumsum(~same)]) if same.any() else None
 
 
 def _median(values: Array) -> float:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.outlying import OF_FEATURE, OF_ROW, times_limit, too_far_off
+from attn_diag.head.outlying import OF_FEATURE, OF_ROW, rows_that_are_one, times_limit, too_far_off
 from attn_diag.reference import FloatFormat, ulp
 from attn_diag.statistics.arrays import dense, stacked
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
@@ -33,8 +33,6 @@ ELEMENT_LIMIT = 8.0
 _FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
 # fp32's smallest normal number: of every row's term, with the other operand about 1, so much may be lost in any case.
 _SMALLEST_NORMAL = 2.0**-126
-# float64 sums of the same terms in another order differ by less; a value that rounds otherwise, by more.
-_SAME = 2.0**-40
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
 BEYOND = 3.0
 
@@ -325,7 +323,7 @@ def samples(
             return own.features(found)
         # Rows' errors are independent of each other, but for rows that are one row.
         noise = (expected[h] / unit[h] if in_units else expected[h])[:, found]
-        if (once := _copies(truth[h], counterfactual[h])) is not None:
+        if (once := rows_that_are_one(truth[h], counterfactual[h])) is not None:
             into = torch.from_numpy(once).to(noise.device)
             noise = noise.new_zeros(int(once[-1]) + 1, len(found)).index_add_(0, into, noise)
         return noise.sum(0).square() / noise.square().sum(0).clamp(min=1e-300)
@@ -376,17 +374,6 @@ def samples(
         )
 
     return [of_head(h) for h in range(len(rows))]
-
-
-def _copies(truth: Tensor, counterfactual: Tensor) -> npt.NDArray[np.int64] | None:
-    """Of a head (both [n, D]) [n], from 0, one number for neighbouring rows that are one row; None: none are.
-
-    Where all scores are equal (q = 0, one key repeated) every key of dV has the same value, and the same error.
-    """
-    near = (truth[1:] - truth[:-1]).abs_() <= _SAME * truth[1:].abs().amax(1, keepdim=True)
-    near &= counterfactual[1:] == counterfactual[:-1]
-    same = (near.all(1) & (truth[1:] != 0).any(1)).cpu().numpy()
-    return np.concatenate([[0], np.cumsum(~same)]) if same.any() else None
 
 
 def _beyond(error: Tensor, lost: Tensor) -> Tensor:
