@@ -46,7 +46,7 @@ def checked(cast: Callable[[Tensor], Tensor], case: str, seed: int = 0, *, pivot
         return cast(o * (before - lse).exp())
 
     found = attn_diag.check(
-        attention, cases=[case], backward=False, causal="top-left" if pivoting else "none", seed=seed
+        attention, cases=[case], backward=False, causal="top-left" if pivoting else "none", seed=seed, device="cpu"
     )
     return {f"{f.kind} {f.message}" for f in found.failures}
 

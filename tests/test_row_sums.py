@@ -31,7 +31,10 @@ def wrong(seed: int, *, detached: bool, off: float = 0.0) -> set[str]:
     torch.autograd.backward(o, do)
     assert q.grad is not None
     q.grad[0, 0, 9] *= 1 + off
-    found = attn_diag.inspect(*(x.detach() for x in (q, k, v)), o=o.detach(), do=do, dq=q.grad, dk=k.grad, dv=v.grad)
+    # On a GPU coarser kernels' random roundings are others, which leave a row of 100 % undecided.
+    found = attn_diag.inspect(
+        *(x.detach() for x in (q, k, v)), o=o.detach(), do=do, dq=q.grad, dk=k.grad, dv=v.grad, device="cpu"
+    )
     return {one.quantity for one in found.heads[0].quantities if one.answer == "wrong"}
 
 
