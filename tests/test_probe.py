@@ -212,6 +212,22 @@ def test_a_part_of_the_mismatch_is_normal_too() -> None:
     assert truncating.outcome == "fail"
 
 
+@pytest.mark.parametrize("last", [192, 8])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_mismatch_is_normal_beside_an_lse_that_is_wrong_by_itself(*, fused: bool, last: int) -> None:
+    """That O is too small in the mean was said, though it is as any FlashAttention-2's."""
+
+    def in_base_2(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = pivoting_on_lse(q, k, v)
+        lse[..., -last:] *= math.log2(math.e)
+        return kernel(probs=lambda p: nearest(p).double())(q, k, v) if fused else o, lse
+
+    found = run(in_base_2, shape=(2, 8, 192, 64))
+    assert found.outcome == "fail"
+    assert found.suspect is not None
+    assert found.suspect.startswith("L "), found.suspect
+
+
 def test_a_kernel_that_returns_fp32_shows_the_mismatch_too() -> None:
     def fp32(change: Callable[[Tensor], Tensor]) -> attn_diag.ProbeReport:
         return run(kernel(probs=change, cast=lambda o: o.float()), probes=["normaliser-up"])

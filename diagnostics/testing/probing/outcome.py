@@ -18,6 +18,8 @@ from attn_diag.testing.probing.search import Suspect
 _NAMED = 4
 # L moves by ln(1 + prediction) where l sums the cast P_bar; rows weigh as V does, to so much.
 _AS_PREDICTED = 0.02
+# Where both are off by what an l makes of both, they agree to so much: rows weigh otherwise, and other errors are there.
+_OF_ONE_SUM = 0.5
 # Bits that depend on these two are not promised by kernels that choose splits of the keys by what there is to do.
 _MAY_VARY = ("batch", "length")
 
@@ -136,15 +138,23 @@ def sorted_out(findings: Sequence[ProbeFinding], rows: int, unit: float, casts: 
 
 
 def _as_uncast(found: ProbeFinding) -> bool:
-    """Off by what is predicted of an l that sums P_bar before its cast, or by a part of it, with an L that is right.
+    """Off by what is predicted of an l that sums P_bar before its cast, or by a part of it; by no l that L shows.
 
     A part is left where P_bar is scaled to something else than the row's maximum in some tiles (to the LSE so far, as
     in flash_attn_triton.py), whose casts err another way. ``check`` allows it, too.
     """
-    if found.predicted is None or found.relative_ci is None or (found.lse is not None and found.lse.biased):
+    if found.predicted is None or found.relative_ci is None or _of_a_wrong_sum(found):
         return False
     least, most = sorted(end / found.predicted for end in found.relative_ci)
     return matches_prediction(found) or 0 < least < most < 1
+
+
+def _of_a_wrong_sum(found: ProbeFinding) -> bool:
+    """Whether L is off as by an l that O was divided by, too, rather than right, or wrong by itself."""
+    if found.lse is None or not found.lse.biased:
+        return False
+    made = math.expm1(min(-(found.lse.error.mean or 0.0), 1.0))
+    return math.isclose(made, found.relative or 0.0, rel_tol=_OF_ONE_SUM)
 
 
 def _as_cast(found: ProbeFinding) -> bool:
