@@ -18,7 +18,7 @@ from attn_diag.testing.probing.search import Suspect
 _NAMED = 4
 # L moves by ln(1 + prediction) where l sums the cast P_bar; rows weigh as V does, to so much.
 _AS_PREDICTED = 0.02
-# Where both are off by what an l makes of both, they agree to so much: rows weigh otherwise, and other errors are there.
+# Where an l makes both errors they agree to so much: rows weigh otherwise, and other errors are there.
 _OF_ONE_SUM = 0.5
 # Bits that depend on these two are not promised by kernels that choose splits of the keys by what there is to do.
 _MAY_VARY = ("batch", "length")
