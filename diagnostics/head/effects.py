@@ -88,7 +88,7 @@ def _of_lse(stack: HeadStack, unit: Tensor, noise: Tensor) -> list[RowEffect]:
         assert drawn is not None
         by_recipe = torch.maximum(torch.expm1(-own).square(), torch.expm1(drawn).square()) * size
     exact = (error.abs() <= _FP32 * (1 + largest)).all(1).tolist()
-    sinks = [_unstated_sink(*rows) for rows in zip(error, true, largest, strict=True)]
+    sinks = [None if fine else _unstated_sink(*rows) for fine, *rows in zip(exact, error, true, largest, strict=True)]
     for h in (h for h, sink in enumerate(sinks) if sink is not None):
         budget[h] = torch.where(error[h] > _RIGHT * (1 + largest[h]), 0.5 * error[h], budget[h])
     beyond = apart.abs() > budget
