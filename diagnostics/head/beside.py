@@ -141,12 +141,8 @@ def beside_well_rounded(
         chosen = replace(chosen, ceiling=BEYOND**2 * coarsest)
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     open_case = stands_out and float(chosen.error.sum()) <= chosen.ceiling
-    if (
-        open_case
-        and quantity in ("dq", "dk")
-        and not published[0].drops
-        and max(c.scores for c in published) <= MOST_SCORES
-    ):
+    open_case = open_case and max(c.scores for c in published) <= MOST_SCORES
+    if open_case and quantity in ("dq", "dk") and not published[0].drops:
         heads = [c.head for c in published]
         seen, noise = observed, variance
         if quantity == "dq":
@@ -160,7 +156,7 @@ def beside_well_rounded(
         )  # fmt: skip
         if not (left_over.outlying.any() or left_over.bad_features.any()):
             return replace(chosen, rounding=True, features_rounding=True)
-    if open_case and max(c.scores for c in published) <= MOST_SCORES:
+    if open_case:
 
         def left_by(site: str) -> list[Tensor]:
             runs = [[c.outputs(site, draw=draw) for c in published] for draw in range(DRAWS)]
