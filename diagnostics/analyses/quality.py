@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 
 from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
+from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, where
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.outlying import GROUP_LIMIT
-from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, RowEffect, within_last_rounding
+from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, within_last_rounding
+from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
-from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate, paired_ratio
+from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv")
 # So much of a well-rounded kernel's error is less, however few rows carry it.
 _FAR_BETTER = 0.5
-# Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
-_FEW = 8
 _ROUNDED_DELTA = 16.0
 # Planted roundings to the inputs' own format make up to 80 times (but where a well-rounded kernel is exact), of FP16
 # inputs to FP8 150.
@@ -169,21 +169,29 @@ def judge_quantity(
     impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
     if whole.factors:
         return verdict("wrong", f"{impossible}: {whole.factors}.", Pattern("factor", whole.factors))
-    telling = outlying & ~(_as_usual(whole.error, whole.floor) & whole.by_last_rounding)
+    telling = outlying
+    if outlying.any():
+        telling = outlying & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
+    by_chance = whole.exact_by_chance
+    # What cancels may cancel in all rows alike: then their errors add up.
+    shared = float(len(outlying)) if by_chance else 1.0
+    if by_chance:
+        telling = telling & (whole.error > GROUP_LIMIT**2 * shared * whole.expected)
     if telling.any():
         rest = whole.ratio(~telling) if (~telling).sum() > 1 else None
         healthy = rest is not None and rest.factor <= LOSSY
-        placed = not whole.compared or _localised(whole, telling, healthy=healthy)
-        placed |= bool(whole.misplaced.any()) or _beyond_rounding(whole, telling)
+        placed = not whole.compared or localised(whole, telling, healthy=healthy)
+        placed |= bool(whole.misplaced.any()) or beyond_rounding(whole, telling)
         if whole.zeroed.any() or (placed and not whole.rounding):
-            pattern = _where(whole, telling, unit, rest if whole.compared else None)
+            pattern = where(whole, telling, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
-    unexplained = columns.size > 0 and not explained
-    by_last = within_last_rounding(*whole.features) & _as_usual(whole.features[0], whole.features[2])
-    unexplained &= not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
-    if unexplained and (not whole.compared or _others_right(whole) or bool(whole.misplaced_features.any())):
+    unexplained = columns.size > 0 and not explained and not by_chance
+    if unexplained:
+        by_last = within_last_rounding(*whole.features) & as_usual(whole.features[0], whole.features[2])
+        unexplained = not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
+    if unexplained and (not whole.compared or others_right(whole) or bool(whole.misplaced_features.any())):
         pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:
@@ -191,19 +199,27 @@ def judge_quantity(
         if whole.rounding:
             return verdict("lossy", f"{said}, {left_with(whole.way)}.")
         return verdict("stated", f"{said}; {ALONE}.")
-    if error > whole.ceiling:
+    if error > shared * whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
         what = "a kernel with 8-bit operands and all else in BF16"
         what = "the coarsest recipe, MXFP4, or the declared one" if whole.declared else what
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
+    if by_chance and max(ratio.low, typical.low) > LOSSY:
+        beside = whole.beside_expected()
+        assert beside is not None  # as there is a ratio
+        words = f"{name} has {factor_words(beside)} times the error that casts are expected to leave"
+        words += "; in a well-rounded kernel they leave next to none on these very numbers"
+        if beside.low > LOSSY * math.sqrt(shared) and beside.groups >= MIN_GROUPS:
+            return verdict("lossy", f"{words}.")
+        return verdict("undecided", f"{words}, where others need not be exact.")
     factor = f"{factor_words(ratio)} times {other}{cost(error, truth, plain)}"
     site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
-        where = rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
-        site += f"; it should be zero in {where}: dP and delta do not cancel there, as where delta is rounded"
-    if ratio.low > _HUGE:
+        zeros = rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
+        site += f"; it should be zero in {zeros}: dP and delta do not cancel there, as where delta is rounded"
+    if ratio.low > _HUGE and whole.site is None:
         site += "; so large a factor need not be rounding, it may be wrong mathematics"
     if whole.beyond_backward:
         beyond = f"{times(whole.beyond_backward)} times what 16 bits leave, in which {whole.declared} computes it"
@@ -349,46 +365,3 @@ def not_judged(
         return "not compared" if covered else "no well-rounded kernel of this format to compare with"
 
     return tuple(f"{SYMBOLS[name]} ({why(name)})" for name in missing)
-
-
-def _localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
-    """Whether what stands out is a place: few rows, neighbours or features, while all else is well rounded."""
-    if not healthy:
-        return False
-    # Places, not numbers: every sequence has a row 7.
-    rows = np.flatnonzero(outlying)
-    runs = 1 + int((np.diff(rows) > 1).sum())
-    return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
-
-
-def _as_usual(error: np.ndarray, floor: np.ndarray) -> np.ndarray:
-    """Which rows or features are hardly further off, in ulp, than others: a well-rounded kernel may be exact there."""
-    in_ulp = error / np.maximum(floor, 1e-300)
-    usual = np.median(in_ulp[floor > 0]) if (floor > 0).any() else 0.0
-    found: np.ndarray = in_ulp <= GROUP_LIMIT**2 * usual
-    return found
-
-
-def _others_right(whole: QuantitySample) -> bool:
-    """Whether features that stand out are few, and the others are as good as a well-rounded kernel's."""
-    bad = whole.bad_features > 0
-    error, other, floor = whole.features.reshape(3, -1, len(bad)).sum(1)[:, ~bad]
-    return bool(2 * bad.sum() <= len(bad) and error.sum() <= LOSSY**2 * max(other.sum(), floor.sum()))
-
-
-def _beyond_rounding(whole: QuantitySample, outlying: np.ndarray) -> bool:
-    """Whether the error is of the size of the quantity itself where it stands out."""
-    error, truth = float(whole.error[outlying].sum()), float(whole.reference[outlying].sum())
-    return error > truth / 4
-
-
-def _where(whole: QuantitySample, outlying: np.ndarray, unit: str, rest: RatioEstimate | None) -> Pattern:
-    rows = sorted(whole.rows[outlying].tolist())
-    share = float(whole.error[outlying].sum() / whole.error.sum())
-    one = len(rows) == 1
-    subject, verb = (unit[:-1], "stands") if one else (unit, "stand")
-    words = f"{subject} {ranges(rows)} ({len(rows)} of {len(outlying)}) {verb} out"
-    if rest is not None:
-        left = "it" if one else "them"
-        words += f"; without {left} the error is {times(rest.factor)} times a well-rounded kernel's"
-    return Pattern("keys" if unit == "keys" else "rows", words, share, None if rest is None else rest.factor)

@@ -12,7 +12,8 @@ from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.head_stack import HeadStack
-from attn_diag.head.quality import ELEMENT_LIMIT, RowEffect
+from attn_diag.head.quality import ELEMENT_LIMIT
+from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import format_of
 
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy

@@ -12,7 +12,8 @@ from attn_diag.head.figure_sums import FigureSums
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.key_gradients import KeyTerms
 from attn_diag.head.propagation import GradientParts
-from attn_diag.head.quality import QuantitySample, RowEffect
+from attn_diag.head.quality import QuantitySample
+from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.sink_gradients import SinkTerms
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors

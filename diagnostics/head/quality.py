@@ -43,6 +43,9 @@ _LOST, _LOST_ELEMENTS = 16.0, 8
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
+# A well-rounded kernel with so little of its expected error is exact by chance: equal tokens, a V without differences
+# and rows with one key leave it 0 to 0.013 times that, and healthy kernels up to 0.51; data without such, 0.16 to 1.5.
+_BY_CHANCE = 2.0**-6
 Array = npt.NDArray[np.float64]
 # Effective number of directions of the noise in some rows ([n] indices), [n].
 Directions = Callable[[Tensor], Tensor]
@@ -139,6 +142,16 @@ class QuantitySample:
         made: npt.NDArray[np.bool_] = within_last_rounding(self.error, self.counterfactual, self.floor)
         return made & ~self.in_outlying_element
 
+    @property
+    def exact_by_chance(self) -> bool:
+        """Whether a well-rounded kernel is next to exact on these very numbers, as no other one need be."""
+        yardstick = max(self.counterfactual.sum(), self.floor.sum())
+        return bool(self.compared and not self.declared and yardstick <= _BY_CHANCE**2 * self.expected.sum())
+
+    def beside_expected(self) -> RatioEstimate | None:
+        """Observed over what a well-rounded kernel's casts are expected to leave."""
+        return paired_ratios([RatioCase(self.error, self.expected, self.clusters, self.carriers)])[0]
+
     def ratio(self, kept: npt.NDArray[np.bool_] | None = None) -> RatioEstimate | None:
         """Observed over the larger of counterfactual and floor, of some rows or all."""
         return self._ratios[0] if kept is None else paired_ratios([self._case(kept)])[0]
@@ -193,34 +206,6 @@ def _typical_cases(several: Sequence[QuantitySample]) -> list[RatioCase]:
         RatioCase(error[i], other[i] if larger[i] else floor[i], one.copied, one.carriers)
         for i, one in enumerate(several)
     ]
-
-
-@dataclass(frozen=True)
-class RowEffect:
-    """An error with one number a row (of LSE, or of a captured delta), and what it makes of dQ; n rows."""
-
-    rows: npt.NDArray[np.int64]
-    """[n], which rows."""
-    made: Array
-    """[n], the squared error that it makes in dQ; without dO in P, relative."""
-    noise: Array
-    """[n], the expected squared error of a well-rounded kernel there."""
-    of_budget: Array
-    """[n], the error over what rounding every intermediate to the inputs' format could make."""
-    largest: float
-    """The largest error, in the quantity's own unit."""
-    exact: bool = True
-    """Of LSE: whether it is as exact as fp32 sums make it, not merely harmless."""
-    compared: bool = True
-    """As of ``QuantitySample``."""
-    declared: Array | None = None
-    """[n], of LSE what the declared recipe's errors of it make there; None: none is declared."""
-    in_bf16: bool = False
-    """Of LSE without a recipe to compare with: whether a kernel that multiplies in BF16 is as far off."""
-    way: str = ""  # as of ``QuantitySample``
-    scales: str = ""  # likewise, of LSE
-    sink: float | None = None
-    """Of LSE: the logit of a sink that it holds beside what it should; None where it seems to hold none."""
 
 
 def within_last_rounding(error: Array, counterfactual: Array, floor: Array) -> npt.NDArray[np.bool_]:

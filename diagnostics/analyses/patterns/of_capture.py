@@ -27,8 +27,9 @@ from attn_diag.head.other_dropouts import other_dropouts
 from attn_diag.head.other_pages import CacheReading, lse_offset, read_otherwise
 from attn_diag.head.other_sinks import OtherSink, logit_in_out, other_sinks
 from attn_diag.head.other_slopes import other_slopes
-from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample, RowEffect
+from attn_diag.head.quality import AS_GOOD, LOSSY, QuantitySample
 from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_outputs
+from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Pattern, QuantityVerdict

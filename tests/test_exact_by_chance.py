@@ -1,0 +1,64 @@
+"""Gradients that cancel: a well-rounded kernel is exact on such numbers by chance, and its factor tells nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.quality import QuantityVerdict
+
+ROWS, KEYS_AT_ONCE = 100, 32
+
+
+def online(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks of keys, P_bar cast for its product and summed uncast, as fused kernels have it; gradients by autograd."""
+    total, normaliser, most = q.new_zeros(()).float(), q.new_zeros(()).float(), torch.full((*q.shape[:3], 1), -1e30)
+    for keys, values in zip(k.split(KEYS_AT_ONCE, 2), v.split(KEYS_AT_ONCE, 2), strict=True):
+        scores = q.float() @ keys.float().mT * q.shape[-1] ** -0.5
+        new = torch.maximum(most, scores.amax(-1, keepdim=True)).detach()
+        p_bar = (scores - new).exp()
+        total = total * (most - new).exp() + p_bar.to(q.dtype).float() @ values.float()
+        normaliser = normaliser * (most - new).exp() + p_bar.sum(-1, keepdim=True)
+        most = new
+    return (total / normaliser).to(q.dtype)
+
+
+def inputs(kind: str, seed: int) -> list[Tensor]:
+    """q, k, v and dO; ``kind``: what makes dS zero."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 1, ROWS, 64, generator=generator) for _ in range(4))
+    if kind == "one value":
+        v = torch.full_like(v, 1.7)
+    else:
+        q, k, v, do = (t[:, :, :1].expand_as(t).clone() for t in (q, k, v, do))
+    return [t.bfloat16() for t in (q, k, v, do)]
+
+
+def judged(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, doubled: bool = False) -> list[QuantityVerdict]:
+    """What is said of dQ and dK; ``doubled``: dP's part of them twice, as of a lost delta."""
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    o = online(q, k, v)
+    o.backward(do)
+    assert q.grad is not None
+    dq, dk = q.grad, k.grad
+    if doubled:
+        probs = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1)
+        dq = (dq + (probs * (do.float() @ v.float().mT)) @ k.float() * q.shape[-1] ** -0.5).bfloat16().detach()
+    found = attn_diag.inspect(*(t.detach() for t in (q, k, v)), o=o.detach(), do=do, dq=dq, dk=dk, device="cpu")
+    return [one for head in found.heads for one in head.quantities if one.quantity in ("dq", "dk")]
+
+
+@pytest.mark.parametrize("kind", ["one value", "equal tokens"])
+def test_a_kernel_that_rounds_well_is_not_lossy_where_another_is_exact(kind: str) -> None:
+    """dQ was called 4,624 times, and with equal tokens 1e33 times, a well-rounded kernel's error."""
+    found = [one for seed in range(3) for one in judged(*inputs(kind, seed))]
+    assert {one.answer for one in found} <= {"undecided", "good"}, [one.words for one in found]
+    assert any("next to none on these very numbers" in one.words for one in found)
+
+
+@pytest.mark.parametrize("kind", ["one value", "equal tokens"])
+def test_what_no_rounding_leaves_is_found_there_too(kind: str) -> None:
+    found = [one for one in judged(*inputs(kind, 0), doubled=True) if one.quantity == "dq"]
+    assert {one.answer for one in found} <= {"wrong", "lossy"}, [one.words for one in found]
