@@ -8,6 +8,7 @@
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32)
+       = cast(g - P o rowsum(g)), g = cast(P o dP)      with the cast P on CUDA, where softmax in 16 bits stores g
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
@@ -23,18 +24,23 @@ from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
-# How S is stored, and which P makes dS (uncast: the one before its cast, with dS in fp32, as of q.float() k.float()T).
+# How S is stored, and which P makes dS (uncast: the one before its cast, with dS in fp32, as of q.float() k.float()T;
+# cuda: the cast one, by CUDA's softmax).
 # S in fp32 is FlexAttention's without torch.compile too.
 # Where two leave the same, as with equal scores, the first is named: it claims least.
 UNFUSED = (
     "unfused:fp32:uncast",
     "unfused:fp32:fp32",
     "unfused:scores:cast",
+    "unfused:scores:cuda",
     "unfused:scores:fp32",
     "unfused:q:cast",
+    "unfused:q:cuda",
     "unfused:q:fp32",
     "unfused:shifted:cast",
+    "unfused:shifted:cuda",
     "unfused:root:cast",
+    "unfused:root:cuda",
     "unfused:root:fp32",
 )
 WORDS = {
@@ -65,6 +71,22 @@ def named(way: str) -> str:
     return "normalised" if ":fp32:" in way else "unfused"
 
 
+def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
+    """Numbers of a format times a Python number, as torch has it: in fp32, rounded there and then to the format."""
+    return round_nearest_even((values.float() * factor).double(), fmt)
+
+
+def multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
+    """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
+    alpha_in = way.split(":")[1]
+    if alpha_in == "scores":
+        return head.q, head.k
+    if alpha_in == "root":
+        root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
+        return _scaled(head.q, root * sign, fmt), _scaled(head.k, root, fmt)
+    return None if alpha_in == "fp32" else (_scaled(head.q, head.scale, fmt), head.k)
+
+
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
     """What plain torch returns for one head.
 
@@ -85,16 +107,13 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         factor = torch.full((), head.dropout.factor, dtype=torch.float64, device=values.device)
         return cast(values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor)))
 
-    if alpha_in in ("q", "shifted"):
-        scores = cast(cast(head.q * head.scale) @ head.k.T)
-    elif alpha_in == "root":
-        root = abs(head.scale) ** 0.5
-        low_q, low_k = cast(head.q * root), cast(head.k * root)
-        scores = cast(low_q @ low_k.T) * (1 if head.scale > 0 else -1)
-    elif alpha_in == "scores":
-        scores = cast(cast(head.q @ head.k.T) * head.scale)
-    else:
+    factors = multiplied(head, fmt, way)
+    if factors is None:
         scores = (head.q @ head.k.T) * head.scale
+    else:
+        low_q, low_k = factors
+        scores = cast(low_q @ low_k.T)
+        scores = _scaled(scores, head.scale, fmt) if alpha_in == "scores" else scores
     if head.softcap is not None:
         scores = head.softcap * (scores / head.softcap).tanh()
         scores = scores if alpha_in == "fp32" else cast(scores)
@@ -116,9 +135,10 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     if head.do is None:
         return found
     dprobs = dropped(cast(head.do @ head.v.T))
-    weights = probs if probs_of == "cast" else wide
-    delta = (weights * dprobs).sum(1)
-    dscores = weights * (dprobs - delta[:, None])
+    weights = probs if probs_of in ("cast", "cuda") else wide
+    products = cast(weights * dprobs) if probs_of == "cuda" else weights * dprobs
+    delta = products.sum(1)
+    dscores = products - weights * delta[:, None]
     if head.softcap is not None:
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
     if probs_of != "uncast":
@@ -129,11 +149,12 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         moved = cast(dscores.sum(1) + of_sink).where(by_key, 0.0)
         dscores = cast(dscores.scatter_add(1, top[:, None], -moved[:, None]))
     if alpha_in in ("q", "shifted"):
-        dq, dk = cast(cast(dscores @ head.k) * head.scale), cast(dscores.T @ cast(head.q * head.scale))
+        dq, dk = _scaled(cast(dscores @ head.k), head.scale, fmt), cast(dscores.T @ low_q)
     elif alpha_in == "root":
-        dscores = dscores * (1 if head.scale > 0 else -1)
-        dq, dk = cast(cast(dscores @ low_k) * root), cast(cast(dscores.T @ low_q) * root)
+        root = abs(head.scale) ** 0.5
+        dq = _scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
+        dk = _scaled(cast(dscores.T @ low_q), root, fmt)
     else:
-        dscores = dscores * head.scale if probs_of == "uncast" else cast(dscores * head.scale)
+        dscores = dscores * head.scale if probs_of == "uncast" else _scaled(dscores, head.scale, fmt)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
