@@ -102,13 +102,14 @@ class Pending:
             self.call.dq_pre = self._slice.of(gradient.detach().reshape(batch, rows, -1))
         self._arrived("dq_pre")
 
-    def follow(self, o: Tensor, graph: Graph, within: OperatorCall | None = None) -> None:
+    def follow(self, o: Tensor, graph: Graph, within: OperatorCall | None = None, began: int = 0) -> None:
         """Hook the kernel's own autograd node; where there is none, the tensors.
 
         Args:
             o: what the call returned.
             graph: where its gradients arrive.
             within: the fused operator that did it, if one did.
+            began: the number of the call's first node of autograd, see ``Tap``.
         """
         if backward_is_compiled():
             if within is not None:
@@ -120,14 +121,14 @@ class Pending:
         if node is not None:
             self._missing.add("kernel")
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
-            self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}})
+            self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}}, began)
             return
-        self._follow_tensors(graph)
+        self._follow_tensors(graph, began)
 
-    def _follow_tensors(self, graph: Graph) -> None:
+    def _follow_tensors(self, graph: Graph, began: int) -> None:
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
-                use = only_use(graph, tensor) if name in _INPUTS else None
+                use = only_use(graph, tensor, began) if name in _INPUTS else None
                 # Of MLA's latent, which is v and a part of k: its gradient is the sum of both.
                 if (
                     name in _INPUTS
@@ -317,7 +318,7 @@ def made_of(made: Tensor, tensor: Tensor) -> bool:
     return False
 
 
-def only_use(graph: Graph, tensor: Tensor) -> tuple[Any, int] | None:
+def only_use(graph: Graph, tensor: Tensor, began: int = 0) -> tuple[Any, int] | None:
     """The node of autograd's graph, and which of its gradients, by which the call alone sends one to an input.
 
     None: it uses the input in several places, or where is not found. What comes to the input itself is the sum over
@@ -326,12 +327,13 @@ def only_use(graph: Graph, tensor: Tensor) -> tuple[Any, int] | None:
     Args:
         graph: Where the call's gradients arrive.
         tensor: The input.
+        began: The number of the call's first node: a mask that was made of v before is not the call's.
     """
     ends = [graph[name][0].grad_fn for name in _INPUTS if name in graph]
     waiting, seen, found = [graph["do"][0].grad_fn], set[Any](), list[tuple[Any, int]]()
     while waiting:
         node = waiting.pop(0)
-        if node is None or node in seen or any(node is end for end in ends):
+        if node is None or node in seen or node._sequence_nr() < began or any(node is end for end in ends):
             continue
         if len(seen) == _MOST_NODES:
             return None
