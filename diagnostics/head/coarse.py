@@ -269,7 +269,9 @@ class TruncatedInputs:
             return None
         # An error of 2^-24 is lost in float64 beside the roundings of two references: the slope is taken.
         up, truth, down = (self.at_scale(1 + step) for step in (_STEP, 0.0, -_STEP))
-        slope = {name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up}
+        slope: dict[str, Tensor] = {
+            name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up
+        }
 
         def moved(name: str, scale: float, dropped: float) -> Tensor:
             return (scale - 1) * slope[name] + (dropped - 1) * truth[name]

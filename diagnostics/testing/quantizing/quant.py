@@ -116,7 +116,7 @@ def quant(
     scales, gradient = given if made is None else made.amax, None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
-        own = _in_its_format(function, w.dtype) if function is not None else made and _values_of(made)
+        own = _in_its_format(function, w.dtype) if function is not None else None if made is None else _values_of(made)
         gradient = straight_through(
             exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales
         )

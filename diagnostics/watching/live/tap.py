@@ -26,7 +26,7 @@ class Tap:
 
     def __init__(self) -> None:
         self.operator: OperatorCall | None = None
-        self.began: int = torch.autograd._get_sequence_nr()
+        self.began: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.hops: list[OperatorCall] = []
         self.products_seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
