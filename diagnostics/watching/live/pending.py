@@ -128,11 +128,11 @@ class Pending:
     def _follow_tensors(self, graph: Graph, began: int) -> None:
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
-                use = only_use(graph, tensor, began) if name in _INPUTS else None
+                uses = uses_of(graph, tensor, began) if name in _INPUTS else []
                 # Of MLA's latent, which is v and a part of k: its gradient is the sum of both.
                 if (
                     name in _INPUTS
-                    and use is None
+                    and not uses
                     and any(made_of(graph[other][0], tensor) for other in _INPUTS if other != name and other in graph)
                 ):
                     continue
@@ -140,8 +140,10 @@ class Pending:
                     continue  # several calls of one backward: the gradient is of all of them
                 self._missing.add(name)
                 take = self._taker(name, lay_out)
-                if use is not None:
-                    self._handles.append(use[0].register_hook(self._guarded(partial(_part_of, use[1], take))))
+                if uses:
+                    parts = Parts(len(uses), take)
+                    for node, index in uses:
+                        self._handles.append(node.register_hook(self._guarded(partial(parts.add, index))))
                     continue
                 if name in _INPUTS and TOTALS not in self.call.notes:
                     self.call.notes.append(TOTALS)
@@ -318,11 +320,31 @@ def made_of(made: Tensor, tensor: Tensor) -> bool:
     return False
 
 
-def only_use(graph: Graph, tensor: Tensor, began: int = 0) -> tuple[Any, int] | None:
-    """The node of autograd's graph, and which of its gradients, by which the call alone sends one to an input.
+class Parts:
+    """Adds up what the places that use an input send to it, as they come, and hands on the sum.
 
-    None: it uses the input in several places, or where is not found. What comes to the input itself is the sum over
-    everything that uses it, other calls too.
+    Args:
+        count: So many come.
+        take: Given their sum.
+    """
+
+    def __init__(self, count: int, take: Callable[[Tensor | None], None]) -> None:
+        self._missing, self._take = count, take
+        self._sum: Tensor | None = None
+
+    def add(self, index: int, grads: Sequence[Tensor | None], _: object) -> None:
+        """Add one of a node's gradients; None is none."""
+        part, self._missing = grads[index], self._missing - 1
+        if part is not None:
+            self._sum = part if self._sum is None else self._sum + part
+        if not self._missing:
+            self._take(self._sum)
+
+
+def uses_of(graph: Graph, tensor: Tensor, began: int = 0) -> list[tuple[Any, int]]:
+    """The nodes of autograd's graph, and which of their gradients, by which the call alone sends them to an input.
+
+    Empty: where is not found. What comes to the input itself is the sum over everything that uses it, other calls too.
 
     Args:
         graph: Where the call's gradients arrive.
@@ -336,14 +358,14 @@ def only_use(graph: Graph, tensor: Tensor, began: int = 0) -> tuple[Any, int] | 
         if node is None or node in seen or node._sequence_nr() < began or any(node is end for end in ends):
             continue
         if len(seen) == _MOST_NODES:
-            return None
+            return []
         seen.add(node)
         for index, (before, number) in enumerate(node.next_functions):
             if _is_of(tensor, before, number):
                 found.append((node, index))
             else:
                 waiting.append(before)
-    return found[0] if len(found) == 1 else None
+    return found
 
 
 def _is_of(tensor: Tensor, node: Any, number: int) -> bool:
@@ -353,10 +375,6 @@ def _is_of(tensor: Tensor, node: Any, number: int) -> bool:
     if tensor.grad_fn is None:
         return getattr(node, "variable", None) is tensor
     return node is tensor.grad_fn and number == tensor.output_nr
-
-
-def _part_of(index: int, take: Callable[[Tensor | None], None], grads: Sequence[Tensor | None], _: object) -> None:
-    take(grads[index])
 
 
 # Gradients of inputs, by the names of a graph; and so many of autograd's nodes are looked at.
