@@ -89,6 +89,8 @@ def _sentences(found: Quant) -> Iterator[str]:
 
 
 def _gradient(found: StraightThrough, clipped: int) -> str:
+    if found.inner_gain is None and not found.clipped:
+        return "No straight-through gradient arrives at w."
     known = "is that of the smoothed forward" if found.right else "is not that of the smoothed forward"
     words = (
         f"The straight-through gradient {known}: its gain along dyᵀ x is {found.gain:.3f} ± {found.standard_error:.1g} "

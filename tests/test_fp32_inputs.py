@@ -217,6 +217,26 @@ def inspected(x: dict[str, torch.Tensor], o: torch.Tensor, scale: float) -> list
     return list(attn_diag.inspect_captures([capture]).captures[0].observations[0].heads)
 
 
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.4])
+def test_a_mean_that_dropouts_factor_in_fp32_makes_is_no_fault(p: float) -> None:
+    """1 / (1 - p) moves all of O alike where it is rounded to fp32: by 4.8e-8 of itself at p = 0.1."""
+    x = inputs(seed=3)
+    hidden = torch.ones(x["q"].shape[2], x["k"].shape[2], dtype=torch.bool).triu(1)
+    probs = (x["q"] @ x["k"].mT * x["q"].shape[3] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    torch.manual_seed(0)
+    dropped = torch.nn.functional.dropout(probs, p)
+
+    def biased(o: Tensor) -> list[bool]:
+        kept = {"dropout_mask": (dropped != 0) | hidden}
+        capture = attn_diag.Capture.from_tensors({**x, **kept, "o": o}, causal="top-left", dropout_p=p)
+        found = attn_diag.inspect_captures([capture]).captures[0].observations[0].heads
+        return ["biased" in h.verdict.labels for h in found if h.verdict is not None]
+
+    o = dropped @ x["v"]
+    assert not any(biased(o))
+    assert all(biased(o * (1 - 2.0**-22)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8(dtype: torch.dtype) -> None:
     """P is cast to the inputs' format, O returned in BF16."""

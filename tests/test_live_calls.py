@@ -135,6 +135,53 @@ def test_an_input_that_others_use_too_has_the_gradient_of_this_call(backend: str
             torch.testing.assert_close(capture.tensors[name][...].double(), gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mask_that_was_made_of_an_input_is_not_the_calls(tmp_path: Path) -> None:
+    """As Doge of transformers makes it of v: dV is the call's own gradient, and v has another by way of the mask."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = inputs(1), inputs(2), inputs(3)
+
+    def call() -> Tensor:
+        with sdpa_kernel([SDPBackend.MATH]):
+            return sdpa(q, k, v, attn_mask=v.sum(-1)[:, :, None, :].expand(*q.shape[:3], -1))
+
+    capture = captured_call(call, tmp_path)
+    assert "totals" not in str(capture.metadata.notes)
+    exact = [capture.tensors[n][...].double().requires_grad_() for n in "qkv"]
+    o = sdpa(exact[0], exact[1], exact[2], attn_mask=capture.tensors["mask"][...].double())
+    truth = torch.autograd.grad(o, exact, capture.tensors["do"][...].double())
+    for name, gradient in zip(("dq", "dk", "dv"), truth, strict=True):
+        torch.testing.assert_close(capture.tensors[name][...].double(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_an_input_that_is_used_in_several_places_has_their_sum(tmp_path: Path) -> None:
+    """Attention in blocks of rows, of a q and a k that a regulariser uses too: gradients are the call's."""
+
+    @attn_diag.observe(causal=True)
+    def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = []
+        for first in range(0, q.shape[2], 8):
+            rows = torch.arange(first, min(first + 8, q.shape[2]))
+            scores = q[:, :, rows] @ k.mT * q.shape[3] ** -0.5
+            out.append(scores.masked_fill(torch.arange(k.shape[2]) > rows[:, None], -torch.inf).softmax(-1) @ v)
+        return torch.cat(out, 2)
+
+    q, k, v = inputs(1), inputs(2), inputs(3)
+    optimizer = torch.optim.SGD([q], lr=0.0)
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        o = in_blocks(q, k, v)
+        torch.autograd.backward((o * weights_of(o)).sum() + (q**2).sum() + (k**2).sum())
+        optimizer.step()
+    (capture,) = written(recorder)
+    assert "totals" not in str(capture.metadata.notes)
+    exact = [capture.tensors[n][...].double().requires_grad_() for n in "qkv"]
+    truth = torch.autograd.grad(
+        sdpa(exact[0], exact[1], exact[2], is_causal=True), exact, capture.tensors["do"][...].double()
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), truth, strict=True):
+        torch.testing.assert_close(capture.tensors[name][...].double(), gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_one_tensor_given_twice(tmp_path: Path) -> None:
     # What arrives at it is the sum of two gradients: with the math path neither is known.
     q, k = inputs(1), inputs(2)

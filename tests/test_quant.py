@@ -378,7 +378,35 @@ class TestStraightThrough:
         by_hand = attn_diag.quant(w, "int4", observed=twice, x=x, dy=dy)
         assert by_hand.gradient is not None
         assert by_hand.gradient.gain == pytest.approx(0.5, abs=0.02)
-        assert by_hand.outcome == "pass", "the values are int4's"
+        assert by_hand.outcome == "fail"
+        assert "int4's, but where nothing is clipped its gradient is 1.99 times that of" in by_hand.headline
+
+        none = attn_diag.quant(w, "int4", observed=lambda t: plain_int4(t).detach() + 0 * t, x=x, dy=dy)
+        assert none.outcome == "fail"
+        assert "no gradient of it arrives at w" in none.headline
+        assert none.to_json()
+
+    @pytest.mark.parametrize("part", [1.0, 0.7, 0.5])
+    def test_elements_at_the_end_of_the_grid_are_no_fault(self, part: float) -> None:
+        """A dither takes them across the end, of which the gradient that is masked there knows nothing."""
+        x, dy = inputs()
+        w = weight(2)
+        amax = part * w.abs().amax(1, keepdim=True)
+        by = attn_diag.quantizer("int4", block="row")
+
+        def fake(factor: float) -> Callable[[Tensor], Tensor]:
+            def made(t: Tensor) -> Tensor:
+                passed = attn_diag.fake_quantize(t, by, amax=amax, gradient="clipped")
+                return factor * passed + (1 - factor) * passed.detach()
+
+            return made
+
+        right, off = (attn_diag.quant(w, by, observed=fake(f), x=x, dy=dy, amax=amax) for f in (1.0, -1.0))
+        assert right.outcome == "pass"
+        assert right.gradient is not None
+        assert right.gradient.right
+        assert off.outcome == "fail"
+        assert "its gradient is -1 times" in off.headline
 
     def test_it_needs_x(self) -> None:
         _, dy = inputs()
@@ -407,6 +435,21 @@ class TestEngine:
         assert found.outcome == "pass"
         assert found.engine is not None
         assert found.engine.same
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_clipped_at_a_tie_is_not_called_wrapped(bits: int) -> None:
+    """As torch.ao and torchao have it: s = amax / (2^(bits - 1) - 1/2), codes clipped to -2^(bits - 1) and one less."""
+    half = 2 ** (bits - 1)
+    for seed in range(3):
+        w = weight(seed)
+        scale = w.abs().amax(1) / (half - 0.5)
+        made = torch.fake_quantize_per_channel_affine(w, scale, torch.zeros(64, dtype=torch.int32), 0, -half, half - 1)
+
+        found = attn_diag.quant(w, attn_diag.quantizer(f"int{bits}", block="row"), observed=made)
+        assert found.outcome == "fail"
+        assert "wrap" not in found.headline
+        assert "with the lowest integer" in found.headline
 
 
 def test_draws_do_not_go_with_data_of_the_same_seed() -> None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ from attn_diag.head.propagation import sloped
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import (
     AttentionHead,
+    Dropout,
     FloatFormat,
     HeadReference,
     RowBlock,
@@ -237,7 +239,7 @@ class TruncatedInputs:
             rows: Indices of the rows that count.
 
         Returns:
-            o and, with dO, delta in the operands' format whose errors O's follow, of products in fp32 those of a scale
+            o and, with dO, delta in the operands' format whose errors O's follow, of products in fp32 those of factors
             in fp32; None where they follow none, as of truncated operands.
         """
         error = (out - truth)[rows]
@@ -246,7 +248,7 @@ class TruncatedInputs:
         if cast == self._fmt:
             return None
         if bool(fine):
-            return self._at_fp32_scale(error, rows)
+            return self._at_fp32_factors(error, rows)
         for name in dict.fromkeys((cast.name, "bf16")):
             found = reference_of(_cut(self._head, name), key_gradients=False)
             made = (found.out - truth)[rows]
@@ -255,24 +257,29 @@ class TruncatedInputs:
                 return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
         return None
 
-    def _at_fp32_scale(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
-        """O and delta at the softmax scale that kernels have in fp32: of those known, at the one nearest to O's error.
+    def _at_fp32_factors(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
+        """O and delta at the softmax scale, and 1 / (1 - p) of dropout, that kernels have in fp32: of those known, at
+        the ones that come nearest to O's error.
 
-        Its rounding moves all scores alike, so that O has a mean error in every kernel, unless alpha is a power of two.
+        Their rounding moves all scores, or all of O, alike, so that O has a mean error in every kernel, unless alpha
+        and 1 - p are powers of two.
         """
-        factors = _fp32_scales(self._head.scale)
-        if set(factors) == {1.0}:
+        every = list(product(_fp32_scales(self._head.scale), _fp32_drops(self._head.dropout)))
+        if set(every) == {(1.0, 1.0)}:
             return None
         # An error of 2^-24 is lost in float64 beside the roundings of two references: the slope is taken.
-        up, down = (self.at_scale(1 + step) for step in (_STEP, -_STEP))
-        slope = {name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up}
-        along = slope["o"][rows]
-        fitted = float((error * along).sum() / along.square().sum().clamp(min=1e-300))
-        nearest = min(factors, key=lambda factor: abs(factor - 1 - fitted))
-        if nearest == 1:
+        up, truth, down = (self.at_scale(1 + step) for step in (_STEP, 0.0, -_STEP))
+        slope: dict[str, Tensor] = {
+            name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up
+        }
+
+        def moved(name: str, scale: float, dropped: float) -> Tensor:
+            return (scale - 1) * slope[name] + (dropped - 1) * truth[name]
+
+        nearest = min(every, key=lambda factors: float((error - moved("o", *factors)[rows]).square().sum()))
+        if nearest == (1.0, 1.0):
             return None
-        truth = self.at_scale(1.0)
-        return {name: truth[name] + (nearest - 1) * of_name for name, of_name in slope.items()}
+        return {name: truth[name] + moved(name, *nearest) for name in slope}
 
     def ways(self, observed: Tensor | None = None, truth: Tensor | None = None) -> list[CoarseWay]:
         """Ways through BF16 that may make this head's errors; none of inputs that are no finer.
@@ -311,6 +318,15 @@ def _fp32_scales(scale: float) -> tuple[float, ...]:
     roots = {float(np.float32(abs(scale) ** 0.5)), float(np.sqrt(size))}
     found = [abs(scale), float(size), *(root**2 for root in roots), float(size * to_base_2) / math.log2(math.e)]
     return tuple(one / abs(scale) for one in found) if scale else (1.0,)
+
+
+def _fp32_drops(dropout: Dropout | None) -> tuple[float, ...]:
+    """1 / (1 - p) as kernels have it over its own: exact, in fp32, and divided by 1 - p in fp32."""
+    if dropout is None:
+        return (1.0,)
+    kept = float(np.float32(1 - dropout.p))
+    factors = dropout.factor, float(np.float32(dropout.factor)), float(np.float32(1 / kept)), 1 / kept
+    return tuple(one / dropout.factor for one in factors)
 
 
 def _cut(head: AttentionHead, how: str) -> AttentionHead:

@@ -93,11 +93,15 @@ class StraightThrough:
     standard_error: Number
     """Of ``gain``, over draws of the dither."""
     right: bool
-    """Whether it is 1, to 2 % or within four standard errors."""
+    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors."""
     clipped: Number
     """What clipped elements have of the gradient's say."""
     clipped_gain: Number | None
     """Their own gain: 0 where they stay where they are; null where none is clipped."""
+    inner_gain: Number | None
+    """The gain of what is not clipped; null where nothing of the gradient is there."""
+    inner_right: bool
+    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors."""
     draws: int
     """Of the dither."""
 
@@ -139,7 +143,8 @@ class Quant(Result):
     judged: str
     """Whose errors the figures are: "observed", or the declared quantiser, computed here."""
     outcome: Literal["pass", "fail", "undecided"]
-    """fail: the observed values are not the declared quantiser's, or dithered ones are biased; undecided: nothing was
+    """fail: the observed values are not the declared quantiser's, dithered ones are biased, or the function that made
+    them passes on another gradient where nothing is clipped; undecided: nothing was
     observed, or no quantiser was declared and none fits."""
     headline: str
     """The result in a sentence."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Arithmetic, Integers, Quantizer
-from attn_diag.testing.quantizing.mistakes import mistakes, of_clipping
+from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
 from attn_diag.testing.quantizing.possible import CASTS, DECLARED, PossibleQuantizer, computed_in
 
 ARITHMETICS: dict[Arithmetic, str] = {
@@ -110,7 +110,11 @@ def changes(
         ]
     if start.mistake is None and start.gain == 1 and not (start.zero_shift or start.cast or start.own_format):
         wrong = mistakes(by, (w.shape[0], w.shape[1])) if alone and not start.amax_factor else of_clipping(by)
-        found += [replace(start, words=_and(start, one.words), mistake=one) for one in wrong]
+        # Where amax is a tie between two integers, what wraps may be what is clipped: a value has to turn over.
+        turned = not by.symmetric or bool((observed.double() * w.double() < 0).any())
+        found += [
+            replace(start, words=_and(start, one.words), mistake=one) for one in wrong if turned or one.words != WRAP
+        ]
     return (candidate for candidate in found if candidate is not None)
 
 

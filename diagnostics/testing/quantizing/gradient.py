@@ -7,7 +7,8 @@ a dither of one spacing of the grid, which is smooth. With G = dyᵀ x, a step d
     D = E[<G, Q(w + u + d) - Q(w + u - d)>] / 2         finite differences in float64, over draws of u
 
 and the straight-through gradient g says <g, d>. The gain is D over <g, d>: 1 where the gradient is right, 0 where what
-it moves stays where it is, as clipped elements do.
+it moves stays where it is, as clipped elements do. Elements within a spacing of where clipping begins are left out: a
+dither takes them across.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Values = Callable[[Tensor], Tensor]
 DRAWS = 64
 # Steps of up to half a spacing: the dithered forward is linear over them away from the ends of the grid.
 _REACH = 0.5
-# Where the spacing changes, as in FP4, a dither of one spacing is no exact smoothing: gains of 1.01 are its own.
-_SAME = 0.02
+# Where the spacing changes, as in FP4, a dither of one spacing is no exact smoothing: gains of up to 1.024 are its own.
+_SAME, _SAME_FLOAT = 0.02, 0.05
 
 
 def spacing_of(w: Tensor, by: Quantizer, amax: Tensor | None = None) -> Tensor:
@@ -73,11 +74,16 @@ def straight_through(
             return quantize(weight, by, amax=amax).values
     else:
         given = _by_autograd(values, w, gradient)
-    clipped = quantize(w, by, amax=amax).clipped
     spacing = spacing_of(w, by, amax)
+    clipped, counted = quantize(w, by, amax=amax).clipped, torch.ones_like(w, dtype=torch.bool)
+    if amax is not None:  # of the weight's own there is nothing beyond
+        for way in (-1, 1):
+            counted &= quantize(w + way * spacing, by, amax=amax).clipped == clipped
+    inside = counted & ~clipped
+    clipped = counted & clipped
     step = spacing * _REACH * gradient / gradient.abs().amax().clamp(min=1e-300)
     generator = torch.Generator(w.device).manual_seed(seed)
-    said = given * step
+    said = given * step * counted
     moved = torch.zeros_like(w)
     gains = []
     whole = float(said.sum())
@@ -85,21 +91,36 @@ def straight_through(
         progress(draw, draws)
         u = (torch.rand(w.shape, generator=generator, device=w.device, dtype=torch.float64) - 0.5) * spacing
         with torch.no_grad():
-            difference = (values(w + u + step).double() - values(w + u - step).double()) / 2
+            difference = counted * (values(w + u + step).double() - values(w + u - step).double()) / 2
         moved += gradient * difference / draws
         gains.append(float((gradient * difference).sum()) / whole if whole else math.nan)
     gain, error = float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(draws))
     of_clipped = float(said[clipped].sum()) / whole if whole else 0.0
-    own = float(said[clipped].sum())
+    own, of_inside = float(said[clipped].sum()), float(said[inside].sum())
+    same = _SAME if isinstance(by.parsed_elements, Integers) else _SAME_FLOAT
+    inner = float(moved[inside].sum()) / of_inside if of_inside else None
     return StraightThrough(
         rows=len(x),
         gain=gain,
         standard_error=error,
-        right=abs(gain - 1) <= max(_SAME, 4 * error),
+        right=abs(gain - 1) <= max(same, 4 * error),
+        inner_gain=inner,
+        inner_right=inner is not None and abs(inner - 1) <= max(same, 4 * error),
         clipped=of_clipped,
         clipped_gain=float(moved[clipped].sum()) / own if own else None,
         draws=draws,
     )
+
+
+def with_gradient(found: StraightThrough, verdict: tuple[str, str, str | None]) -> tuple[str, str, str | None]:
+    """The verdict of a function's values, which are right, and of its own gradient where nothing is clipped."""
+    if found.inner_right:
+        return verdict
+    what = "no gradient of it arrives at w"
+    if found.inner_gain is not None:
+        times = 1 / found.inner_gain if found.inner_gain else math.inf
+        what = f"where nothing is clipped its gradient is {times:.3g} times that of the smoothed forward, along dyᵀ x"
+    return "fail", f"{verdict[1]}, but {what}", "pass the gradient straight through to w where values are not clipped"
 
 
 def _by_autograd(values: Values, w: Tensor, gradient: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
 
 # Relative: a quotient in fp32 is off by less.
 _TIE = 2.0**-20
+WRAP = "codes that wrap around instead of being clipped"
 Where = Literal["both", "divided", "multiplied"]
 # A figure of every block, [R / r, C / c], and what is taken for it: either, where the first block has none before.
 Move = Callable[[Tensor], list[Tensor]]
@@ -183,7 +184,7 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
             out.append(grid.of((steps + half).remainder(2 * half) - half))
         return out
 
-    yield QuantizerMistake("codes that wrap around instead of being clipped", wrapped)
+    yield QuantizerMistake(WRAP, wrapped)
     yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
 
 

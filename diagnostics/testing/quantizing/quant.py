@@ -21,7 +21,7 @@ from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
-from attn_diag.testing.quantizing.gradient import Values, straight_through
+from attn_diag.testing.quantizing.gradient import Values, straight_through, with_gradient
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, equal_values, strays
 from attn_diag.work import Progress, part_of, silent
 
@@ -84,7 +84,7 @@ def quant(
         raise InputError(f"w must be a tensor [out, in], got {type(w).__name__}; give a layer's weight")
     w = w.detach()
     function = None if observed is None or isinstance(observed, Tensor) else observed
-    observed = _called(function, w) if function is not None else observed
+    observed = observed if function is None else _called(function, w)
     assert observed is None or isinstance(observed, Tensor)
     _require(w, observed, x, declared)
     _require_rest(w, x, dy, engine)
@@ -116,11 +116,12 @@ def quant(
     scales, gradient = given if made is None else made.amax, None
     if rows is not None and dy is not None and shown is not None:
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
-        own = None if made is None else _values_of(made)
-        own = own if function is None else _in_its_format(function, w.dtype)
+        own = _in_its_format(function, w.dtype) if function is not None else None if made is None else _values_of(made)
         gradient = straight_through(
             exact, replace(shown, search=()), rows, by_rows, values=own, progress=drawn, amax=scales
         )
+        if function is not None and outcome == "pass":
+            outcome, headline, following = with_gradient(gradient, (outcome, headline, following))
     other = None
     if engine is not None:
         other = beside_engine(w, exact + errors.error, shown, engine, rows, given)
@@ -266,8 +267,8 @@ def _verdict(
         own = next(m for m in matches if m.words.startswith(DECLARED))
         return (
             "fail",
-            f"not {declared.name}, which gives {own.equal:.1%} of the values, but with {made.words}: "
-            f"{matches[0].equal:.2%}",
+            f"not {declared.name}, which gives {own.equal:.1%} of the values, but "
+            f"{'' if made.words.startswith('with') else 'with '}{made.words}: {matches[0].equal:.2%}",
             _declaring(made) or _declaring_scales(made),
         )
     if drawn:
@@ -382,9 +383,7 @@ def _alternatives(
     base = by.elements.partition(":")[0]
     changes.append(("stochastic rounding", {"elements": f"{base}:stochastic"}))
     if not by.search:
-        changes.append(
-            ("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})
-        )
+        changes += [("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})]
     for number, (words, change) in enumerate(changes):
         progress(number, len(changes))
         name = " ".join([by.name, *(f"{k}={v}" for k, v in change.items() if k != "search")])

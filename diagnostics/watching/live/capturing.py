@@ -47,8 +47,8 @@ def capture(
     (docs/watching.md). A function or operator of your own is seen with ``attn_diag.observe``. Ring attention is one
     call: the rank's rows with the merged O and LSE, and all keys that they may see, from its hops; its ``own_dk`` and
     ``own_dv`` are judged together with the other ranks' files. Where a
-    kernel has no autograd node of its own (math, eager, FlexAttention), gradients are the tensors' own: the totals,
-    where q, k or v is used elsewhere too; the file's notes say so.
+    kernel has no autograd node of its own (math, eager, FlexAttention), gradients are what the call's nodes send; of
+    more than 128 nodes the tensors' own: the totals, where q, k or v is used elsewhere too; the file's notes say so.
 
     Args:
         model: whose calls; None: all calls of the process, without layers' names, x and w_q.

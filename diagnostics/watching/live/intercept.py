@@ -388,4 +388,5 @@ def _read(
     site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tap: Tap
 ) -> Fields | None:
     with torch.no_grad():
-        return site.read(bind(function, site, args, kwargs), result, tap)
+        found = site.read(bind(function, site, args, kwargs), result, tap)
+    return found and found | {"began": tap.began}

@@ -102,13 +102,14 @@ class Pending:
             self.call.dq_pre = self._slice.of(gradient.detach().reshape(batch, rows, -1))
         self._arrived("dq_pre")
 
-    def follow(self, o: Tensor, graph: Graph, within: OperatorCall | None = None) -> None:
+    def follow(self, o: Tensor, graph: Graph, within: OperatorCall | None = None, began: int = 0) -> None:
         """Hook the kernel's own autograd node; where there is none, the tensors.
 
         Args:
             o: what the call returned.
             graph: where its gradients arrive.
             within: the fused operator that did it, if one did.
+            began: the number of the call's first node of autograd, see ``Tap``.
         """
         if backward_is_compiled():
             if within is not None:
@@ -120,18 +121,18 @@ class Pending:
         if node is not None:
             self._missing.add("kernel")
             self._handles.append(node.register_hook(self._guarded(self._from_node)))
-            self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}})
+            self._follow_tensors({name: graph[name] for name in graph.keys() & {"dmask"}}, began)
             return
-        self._follow_tensors(graph)
+        self._follow_tensors(graph, began)
 
-    def _follow_tensors(self, graph: Graph) -> None:
+    def _follow_tensors(self, graph: Graph, began: int) -> None:
         for name, (tensor, lay_out) in graph.items():
             if tensor.requires_grad:
-                use = only_use(graph, tensor) if name in _INPUTS else None
+                uses = uses_of(graph, tensor, began) if name in _INPUTS else []
                 # Of MLA's latent, which is v and a part of k: its gradient is the sum of both.
                 if (
                     name in _INPUTS
-                    and use is None
+                    and not uses
                     and any(made_of(graph[other][0], tensor) for other in _INPUTS if other != name and other in graph)
                 ):
                     continue
@@ -139,8 +140,10 @@ class Pending:
                     continue  # several calls of one backward: the gradient is of all of them
                 self._missing.add(name)
                 take = self._taker(name, lay_out)
-                if use is not None:
-                    self._handles.append(use[0].register_hook(self._guarded(partial(_part_of, use[1], take))))
+                if uses:
+                    parts = Parts(len(uses), take)
+                    for node, index in uses:
+                        self._handles.append(node.register_hook(self._guarded(partial(parts.add, index))))
                     continue
                 if name in _INPUTS and TOTALS not in self.call.notes:
                     self.call.notes.append(TOTALS)
@@ -317,31 +320,52 @@ def made_of(made: Tensor, tensor: Tensor) -> bool:
     return False
 
 
-def only_use(graph: Graph, tensor: Tensor) -> tuple[Any, int] | None:
-    """The node of autograd's graph, and which of its gradients, by which the call alone sends one to an input.
+class Parts:
+    """Adds up what the places that use an input send to it, as they come, and hands on the sum.
 
-    None: it uses the input in several places, or where is not found. What comes to the input itself is the sum over
-    everything that uses it, other calls too.
+    Args:
+        count: So many come.
+        take: Given their sum.
+    """
+
+    def __init__(self, count: int, take: Callable[[Tensor | None], None]) -> None:
+        self._missing, self._take = count, take
+        self._sum: Tensor | None = None
+
+    def add(self, index: int, grads: Sequence[Tensor | None], _: object) -> None:
+        """Add one of a node's gradients; None is none."""
+        part, self._missing = grads[index], self._missing - 1
+        if part is not None:
+            self._sum = part if self._sum is None else self._sum + part
+        if not self._missing:
+            self._take(self._sum)
+
+
+def uses_of(graph: Graph, tensor: Tensor, began: int = 0) -> list[tuple[Any, int]]:
+    """The nodes of autograd's graph, and which of their gradients, by which the call alone sends them to an input.
+
+    Empty: where is not found. What comes to the input itself is the sum over everything that uses it, other calls too.
 
     Args:
         graph: Where the call's gradients arrive.
         tensor: The input.
+        began: The number of the call's first node: a mask that was made of v before is not the call's.
     """
     ends = [graph[name][0].grad_fn for name in _INPUTS if name in graph]
     waiting, seen, found = [graph["do"][0].grad_fn], set[Any](), list[tuple[Any, int]]()
     while waiting:
         node = waiting.pop(0)
-        if node is None or node in seen or any(node is end for end in ends):
+        if node is None or node in seen or node._sequence_nr() < began or any(node is end for end in ends):
             continue
         if len(seen) == _MOST_NODES:
-            return None
+            return []
         seen.add(node)
         for index, (before, number) in enumerate(node.next_functions):
             if _is_of(tensor, before, number):
                 found.append((node, index))
             else:
                 waiting.append(before)
-    return found[0] if len(found) == 1 else None
+    return found
 
 
 def _is_of(tensor: Tensor, node: Any, number: int) -> bool:
@@ -351,10 +375,6 @@ def _is_of(tensor: Tensor, node: Any, number: int) -> bool:
     if tensor.grad_fn is None:
         return getattr(node, "variable", None) is tensor
     return node is tensor.grad_fn and number == tensor.output_nr
-
-
-def _part_of(index: int, take: Callable[[Tensor | None], None], grads: Sequence[Tensor | None], _: object) -> None:
-    take(grads[index])
 
 
 # Gradients of inputs, by the names of a graph; and so many of autograd's nodes are looked at.

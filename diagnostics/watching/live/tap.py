@@ -19,12 +19,14 @@ class Tap:
 
     Attributes:
         operator: the fused operator; None: none ran.
+        began: the number that autograd's next node had when this was made: nodes of the call have it or a higher one.
         hops: of a ring, all fused operators in the order in which they ran.
         products_seen: of each product its two factors and its result.
     """
 
     def __init__(self) -> None:
         self.operator: OperatorCall | None = None
+        self.began: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.hops: list[OperatorCall] = []
         self.products_seen: list[tuple[Tensor, Tensor, Tensor]] = []
 

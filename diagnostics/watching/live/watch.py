@@ -259,6 +259,7 @@ class Watch:
         operator: OperatorCall | None = fields.pop("operator", None)
         graph: Graph = fields.pop("graph", {})
         within: OperatorCall | None = fields.pop("within", None)
+        began: int = fields.pop("began", 0)
         known = fields.pop("projection", None)
         detached: dict[str, Any] = {
             name: v.detach() if isinstance(v, Tensor) and v.requires_grad else v for name, v in fields.items()
@@ -289,7 +290,7 @@ class Watch:
             with self._lock:
                 self._pending[id(pending)] = pending
             if operator is None:
-                pending.follow(o, graph, within)
+                pending.follow(o, graph, within, began)
             else:
                 pending.follow_operator(operator, reused=self._places.crowded(met.caller))
         # Last: what is noted above belongs to what it takes, and it may let the tensors go.
