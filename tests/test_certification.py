@@ -447,8 +447,9 @@ def test_what_cannot_be_certified_in_python() -> None:
 
 
 def test_one_default_precision() -> None:
-    of_command = inspect.signature(command).parameters["certify_bits"].default
-    assert Certify(1).bits == of_command == DEFAULT_BITS
+    of_command = inspect.signature(command).parameters["certify_bits"].annotation.__metadata__[0]
+    assert Certify(1).bits == DEFAULT_BITS
+    assert of_command.help.endswith(f"(default {DEFAULT_BITS}).")
 
 
 def test_an_oracle_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
