@@ -446,6 +446,28 @@ def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run:
     assert list(tmp_path.iterdir()) == [path]
 
 
+INTERRUPTING = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nlen(str())\n"
+
+
+def test_ctrl_c_while_a_module_is_imported(tmp_path: Path) -> None:
+    """What is raised then is swallowed, or becomes another error, by torch and NumPy."""
+    (tmp_path / "torch.py").write_text(f"try:\n    exec({INTERRUPTING!r})\nexcept BaseException:\n    swallowed")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = python("-m", "attn_diag", "inspect", "--example", PYTHONPATH=path)
+    assert done == (130, "", "attn-diag: interrupted\n")
+
+
+def test_ctrl_c_elsewhere() -> None:
+    source = f"import attn_diag.cli, attn_diag.__main__\nattn_diag.cli.main = lambda: exec({INTERRUPTING!r})\n"
+    assert python("-c", f"{source}attn_diag.__main__.main()") == (130, "", "attn-diag: interrupted\n")
+
+
+def test_ctrl_c_in_a_script_is_the_script_s(tmp_path: Path) -> None:
+    (tmp_path / "victim.py").write_text(INTERRUPTING)
+    (tmp_path / "train.py").write_text("try:\n    import victim\nexcept KeyboardInterrupt:\n    raise SystemExit(7)\n")
+    assert python("-m", "attn_diag", "dtypes", tmp_path / "train.py").code == 7
+
+
 def test_module_as_a_program(tmp_path: Path, programs: Programs) -> None:
     path = truncated(tmp_path / "capture.safetensors")
     done = programs.run("attn_diag", "inspect", path)
