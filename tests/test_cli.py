@@ -318,7 +318,7 @@ UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
         ["--observation", "observed"],
         "no observation 'observed'; it has flash",
     ),
-    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0\n"),
     "recipe": (
         {n: t.float() for n, t in GIVEN.items()},
         ["--recipe", "fa2"],
