@@ -62,8 +62,8 @@ _SUGGESTIONS: dict[Label, str] = {
         "rowsum(P o dP), or bound the logits (QK-norm, QK-clip)."
     ),
     "lossy": (
-        "Something is rounded more coarsely than a well-rounded kernel rounds it: look for scores, row maximum, row "
-        "sum, accumulators or LSE below fp32, and for casts that truncate."
+        "The error is larger than a well-rounded kernel's: look for scores, row maximum, row sum, accumulators or LSE "
+        "below fp32, and for casts that truncate; where none of these makes it, for mathematics that is a little off."
     ),
     "biased": (
         "Look for the site: directed rounding of P or of the accumulator, "
