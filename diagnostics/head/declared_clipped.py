@@ -64,7 +64,7 @@ class ClippedSearch:
                 )
                 explained = left <= min(2 * LOSSY**2, _HALF * off)
                 if explained and len(clipped) and float(clipped.min()) >= _LEAST:
-                    by_part = between(number(float(clipped.min()), 2), number(float(clipped.max()), 2))
+                    by_part = f"{number(float(clipped.min()), 2)} to {number(float(clipped.max()), 2)}"
                     yield Culprit(
                         f"the largest number of {name} is taken for {by_part} times what it is in {len(clipped)} of "
                         f"{count} blocks, each by its own, and what lies beyond is clipped (a stale amax)",
