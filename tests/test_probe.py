@@ -780,7 +780,8 @@ def test_a_bias_of_constant_rows_alone_says_so_of_ordinary_ones() -> None:
 
     def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         probs = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-        return (probs.float() @ v.float()).to(q.dtype)
+        o: Tensor = (probs.float() @ v.float()).to(q.dtype)
+        return o
 
     report = " ".join(run(normalised, probes=["normal", "constant-rows"]).report().split())
     assert report.startswith("FAIL")
