@@ -130,7 +130,7 @@ BAD_OPTIONS = {
         ["--head", "0-99999999999"],
         "no head 2, 3, 4, 5, …; the capture has 0 to 1 (got --head 0-99999999999)",
     ),
-    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0 to 0"),
+    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0"),
     "layer-giant": (["--layer", "0-99999999999"], "no capture is of the layers asked for"),
     "head-digits": (["--head", "9" * 5000], "--head takes numbers and ranges"),
     "layer-missing": (
@@ -318,7 +318,7 @@ UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
         ["--observation", "observed"],
         "no observation 'observed'; it has flash",
     ),
-    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0\n"),
+    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0 (got --head 1)"),
     "recipe": (
         {n: t.float() for n, t in GIVEN.items()},
         ["--recipe", "fa2"],
