@@ -22,7 +22,7 @@ _MEANING: dict[Kind, str] = {
     "nonfinite": "The kernel returned NaN or Inf where the exact result is an ordinary number.",
     "wrong": "This is no rounding error: something else was computed (mask, scale, layout, a bug) or captured.",
     "unjudged": "What the capture states of itself does not fit its tensors: find out first which of the two is wrong.",
-    "lossy": "Something inside the kernel is rounded more coarsely than it has to be.",
+    "lossy": "An output is further off than a well-rounded kernel leaves it.",
     "biased": "The errors lean to one side: over many rows they add up instead of cancelling.",
     "ill_conditioned": "These inputs amplify any rounding: other well-rounded kernels do no better.",
 }

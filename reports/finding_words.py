@@ -181,6 +181,7 @@ def what(finding: SharedFinding) -> str:
     if finding.label == "lossy" and finding.factors:
         said = _factors(finding, yardstick(finding.declared))
     pattern = f" {finding.pattern.rstrip('.')}." if finding.label == "lossy" and finding.pattern else ""
+    pattern += _unexplained(finding) if finding.label == "lossy" and finding.factors else ""
     too = f" Biased too: {_bias(finding)}." if "biased" in finding.also and finding.biased_mean is not None else ""
     if finding.label in ("wrong", "nonfinite"):
         # The words are of one quantity of the worst head; what is right there may be wrong in others.
@@ -189,6 +190,12 @@ def what(finding: SharedFinding) -> str:
             if names:
                 too += f" {together([SYMBOLS[n] for n in names])} {'are' if len(names) > 1 else 'is'} {are}."
     return f"{said}{place}.{pattern}{too}"
+
+
+def _unexplained(finding: SharedFinding) -> str:
+    """That no rounding is known which makes the error, where that is so."""
+    known = finding.site or finding.pattern or finding.declared or "as where" in finding.words
+    return "" if known else " None of the roundings that were tried makes it."
 
 
 def _worst_place(finding: SharedFinding, *, steps: bool = True) -> str:

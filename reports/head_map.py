@@ -22,6 +22,7 @@ from attn_diag.reports.quantities import (
 )
 from attn_diag.reports.story import Entry
 from attn_diag.results.diagnosis import HeadDiagnosis, severity
+from attn_diag.results.wording import between
 
 _GAP = 3
 _HEIGHT = " (height: logarithm)"
@@ -113,7 +114,7 @@ def _heights(grid: _Grid, quantity: Quantity, values: dict[Place, float | None],
     levels = dict(zip(values, log_levels(list(values.values())), strict=True))
     rows = grid.rows(lambda place: " " if (level := levels[place]) is None else characters[level])
     known = [value for value in values.values() if value is not None]
-    return _Map(quantity.title, f"{quantity.shown(min(known))} to {quantity.shown(max(known))}", rows, heights=True)
+    return _Map(quantity.title, between(quantity.shown(min(known)), quantity.shown(max(known))), rows, heights=True)
 
 
 def log_levels(values: Sequence[float | None]) -> list[int | None]:

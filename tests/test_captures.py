@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+import attn_diag
 from attn_diag import Capture, InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.loading import find_captures
@@ -562,3 +563,23 @@ def test_unsupported_features_are_refused_by_name(name: str, how: str, tmp_path:
     torch.save({**inputs(), **extra[how]}, path)
     with pytest.raises(InputError, match=r"dropout_mask|dropout_p.*cannot be read as a number"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("dK", "dk"), ("observed.dk ", "observed.dk"), ("do_", "do"), ("dO", "do"), ("flash.loss", None), ("w_k", "w_q")],
+)
+def test_tensors_of_unknown_names_are_told(name: str, meant: str | None) -> None:
+    q, k, v = (torch.randn(1, 1, 8, 4).bfloat16() for _ in range(3))
+    capture = Capture.from_tensors({"q": q, "k": k, "v": v, "o": v, name: v})
+    (said,) = attn_diag.inspect(capture, device="cpu").summary.warnings
+    assert f"not used, as no such name is known: {name!r}" in said
+    assert (f"(meant for {meant!r}?)" in said) is (meant is not None)
+    assert ("known are q, k, v, do" in said) is (meant is None)
+
+
+def test_tensors_that_other_commands_use_are_no_unknown_ones() -> None:
+    q, k, v = (torch.randn(1, 1, 8, 4).bfloat16() for _ in range(3))
+    others = {"hop0_o": v, "sum_part": q, "w_o": q, "position_ids": torch.arange(8)}
+    capture = Capture.from_tensors({"q": q, "k": k, "v": v, "o": v, **others})
+    assert attn_diag.inspect(capture, device="cpu").summary.warnings == ()

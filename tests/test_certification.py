@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
-from attn_diag import InputError, load
+from attn_diag import Capture, InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.analyses.means import beyond_reference
 from attn_diag.captures.selection import Ranges
@@ -87,6 +87,21 @@ def test_no_verdict_on_means_below_the_references_own_error(size: float, monkeyp
     # One that judges whatever it sees is found out.
     monkeypatch.setattr("attn_diag.analyses.means.REFERENCE_BELOW", math.inf)
     assert not is_withheld(attn_diag.inspect(**noisy(size), causal=True))
+
+
+def test_elements_halfway_between_two_numbers_are_the_reason_where_they_are() -> None:
+    """Dropout 0.2 multiplies by 1.25: of rows that keep one key that is a tie of BF16 in many features."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16() for _ in range(3))
+    kept = torch.rand(1, 1, 256, 256, generator=generator) >= 0.2
+    scores = (q.float() @ k.float().mT / 64**0.5).masked_fill(~torch.ones(256, 256, dtype=torch.bool).tril(), -math.inf)
+    o = ((scores.softmax(-1) * kept * 1.25) @ v.float()).bfloat16()
+    given = {"q": q, "k": k, "v": v, "o": o, "dropout_mask": kept}
+    capture = Capture.from_tensors(given, causal="top-left", dropout_p=0.2)
+    verdict = some(attn_diag.inspect(capture, device="cpu").captures[0].observations[0].heads[0].verdict)
+    (reason,) = [r for r in verdict.reasons if "standard error of" in r]
+    assert "elements of O lie halfway between two numbers of its format" in reason
+    assert "sharp enough" not in reason
 
 
 def test_larger_errors_of_the_same_kernel_are_judged() -> None:
@@ -447,8 +462,9 @@ def test_what_cannot_be_certified_in_python() -> None:
 
 
 def test_one_default_precision() -> None:
-    of_command = inspect.signature(command).parameters["certify_bits"].default
-    assert Certify(1).bits == of_command == DEFAULT_BITS
+    of_command = inspect.signature(command).parameters["certify_bits"].annotation.__metadata__[0]
+    assert Certify(1).bits == DEFAULT_BITS
+    assert of_command.help.endswith(f"(default {DEFAULT_BITS}).")
 
 
 def test_an_oracle_that_cannot_tell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ BAD_OPTIONS = {
         ["--head", "0-99999999999"],
         "no head 2, 3, 4, 5, …; the capture has 0 to 1 (got --head 0-99999999999)",
     ),
-    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0 to 0"),
+    "batch-giant": (["--batch", "1-9999999999999999999999"], "no batch item 1, 2, 3, 4, …; the capture has 0"),
     "layer-giant": (["--layer", "0-99999999999"], "no capture is of the layers asked for"),
     "head-digits": (["--head", "9" * 5000], "--head takes numbers and ranges"),
     "layer-missing": (
@@ -318,7 +318,7 @@ UNUSABLE: dict[str, tuple[dict[str, Tensor], list[str], str]] = {
         ["--observation", "observed"],
         "no observation 'observed'; it has flash",
     ),
-    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0 to 0"),
+    "head": ({n: t[:, :1] for n, t in GIVEN.items()}, ["--head", "1"], "no head 1; the capture has 0 (got --head 1)"),
     "recipe": (
         {n: t.float() for n, t in GIVEN.items()},
         ["--recipe", "fa2"],
@@ -444,6 +444,28 @@ def test_outputs_overwrite_neither_each_other_nor_a_capture(tmp_path: Path, run:
     assert run("inspect", path, "--json", "x" * 300).code == 2
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+INTERRUPTING = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nlen(str())\n"
+
+
+def test_ctrl_c_while_a_module_is_imported(tmp_path: Path) -> None:
+    """What is raised then is swallowed, or becomes another error, by torch and NumPy."""
+    (tmp_path / "torch.py").write_text(f"try:\n    exec({INTERRUPTING!r})\nexcept BaseException:\n    swallowed")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = python("-m", "attn_diag", "inspect", "--example", PYTHONPATH=path)
+    assert done == (130, "", "attn-diag: interrupted\n")
+
+
+def test_ctrl_c_elsewhere() -> None:
+    source = f"import attn_diag.cli, attn_diag.__main__\nattn_diag.cli.main = lambda: exec({INTERRUPTING!r})\n"
+    assert python("-c", f"{source}attn_diag.__main__.main()") == (130, "", "attn-diag: interrupted\n")
+
+
+def test_ctrl_c_in_a_script_is_the_script_s(tmp_path: Path) -> None:
+    (tmp_path / "victim.py").write_text(INTERRUPTING)
+    (tmp_path / "train.py").write_text("try:\n    import victim\nexcept KeyboardInterrupt:\n    raise SystemExit(7)\n")
+    assert python("-m", "attn_diag", "dtypes", tmp_path / "train.py").code == 7
 
 
 def test_module_as_a_program(tmp_path: Path, programs: Programs) -> None:

@@ -42,6 +42,18 @@ UNREAD = {
         "--out is for --hunt alone: add --hunt, or leave it out",
     ),
     "replay --hunt --head": (["replay", "--example", "--hunt", "--head", "4"], "--hunt has no --head"),
+    "inspect --engine": (
+        ["inspect", "--example", "--engine", "triton"],
+        "--engine triton is for --recipe alone: add --recipe NAME, or leave it out",
+    ),
+    "inspect --certify-bits": (
+        ["inspect", "--example", "--certify-bits", "256"],
+        "--certify-bits is for --certify alone: add --certify N, or leave it out",
+    ),
+    "invariance --no-schedules": (
+        ["invariance", "m:f", "--operator", "kda", "--no-schedules"],
+        "linear attention takes no --no-schedules: leave it out",
+    ),
     "inspect --json-full": (["inspect", "--example", "--json-full"], "add --json FILE, or leave it out"),
 }
 

@@ -427,6 +427,33 @@ def test_exact_names_come_before_endings() -> None:
         parse_map(["q"])
 
 
+@pytest.mark.parametrize("output", ["o", "lse"])
+def test_an_output_that_does_not_fit_is_no_ok(tmp_path: Path, run: Run, output: str) -> None:
+    q, k, v = inputs(heads=12, kv_heads=12, rows=48, keys=48)
+    o, lse = attention(q, k, v, "top-left")
+    content = {**named((q, k, v, o), *QKVO), "lse": lse}
+    for wrong, word in ((False, "OK"), (True, "UNDECIDED")):
+        if wrong:
+            content[output] = content[output].clone()
+            content[output][:, :, 9:21] += 20
+        torch.save(content, tmp_path / "dump.pt")
+        done = run("convert", tmp_path / "dump.pt", tmp_path / "one.safetensors", "--force")
+        assert (done.code, done.out.split()[0]) == (0, word)
+        assert ("does not agree" in done.out.splitlines()[0]) is wrong
+        assert load(tmp_path / "one.safetensors").metadata.causal == "top-left"
+
+
+def test_the_nearest_reading_is_taken_of_an_o_that_is_wrong_in_some_rows(tmp_path: Path) -> None:
+    q, k, v = inputs(heads=12, kv_heads=12, rows=48, keys=48)
+    o = attention(q, k, v, "top-left")[0].clone()
+    o[:, :, 20:32] = o[:, :, 8:20]
+    found = converted(tmp_path, named((q, k, v, o), *QKVO))
+    assert found.metadata.causal == "top-left"
+    assert "layout=BHTD and causal=top-left is nearest" in str(found.metadata.notes)
+    shuffled = converted(tmp_path, named((q, k, v, o.flip(2)), *QKVO))
+    assert "layout=BHTD and causal=none is assumed" in str(shuffled.metadata.notes)
+
+
 def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     single_prefill(tmp_path / "d")
     code, out, err = run("convert", tmp_path / "d", tmp_path / "c")

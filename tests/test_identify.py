@@ -339,7 +339,7 @@ UNUSABLE: dict[str, tuple[Callable[[], attn_diag.Capture], list[str], str]] = {
     "fp32": (lambda: variant(**inputs(torch.float32)), [], "known for bfloat16 and float16 inputs, q is float32"),
     "o in fp32": (lambda: variant(o=torch.ones(1, 1, 64, 32)), [], "o is float32 and q is bfloat16: save O as the"),
     "observation": (variant, ["--observation", "flash"], "no observation 'flash'; it has observed"),
-    "head": (variant, ["--head", "3"], "no head 3; the capture has 0 to 0"),
+    "head": (variant, ["--head", "3"], "no head 3; the capture has 0"),
     "rows": (variant, ["--rows", "0"], "rows must be at least 1, got 0"),
     "device": (variant, ["--device", "tpu"], "device must be auto, cpu or cuda"),
 }

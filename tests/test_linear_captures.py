@@ -346,6 +346,13 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, run: Run) -> None:
     done = run("inspect", tmp_path / "bad.safetensors", "--scale", "3", "--causal", "none", "--details", "2")
     assert (done.code, done.out) == (2, "")
     assert "linear attention takes no --details, --causal, --scale: leave it out" in done.err
+    unread = ("--certify-bits", "64", "--engine", "triton", "--no-merge-ranks")
+    done = run("inspect", tmp_path / "bad.safetensors", *unread)
+    assert (done.code, done.out) == (2, "")
+    assert "linear attention takes no --certify-bits, --engine, --no-merge-ranks: leave it out" in done.err
+    done = run("what-if", tmp_path / "bad.safetensors", "--seeds", "2")
+    assert (done.code, done.out) == (2, "")
+    assert "captures of linear attention take no --seeds" in done.err
 
 
 def test_what_fp32_leaves_and_what_cancels_is_no_fault() -> None:

@@ -30,6 +30,8 @@ from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnos
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.wording import chance, in_units
+from attn_diag.testing.regression.cases import case_of_capture
+from attn_diag.testing.target import Target, emulate
 
 pytestmark = pytest.mark.slow
 
@@ -546,3 +548,21 @@ def test_of_two_ranks_that_agree_none_is_named() -> None:
     (finding,) = diagnosis.findings
     assert finding.ranks == ()
     assert torch.is_tensor(captures[0].tensors["q"])
+
+
+@pytest.mark.parametrize("level", [0.01, 0.02, 0.05])
+def test_noise_is_no_rounding(level: float) -> None:
+    """It is as large as roundings are, and none of those that are known makes it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 160, 32, generator=generator).bfloat16() for _ in range(4))
+    capture = Capture.from_tensors({"q": q, "k": k, "v": v, "do": do}, causal="top-left")
+    case, cpu = case_of_capture(capture), torch.device("cpu")
+    recipe = Target.of("fa2", dtype=torch.bfloat16, head_dim=32, device=cpu).recipe
+    assert recipe is not None
+    made = emulate(recipe, case, cpu)
+    noise = torch.randn(made["dq"].shape, generator=generator) * made["dq"].float().square().mean().sqrt()
+    made = {**made, "dq": (made["dq"].float() + level * noise).bfloat16()}
+    report = attn_diag.inspect(replace(capture, tensors={**capture.tensors, **made}), device="cpu").report()
+    said = " ".join(report.split())
+    assert "times the error of a well-rounded kernel. None of the roundings that were tried makes it." in said
+    assert "more coarsely" not in said

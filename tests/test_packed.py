@@ -146,8 +146,8 @@ def test_packed_documents_of_one_length_are_the_batch_itself() -> None:
     one, other = (b.captures[0] for b in both)
     assert one.observations == other.observations
     assert (one.assumptions, one.shape, one.nonfinite) == (other.assumptions, other.shape, other.nonfinite)
-    assert other.metadata["documents"] == "9 of 24 to 24 rows"
-    assert "documents: 9 of 24 to 24 rows; Hq=4 Hk=2 T=24" in both[1].report()
+    assert other.metadata["documents"] == "9 of 24 rows"
+    assert "documents: 9 of 24 rows; Hq=4 Hk=2 T=24" in both[1].report()
 
 
 def test_documents_of_several_lengths_are_each_what_they_are_alone() -> None:

@@ -773,3 +773,17 @@ def test_sdpa_on_a_gpu_shows_the_mismatch(causal: str) -> None:
     assert found.assumptions.ok
     assert all(matches_prediction(found[name]) for name in ("normaliser-down", "normaliser-up")), found.summary
     assert not {"too-large", "nonfinite"} & found.labels, found.report()
+
+
+def test_a_bias_of_constant_rows_alone_says_so_of_ordinary_ones() -> None:
+    """P normalised before its cast: equal scores give every key the same error, N(0,1) rows a mean of none."""
+
+    def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        probs = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
+        o: Tensor = (probs.float() @ v.float()).to(q.dtype)
+        return o
+
+    report = " ".join(run(normalised, probes=["normal", "constant-rows"]).report().split())
+    assert report.startswith("FAIL")
+    assert "In constant-rows by" in report
+    assert "Ordinary rows (normal) show nothing." in report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +15,25 @@ from attn_diag.analyses.quality_words import factor_words, few_carry
 from attn_diag.head.quality import QuantitySample, sample
 from attn_diag.reference import format_of
 from attn_diag.results.quality import Quantity
-from attn_diag.statistics.ratios import Carriers, RatioEstimate
+from attn_diag.statistics.ratios import Carriers, RatioEstimate, paired_ratio
 
 BF16 = format_of(torch.bfloat16)
+
+
+def test_copies_of_one_row_are_one_sample() -> None:
+    """The interval was of no width: 2.12 to 2.12 times a well-rounded kernel's error."""
+    same = paired_ratio(np.full(160, 4.0) * (1 + 1e-14 * np.arange(160)), np.full(160, 1.0))
+    assert same is not None
+    assert (same.low, same.high, same.groups) == (0.0, math.inf, 1.0)
+    assert same.factor == pytest.approx(2.0)
+    alike = paired_ratio(np.full(160, 4.0), np.full(160, 4.0))  # the same bits as the well-rounded kernel
+    assert alike is not None
+    assert (alike.low, alike.high) == (1.0, 1.0)
+    copies = torch.full((32,), 0.01, dtype=torch.float64)
+    found = judge_quantity("dv", [compared(2 * copies, copies)], [0])
+    assert found.answer == "undecided"
+    assert "dV has 2.00 (no useful interval)" in found.words
+    assert "copies of one key carry it, and it takes 8 to decide" in found.words
 
 
 def test_of_a_wide_interval_the_end_that_tells_something_is_printed() -> None:

@@ -107,9 +107,19 @@ def test_wrong_kernels_are_the_culprits_and_no_others() -> None:
 
 def test_a_capture_alone_is_no_replay() -> None:
     found = attn_diag.replay(drawn(), against=["replayed_kernels:nothing"], device="cpu")
-    assert found.captures[0].cause == "pass"
-    assert found.captures[0].words.endswith("No other kernel could be run on it.")
-    assert "cannot import" in found.report()
+    assert found.captures[0].cause == "undecided"
+    assert found.report().startswith("UNDECIDED: nothing was compared: no other kernel could be run on it. As good as")
+    assert "Not compared: replayed_kernels:nothing, which refused: cannot import" in found.captures[0].words
+
+
+def test_a_kernel_that_is_not_there_is_unusable_input(run: Run, tmp_path: Path) -> None:
+    drawn().save(tmp_path / "one.safetensors")
+    given = ("replay", tmp_path / "one.safetensors", "--device", "cpu", "--against")
+    done = run(*given, "replayed_kernels:nothing", "--fail-on", "undecided")
+    assert (done.code, done.out.split(":")[0]) == (2, "UNDECIDED")
+    beside = run(*given, "fa2,replayed_kernels:nothing")
+    assert (beside.code, beside.out.split(":")[0]) == (0, "PASS")
+    assert "Not compared: replayed_kernels:nothing" in " ".join(beside.out.split())
 
 
 def test_other_bits_at_the_second_call_are_told() -> None:

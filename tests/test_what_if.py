@@ -316,7 +316,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beta": ({"betas": [0.5]}, "beta must be a finite number above 1, got 0.5"),
     "seeds": ({"seeds": -1}, "seeds must not be negative"),
     "level": ({"level": 1.0}, "level must lie between 0 and 1"),
-    "head": ({"head": 1}, "no head 1; the capture has 0 to 0"),
+    "head": ({"head": 1}, "no head 1; the capture has 0"),
     "batch": ({"batch": 4}, "no batch item 4"),
     "observation": ({"observation": "flash"}, "no observation 'flash' with an O; there are: none"),
     "device": ({"device": "tpu"}, "device must be auto, cpu or cuda"),

@@ -25,6 +25,8 @@ from attn_diag.head.output_fit import lse_fit, out_fit
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
+# How the note begins of an output that does not fit q, k and v.
+MISFIT = " does not agree with attention on q, k and v"
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -215,10 +217,15 @@ def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> t
         said = [f"{' and '.join(words)}: O agrees within {error:.2g}, tried {len(readings)}"] if words else []
         return chosen, said
     if fits:
-        least = min(fit.error for fit in fits.values())
+        nearest = min(fits, key=lambda index: fits[index].error)
+        least, taken = fits[nearest].error, "is assumed"
+        # An O that has nothing to do with it is off by 1 and more.
+        if least < min(1.0, fits.get(0, fits[nearest]).error / 2) and words:
+            chosen, taken = readings[nearest], "is nearest"
+            words = [f"{w.partition('=')[0]}={getattr(chosen.metadata, w.partition('=')[0])}" for w in words]
         return chosen, [
-            f"O does not agree with attention on q, k and v (off by {least:.2g} or more"
-            + (f"; {' and '.join(words)} is assumed" if words else "")
+            f"O{MISFIT} (off by {least:.2g} or more"
+            + (f"; {' and '.join(words)} {taken}" if words else "")
             + "): q or k from before RoPE or a norm, another scale, keys that are not in the dump, or heads and "
             "features in one axis (--head-dim)?"
         ]
@@ -234,6 +241,9 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
     fits = [lse_fit(reading, DEFAULT_OBSERVATION, _CPU) for reading in readings]
     known = [(fit.error, index) for index, fit in enumerate(fits) if fit is not None]
     best = readings[min(known)[1] if known else 0]
+    if known and not any(fit.ok for fit in fits if fit is not None):
+        base = f"; lse_base={best.metadata.lse_base} is assumed" if len(bases) > 1 else ""
+        return best, [f"LSE{MISFIT} (off by {min(known)[0]:.2g} or more{base})"]
     if len(bases) == 1:
         return best, []
     how = f"LSE agrees within {min(known)[0]:.2g}" if known else "assumed, no row to check with"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
@@ -62,8 +62,8 @@ _SUGGESTIONS: dict[Label, str] = {
         "rowsum(P o dP), or bound the logits (QK-norm, QK-clip)."
     ),
     "lossy": (
-        "Something is rounded more coarsely than a well-rounded kernel rounds it: look for scores, row maximum, row "
-        "sum, accumulators or LSE below fp32, and for casts that truncate."
+        "The error is larger than a well-rounded kernel's: look for scores, row maximum, row sum, accumulators or LSE "
+        "below fp32, and for casts that truncate; where none of these makes it, for mathematics that is a little off."
     ),
     "biased": (
         "Look for the site: directed rounding of P or of the accumulator, "
@@ -135,7 +135,9 @@ def judge(
     tests = {name: e for name, e in tests.items() if name not in blurred}
     if blurred:
         labels.append("undecided")
-        reasons.append(_blurred(blurred))
+        # Where most are in doubt it is the reference, as beside an O in float64.
+        few = bias.o_excess is not None and 2 * in_doubt < bias.o_excess.n
+        reasons += _blurred(blurred, in_doubt if few else 0)
     biased = _biased(tests, rounding_bias, level, scope, declared or {})
     reasons += biased[1]
     if biased[0]:
@@ -191,15 +193,21 @@ def _identical_words(in_doubt: int) -> str:
     return f"O is bit-identical to correct rounding, as far as float64 can tell ({in_doubt} elements are in doubt)."
 
 
-def _blurred(tests: dict[str, BiasEstimate]) -> str:
-    listed = "; ".join(
-        f"{_NAMES[name]}: up to {e.reference_bound:.2g} beside a standard error of {e.standard_error:.2g}"
-        for name, e in tests.items()
-    )
-    return (
-        "No test of a mean that the float64 reference is not sharp enough for (its own error may exceed "
-        f"{REFERENCE_BELOW:.0%} of the standard error): {listed}."
-    )
+def _blurred(tests: dict[str, BiasEstimate], in_doubt: int) -> Iterator[str]:
+    """Why means are not tested: elements of O of which correct rounding is not known, or the reference's own error."""
+    halfway = {name for name in tests if name != "delta"} if in_doubt else set[str]()
+    for of_rounding, why in (
+        (True, f"{in_doubt} elements of O lie halfway between two numbers of its format, as far as float64 can tell, "
+         "so that correct rounding may make either (which may move the mean by more than "),
+        (False, "No test of a mean that the float64 reference is not sharp enough for (its own error may exceed "),
+    ):  # fmt: skip
+        listed = "; ".join(
+            f"{_NAMES[name]}: up to {e.reference_bound:.2g} beside a standard error of {e.standard_error:.2g}"
+            for name, e in tests.items()
+            if (name in halfway) is of_rounding
+        )
+        if listed:
+            yield f"{why}{REFERENCE_BELOW:.0%} of the standard error): {listed}."
 
 
 def _violated(certificate: Certificate) -> Verdict:

@@ -32,7 +32,7 @@ from attn_diag.captures.validity import require_inputs, short
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.reference import Dropout
-from attn_diag.results.wording import plural
+from attn_diag.results.wording import between, plural
 
 # Tensors of a capture, beside what kernels returned, that hold nothing but what belongs to its heads.
 _PLAIN = {"q", "k", "v", "do", "x", "w_q", "dq_pre"}
@@ -342,11 +342,11 @@ class Capture:
         found = {**self.metadata.to_text(self.format_version), "dtype": short(self.tensors["q"].dtype)}
         if self.documents is not None:
             lengths = [d.lengths[0] for d in self.documents]
-            found["documents"] = f"{len(lengths)} of {min(lengths)} to {max(lengths)} rows"
+            found["documents"] = f"{len(lengths)} of {between(min(lengths), max(lengths))} rows"
         if isinstance(k := self.tensors["k"], PagedKeys):
             used = [page for pages in k.pages for page in pages]
             shared = f", {len(used) - len(set(used))} of them again" if len(set(used)) < len(used) else ""
-            found["cache"] = f"{min(k.lengths)} to {max(k.lengths)} keys in pages of {k.page_size}; {len(used)}{shared}"
+            found["cache"] = f"{between(*k.span)} keys in pages of {k.page_size}; {len(used)}{shared}"
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:

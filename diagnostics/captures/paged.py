@@ -46,6 +46,11 @@ class PagedKeys:
         return self.pool.shape[1]
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The fewest and the most keys of a sequence."""
+        return min(self.lengths), max(self.lengths)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of all axes."""
         _, _, heads, features = self.pool.shape

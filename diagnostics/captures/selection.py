@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from attn_diag.errors import InputError
+from attn_diag.results.wording import between
 
 if TYPE_CHECKING:
     from attn_diag.captures.capture import Capture
@@ -109,7 +110,7 @@ def _select(
         asked = f" (got {wanted})" if isinstance(wanted, Ranges) else ""
         whose = f" (the model's numbers: its head_offset is {offset})" if offset else ""
         raise InputError(
-            f"{capture.source}: no {what} {listed}; the capture has {numbers[0]} to {numbers[-1]}{whose}{asked}"
+            f"{capture.source}: no {what} {listed}; the capture has {between(numbers[0], numbers[-1])}{whose}{asked}"
         )
     return [i for i in available if i + offset in wanted]
 

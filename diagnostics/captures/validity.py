@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 import torch
 
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.dropout import KEPT
+from attn_diag.captures.hops import is_of_hop
 from attn_diag.captures.metadata import Metadata, refuse_unsupported
 from attn_diag.captures.sinks import OF_HEADS
 from attn_diag.captures.sources import CACHE, DEFAULT_OBSERVATION, FLOATS, FP8, INPUTS, OBSERVED, PACKING, TensorSource
+from attn_diag.captures.sums import without_sums
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of
+from attn_diag.results.wording import listed
 
 Tensors = Mapping[str, TensorSource]
+# What captures hold besides: sums over a rank's own keys, and position_ids that do not begin again.
+_BESIDES = ("own_dk", "own_dv", "position_ids")
+# So many tensors that are not used are named.
+_NAMED = 4
 
 
 def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
@@ -49,6 +57,30 @@ def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
             )
         if 0 in shape:
             raise InputError(f"{name} is empty: shape {list(shape)}")
+
+
+def unused_words(tensors: Tensors) -> str | None:
+    """Which tensors are not used because of their names, in words, with the known name that is next; None: none."""
+    known = (*INPUTS, *OBSERVED, *_BESIDES)
+    unused = [n for n in without_sums(tensors) if not (is_of_hop(n) or n in known or n.rpartition(".")[2] in OBSERVED)]
+    if not unused:
+        return None
+    meant = {name: _meant(name, known) for name in unused}
+    named = [f"{name!r} (meant for {near!r}?)" if near else repr(name) for name, near in meant.items()]
+    said = f"not used, as no such name is known: {listed(named, _NAMED)}"
+    if all(meant.values()):
+        return said
+    return (
+        f"{said}; known are {', '.join(INPUTS)}, and of outputs {', '.join(OBSERVED)}, also with an observation's name "
+        "before them, such as flash.o"
+    )
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a tensor's may be meant for; None where none is near."""
+    observation, dot, output = name.rpartition(".")
+    near = get_close_matches(output.strip().lower(), OBSERVED if dot else known, 1)
+    return f"{observation}{dot}{near[0]}" if near else None
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -54,6 +54,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
 ) -> int:
     """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
+    from attn_diag.analyses.conversion import MISFIT
     from attn_diag.analyses.conversion import convert as run
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
@@ -68,11 +69,12 @@ def convert(
         complain(error)
 
     lines: list[str] = []
-    files = 0
+    files = misfits = 0
 
     def told(written: Path, notes: tuple[str, ...]) -> None:
-        nonlocal files
+        nonlocal files, misfits
         files += 1
+        misfits += any(MISFIT in note for note in notes)
         lines.append(printable(str(written)))
         lines.extend(f"  {printable(note)}" for note in notes)
 
@@ -86,7 +88,9 @@ def convert(
         # How many there are is known at the end, and said first; what was written is told even if a later call fails.
         if files:
             left = f", {plural(len(failed), 'call')} left out" if failed else ""
-            named = f"{'FAIL' if failed else 'OK'} {plural(files, 'capture')} of {printable(str(path))}{left}"
+            left += f", in {misfits} of which an output does not agree with q, k and v (see below)" if misfits else ""
+            word = "FAIL" if failed else "UNDECIDED" if misfits else "OK"
+            named = f"{word} {plural(files, 'capture')} of {printable(str(path))}{left}"
             say(f"{named}; next: attn-diag inspect {printable(str(out))}", sys.stdout)
         for line in lines:
             say(line, sys.stdout)

@@ -63,7 +63,9 @@ def inspect(
         int, typer.Option(metavar="N", help="Recompute N rows of every head in mpmath: is the reference right?")
     ] = 0,
     certify_rows: Annotated[str | None, typer.Option(help="Recompute these rows too, such as 0,17,100-120.")] = None,
-    certify_bits: Annotated[int, typer.Option(help="Working precision of --certify, in bits.")] = 128,
+    certify_bits: Annotated[
+        int | None, typer.Option(help="Working precision of --certify, in bits (default 128).")
+    ] = None,
     merge_ranks: Annotated[
         bool, typer.Option(help="Captures that differ only in their rank become one, with all their batch items.")
     ] = True,
@@ -78,7 +80,7 @@ def inspect(
     from attn_diag.analyses.inspection.forked import forked_ranks, processes_worth
     from attn_diag.analyses.inspection.inspect import inspect_captures
     from attn_diag.analyses.inspection.ranks import ranks_of_torchrun
-    from attn_diag.head.certification import Certify
+    from attn_diag.head.certification import DEFAULT_ORACLE_BITS, Certify
     from attn_diag.results.diagnosis import Label
 
     wanted = labels(fail_on, get_args(Label))
@@ -88,16 +90,22 @@ def inspect(
         refuse_softmax(
             {"--observation": observation, "--recipe": recipe, "--batch": places.batch, "--json-full": tables.json_full,
              "--csv": tables.csv, "--parquet": tables.parquet, "--details": details, "--certify": certify > 0,
-             "--certify-rows": certify_rows, **overrides.given()}
+             "--certify-rows": certify_rows, "--certify-bits": certify_bits, "--engine": engine != "emulation",
+             "--no-merge-ranks": not merge_ranks, **overrides.given()}
         )  # fmt: skip
         return _linear(linear, places, delivery, html, wanted, level, device)
-    certified = Certify(certify, numbers("--certify-rows", certify_rows), certify_bits)
+    if certify_bits is not None and not certify and certify_rows is None:
+        raise InputError("--certify-bits is for --certify alone: add --certify N, or leave it out")
+    bits = DEFAULT_ORACLE_BITS if certify_bits is None else certify_bits
+    certified = Certify(certify, numbers("--certify-rows", certify_rows), bits)
     with ranks_of_torchrun() as ranks:
         # What is wrong with the files is said once.
         with nullcontext() if ranks.rank == 0 else redirect_stderr(io.StringIO()):
             captures, unreadable = inputs.open(
                 places.layer, overrides, delivery, [html, *tables.targets(delivery.json)]
             )
+        if engine == "triton" and not recipe and all(capture.observations for capture in captures):
+            raise InputError("--engine triton is for --recipe alone: add --recipe NAME, or leave it out")
         # By default the head that the first screen of a page is about.
         count = int(html is not None) if details is None else number_or_all("--details", details)
         processes = processes_worth(captures, device) if ranks.count == 1 else 1

@@ -71,7 +71,7 @@ def invariance(
     if operator is not None:
         from attn_diag.testing.linear.invariance import invariance_linear
 
-        refuse_softmax({"--causal": causal != "none", "--scale": scale})
+        refuse_softmax({"--causal": causal != "none", "--scale": scale, "--no-schedules": not schedules})
         with progress_bar("arrangements") as progress:
             found = invariance_linear(
                 kernel, operator, recurrent=recurrent, name=kernel, dtype=kind,

@@ -99,4 +99,5 @@ def replay(
 
 def _exit_code(found: Replay, wanted: frozenset[str]) -> int:
     answers = {c.cause for c in found.captures} | ({"failed"} if found.failed else set())
-    return 2 if found.unreadable else int(bool(answers & wanted))
+    refused = all(k.outcome == "refused" for c in found.captures for k in c.kernels if not k.captured)
+    return 2 if found.unreadable or refused else int(bool(answers & wanted))

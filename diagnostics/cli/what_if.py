@@ -29,7 +29,7 @@ def what_if(
     beta: Annotated[
         list[float] | None, typer.Option(help="A beta of the stabilised softmax (repeatable), instead of 1.5 to 8.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each stochastic rounding; 0 for none.")] = 4,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each stochastic rounding; 0 for none (default 4).")] = None,
     places: Places,
     delivery: Delivery,
     level: Level = 0.01,
@@ -37,11 +37,11 @@ def what_if(
     overrides: Overrides,
 ) -> int:
     """Rank mitigations and other recipes by the error and bias they leave on one captured head, and by their cost."""
-    from attn_diag.analyses.mitigation.mitigations import BETAS
+    from attn_diag.analyses.mitigation.mitigations import BETAS, SEEDS
     from attn_diag.analyses.mitigation.what_if import what_if as run
 
     inputs = Inputs([] if path is None else [path], example)
-    refused = {"--only": only, "--beta": beta, **overrides.given()}
+    refused = {"--only": only, "--beta": beta, "--seeds": seeds, **overrides.given()}
     if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
         from attn_diag.analyses.linear_recipes.what_if import what_if_linear
 
@@ -57,7 +57,7 @@ def what_if(
     with progress_bar("rows") as progress:
         result = run(
             capture, observation=observation, recipe=recipe, batch=batch, head=head, only=only or (),
-            betas=beta or BETAS, seeds=seeds, level=level, device=device, progress=progress,
+            betas=beta or BETAS, seeds=SEEDS if seeds is None else seeds, level=level, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(result)
     return 2 if unreadable else 0

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import AttentionHead, reference_rows
-from attn_diag.results.wording import ranges, together
+from attn_diag.results.wording import between, ranges, together
 
 # A softmax scale in BF16 is up to 0.4 % off. Where a tensor core's sums are too many to be followed, they are up to 7 %
 # too small (benchmarks/bench_fp8_products.py).
@@ -197,7 +197,7 @@ class _Fitted:
         said = [f"it is multiplied by {factors[-1]:.3g} throughout, as by {_CULPRIT['v']}"] if wrong[-1] else []
         if len(some) > _NAMED:
             own = [factors[g] for g in some]
-            by = f"factors from {min(own):.3g} to {max(own):.3g}, each block of {where} by its own"
+            by = f"factors of {between(f'{min(own):.3g}', f'{max(own):.3g}')}, each block of {where} by its own"
             blocks = f"in {len(some)} of {len(factors) - 1} blocks its scores are multiplied by {by}"
             said.append(f"{blocks}, as by {_CULPRIT[of]}")
         elif some:

@@ -168,8 +168,9 @@ class QuantitySample:
 
     def rows_carrying(self) -> float:
         """Effective number of rows that carry the errors, each counted by itself."""
-        found = replace(self, clusters=None).ratio()
-        return 0.0 if found is None else found.groups
+        case = replace(self, clusters=None)._case(None)
+        carried = [x for x in (case.observed, case.yardstick) if x.any()]
+        return min((float(x.sum() ** 2 / np.square(x).sum()) for x in carried), default=0.0)
 
     @cached_property
     def _ratios(self) -> list[RatioEstimate | None]:

@@ -187,6 +187,11 @@ def ranges(numbers: Sequence[int], most: int = 4) -> str:
     return ", ".join(named) + (f" and {left} more" if left else "")
 
 
+def between(low: object, high: object) -> str:
+    """From the one to the other, as they are shown: "3 to 8", "6"."""
+    return f"{low}" if f"{low}" == f"{high}" else f"{low} to {high}"
+
+
 def head_name(layer: int | None, head: int | None) -> str:
     """A head by the model's numbers: "L2H4", "H4" where the layer is not stated, "all" for the pooled entry."""
     if head is None:

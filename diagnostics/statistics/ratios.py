@@ -20,6 +20,8 @@ Array = npt.NDArray[np.float64]
 # With fewer effective groups the interval itself is too uncertain to accuse anyone.
 MIN_GROUPS = 8
 _LEVEL = 0.05
+# Rows of their own differ by percents; whose log ratios differ by no more than float64's sums are one row's copies.
+_COPIES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def paired_ratio(
             ratio of two sums of so many squares, share^2 (1 - correlation^2) / count.
 
     Returns:
-        None where the yardstick is 0 or there are fewer than two groups.
+        None where the yardstick is 0 or there are fewer than two groups. Where all groups are copies of one, which is
+        one independent sample, the interval tells nothing.
     """
     return paired_ratios([RatioCase(observed, yardstick, clusters, carriers)])[0]
 
@@ -140,4 +143,7 @@ def _side_by_side(
             if shared is not None:
                 variance += shared.share**2 * max(1 - shared.correlation**2, 0.0) / max(shared.count, 1.0)
             half = points[i] * math.sqrt(variance)
+            if half < _COPIES < abs(math.log(factor)):  # one independent sample
+                yield RatioEstimate(factor, 0.0, math.inf, 1.0)
+                continue
             yield RatioEstimate(factor, factor * math.exp(-half), factor * math.exp(min(half, 700.0)), counts[i])

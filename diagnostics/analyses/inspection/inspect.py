@@ -22,6 +22,7 @@ from attn_diag.captures.given import Array, CallTensors, Source, captures_of, re
 from attn_diag.captures.merge import merged_over_ranks
 from attn_diag.captures.selection import Selection, select_place
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
+from attn_diag.captures.validity import unused_words
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import require_known
 from attn_diag.head.certification import Certify
@@ -30,11 +31,8 @@ from attn_diag.head.read import read_head
 from attn_diag.head.row_maxima import DEFINITIONS, Repeats, collector_of
 from attn_diag.kernels import Recipe
 from attn_diag.reference import reference_head
-from attn_diag.results.diagnosis import (
-    Diagnosis,
-    Family,
-    NonFinite,
-)
+from attn_diag.results.diagnosis import Diagnosis, Family, NonFinite
+from attn_diag.results.wording import listed
 from attn_diag.statistics.means import require_level
 from attn_diag.work import Progress, full_collections_later, map_in_order
 
@@ -225,8 +223,10 @@ def inspect_captures(
     if others and ranks.count > 1:
         raise InputError("each process of torchrun has a GPU of its own: leave out --device, or torchrun")
     chosen, skipped, told = require_captures(captures, "inspect"), list(unreadable), list[str]()
+    unused = _unused(chosen)
     if merge_ranks:
         chosen, told = merged_over_ranks(chosen)
+    told += unused
 
     def leave_out(error: InputError) -> None:
         """One of several captures, which cannot be used; every rank does, and one says so."""
@@ -291,6 +291,15 @@ def inspect_captures(
     with working_on(devices):
         done = {kept.index(place): job for place, job in ran.items()}
         return with_details(diagnosis, done, details, ranks, _after(progress, counted.total))
+
+
+def _unused(captures: Iterable[Capture]) -> list[str]:
+    """What is said of tensors of unknown names, once of captures that have the same."""
+    found: dict[str, list[str]] = {}
+    for capture in captures:
+        if (said := unused_words(capture.tensors)) is not None:
+            found.setdefault(said, []).append(capture.source)
+    return [f"{listed(sources, 1)}: {said}" for said, sources in found.items()]
 
 
 def _in_words(source: str, error: Exception) -> InputError:

@@ -23,7 +23,7 @@ from attn_diag.head.linear import recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect
-from attn_diag.results.wording import LINEAR_SYMBOLS, percent, together
+from attn_diag.results.wording import LINEAR_SYMBOLS, between, percent, together
 
 _GUILTY = 0.5
 # Where a site takes away more than this, errors of sites cancel, and no one of them makes the error.
@@ -122,8 +122,7 @@ def _blamed(head: LinearHeadAttribution) -> list[str]:
     for site, quantities in by_site.items():
         effects = next(s for s in head.sites if s.site == site).effects
         shares = [effects[q].share for q in quantities]
-        low, high = percent(min(shares)), percent(max(shares))
-        part = low if low == high else f"{low} to {high}"
+        part = between(percent(min(shares)), percent(max(shares)))
         named = together([LINEAR_SYMBOLS.get(q, q) for q in quantities])
         said.append(f"{part} of the squared error of {named} comes from {SITES[site]}.")
     return said

@@ -21,7 +21,7 @@ from attn_diag.head.linear import recipe_name
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.linear_recipe import LinearFormat, LinearRecipe
 from attn_diag.results.linear_recipes import LinearCandidate, LinearWhatIf
-from attn_diag.results.wording import number, percent
+from attn_diag.results.wording import between, number, percent
 
 _BYTES: dict[LinearFormat, int] = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 
@@ -98,7 +98,7 @@ def _summary(baseline: LinearCandidate, made: list[LinearCandidate], used_from: 
     sizes = [c for c in made if c.name.startswith("chunk=")]
     if sizes:
         low, high = min(c.left for c in sizes), max(c.left for c in sizes)
-        said.append(f"Other chunk sizes leave {number(low)} to {number(high)} times as much.")
+        said.append(f"Other chunk sizes leave {between(number(low), number(high))} times as much.")
     worst = made[-1]
     if worst.left > 1.1:
         said.append(f"{worst.name} would leave {number(worst.left)} times as much.")

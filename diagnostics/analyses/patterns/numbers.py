@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attn_diag.results.wording import number, ranges
+from attn_diag.results.wording import between, number, ranges
 
 _PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -112,4 +112,4 @@ def _periodic(rows: Sequence[int], total: int, unit: str, either: Sequence[int])
 def spread(values: npt.NDArray[np.float64]) -> str:
     """From the smallest to the largest, but for one in twenty at either end."""
     low, high = np.quantile(values, (0.05, 0.95))
-    return f"{number(float(low))} to {number(float(high))}"
+    return between(number(float(low)), number(float(high)))

@@ -253,11 +253,12 @@ def facts(
         )
     if biased:
         found, test = max(((f, t) for f in biased for t in f.tests if t.biased), key=_size)
+        ordinary = "" if "normal" in wrong or "normal" not in by_name else " Ordinary rows (normal) show nothing."
         return (
             f"O is too {_direction(test)} in the mean ({listed([f.name for f in biased], _NAMED)})",
             "sure",
             f"In {found.name} by {in_last_bits(abs(test.mean_ulp or 0.0))} in the mean, beyond correct rounding; "
-            f"{chance(test.p_adjusted)}.",
+            f"{chance(test.p_adjusted)}.{ordinary}",
             "",
         )
     if lse:

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer
 from attn_diag.results.quant import QuantizerMatch
+from attn_diag.results.wording import between
 from attn_diag.testing.quantizing.blocks import only_ties
 from attn_diag.testing.quantizing.changes import ARITHMETICS, changes
 from attn_diag.testing.quantizing.possible import (
@@ -129,7 +130,8 @@ def _named(base: PossibleQuantizer, by: Quantizer, w: Tensor, observed: Tensor) 
     scale = read_scales(w, observed, by)
     own = quantize(w.double(), by).scale.double()
     part = (scale / own)[own > 0]
-    words = f"scales that are {float(part.min()):.3g} to {float(part.max()):.3g} times those of the weight's own amax"
+    off = between(f"{float(part.min()):.3g}", f"{float(part.max()):.3g}")
+    words = f"scales that are {off} times those of the weight's own amax"
     if base.by.block != by.block:
         words = f"blocks of {by.block} and {words}" if by.block.isdigit() else f"a scale for each {by.block}, {words}"
     name = base.by.name if base.by.block == by.block else f"{base.by.name} block={by.block}"

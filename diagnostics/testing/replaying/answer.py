@@ -102,7 +102,7 @@ def answer(
         cause = "metadata"
     elif _all_overflow(culprits, sound) or any(k in asked for k in fragile):
         cause = "head"
-    elif not asked or any("undecided" in k.labels for k in asked if k.captured):
+    elif not asked or all(k.captured for k in judged) or any("undecided" in k.labels for k in asked if k.captured):
         cause = "undecided"
     else:
         cause = "pass"
@@ -122,7 +122,7 @@ def answer(
         kernels=tuple(kernels),
         operator=capture.operator if isinstance(capture, LinearCapture) else None,
     )  # fmt: skip
-    return replace(made, words=_words(made, capture.metadata.declared))
+    return replace(made, words=_words(made, capture.metadata.declared, asked_for))
 
 
 def _shape(capture: Capture | LinearCapture) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _helps(fragile: Sequence[ReplayedKernel], sound: Sequence[ReplayedKernel]) -
     return error, tuple(sorted(found, key=lambda one: one.dq_error))
 
 
-def _words(found: ReplayedCapture, declared: str | None) -> str:
+def _words(found: ReplayedCapture, declared: str | None, asked_for: Collection[str]) -> str:
     by_name = {k.name: k for k in found.kernels}
     heads = found.shape["H" if found.operator else "Hq"]
     said = []
@@ -206,19 +206,22 @@ def _words(found: ReplayedCapture, declared: str | None) -> str:
         said.append(
             f"neither passed nor faulted: {listed(unsure, _NAMED)}."
             if unsure
+            else "nothing was compared: no other kernel could be run on it."
+            if any(k.judged for k in found.kernels)
             else "no kernel's outputs could be judged."
         )
-    elif found.cause == "pass":
-        good = [k.name for k in found.kernels if k.judged and not k.faults and "undecided" not in k.labels]
+    good = [k.name for k in found.kernels if k.judged and not k.faults and "undecided" not in k.labels]
+    if found.cause == "pass" or (found.cause == "undecided" and good):
         yardstick = "a well-rounded kernel" if declared is None else f"the declared {declared} allows"
-        said.append(f"as good as {yardstick}: {listed(good, _NAMED)}.")
-        if all(k.captured or not k.judged for k in found.kernels):
-            said.append("No other kernel could be run on it.")
+        said.append(f"{'As' if said else 'as'} good as {yardstick}: {listed(good, _NAMED)}.")
     if found.cause in ("pass", "undecided") or (found.cause == "head" and found.fragile):
         said += [
             f"Not as good: {fault_words(by_name[name], heads, forward_first=found.operator is not None)}"
             for name in found.culprits[:_NAMED]
         ]
+    refused = [k for k in found.kernels if k.name in asked_for and k.outcome == "refused"]
+    said += [f"Not compared: {k.name}, which refused: {(k.message or '').rstrip('.')}." for k in refused[:_NAMED]]
+    said += [f"Nor {listed([k.name for k in refused[_NAMED:]], _NAMED)}."] if refused[_NAMED:] else []
     return " ".join(said)
 
 
