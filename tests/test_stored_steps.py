@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ def test_a_softmax_whose_steps_are_stored_is_named(dtype: torch.dtype) -> None:
     found = attn_diag.inspect(q, k, v, do=do, **stepwise(q, k, v, do), device="cpu")
     named = sites(only_head(found))
     assert (named["o"], named["dv"]) == ("steps", "steps")
+    # The opening says it too, and does not send to look for what is known.
+    assert "every step of softmax" in " ".join(found.report().partition("What to do")[0].split())
 
 
 def test_a_sum_with_the_mask_that_is_stored_is_named() -> None:
@@ -79,3 +82,25 @@ def test_a_row_that_is_wrong_is_not_explained_by_a_stored_sum() -> None:
     head = only_head(attn_diag.inspect(q, k, v, o=o, mask=mask, device="cpu"))
     assert sites(head) == {"o": None}
     assert head.quantities[0].answer in ("undecided", "wrong")
+
+
+def test_what_is_known_is_not_to_be_looked_for() -> None:
+    """P is normalised before its cast, scores are fp32: JAX's own attention, and FlexAttention without compile."""
+    q, k, v, _ = inputs(3, 3.0, torch.bfloat16, rows=384)
+    later = torch.ones(384, 384, dtype=torch.bool).triu(1)
+    scores = (q.float() @ k.float().mT * 0.125).masked_fill(later, -math.inf)
+    o = scores.softmax(-1).bfloat16() @ v
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
+    head, report = only_head(found), " ".join(found.report().split())
+    assert head.verdict is not None
+    assert head.verdict.labels == ("lossy",)
+    assert "well-rounded kernel. O: as where P is normalised before its cast" in report
+    assert "accumulators or LSE below fp32" not in report
+    assert "Which rounding inside" not in attn_diag.explain(found, head=0).report()
+
+
+def test_no_16_bit_figure_is_held_against_fp32() -> None:
+    q, k, v, do = inputs(4, 1.0, torch.float32)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, device="cpu").report()
+    assert "production kernels in 16 bits" in " ".join(found.split())

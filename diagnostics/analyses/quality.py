@@ -145,6 +145,8 @@ def judge_quantity(
             words = f"{words.removesuffix('.')}, as where {whole.scales}."
         elif whole.scales:
             words = f"{words} Its bits are those of a kernel where {whole.scales}."
+        elif answer == "lossy" and whole.site in WORDS:
+            patterns = (Pattern("rounding", f"as where {WORDS[whole.site]}"),)
         return QuantityVerdict(
             quantity=quantity,
             answer=answer,
