@@ -131,7 +131,7 @@ def hides(mask: Tensor) -> Tensor:
 
 
 # Half the fp32 spacing from here on, 2^-7, is BF16's spacing at 1: no kernel's P is then known from its inputs.
-_ABSORBS = -(2.0**17)
+ABSORBS = -(2.0**17)
 
 
 def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
@@ -149,4 +149,4 @@ def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
     """
     top = mask if hidden is None else torch.where(hidden, -torch.inf, mask)
     top = top.amax(-1, keepdim=True)
-    return ((top <= _ABSORBS) | hides(top)) & (top > -torch.inf)
+    return ((top <= ABSORBS) | hides(top)) & (top > -torch.inf)

@@ -237,7 +237,8 @@ GROUPS: dict[str, tuple[Word, ...]] = {
             "noise_factor",
             "noise factor",
             "delta's error over the noise floor, root mean squares over the rows. 0.98 to 1.9 on production "
-            "kernels; more means that something besides O's last rounding is coarse.",
+            "kernels in 16 bits (9 to 38 in FP32, whose sums round too); more means that something besides O's last "
+            "rounding is coarse.",
         ),
         Word(
             "conditioning",

@@ -127,7 +127,7 @@ def worst_factor(head: HeadDiagnosis) -> float | None:
 FACTOR = Quantity("factor", "times a well-rounded kernel", worst_factor, "\u00d7 well-\nrounded", factor=True)
 NOISE_FACTOR = Quantity(
     "noise_factor", "noise factor", "noise_factor", "noise\nfactor",
-    words="Delta's error over what one correct rounding of O makes; 0.98 to 1.9 on production kernels.",
+    words="Delta's error over what one correct rounding of O makes; 0.98 to 1.9 on production kernels in 16 bits.",
 )  # fmt: skip
 CONDITIONING = Quantity(
     "conditioning", "conditioning", "conditioning", "condi-\ntioning",

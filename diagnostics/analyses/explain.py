@@ -373,7 +373,8 @@ def _unknown(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
         yield f"Not measured: {'; '.join(missing)}."
     for note in head.propagation.notes:
         yield f"{note.rstrip('.')}."
-    yield "Which rounding inside the kernel makes the error: an inspection sees only what comes out."
+    if not any(q.site for q in head.quantities):
+        yield "Which rounding inside the kernel makes the error: an inspection sees only what comes out."
     yield "Whether training suffers: this is one capture, and neither bias nor size in one proves or excludes it."
     if head.certificate is None:
         yield "The reference's error is bounded by proof; its rows were not recomputed in higher precision (certify)."

@@ -145,6 +145,8 @@ def judge_quantity(
             words = f"{words.removesuffix('.')}, as where {whole.scales}."
         elif whole.scales:
             words = f"{words} Its bits are those of a kernel where {whole.scales}."
+        elif answer == "lossy" and whole.site in WORDS:
+            patterns = (Pattern("rounding", f"as where {WORDS[whole.site]}"),)
         return QuantityVerdict(
             quantity=quantity,
             answer=answer,
@@ -173,8 +175,8 @@ def judge_quantity(
     if outlying.any():
         telling = outlying & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
     by_chance = whole.exact_by_chance
-    # What cancels may cancel in all rows alike: then their errors add up.
-    shared = float(len(outlying)) if by_chance else 1.0
+    # What cancels may cancel in all query rows alike: then their errors add up in a key's gradient.
+    shared = float(len(outlying)) if by_chance and unit == "keys" else 1.0
     if by_chance:
         telling = telling & (whole.error > GROUP_LIMIT**2 * shared * whole.expected)
     if telling.any():
@@ -206,12 +208,12 @@ def judge_quantity(
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
-    if by_chance and max(ratio.low, typical.low) > LOSSY:
+    if by_chance and max(ratio.factor, typical.factor) > LOSSY:
         beside = whole.beside_expected()
-        assert beside is not None  # as there is a ratio
-        words = f"{name} has {factor_words(beside)} times the error that casts are expected to leave"
+        factor = "" if beside is None else f"{factor_words(beside)} times "
+        words = f"{name} has {factor}the error that casts are expected to leave"
         words += "; in a well-rounded kernel they leave next to none on these very numbers"
-        if beside.low > LOSSY * math.sqrt(shared) and beside.groups >= MIN_GROUPS:
+        if beside is not None and beside.low > LOSSY * math.sqrt(shared) and beside.groups >= MIN_GROUPS:
             return verdict("lossy", f"{words}.")
         return verdict("undecided", f"{words}, where others need not be exact.")
     factor = f"{factor_words(ratio)} times {other}{cost(error, truth, plain)}"

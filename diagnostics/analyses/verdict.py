@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from attn_diag.analyses.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
 from attn_diag.analyses.quality import beside_truth
 from attn_diag.head.quality import LOSSY
+from attn_diag.head.unfused import WORDS
 from attn_diag.results.diagnosis import (
     LABELS,
     Bias,
@@ -75,6 +76,9 @@ _SUGGESTIONS: dict[Label, str] = {
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
+_KNOWN_ROUNDING = (
+    "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
+)
 _UNSEEN_DROPOUT = (
     "If attention dropout was on, this is no fault: add its mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and "
     "dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
@@ -176,6 +180,8 @@ def judge(
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     unseen = all(getattr(bias, name) is None for name in PRIMARY) and bit_identical is None
     suggestions = _SUGGESTIONS | ({"undecided": _WITHOUT_O} if unseen else {})
+    if all(q.site in WORDS for q in answers["lossy"]):
+        suggestions["lossy"] = _KNOWN_ROUNDING
     if any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
         suggestions["lossy"] += _OR_A_FAULT
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))

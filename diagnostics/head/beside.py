@@ -131,7 +131,7 @@ def beside_well_rounded(
             return replace(chosen, site=named(way), rounding=own, features_rounding=own)
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
-    if found is None and len(chosen.error):  # a single row has no ratio with an interval
+    if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval
         beyond = math.sqrt(float(chosen.error.sum()) / max(float(chosen.expected.sum()), 1e-300))
     if beyond > BEYOND * 2.0 ** (fmt.precision - _EIGHT_BITS):
         # A right backward that is fed with a coarse L is as far off.

@@ -4,11 +4,14 @@
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
-    P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1
+                                      additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
+    P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
+                                      each step cast, e = cast(exp(cast(S - m))), cast(e / cast(rowsum(e))), as in JAX
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP
-    dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32)
-       = cast(g - P o rowsum(g)), g = cast(P o dP)      with the cast P on CUDA, where softmax in 16 bits stores g
+    dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
+                                              or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
+                                              or each step cast, cast(g - cast(P o cast(rowsum(g))))
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
@@ -17,15 +20,17 @@ Sums are float64 here; torch's fp32 sums move the casts of few elements.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
+from attn_diag.reference.masking import ABSORBS
 
-# How S is stored, and which P makes dS (uncast: the one before its cast, with dS in fp32, as of q.float() k.float()T;
-# cuda: the cast one, by CUDA's softmax).
+# How S is stored, and how dS is made: of which P (cast; fp32: before its cast; uncast: likewise with dS in fp32, as of
+# q.float() k.float()T), or with which steps stored.
 # S in fp32 is FlexAttention's without torch.compile too.
 # Where two leave the same, as with equal scores, the first is named: it claims least.
 UNFUSED = (
@@ -42,9 +47,15 @@ UNFUSED = (
     "unfused:root:cast",
     "unfused:root:cuda",
     "unfused:root:fp32",
+    "unfused:q:products",
+    "unfused:scores:steps",
+    "unfused:q:steps",
 )
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
+    "biased": "S, its sum with the mask and P are stored in the inputs' format, as in plain torch",
+    "products": "S, P and P o dP are stored in the inputs' format, as in MLX",
+    "steps": "every step of softmax is stored in the inputs' format, as JAX's softmax of 16 bits does it",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
@@ -53,13 +64,29 @@ WORDS = {
 
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
 _ROUNDED = ":rounded"
+# Of an additive mask (or slopes): what is stored in 16 bits has it.
+_BIASED = ":biased"
+_OF_BIASED = (
+    "unfused:summed:cast",
+    "unfused:summed:fp32",
+    "unfused:scores:cast:biased",
+    "unfused:scores:cuda:biased",
+    "unfused:scores:fp32:biased",
+    "unfused:q:cast:biased",
+    "unfused:q:products:biased",
+    "unfused:q:steps:biased",
+)
 # Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
 ROUNDED_DROPOUT = "rounded-dropout"
 
 
 def ways(head: AttentionHead) -> tuple[str, ...]:
-    """``UNFUSED``; of a head with dropout each also with a rounded 1 / (1 - p)."""
-    return UNFUSED if head.dropout is None else (*UNFUSED, *(way + _ROUNDED for way in UNFUSED))
+    """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p)."""
+    mask, biased = head.masking.mask, head.masking.alibi is not None
+    if mask is not None and mask.dtype != torch.bool:
+        biased |= bool(((mask != 0) & (mask > ABSORBS)).any())
+    found = (*UNFUSED, *_OF_BIASED) if biased else UNFUSED
+    return found if head.dropout is None else (*found, *(way + _ROUNDED for way in found))
 
 
 def named(way: str) -> str:
@@ -68,6 +95,10 @@ def named(way: str) -> str:
         return "dropout_factor"
     if way.endswith(_ROUNDED):
         return "dropout"
+    if way.endswith((":products", ":steps")):
+        return way.rpartition(":")[2]
+    if way in _OF_BIASED:
+        return "biased"
     return "normalised" if ":fp32:" in way else "unfused"
 
 
@@ -76,7 +107,7 @@ def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
     return round_nearest_even((values.float() * factor).double(), fmt)
 
 
-def multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
+def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
     """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
     alpha_in = way.split(":")[1]
     if alpha_in == "scores":
@@ -84,7 +115,7 @@ def multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor,
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
         return _scaled(head.q, root * sign, fmt), _scaled(head.k, root, fmt)
-    return None if alpha_in == "fp32" else (_scaled(head.q, head.scale, fmt), head.k)
+    return None if alpha_in in ("fp32", "summed") else (_scaled(head.q, head.scale, fmt), head.k)
 
 
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
@@ -98,7 +129,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     Returns:
         o, lse (of the stored scores) and, with dO, delta, dq, dk and dv; float64.
     """
-    _, alpha_in, probs_of = way.removesuffix(_ROUNDED).split(":")
+    _, alpha_in, probs_of, *_ = way.split(":")
     cast = partial(round_nearest_even, fmt=fmt)
 
     def dropped(values: Tensor) -> Tensor:
@@ -107,7 +138,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         factor = torch.full((), head.dropout.factor, dtype=torch.float64, device=values.device)
         return cast(values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor)))
 
-    factors = multiplied(head, fmt, way)
+    factors = _multiplied(head, fmt, way)
     if factors is None:
         scores = (head.q @ head.k.T) * head.scale
     else:
@@ -118,6 +149,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         scores = head.softcap * (scores / head.softcap).tanh()
         scores = scores if alpha_in == "fp32" else cast(scores)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    if alpha_in == "summed" or _BIASED in way:
+        scores = cast(scores)
     sink = None if head.sink is None else torch.full_like(scores[:, 0], head.sink)
     if alpha_in == "shifted":
         largest, top = scores.max(1)
@@ -128,17 +161,24 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     lse = scores.logsumexp(1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
-    wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+    if probs_of == "steps":
+        wide = _in_steps(scores, sink, cast)
+    else:
+        wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     probs = cast(wide)
     kept = dropped(probs)
     found = {"o": cast(kept @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
     if head.do is None:
         return found
     dprobs = dropped(cast(head.do @ head.v.T))
-    weights = probs if probs_of in ("cast", "cuda") else wide
-    products = cast(weights * dprobs) if probs_of == "cuda" else weights * dprobs
+    weights = wide if probs_of in ("fp32", "uncast") else probs
+    products = weights * dprobs if probs_of in ("fp32", "uncast", "cast") else cast(weights * dprobs)
     delta = products.sum(1)
-    dscores = products - weights * delta[:, None]
+    if probs_of in ("products", "steps"):
+        delta = cast(delta)
+        dscores = cast(products - cast(weights * delta[:, None]))
+    else:
+        dscores = products - weights * delta[:, None]
     if head.softcap is not None:
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
     if probs_of != "uncast":
@@ -158,3 +198,12 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores = dscores * head.scale if probs_of == "uncast" else _scaled(dscores, head.scale, fmt)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
+
+
+def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """Softmax whose every step is cast; 0 in rows that see no key."""
+    largest = scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink)
+    shift = largest.masked_fill(largest.isneginf(), 0.0)
+    powers = cast(cast(scores - shift[:, None]).exp())
+    row_sum = powers.sum(1) if sink is None else powers.sum(1) + cast(cast(sink - shift).exp())
+    return cast(powers / cast(row_sum).masked_fill(row_sum == 0, 1.0)[:, None])

@@ -187,6 +187,8 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     gradients = [h.propagation.dq for _, _, h in group if h.propagation.dq is not None]
     observed = any(dq.relative_error is not None for dq in gradients)
     assert head.verdict is not None
+    site = _site(group) if label in ("lossy", "biased") else None
+    patterns = [(q, p) for q in own for p in q.patterns[:1] if site is None or p.kind != "rounding"]
     ranks = _ranks(label, group, looked)
     return SharedFinding(
         label=label,
@@ -198,7 +200,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         ranks=ranks,
         heads=len(group),
         of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
-        site=_site(group) if label in ("lossy", "biased") else None,
+        site=site,
         quantities=tuple(name for name in order if any(q.quantity == name for q in off)),
         right=right_beside(head.quantities),
         factors={q.quantity: q.factor for q in own if q.factor is not None},
@@ -222,7 +224,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
             step=step_of(source),
         ),
         words=_why(label, own, head.verdict.reasons),
-        pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q in own for p in q.patterns[:1]), None),
+        pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q, p in patterns), None),
         typical_factor_ci95=own[0].typical_factor_ci95 if own else None,
         other_ranks=_other_ranks(ranks, group, looked),
         carrier=_carrier(head) if label == "ill_conditioned" else None,

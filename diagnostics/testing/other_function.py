@@ -198,7 +198,7 @@ def _pattern_words(capture: Capture, device: torch.device) -> str:
     for observation in found.captures[0].observations:
         for head in observation.heads:
             for verdict in head.quantities:
-                if verdict.quantity == "o" and verdict.patterns:
+                if verdict.quantity == "o" and verdict.answer == "wrong" and verdict.patterns:
                     return f"returns an O of which {verdict.patterns[0].words}"
     return _UNEXPLAINED
 

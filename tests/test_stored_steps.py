@@ -1,0 +1,106 @@
+"""Attention that is not fused and stores more than S and P in 16 bits: S + mask, steps of softmax, P o dP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
+
+
+def inputs(seed: int, heat: float, dtype: torch.dtype, rows: int = 128) -> list[Tensor]:
+    """q, k, v and dO of one head of 64 features; scores have a deviation of ``heat``."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 1, rows, 64, generator=generator) for _ in range(4))
+    return [x.to(dtype) for x in (heat * q, k, v, do)]
+
+
+def bias_of(seed: int, size: float, dtype: torch.dtype, rows: int = 128) -> Tensor:
+    """An additive mask, [1, 1, Tq, Tk], as relative positions have it."""
+    return (size * torch.randn(1, 1, rows, rows, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def stepwise(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+    """As JAX has it for arrays of 16 bits, forward and backward: a cast behind every step."""
+    dtype, alpha = q.dtype, q.shape[-1] ** -0.5
+    low = (q.float() * alpha).to(dtype)
+    scores = (low.float() @ k.float().mT).to(dtype)
+    scores = scores if mask is None else scores + mask
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    probs = powers / powers.float().sum(-1, keepdim=True).to(dtype)
+    dprobs = (do.float() @ v.float().mT).to(dtype)
+    products = probs * dprobs
+    dscores = products - probs * products.float().sum(-1, keepdim=True).to(dtype)
+    made = {
+        "o": probs.float() @ v.float(),
+        "dv": probs.float().mT @ do.float(),
+        "dq": (dscores.float() @ k.float()).to(dtype).float() * alpha,
+        "dk": dscores.float().mT @ low.float(),
+    }
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def only_head(found: Diagnosis) -> HeadDiagnosis:
+    return next(h for h in found.captures[0].observations[0].heads if h.head == 0)
+
+
+def sites(head: HeadDiagnosis) -> dict[str, str | None]:
+    return {q.quantity: q.site for q in head.quantities}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_softmax_whose_steps_are_stored_is_named(dtype: torch.dtype) -> None:
+    q, k, v, do = inputs(0, 1.0, dtype)
+    found = attn_diag.inspect(q, k, v, do=do, **stepwise(q, k, v, do), device="cpu")
+    named = sites(only_head(found))
+    assert (named["o"], named["dv"]) == ("steps", "steps")
+    # The opening says it too, and does not send to look for what is known.
+    assert "every step of softmax" in " ".join(found.report().partition("What to do")[0].split())
+
+
+def test_a_sum_with_the_mask_that_is_stored_is_named() -> None:
+    q, k, v, _ = inputs(1, 1.0, torch.bfloat16)
+    mask = bias_of(2, 4.0, torch.bfloat16)
+    o = ((q @ k.mT) * 0.125 + mask).softmax(-1) @ v
+    head = only_head(attn_diag.inspect(q, k, v, o=o, mask=mask, device="cpu"))
+    assert (head.verdict and head.verdict.labels, sites(head)) == (("lossy",), {"o": "biased"})
+    # Once: the sum alone is rounded, as torch.baddbmm does it.
+    once = ((q.float() @ k.float().mT) * 0.125 + mask.float()).bfloat16().softmax(-1) @ v
+    assert sites(only_head(attn_diag.inspect(q, k, v, o=once, mask=mask, device="cpu"))) == {"o": "biased"}
+
+
+def test_a_row_that_is_wrong_is_not_explained_by_a_stored_sum() -> None:
+    q, k, v, _ = inputs(1, 1.0, torch.bfloat16)
+    mask = bias_of(2, 4.0, torch.bfloat16)
+    o = ((q @ k.mT) * 0.125 + mask).softmax(-1) @ v
+    o[:, :, 77] *= 1.5
+    head = only_head(attn_diag.inspect(q, k, v, o=o, mask=mask, device="cpu"))
+    assert sites(head) == {"o": None}
+    assert head.quantities[0].answer in ("undecided", "wrong")
+
+
+def test_what_is_known_is_not_to_be_looked_for() -> None:
+    """P is normalised before its cast, scores are fp32: JAX's own attention, and FlexAttention without compile."""
+    q, k, v, _ = inputs(3, 3.0, torch.bfloat16, rows=384)
+    later = torch.ones(384, 384, dtype=torch.bool).triu(1)
+    scores = (q.float() @ k.float().mT * 0.125).masked_fill(later, -math.inf)
+    o = scores.softmax(-1).bfloat16() @ v
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
+    head, report = only_head(found), " ".join(found.report().split())
+    assert head.verdict is not None
+    assert head.verdict.labels == ("lossy",)
+    assert "well-rounded kernel. O: as where P is normalised before its cast" in report
+    assert "accumulators or LSE below fp32" not in report
+    assert "Which rounding inside" not in attn_diag.explain(found, head=0).report()
+
+
+def test_no_16_bit_figure_is_held_against_fp32() -> None:
+    q, k, v, do = inputs(4, 1.0, torch.float32)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, device="cpu").report()
+    assert "production kernels in 16 bits" in " ".join(found.split())
