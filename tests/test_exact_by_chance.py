@@ -15,7 +15,7 @@ ROWS, KEYS_AT_ONCE = 100, 32
 def online(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Blocks of keys, P_bar cast for its product and summed uncast, as fused kernels have it; gradients by autograd."""
     total, normaliser, most = q.new_zeros(()).float(), q.new_zeros(()).float(), torch.full((*q.shape[:3], 1), -1e30)
-    for keys, values in zip(k.split(KEYS_AT_ONCE, 2), v.split(KEYS_AT_ONCE, 2), strict=True):
+    for keys, values in zip(torch.split(k, KEYS_AT_ONCE, 2), torch.split(v, KEYS_AT_ONCE, 2), strict=True):
         scores = q.float() @ keys.float().mT * q.shape[-1] ** -0.5
         new = torch.maximum(most, scores.amax(-1, keepdim=True)).detach()
         p_bar = (scores - new).exp()
@@ -40,7 +40,7 @@ def judged(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, doubled: bool = False
     """What is said of dQ and dK; ``doubled``: dP's part of them twice, as of a lost delta."""
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
     o = online(q, k, v)
-    o.backward(do)
+    torch.autograd.backward(o, do)
     assert q.grad is not None
     dq, dk = q.grad, k.grad
     if doubled:

@@ -24,7 +24,7 @@ class GpuSoftmax(torch.autograd.Function):
         return probs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (probs,) = ctx.saved_tensors
         products = (gradient * probs).float()
         found: Tensor = (products - probs.float() * products.sum(-1, keepdim=True)).to(probs.dtype)
@@ -44,9 +44,9 @@ def inspected(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, own: bool) -> attn
     scores = q @ k.mT * 0.125
     probs = GpuSoftmax.apply(scores) if own else scores.softmax(-1)  # type: ignore[no-untyped-call]
     o = probs @ v
-    o.backward(do)
-    given = {"o": o.detach(), "do": do, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return attn_diag.inspect(q.detach(), k.detach(), v.detach(), **given)
+    torch.autograd.backward(o, do)
+    inputs = (t.detach() for t in (q, k, v))
+    return attn_diag.inspect(*inputs, o=o.detach(), do=do, dq=q.grad, dk=k.grad, dv=v.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
