@@ -440,7 +440,9 @@ def test_an_output_that_does_not_fit_is_no_ok(tmp_path: Path, run: Run, output: 
         done = run("convert", tmp_path / "dump.pt", tmp_path / "one.safetensors", "--force")
         assert (done.code, done.out.split()[0]) == (0, word)
         assert ("does not agree" in done.out.splitlines()[0]) is wrong
-        assert load(tmp_path / "one.safetensors").metadata.causal == "top-left"
+        # Of an O that is so far off no reading is near; then none is guessed.
+        expected = "none" if wrong and output == "o" else "top-left"
+        assert load(tmp_path / "one.safetensors").metadata.causal == expected
 
 
 def test_the_nearest_reading_is_taken_of_an_o_that_is_wrong_in_some_rows(tmp_path: Path) -> None:

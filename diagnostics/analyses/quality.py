@@ -177,11 +177,11 @@ def judge_quantity(
     by_chance = whole.exact_by_chance
     # What cancels may cancel in all query rows alike: then their errors add up in a key's gradient.
     shared = float(len(outlying)) if by_chance and unit == "keys" else 1.0
-    if by_chance:
+    rest = whole.ratio(~telling) if telling.any() and (~telling).sum() > 1 else None
+    healthy = rest is not None and rest.factor <= LOSSY
+    if by_chance and not healthy:
         telling = telling & (whole.error > GROUP_LIMIT**2 * shared * whole.expected)
     if telling.any():
-        rest = whole.ratio(~telling) if (~telling).sum() > 1 else None
-        healthy = rest is not None and rest.factor <= LOSSY
         placed = not whole.compared or localised(whole, telling, healthy=healthy)
         placed |= bool(whole.misplaced.any()) or beyond_rounding(whole, telling)
         if whole.zeroed.any() or (placed and not whole.rounding):
@@ -189,7 +189,9 @@ def judge_quantity(
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
-    unexplained = columns.size > 0 and not explained and not by_chance
+    unexplained = columns.size > 0 and not explained
+    if unexplained and by_chance:
+        unexplained = others_right(whole)
     if unexplained:
         by_last = within_last_rounding(*whole.features) & as_usual(whole.features[0], whole.features[2])
         unexplained = not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()

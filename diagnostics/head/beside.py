@@ -124,11 +124,15 @@ def beside_well_rounded(
         if explains_it(way):
             alike = beside(way)
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
-            # stand out for that (beside both) have most of their error from the other casts.
-            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0)
-            rest = left(way, bad)[0]
-            own = not alike.bad_features.any() and rest <= EXPLAINED * float(alike.error[bad].sum())
-            return replace(chosen, site=named(way), rounding=own, features_rounding=own)
+            # stand out for that (beside both) have most of their error from the other casts, or are no further from
+            # these bits than such casts leave others from the truth.
+            units = np.maximum(alike.expected, 1e-300)
+            apart = (observed - total([c.outputs(way) for c in published]))[rows].square().sum(1).cpu().numpy()
+            usual = GROUP_LIMIT**2 * np.mean(alike.counterfactual / units)
+            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (apart / units > usual)
+            own = not alike.bad_features.any() and apart[bad].sum() <= EXPLAINED * alike.error[bad].sum()
+            made = max(float(alike.error.sum() - apart.sum()), 0.0)
+            return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval

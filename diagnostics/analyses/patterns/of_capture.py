@@ -108,8 +108,9 @@ class CapturePatterns:
             (one.sink for one, b in zip(found, batches, strict=True) if isinstance(one, RowEffect) and b == batch), None
         )
         evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
-        patterns = [] if coarse and all(map(_made_by_rounding, found)) else find_patterns(evidence)
-        if coarse and len(outlying) and not _convinces(patterns):
+        rounded = coarse and all(map(_made_by_rounding, found))
+        patterns = [] if rounded else find_patterns(evidence)
+        if coarse and not rounded and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
@@ -320,14 +321,14 @@ def _outlying(found: QuantitySample | RowEffect) -> list[int]:
 
 
 def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
-    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and nothing stands out; or
-    O's last rounding may make all of it: of rows that are alike, a sink shifts as much as a truncation.
+    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and what stands out; or O's
+    last rounding may make all of it: of rows that are alike, a sink shifts as much as a truncation.
     """
     if isinstance(found, RowEffect):
         return False
     if found.compared and found.by_last_rounding.all():
         return True
-    if found.outlying.any() or found.bad_features.any():
+    if (found.outlying.any() and not found.rounding) or (found.bad_features.any() and not found.features_rounding):
         return False
     return found.made_by_site > _MOST * float(found.error.sum())
 
