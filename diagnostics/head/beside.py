@@ -128,8 +128,8 @@ def beside_well_rounded(
             # these bits than such casts leave others from the truth.
             units = np.maximum(alike.expected, 1e-300)
             apart = (observed - total([c.outputs(way) for c in published]))[rows].square().sum(1).cpu().numpy()
-            usual = GROUP_LIMIT**2 * np.mean(alike.counterfactual / units)
-            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (apart / units > usual)
+            casts = GROUP_LIMIT**2 * np.mean(alike.counterfactual / units)
+            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (apart / units > casts)
             own = not alike.bad_features.any() and apart[bad].sum() <= EXPLAINED * alike.error[bad].sum()
             made = max(float(alike.error.sum() - apart.sum()), 0.0)
             return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
