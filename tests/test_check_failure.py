@@ -6,6 +6,7 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from builders import some
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_diag import check, load
+from attn_diag.errors import InputError
 from attn_diag.reports.ci import failure_lines, gravest
 from attn_diag.results.check import KINDS, CheckedCase, CheckReport, Failure
 from attn_diag.results.diagnosis import Tool
@@ -149,3 +151,13 @@ def test_a_kernel_that_raises_leaves_no_capture() -> None:
 
     assert capture_of_case(raises, "pairs", head_dim=16, device="cpu") is None
     assert capture_of_case(attention, "pairs", head_dim=16, device="cpu") is not None
+
+
+def test_a_kernel_whose_package_is_missing_has_no_verdict() -> None:
+    """'FAIL (certain)' was said of a kernel that nothing had run."""
+
+    def uninstalled(*_: Tensor) -> Tensor:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    with pytest.raises(InputError, match="cannot be run here: No module named 'flash_attn'; install what it imports"):
+        check(uninstalled, device="cpu")

@@ -301,7 +301,8 @@ def _required(o: Any, inputs: CaseInputs) -> Tensor:
 
 @contextmanager
 def reported(where: str, shapes: str) -> Iterator[None]:
-    """Turns an exception inside into a MisfitError with its type, what it was called with, and its first line."""
+    """Turns an exception inside into a MisfitError with its type, what it was called with, and its first line; of an
+    import that fails into an InputError."""
     try:
         yield
     except (InputError, MisfitError):
@@ -310,6 +311,8 @@ def reported(where: str, shapes: str) -> Iterator[None]:
         if "use_reentrant=True" in str(error):
             raise _ReentrantError from None
         first = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        if isinstance(error, ImportError):  # says nothing of the kernel
+            raise InputError(f"the kernel cannot be run here: {first}; install what it imports") from error
         # Inputs that need gradients are refused by some (FlexAttention on a CPU): these have their forward alone.
         refused = isinstance(error, NotImplementedError) and torch.is_grad_enabled()
         kind = NoGradientError if refused else MisfitError
