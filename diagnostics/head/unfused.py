@@ -8,7 +8,8 @@
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
                                       each step cast, e = cast(exp(cast(S - m))), cast(e / cast(rowsum(e))), as in JAX
     O  = cast(P V)
-    dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP
+    dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP; under
+                                              autocast cast(W o softmax(S)), and W o dP uncast
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
@@ -64,6 +65,8 @@ WORDS = {
 
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
 _ROUNDED = ":rounded"
+# Under autocast a softmax in fp32 is dropped out in fp32, and cast for P V alone.
+_WIDE = ":wide"
 # Of an additive mask (or slopes): what is stored in 16 bits has it.
 _BIASED = ":biased"
 _OF_BIASED = (
@@ -81,12 +84,16 @@ ROUNDED_DROPOUT = "rounded-dropout"
 
 
 def ways(head: AttentionHead) -> tuple[str, ...]:
-    """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p)."""
+    """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p),
+    and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
     if mask is not None and mask.dtype != torch.bool:
         biased |= bool(((mask != 0) & (mask > ABSORBS)).any())
     found = (*UNFUSED, *_OF_BIASED) if biased else UNFUSED
-    return found if head.dropout is None else (*found, *(way + _ROUNDED for way in found))
+    if head.dropout is None:
+        return found
+    wide = (way + _WIDE for way in found if way.endswith((":fp32", ":uncast")))
+    return (*found, *(way + _ROUNDED for way in found), *wide)
 
 
 def named(way: str) -> str:
@@ -95,6 +102,7 @@ def named(way: str) -> str:
         return "dropout_factor"
     if way.endswith(_ROUNDED):
         return "dropout"
+    way = way.removesuffix(_WIDE)
     if way.endswith((":products", ":steps")):
         return way.rpartition(":")[2]
     if way in _OF_BIASED:
@@ -136,7 +144,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         if head.dropout is None:
             return values
         factor = torch.full((), head.dropout.factor, dtype=torch.float64, device=values.device)
-        return cast(values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor)))
+        found = values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor))
+        return found if way.endswith(_WIDE) else cast(found)
 
     factors = _multiplied(head, fmt, way)
     if factors is None:
@@ -166,7 +175,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
     probs = cast(wide)
-    kept = dropped(probs)
+    kept = cast(dropped(wide)) if way.endswith(_WIDE) else dropped(probs)
     found = {"o": cast(kept @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
     if head.do is None:
         return found
