@@ -25,10 +25,10 @@ def online(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (total / normaliser).to(q.dtype)
 
 
-def inputs(kind: str, seed: int) -> list[Tensor]:
+def inputs(kind: str, seed: int, keys: int = ROWS) -> list[Tensor]:
     """q, k, v and dO; ``kind``: what makes dS zero."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v, do = (torch.randn(1, 1, ROWS, 64, generator=generator) for _ in range(4))
+    q, k, v, do = (torch.randn(1, 1, n, 64, generator=generator) for n in (ROWS, keys, keys, ROWS))
     if kind == "one value":
         v = torch.full_like(v, 1.7)
     else:
@@ -56,6 +56,12 @@ def test_a_kernel_that_rounds_well_is_not_lossy_where_another_is_exact(kind: str
     found = [one for seed in range(3) for one in judged(*inputs(kind, seed))]
     assert {one.answer for one in found} <= {"undecided", "good"}, [one.words for one in found]
     assert any("next to none on these very numbers" in one.words for one in found)
+
+
+def test_errors_of_more_query_rows_than_keys_add_up() -> None:
+    """dK was 'off, which no rounding makes: all keys should be zero'."""
+    found = [one for seed in (2, 4, 8, 10) for one in judged(*inputs("equal tokens", seed, keys=8))]
+    assert {one.answer for one in found} <= {"undecided", "good"}, [one.words for one in found]
 
 
 @pytest.mark.parametrize("kind", ["one value", "equal tokens"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -65,26 +64,23 @@ def test_a_gpus_softmax_itself_is_no_wrong_mathematics(dtype: torch.dtype) -> No
     assert "wrong" not in found.labels, [q.words for head in found.heads for q in head.quantities]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", ["scores", "q", "root"])
-def test_alpha_multiplies_in_fp32(way: str) -> None:
-    """Of 2,000 scores one or two lie where float64 rounds the other way, and of scores of hundreds that moves O."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randint(-8, 9, (96, 64), generator=generator).half() for _ in range(2))  # exact sums in any order
-    v, alpha = torch.randn(96, 64, generator=generator).half(), 0.1625
+def test_alpha_multiplies_in_fp32(way: str, dtype: torch.dtype) -> None:
+    """Of all numbers of the format; float64 rounds some the other way, which of scores of hundreds moves O."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    normal = every.isfinite() & (every.abs() >= 2**-110)  # below, products of BF16 are flushed on some processors
+    q, k, alpha = every[normal][:, None], torch.ones(1, 1, dtype=dtype), 0.1625
     if way == "scores":
         scores = q @ k.mT * alpha
     elif way == "q":
         scores = (q * alpha) @ k.mT
     else:
         scores = (q * alpha**0.5) @ (k * alpha**0.5).mT
-    o = scores.softmax(-1) @ v
-    head = AttentionHead(q.double(), k.double(), v.double(), None, scale=alpha, masking=Masking("none"))
-    made = unfused(head, format_of(torch.float16), f"unfused:{way}:cast")
-    same = (made["o"] == o.double()).double().mean()
-    assert same > (0.995 if way == "scores" else 0.9), same
-    if way == "scores":
-        lse = scores.double().logsumexp(-1)
-        assert torch.equal(made["lse"], lse), math.dist(made["lse"].tolist(), lse.tolist())
+    head = AttentionHead(q.double(), k.double(), k.double(), None, scale=alpha, masking=Masking("none"))
+    # Of one key the LSE is its score.
+    made = unfused(head, format_of(dtype), f"unfused:{way}:cast")["lse"]
+    assert torch.equal(made, scores[:, 0].double()), int((made != scores[:, 0].double()).sum())
 
 
 def heavy_tailed(seed: int) -> list[Tensor]:

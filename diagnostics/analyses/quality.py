@@ -111,7 +111,7 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
 
 
 def judge_quantity(
-    quantity: Quantity, samples: Sequence[QuantitySample], batches: Sequence[int], broken: int = 0
+    quantity: Quantity, samples: Sequence[QuantitySample], batches: Sequence[int], broken: int = 0, *, summed: int = 1
 ) -> QuantityVerdict:
     """Judge O, dQ, dK or dV of one head.
 
@@ -120,6 +120,7 @@ def judge_quantity(
         samples: One a sequence; at least one, unless every row is broken.
         batches: The sequence of each.
         broken: Rows with NaN or Inf where the reference is finite.
+        summed: Of dK and dV, how many query rows one of their rows is the sum of.
     """
     name = SYMBOLS[quantity]
     unit = "keys" if quantity in KEYED else "rows"
@@ -175,8 +176,8 @@ def judge_quantity(
     if outlying.any():
         telling = outlying & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
     by_chance = whole.exact_by_chance
-    # What cancels may cancel in all query rows alike: then their errors add up in a key's gradient.
-    shared = float(len(outlying)) if by_chance and unit == "keys" else 1.0
+    # What cancels may cancel in all query rows alike: then their errors add up.
+    shared = float(summed) if by_chance else 1.0
     rest = whole.ratio(~telling) if telling.any() and (~telling).sum() > 1 else None
     healthy = rest is not None and rest.factor <= LOSSY
     if by_chance and not healthy:
@@ -210,16 +211,16 @@ def judge_quantity(
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
+    site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if by_chance and max(ratio.factor, typical.factor) > LOSSY:
         beside = whole.beside_expected()
         factor = "" if beside is None else f"{factor_words(beside)} times "
-        words = f"{name} has {factor}the error that casts are expected to leave"
+        words = f"{name} has {factor}the error that casts are expected to leave{site}"
         words += "; in a well-rounded kernel they leave next to none on these very numbers"
         if beside is not None and beside.low > LOSSY * math.sqrt(shared) and beside.groups >= MIN_GROUPS:
             return verdict("lossy", f"{words}.")
         return verdict("undecided", f"{words}, where others need not be exact.")
     factor = f"{factor_words(ratio)} times {other}{cost(error, truth, plain)}"
-    site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
         zeros = rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
         site += f"; it should be zero in {zeros}: dP and delta do not cancel there, as where delta is rounded"

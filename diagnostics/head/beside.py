@@ -80,11 +80,16 @@ def beside_well_rounded(
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
         return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
 
-    def left(recipe: str, of: npt.NDArray[np.bool_] | slice = slice(None)) -> tuple[float, float]:
-        """What of the observed tensor (of some rows) differs from the recipe's: squares, and in units of every row's
-        noise."""
-        apart = (observed - total([c.outputs(recipe) for c in published]))[rows].square().sum(1).cpu().numpy()[of]
-        return float(apart.sum()), float((apart / np.maximum(chosen.expected[of], 1e-300)).sum())
+    def apart(recipe: str) -> npt.NDArray[np.float64]:
+        """What of the observed tensor differs from the recipe's: squares by row."""
+        differs = (observed - total([c.outputs(recipe) for c in published]))[rows]
+        found: npt.NDArray[np.float64] = differs.square().sum(1).cpu().numpy()
+        return found
+
+    def left(recipe: str) -> tuple[float, float]:
+        """The same of all rows, and in units of every row's noise."""
+        by_row = apart(recipe)
+        return float(by_row.sum()), float((by_row / np.maximum(chosen.expected, 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
         found_alone = replace(first or against([c.outputs() for c in counterfactuals]), compared=False)
@@ -126,12 +131,11 @@ def beside_well_rounded(
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
             # stand out for that (beside both) have most of their error from the other casts, or are no further from
             # these bits than such casts leave others from the truth.
-            units = np.maximum(alike.expected, 1e-300)
-            apart = (observed - total([c.outputs(way) for c in published]))[rows].square().sum(1).cpu().numpy()
+            units, rest = np.maximum(alike.expected, 1e-300), apart(way)
             casts = GROUP_LIMIT**2 * np.mean(alike.counterfactual / units)
-            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (apart / units > casts)
-            own = not alike.bad_features.any() and apart[bad].sum() <= EXPLAINED * alike.error[bad].sum()
-            made = max(float(alike.error.sum() - apart.sum()), 0.0)
+            bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (rest / units > casts)
+            own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
+            made = max(float(alike.error.sum() - rest.sum()), 0.0)
             return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)

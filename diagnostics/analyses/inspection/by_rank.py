@@ -14,7 +14,7 @@ _GRAVE = ("nonfinite", "wrong", "lossy")
 
 
 def judge_ranks(
-    verdict: QuantityVerdict, samples: Sequence[QuantitySample], batches: Sequence[int], metadata: Metadata
+    verdict: QuantityVerdict, samples: Sequence[QuantitySample], batches: Sequence[int], metadata: Metadata, summed: int
 ) -> QuantityVerdict:
     """The verdict, or that of the worst rank where only some of several ranks are at fault; it says which.
 
@@ -23,6 +23,7 @@ def judge_ranks(
         samples: One a sequence.
         batches: The batch item of each; ``metadata`` says which rank each comes from, if the capture was merged.
         metadata: Of the capture.
+        summed: See ``judge_quantity``.
     """
     owners = metadata.extra.get("rank_of_items", "").split(",")
     if len(set(owners)) < 2 or len(samples) != len(batches) or verdict.answer == "nonfinite":
@@ -31,7 +32,7 @@ def judge_ranks(
     for place, batch in enumerate(batches):
         places.setdefault(owners[batch], []).append(place)
     alone = {
-        rank: judge_quantity(verdict.quantity, [samples[i] for i in own], [batches[i] for i in own])
+        rank: judge_quantity(verdict.quantity, [samples[i] for i in own], [batches[i] for i in own], summed=summed)
         for rank, own in places.items()
     }
     bad = {rank: found for rank, found in alone.items() if found.answer in _GRAVE}

@@ -357,8 +357,10 @@ class CaptureJob:
                 batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(with_scales(verdict if explain is None else explain(verdict, effects, batches), parts))
             elif samples or broken:
-                verdict = judge_quantity(quantity, samples, batches, broken)
-                verdict = judge_ranks(verdict, samples, batches, self.capture.metadata)
+                lengths = [self.capture.lengths(batch)[0] for batch in batches]
+                summed = self.group * max(lengths, default=1) if quantity in KEYED else 1
+                verdict = judge_quantity(quantity, samples, batches, broken, summed=summed)
+                verdict = judge_ranks(verdict, samples, batches, self.capture.metadata, summed)
                 verdict = verdict if explain is None else explain(verdict, samples, batches)
                 found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
         return with_proven_scale(found)
