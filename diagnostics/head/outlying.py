@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.shared import hash_rows
+
 Array = npt.NDArray[np.float64]
 
 # Measured on healthy kernels: rows of O at most 1.9, and 3.1 where V has one direction; a row that sees one key too
@@ -43,14 +45,21 @@ def too_far_off(sums: Array, sizes: Array, part: float) -> npt.NDArray[np.bool_]
 
 
 def rows_that_are_one(truth: Tensor, counterfactual: Tensor) -> npt.NDArray[np.int64] | None:
-    """Of a head (both [n, D]) [n], from 0, one number for neighbouring rows that are one row; None: none are.
+    """Of a head (both [n, D]) [n], from 0, one number for rows that are one row; None: none are.
 
-    Where all scores are equal (q = 0, one key repeated) every key of dV has the same value, and the same error.
+    Where all scores are equal (q = 0, one key repeated) every key of dV has the same value, and the same error; where
+    keys come again, every copy of one.
     """
-    near = (truth[1:] - truth[:-1]).abs_() <= _SAME * truth[1:].abs().amax(1, keepdim=True)
-    near &= counterfactual[1:] == counterfactual[:-1]
-    same = (near.all(1) & (truth[1:] != 0).any(1)).cpu().numpy()
-    return np.concatenate([[0], np.cumsum(~same)]) if same.any() else None
+    order = hash_rows(counterfactual + 0.0, 0).argsort()
+    true, other = truth[order], counterfactual[order]
+    near = (true[1:] - true[:-1]).abs_() <= _SAME * true[1:].abs().amax(1, keepdim=True)
+    near &= other[1:] == other[:-1]
+    same = (near.all(1) & (true[1:] != 0).any(1)).cpu().numpy()
+    if not same.any():
+        return None
+    found = np.empty(len(same) + 1, dtype=np.int64)
+    found[order.cpu().numpy()] = np.concatenate([[0], np.cumsum(~same)])
+    return found
 
 
 def _median(values: Array) -> float:

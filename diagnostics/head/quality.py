@@ -315,7 +315,7 @@ def samples(
         noise = (expected[h] / unit[h] if in_units else expected[h])[:, found]
         if (once := rows_that_are_one(truth[h], counterfactual[h])) is not None:
             into = torch.from_numpy(once).to(noise.device)
-            noise = noise.new_zeros(int(once[-1]) + 1, len(found)).index_add_(0, into, noise)
+            noise = noise.new_zeros(int(once.max()) + 1, len(found)).index_add_(0, into, noise)
         return noise.sum(0).square() / noise.square().sum(0).clamp(min=1e-300)
 
     draws = [None if one is None else one.draws for one in drawn]

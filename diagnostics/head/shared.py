@@ -53,17 +53,17 @@ def shared_rows(capture: Capture, batches: Sequence[int], head: int) -> dict[int
     masked = "mask" in c.tensors and len(c.tensors["mask"].shape) == 4 and c.tensors["mask"].shape[0] > 1
     for batch in batches:
         stops = _last_keys(c, batch)
-        keys = _hash(c.read("k", batch, kv_head), 1).cpu() + _hash(c.read("v", batch, kv_head), 2).cpu()
+        keys = hash_rows(c.read("k", batch, kv_head), 1).cpu() + hash_rows(c.read("v", batch, kv_head), 2).cpu()
         for name in ("k_descale", "v_descale"):
             if name in c.tensors:
                 keys = keys + _mixed(c.descale(name[0], batch, kv_head))
         prefix = ((keys + 1) * _weights(length, 3)[: len(keys)]).cumsum(0)
-        row = _hash(c.read("q", batch, head), 4).cpu() + _mixed(c.descale("q", batch, head))
+        row = hash_rows(c.read("q", batch, head), 4).cpu() + _mixed(c.descale("q", batch, head))
         row = row + _mixed(c.alibi_slope(batch, head) or 0.0)
         if masked:
             row = row + _hash_mask(c, batch, head, stops)
         if (dropout := c.dropout(batch, head)) is not None:
-            row = row + _hash(dropout.kept, 8).cpu()
+            row = row + hash_rows(dropout.kept, 8).cpu()
         before = torch.cat([prefix.new_zeros(1), prefix])[stops]
         rows.append(((row * _weights(1, 6) + before) * _weights(c.q_length, 7)[: len(row)]).numpy())
         prefixes.append(prefix.numpy())
@@ -80,9 +80,9 @@ def rows_alike(heads: Sequence[AttentionHead]) -> list[Ints]:
     for i, head in enumerate(heads):
         alike.setdefault((head.q.shape, head.do is None), []).append(i)
     for places in alike.values():
-        hashes, do = _hash(stacked([heads[i].q for i in places]), 4), [heads[i].do for i in places]
+        hashes, do = hash_rows(stacked([heads[i].q for i in places]), 4), [heads[i].do for i in places]
         if do[0] is not None:
-            hashes = hashes + _hash(stacked([t for t in do if t is not None]), 9)
+            hashes = hashes + hash_rows(stacked([t for t in do if t is not None]), 9)
         apart = _all_apart(hashes)
         found |= dict.fromkeys(places, np.arange(hashes.shape[1]))
         if some := [n for n, one in enumerate(apart) if not one]:
@@ -97,7 +97,7 @@ def rows_differ(values: Sequence[Tensor]) -> list[bool]:
     False says that two have the same hash: they may differ all the same.
     """
     # -0 is 0.
-    return _all_apart(torch.stack([_hash(t + 0.0, seed) for seed, t in enumerate(values)]).sum(0))
+    return _all_apart(torch.stack([hash_rows(t + 0.0, seed) for seed, t in enumerate(values)]).sum(0))
 
 
 def _all_apart(hashes: Tensor) -> list[bool]:
@@ -156,7 +156,7 @@ def _hash_mask(capture: Capture, batch: int, head: int, stops: Tensor) -> Tensor
     return sums.gather(1, stops[:, None])[:, 0]
 
 
-def _hash(values: Tensor | None, seed: int) -> Tensor:
+def hash_rows(values: Tensor | None, seed: int) -> Tensor:
     """A hash of each row of [..., n, D], int64 [..., n] on its device; sums and products wrap around."""
     assert values is not None
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)

@@ -3,6 +3,7 @@
     S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
+                                      or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile);
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
@@ -48,6 +49,8 @@ UNFUSED = (
     "unfused:root:cast",
     "unfused:root:cuda",
     "unfused:root:fp32",
+    "unfused:compiled:cast",
+    "unfused:compiled:fp32",
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
@@ -118,7 +121,7 @@ def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
 def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
     """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
     alpha_in = way.split(":")[1]
-    if alpha_in == "scores":
+    if alpha_in in ("scores", "compiled"):
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
@@ -153,10 +156,13 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         low_q, low_k = factors
         scores = cast(low_q @ low_k.T)
-        scores = _scaled(scores, head.scale, fmt) if alpha_in == "scores" else scores
+        if alpha_in == "scores":
+            scores = _scaled(scores, head.scale, fmt)
+        elif alpha_in == "compiled":
+            scores = scores * head.scale
     if head.softcap is not None:
         scores = head.softcap * (scores / head.softcap).tanh()
-        scores = scores if alpha_in == "fp32" else cast(scores)
+        scores = scores if alpha_in in ("fp32", "compiled") else cast(scores)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     if alpha_in == "summed" or _BIASED in way:
         scores = cast(scores)
@@ -190,8 +196,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores = products - weights * delta[:, None]
     if head.softcap is not None:
         dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
-    if probs_of != "uncast":
-        dscores = cast(dscores)
+    in_fp32 = probs_of == "uncast" or alpha_in == "compiled"
+    dscores = dscores if in_fp32 else cast(dscores)
     if alpha_in == "shifted" and sink is not None and by_key is not None:
         # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
         of_sink = cast(-cast((sink - lse).exp()) * delta)
@@ -204,7 +210,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dq = _scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
         dk = _scaled(cast(dscores.T @ low_q), root, fmt)
     else:
-        dscores = dscores * head.scale if probs_of == "uncast" else _scaled(dscores, head.scale, fmt)
+        dscores = dscores * head.scale if in_fp32 else _scaled(dscores, head.scale, fmt)
+        dscores = dscores if probs_of == "uncast" else cast(dscores)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
 
