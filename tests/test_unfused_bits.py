@@ -176,3 +176,33 @@ def test_compiled_attention_is_recognised(compiled: bool, dtype: torch.dtype) ->
         for name, one in {"o": o, "dq": dq, "dk": dk, "dv": dv}.items():
             assert (made[name] == one[0, 0].double()).double().mean() > 0.98, name
         assert all("S and P are stored" in words for words in said.values()), said
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("o", "row 9 is 11 % off"),
+        ("dk", "key 9 is 1.51 times the true one"),
+        ("dv", "key 9 is 50 % off"),
+        ("feature", "feature 3 stands out over all keys"),
+    ],
+)
+def test_what_plain_torch_does_not_make_is_wrong_where_it_makes_all_else(fault: str, said: str) -> None:
+    """Its own error, several times a well-rounded kernel's, hid it: 'lossy' was said, without a name or with one."""
+    generator = torch.Generator().manual_seed(101)
+    q, k, v, do = (torch.randn(1, 1, 64, 64, generator=generator) for _ in range(4))
+    leaves = [t.bfloat16().requires_grad_() for t in (q * 3, k * 3, v)]
+    out = eager(*leaves)
+    gradients = torch.autograd.grad(out, leaves, do.bfloat16())
+    found = {"o": out.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    given = [t.detach() for t in leaves]
+    healthy = attn_diag.inspect(*given, do=do.bfloat16(), **found, scale=0.1, device="cpu")
+    assert "wrong" not in healthy.labels
+    if fault == "feature":
+        found["dv"][..., 3] *= -1
+    else:
+        found[fault][:, :, 9] *= 1.1 if fault == "o" else 1.5
+    broken = attn_diag.inspect(*given, do=do.bfloat16(), **found, scale=0.1, device="cpu")
+    wrong = {one.quantity: one.words for one in broken.heads[0].quantities if one.answer == "wrong"}
+    assert list(wrong) == ["dv" if fault == "feature" else fault]
+    assert all(said in words for words in wrong.values()), wrong

@@ -83,6 +83,8 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         )
     }
     arrays["features"] = np.concatenate([s.features for s in samples], 1)
+    unlike = [np.zeros(len(s.rows), bool) if s.unlike is None else s.unlike for s in samples]
+    unlike_features = [s.unlike_features for s in samples if s.unlike_features is not None]
     standing_out = [s for s in samples if s.outlying.any() or (not first.compared and s.bad_features.any())]
     ways = {s.way for s in standing_out}
     return QuantitySample(
@@ -97,6 +99,8 @@ def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
         carriers=first.carriers,
         site=next((s.site for s in samples if s.site is not None), None),
         made_by_site=sum(s.made_by_site for s in samples),
+        unlike=np.concatenate(unlike) if unlike_features else None,
+        unlike_features=np.logical_or.reduce(unlike_features) if unlike_features else None,
         declared=first.declared,
         factors=next((s.factors for s in samples if s.factors), ""),
         scales=next((s.scales for s in samples if s.scales), ""),
@@ -182,12 +186,17 @@ def judge_quantity(
     healthy = rest is not None and rest.factor <= LOSSY
     if by_chance and not healthy:
         telling = telling & (whole.error > GROUP_LIMIT**2 * shared * whole.expected)
+    if unlike := whole.unlike is not None and bool(whole.unlike.any()):
+        telling, rest = whole.unlike, whole.ratio(~whole.unlike)
     if telling.any():
         placed = not whole.compared or localised(whole, telling, healthy=healthy)
         placed |= bool(whole.misplaced.any()) or beyond_rounding(whole, telling)
-        if whole.zeroed.any() or (placed and not whole.rounding):
+        if whole.zeroed.any() or unlike or (placed and not whole.rounding):
             pattern = where(whole, telling, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
+    if whole.unlike_features is not None and whole.unlike_features.any():
+        pattern = _over_all(np.flatnonzero(whole.unlike_features), unit)
+        return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
     unexplained = columns.size > 0 and not explained
@@ -197,7 +206,7 @@ def judge_quantity(
         by_last = within_last_rounding(*whole.features) & as_usual(whole.features[0], whole.features[2])
         unexplained = not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
     if unexplained and (not whole.compared or others_right(whole) or bool(whole.misplaced_features.any())):
-        pattern = Pattern("features", f"features {ranges(columns.tolist())} stand out over all {unit}")
+        pattern = _over_all(columns, unit)
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
@@ -251,6 +260,11 @@ def judge_quantity(
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
+
+
+def _over_all(columns: np.ndarray, unit: str) -> Pattern:
+    subject, verb = ("feature", "stands") if len(columns) == 1 else ("features", "stand")
+    return Pattern("features", f"{subject} {ranges(columns.tolist())} {verb} out over all {unit}")
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:

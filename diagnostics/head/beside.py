@@ -33,6 +33,8 @@ from attn_diag.statistics.ratios import Carriers
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
 _EIGHT_BITS = 3
+# A rounding reproduces a row whose error it leaves so much of, squared; and a tensor, with so many of its rows.
+_REPRODUCED, _MOST = 1 / 16, 3 / 4
 # Heads with more scores are not run again for that.
 MOST_SCORES = 2**24
 # Relative, of the scale's finite difference.
@@ -80,11 +82,14 @@ def beside_well_rounded(
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
         return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
 
-    def apart(recipe: str) -> npt.NDArray[np.float64]:
-        """What of the observed tensor differs from the recipe's: squares by row."""
+    def apart(recipe: str, dim: int = 1) -> npt.NDArray[np.float64]:
+        """What of the observed tensor differs from the recipe's: squares by row, or by feature."""
         differs = (observed - total([c.outputs(recipe) for c in published]))[rows]
-        found: npt.NDArray[np.float64] = differs.square().sum(1).cpu().numpy()
+        found: npt.NDArray[np.float64] = differs.square().sum(dim).cpu().numpy()
         return found
+
+    def expected() -> Tensor:
+        return torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
 
     def left(recipe: str) -> tuple[float, float]:
         """The same of all rows, and in units of every row's noise."""
@@ -122,6 +127,21 @@ def beside_well_rounded(
         def explains_it(way: str) -> bool:
             return all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True))
 
+        def placed(way: str) -> QuantitySample | None:
+            """With the rows and features that are not this way's, where it reproduces most of them; else None."""
+            made, alike = total([c.outputs(way) for c in published]), beside(way)
+            pairs = (observed, made), (observed, reference), (made, reference)
+            found = _not_reproduced(*((one - other)[rows].square() for one, other in pairs), expected())
+            if found is None:
+                return None
+            bad = [
+                (of > 0) & (by_way > 0) & at
+                for of, by_way, at in zip(
+                    (chosen.bad_rows, chosen.bad_features), (alike.bad_rows, alike.bad_features), found, strict=True
+                )
+            ]
+            return replace(chosen, site=named(way), unlike=bad[0], unlike_features=bad[1])
+
         # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
         way = min(published[0].unfused, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
@@ -136,7 +156,14 @@ def beside_well_rounded(
             bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (rest / units > casts)
             own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
             made = max(float(alike.error.sum() - rest.sum()), 0.0)
+            chosen = placed(way) or chosen
             return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
+        # Where few rows are wrong, or few features, most of what is left is theirs.
+        for dim, error in ((1, chosen.error), (0, chosen.features[0])):
+            units = np.maximum(error, 1e-300)
+            nearest = placed(min(published[0].unfused, key=lambda way: float(np.median(apart(way, dim) / units))))
+            if nearest is not None and nearest.has_unlike:
+                return nearest
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval
@@ -172,16 +199,48 @@ def beside_well_rounded(
 
         truth = reference[rows]
         errors, usual = (made[rows] - truth for made in (observed, total([c.outputs() for c in published])))
-        expected = torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
+        noise = expected()
         limits, places, columns = _limits_and_marks(chosen, errors)
 
         def explained(marked: Tensor) -> bool:
             return bool(marked.any()) and any(
-                explains(errors, usual, expected, left_by(site), truth, marked, limits) for site in SITES
+                explains(errors, usual, noise, left_by(site), truth, marked, limits) for site in SITES
             )
 
         return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
     return chosen
+
+
+def _not_reproduced(
+    apart: Tensor, error: Tensor, made: Tensor, expected: Tensor
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None:
+    """Which rows and which features a rounding does not make, where it makes most of them; None: it does not.
+
+    Args:
+        apart: What differs from that rounding's, squared, [n, D].
+        error: What differs from the truth.
+        made: What that rounding leaves, which a sum in fp32 may move.
+        expected: What a well-rounded kernel leaves.
+    """
+
+    def groups(dim: int, kept: Tensor) -> Tensor | None:
+        of = (t.where(kept, 0.0).sum(dim) for t in (apart, error, made, expected))
+        left, size, casts, unit = of
+        there = size > 0
+        if (left[there] <= _REPRODUCED * size[there]).sum() < _MOST * there.sum():
+            return None
+        unit = unit.clamp(min=1e-300)
+        casts = torch.maximum(casts, unit * (casts / unit).mean())
+        return (left > EXPLAINED * size) & (left > GROUP_LIMIT**2 * casts)
+
+    every = torch.ones_like(apart, dtype=torch.bool)
+    for dim in (1, 0):  # a wrong row is in all features, a wrong feature in all rows
+        first = groups(dim, every)
+        other = None if first is None else groups(1 - dim, every & ~first.unsqueeze(dim))
+        if first is not None and other is not None:
+            by_row, by_feature = (t.cpu().numpy() for t in ((first, other) if dim else (other, first)))
+            return by_row, by_feature
+    return None
 
 
 def _through_bf16(

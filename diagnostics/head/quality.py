@@ -107,6 +107,10 @@ class QuantitySample:
     """The recipe's field by which another published kernel's explains the error; None: not looked for, or none does."""
     made_by_site: float = 0.0
     """What of the squared error the rounding at that site makes by itself, where its bits tell; else 0."""
+    unlike: npt.NDArray[np.bool_] | None = None
+    """[n], rows that are not as that rounding makes them, where it reproduces most others; None: not known."""
+    unlike_features: npt.NDArray[np.bool_] | None = None
+    """[D], likewise of features."""
     copied: npt.NDArray[np.int64] | None = None
     """[n], of several sequences, some of them copies of each other: the same number for rows that are copies."""
     compared: bool = True
@@ -135,6 +139,16 @@ class QuantitySample:
     def outlying(self) -> npt.NDArray[np.bool_]:
         """[n], rows that stand out, or in which an element does."""
         return (self.bad_rows > 0) | self.in_outlying_element
+
+    @property
+    def has_unlike(self) -> bool:
+        """Whether rows or features are not as the rounding at ``site`` makes them, but most others are."""
+        return any(bool(one.any()) for one in (self.unlike, self.unlike_features) if one is not None)
+
+    @property
+    def only_features(self) -> bool:
+        """Whether it is features alone, of rows that stand out in these."""
+        return self.has_unlike and self.unlike is not None and not self.unlike.any()
 
     @property
     def by_last_rounding(self) -> npt.NDArray[np.bool_]:

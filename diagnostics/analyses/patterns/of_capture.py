@@ -113,6 +113,8 @@ class CapturePatterns:
         if coarse and not rounded and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
+        if any(isinstance(one, QuantitySample) and one.only_features for one in found):
+            patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
         if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in _MERE_PLACES):
             patterns = unseen_dropout(evidence) or patterns
@@ -316,7 +318,11 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
 
 
 def _outlying(found: QuantitySample | RowEffect) -> list[int]:
-    rows: list[int] = found.rows[found.outlying if isinstance(found, QuantitySample) else found.of_budget > 1].tolist()
+    if isinstance(found, RowEffect):
+        marked = found.of_budget > 1
+    else:
+        marked = found.unlike if found.unlike is not None and found.unlike.any() else found.outlying
+    rows: list[int] = found.rows[marked].tolist()
     return rows
 
 
