@@ -4,6 +4,7 @@
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
+                                      softcap c: t = cast(tanh(cast(S / c))), cast(c t), as Gemma 2 has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
                                       each step cast, e = cast(exp(cast(S - m))), cast(e / cast(rowsum(e))), as in JAX
@@ -13,6 +14,7 @@
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
+                                              softcap: cast(cast(cast(c dS) o (1 - t t)) / c)
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
@@ -155,8 +157,9 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         scores = cast(low_q @ low_k.T)
         scores = _scaled(scores, head.scale, fmt) if alpha_in == "scores" else scores
     if head.softcap is not None:
-        scores = head.softcap * (scores / head.softcap).tanh()
-        scores = scores if alpha_in == "fp32" else cast(scores)
+        stored = (lambda x: x) if factors is None else cast
+        capped = stored(stored(scores / head.softcap).tanh())
+        scores = cast(head.softcap * capped) if alpha_in != "fp32" else head.softcap * capped
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     if alpha_in == "summed" or _BIASED in way:
         scores = cast(scores)
@@ -189,7 +192,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         dscores = products - weights * delta[:, None]
     if head.softcap is not None:
-        dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
+        slope = 1 - capped.square()
+        if factors is None:
+            dscores *= slope
+        else:
+            dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
     if probs_of != "uncast":
         dscores = cast(dscores)
     if alpha_in == "shifted" and sink is not None and by_key is not None:
