@@ -108,6 +108,20 @@ def test_another_scale_is_fitted_and_named() -> None:
             assert name in words
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_scale_is_named_under_an_additive_mask_that_only_hides(dtype: torch.dtype) -> None:
+    """As transformers hands it to eager and registered attention functions."""
+    for factor in (1.1, 0.98):
+        head = inputs("normal", 2, masking=Masking("top-left"))
+        observed = Steps(head, scale=factor * head.scale).outputs()["o"]
+        later = torch.ones(len(head.q), len(head.k), dtype=torch.bool).triu(1)
+        hiding = torch.zeros(later.shape, dtype=dtype).masked_fill(later, torch.finfo(dtype).min)
+        words = words_of(replace(head, masking=Masking(mask=hiding)), "o", observed)
+        assert f"are what the scale {factor * head.scale:.3g}" in words
+        biased = hiding.masked_fill(~later, -1.0)
+        assert "the scale" not in words_of(replace(head, masking=Masking(mask=biased)), "o", observed)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantity", ["o", "dq", "dk", "dv"])
 def test_another_mask_is_named(family: str, quantity: Quantity) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
-from attn_diag.reference.masking import ABSORBS
+from attn_diag.reference.masking import adds
 
 # How S is stored, and how dS is made: of which P (cast; fp32: before its cast; uncast: likewise with dS in fp32, as of
 # q.float() k.float()T), or with which steps stored.
@@ -89,8 +89,7 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p),
     and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
-    if mask is not None and mask.dtype != torch.bool:
-        biased |= bool(((mask != 0) & (mask > ABSORBS)).any())
+    biased |= mask is not None and adds(mask)
     found = (*UNFUSED, *_OF_BIASED) if biased else UNFUSED
     if head.dropout is None:
         return found
