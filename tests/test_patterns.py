@@ -132,6 +132,19 @@ def test_another_mask_is_named(family: str, quantity: Quantity) -> None:
     assert "attention without the causal mask" in words_of(head, quantity, ignored.outputs()[quantity])
 
 
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize(("window", "more", "words"), [(18, 1, "the window 19,0"), (18, -1, "the window 17,0")])
+def test_a_window_that_is_stated_by_a_mask_is_named(kind: str, window: int, more: int, words: str) -> None:
+    """As transformers hands sliding windows to eager and registered attention functions."""
+    head = inputs("normal", 2, masking=Masking("top-left", (window, 0)))
+    mask = torch.ones(len(head.q), len(head.k)).tril().triu(-window).bool()
+    if kind == "additive":
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+    masked = replace(head, masking=Masking(mask=mask))
+    other = Steps(replace(head, masking=Masking("top-left", (window + more, 0)))).outputs()
+    assert all(words in words_of(masked, name, other[name]) for name in ("o", "dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lost_tile_of_keys_is_named(family: str) -> None:
     head = inputs(family, 3, masking=Masking("none"))
