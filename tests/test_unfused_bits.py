@@ -153,8 +153,8 @@ def test_a_softcap_in_plain_torch_stores_each_of_its_steps(cap: float) -> None:
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
     q, k, v, o = (t.detach() for t in (q, k, v, o))
     for h in range(2):
-        wide = [t[0, h].double() for t in (q, k, v, do)]
-        head = AttentionHead(*wide, 32**-0.5, Masking("top-left"), cap)
+        one, two, three, four = (t[0, h].double() for t in (q, k, v, do))
+        head = AttentionHead(one, two, three, four, 32**-0.5, Masking("top-left"), cap)
         made = unfused(head, format_of(q.dtype), "unfused:scores:fp32")
         for name, own in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
             assert (made[name] == own[0, h].double()).double().mean() > 0.99, name
