@@ -145,6 +145,13 @@ def test_a_window_that_is_stated_by_a_mask_is_named(kind: str, window: int, more
     assert all(words in words_of(masked, name, other[name]) for name in ("o", "dq", "dk", "dv"))
 
 
+def test_a_causal_border_that_is_stated_by_a_mask_is_named() -> None:
+    head = inputs("normal", 2)
+    masked = replace(head, masking=Masking(mask=torch.ones(len(head.q), len(head.k)).tril().bool()))
+    off_by_one = seen(head, lambda mask: mask.logical_or_(torch.ones_like(mask).tril(1))).outputs()
+    assert all("border one key further on" in words_of(masked, name, off_by_one[name]) for name in ("o", "dq", "dv"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lost_tile_of_keys_is_named(family: str) -> None:
     head = inputs(family, 3, masking=Masking("none"))
