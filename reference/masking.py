@@ -134,6 +134,11 @@ def hides(mask: Tensor) -> Tensor:
 ABSORBS = -(2.0**17)
 
 
+def adds(mask: Tensor) -> bool:
+    """Whether a mask adds something to scores of keys that it does not hide."""
+    return mask.dtype != torch.bool and bool(((mask != 0) & (mask > ABSORBS) & ~hides(mask)).any())
+
+
 def absorbed_rows(mask: Tensor, hidden: Tensor | None) -> Tensor:
     """Rows of which every visible key has so low a number added that fp32 does not hold the score beside it.
 

@@ -85,6 +85,23 @@ def test_gradients_of_keys_are_judged_in_sequences_whose_part_is_known() -> None
     assert all(q.answer != "wrong" for q in head.quantities)
 
 
+def test_gradients_of_keys_that_were_judged_in_other_sequences_alone_are_not_said_to_be_right() -> None:
+    """A kernel ignores the padding: dK and dV of that sequence are wrong, and not known."""
+    call = called(LOWEST, given=True)
+    q, k, v = (call[name].clone().requires_grad_() for name in "qkv")
+    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.autograd.backward(o, call["do"])
+    found = inspect(**{**call, "o": o.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad})
+    text = " ".join(found.report().split())
+    assert found.labels == {"wrong"}
+    assert "dK and dV of batch item 0 (rows to which the mask leaves no key have a gradient)" in text
+    for head in heads(found):
+        assert head.verdict is not None
+        assert not [said for said in head.verdict.reasons if " right" in said and ("dK" in said or "dV" in said)]
+    assert "dV are right" not in text
+    assert "dV is right" not in text
+
+
 def test_nan_made_in_such_a_row_is_the_kernels() -> None:
     call = called(-1e9)
     call["o"][0, 1, 3, 5] = torch.nan

@@ -129,6 +129,20 @@ def test_torchs_own_is_lossy_for_no_other_reason() -> None:
     assert all(x.site == "gradient_accumulator" for x in quantities if x.answer == "lossy"), quantities
 
 
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.bfloat16, 2), (torch.float16, 4)])
+def test_query_heads_that_share_a_sum_are_named_too(dtype: torch.dtype, groups: int) -> None:
+    """Torch's SDPA on a CPU under ``enable_gqa``, as transformers call it."""
+    g = torch.Generator().manual_seed(groups)
+    shapes = [(2, heads, LENGTH, DIM) for heads in (2 * groups, 2, 2, 2 * groups)]
+    q, k, v, do = (torch.randn(shape, generator=g).to(dtype).requires_grad_() for shape in shapes)
+    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    outputs = {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+    _, quantities = judged([x.detach() for x in (q, k, v, do)], outputs)
+    assert "lossy" in {x.answer for x in quantities}
+    assert {x.site for x in quantities if x.answer == "lossy"} == {"gradient_accumulator"}
+
+
 def test_mistakes_are_looked_for_beside_them_only_where_they_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a bit-exact name a search of a second per gradient would find nothing; a mistake beside them is found."""
     looked_at = list[str]()

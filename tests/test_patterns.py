@@ -108,6 +108,20 @@ def test_another_scale_is_fitted_and_named() -> None:
             assert name in words
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_scale_is_named_under_an_additive_mask_that_only_hides(dtype: torch.dtype) -> None:
+    """As transformers hands it to eager and registered attention functions."""
+    for factor in (1.1, 0.98):
+        head = inputs("normal", 2, masking=Masking("top-left"))
+        observed = Steps(head, scale=factor * head.scale).outputs()["o"]
+        later = torch.ones(len(head.q), len(head.k), dtype=torch.bool).triu(1)
+        hiding = torch.zeros(later.shape, dtype=dtype).masked_fill(later, torch.finfo(dtype).min)
+        words = words_of(replace(head, masking=Masking(mask=hiding)), "o", observed)
+        assert f"are what the scale {factor * head.scale:.3g}" in words
+        biased = hiding.masked_fill(~later, -1.0)
+        assert "the scale" not in words_of(replace(head, masking=Masking(mask=biased)), "o", observed)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantity", ["o", "dq", "dk", "dv"])
 def test_another_mask_is_named(family: str, quantity: Quantity) -> None:
@@ -116,6 +130,26 @@ def test_another_mask_is_named(family: str, quantity: Quantity) -> None:
     assert "a causal border one key further on" in words_of(head, quantity, off_by_one.outputs()[quantity])
     ignored = seen(head, lambda mask: mask.fill_(True))
     assert "attention without the causal mask" in words_of(head, quantity, ignored.outputs()[quantity])
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize(("window", "more", "words"), [(18, 1, "the window 19,0"), (18, -1, "the window 17,0")])
+def test_a_window_that_is_stated_by_a_mask_is_named(kind: str, window: int, more: int, words: str) -> None:
+    """As transformers hands sliding windows to eager and registered attention functions."""
+    head = inputs("normal", 2, masking=Masking("top-left", (window, 0)))
+    mask = torch.ones(len(head.q), len(head.k)).tril().triu(-window).bool()
+    if kind == "additive":
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+    masked = replace(head, masking=Masking(mask=mask))
+    other = Steps(replace(head, masking=Masking("top-left", (window + more, 0)))).outputs()
+    assert all(words in words_of(masked, name, other[name]) for name in ("o", "dq", "dk", "dv"))
+
+
+def test_a_causal_border_that_is_stated_by_a_mask_is_named() -> None:
+    head = inputs("normal", 2)
+    masked = replace(head, masking=Masking(mask=torch.ones(len(head.q), len(head.k)).tril().bool()))
+    off_by_one = seen(head, lambda mask: mask.logical_or_(torch.ones_like(mask).tril(1))).outputs()
+    assert all("border one key further on" in words_of(masked, name, off_by_one[name]) for name in ("o", "dq", "dv"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

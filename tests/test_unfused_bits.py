@@ -206,3 +206,28 @@ def test_what_plain_torch_does_not_make_is_wrong_where_it_makes_all_else(fault: 
     wrong = {one.quantity: one.words for one in broken.heads[0].quantities if one.answer == "wrong"}
     assert list(wrong) == ["dv" if fault == "feature" else fault]
     assert all(said in words for words in wrong.values()), wrong
+
+
+@pytest.mark.parametrize("cap", [5.0, 50.0])
+def test_a_softcap_in_plain_torch_stores_each_of_its_steps(cap: float) -> None:
+    """As transformers' eager Gemma 2 does it: quotient, tanh and product, and backward as much."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, do = (torch.randn(1, 2, 128, 32, generator=generator).bfloat16() for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (3 * q, k, v))
+    scores = torch.tanh(q @ k.mT * 32**-0.5 / cap) * cap
+    scores = scores + torch.full((128, 128), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
+    o = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    q, k, v, o = (t.detach() for t in (q, k, v, o))
+    for h in range(2):
+        one, two, three, four = (t[0, h].double() for t in (q, k, v, do))
+        head = AttentionHead(one, two, three, four, 32**-0.5, Masking("top-left"), cap)
+        made = unfused(head, format_of(q.dtype), "unfused:scores:fp32")
+        for name, own in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
+            assert (made[name] == own[0, h].double()).double().mean() > 0.99, name
+    found = attn_diag.inspect(
+        q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal=True, scale=32**-0.5, softcap=cap, device="cpu"
+    )
+    quantities = [x for h in found.heads if h.head is not None for x in h.quantities]
+    assert "lossy" in {x.answer for x in quantities}
+    assert {x.site for x in quantities if x.answer == "lossy"} == {"unfused"}

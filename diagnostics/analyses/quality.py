@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -28,6 +29,7 @@ _ROUNDED_DELTA = 16.0
 # inputs to FP8 150.
 _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
+_NO_KEY = "rows to which the mask leaves no key have a gradient"
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
@@ -277,17 +279,23 @@ def beside_truth(stated: Sequence[QuantityVerdict]) -> str:
     )
 
 
-def with_empty_rows(verdict: QuantityVerdict, counts: Sequence[tuple[int, int]]) -> QuantityVerdict:
+def with_empty_rows(
+    verdict: QuantityVerdict, counts: Sequence[tuple[int, int]], absorbed: Sequence[int] = ()
+) -> QuantityVerdict:
     """The verdict with what is found in rows that see no key: their dQ is 0; of their O kernels think differently.
 
     Args:
-        verdict: Of O or dQ over all other rows.
+        verdict: Of O or dQ over all other rows, of dK or dV over all other sequences.
         counts: For each sequence, rows with NaN or Inf, and rows with another number than 0.
+        absorbed: Batch items to whose dK or dV such rows add an unknown part.
     """
+    name = SYMBOLS[verdict.quantity]
+    if absorbed:
+        words = f"{name} of {_items(absorbed)} has a part of rows that see no key, {NOT_JUDGED}"
+        return replace(verdict, words=f"{verdict.words} {words}")
     broken, other = (sum(c[i] for c in counts) for i in (0, 1))
     if not broken and not other:
         return verdict
-    name = SYMBOLS[verdict.quantity]
     said = f"{plural(broken, 'row')} with NaN or Inf" if broken else f"{plural(other, 'row')} with other numbers than 0"
     words = f"{name} has {said} among the rows that see no key"
     if verdict.quantity == "dq" and verdict.answer not in ("nonfinite", "wrong"):
@@ -356,9 +364,9 @@ def not_judged(
     with_do: bool,
     covered: bool = True,
     of_a_rank: bool = False,
-    absorbed: Collection[str] = (),
+    absorbed: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """The quantities of ``CAPTURED`` that are not among ``judged``, with the reason.
+    """The quantities of ``CAPTURED`` that are not among ``judged``, or not in each sequence, with the reason.
 
     Args:
         judged: Names of quantities.
@@ -366,7 +374,7 @@ def not_judged(
         with_do: Whether dO was captured.
         covered: Whether there is a published recipe for the inputs' format.
         of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
-        absorbed: Outputs of which rows without keys make an unknown part; see ``captures.absorbed``.
+        absorbed: Of outputs the batch items in which rows without keys make an unknown part; see ``captures.absorbed``.
     """
     # A gradient of both uses of one latent stands in for dK and dV, and is missed by nobody.
     spared = ("dk", "dv") if "dkv" in captured else ("dkv",)
@@ -378,9 +386,16 @@ def not_judged(
         if name in ("dk", "dv") and of_a_rank:
             return "summed over the rows of other ranks: give their files too"
         if name in absorbed:
-            return "rows to which the mask leaves no key have a gradient"
+            return _NO_KEY
         if name not in captured:
             return "not captured"
         return "not compared" if covered else "no well-rounded kernel of this format to compare with"
 
-    return tuple(f"{SYMBOLS[name]} ({why(name)})" for name in missing)
+    said = [f"{SYMBOLS[name]} ({why(name)})" for name in missing]
+    said += [f"{SYMBOLS[n]} of {_items(absorbed[n])} ({_NO_KEY})" for n in CAPTURED if n in judged and n in absorbed]
+    return tuple(said)
+
+
+def _items(numbers: Sequence[int]) -> str:
+    """ "batch items 0-2"."""
+    return f"batch {'item' if len(numbers) == 1 else 'items'} {ranges(list(numbers))}"

@@ -7,7 +7,7 @@ and the same keys then, and dK is left out. Else dV is, too: a fused kernel's LS
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,11 @@ class WithoutAbsorbedRows:
     capture: Capture
     unknown: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """Gradients by key, and of the mask, of which the rows' part is not known, by batch item."""
+
+    def items_by_output(self, batches: Sequence[int]) -> dict[str, list[int]]:
+        """Those of some batch items of which a gradient's part is not known, by its name."""
+        outputs = {output for batch in batches for output in self.unknown.get(batch, ())}
+        return {output: [b for b in batches if output in self.unknown.get(b, ())] for output in outputs}
 
     @classmethod
     def of(cls, capture: Capture) -> WithoutAbsorbedRows:

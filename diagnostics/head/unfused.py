@@ -5,6 +5,7 @@
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile);
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
+                                      softcap c: t = cast(tanh(cast(S / c))), cast(c t), as Gemma 2 has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
                                       each step cast, e = cast(exp(cast(S - m))), cast(e / cast(rowsum(e))), as in JAX
@@ -14,6 +15,7 @@
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
+                                              softcap: cast(cast(cast(c dS) o (1 - t t)) / c)
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
-from attn_diag.reference.masking import ABSORBS
+from attn_diag.reference.masking import adds
 
 # How S is stored, and how dS is made: of which P (cast; fp32: before its cast; uncast: likewise with dS in fp32, as of
 # q.float() k.float()T), or with which steps stored.
@@ -90,8 +92,7 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p),
     and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
-    if mask is not None and mask.dtype != torch.bool:
-        biased |= bool(((mask != 0) & (mask > ABSORBS)).any())
+    biased |= mask is not None and adds(mask)
     found = (*UNFUSED, *_OF_BIASED) if biased else UNFUSED
     if head.dropout is None:
         return found
@@ -151,6 +152,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         return found if way.endswith(_WIDE) else cast(found)
 
     factors = _multiplied(head, fmt, way)
+    wide_scores = factors is None or alpha_in == "compiled"
     if factors is None:
         scores = (head.q @ head.k.T) * head.scale
     else:
@@ -161,8 +163,9 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         elif alpha_in == "compiled":
             scores = scores * head.scale
     if head.softcap is not None:
-        scores = head.softcap * (scores / head.softcap).tanh()
-        scores = scores if alpha_in in ("fp32", "compiled") else cast(scores)
+        stored = (lambda x: x) if wide_scores else cast
+        capped = stored(stored(scores / head.softcap).tanh())
+        scores = cast(head.softcap * capped) if alpha_in not in ("fp32", "compiled") else head.softcap * capped
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     if alpha_in == "summed" or _BIASED in way:
         scores = cast(scores)
@@ -195,7 +198,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         dscores = products - weights * delta[:, None]
     if head.softcap is not None:
-        dscores *= 1 - (scores.masked_fill(scores.isneginf(), 0.0) / head.softcap).square()
+        slope = 1 - capped.square()
+        if wide_scores:
+            dscores *= slope
+        else:
+            dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
     in_fp32 = probs_of == "uncast" or alpha_in == "compiled"
     dscores = dscores if in_fp32 else cast(dscores)
     if alpha_in == "shifted" and sink is not None and by_key is not None:

@@ -94,6 +94,7 @@ class CaptureJob:
         self.captured = select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
+        self.absorbed = found.items_by_output(self.batches)
         self.declared = declared_recipe(capture)
         tensors = read_together(capture, device, self.batches, self.heads, self.captured)
         self.opened = OpenCapture(capture, device, self.batches, self.heads, tensors)
@@ -296,7 +297,7 @@ class CaptureJob:
             with_do="do" in c.tensors,
             covered=self.declared is not None or covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
-            absorbed={output for outputs in self.unknown.values() for output in outputs},
+            absorbed=self.absorbed,
         )
         sinks = {head: [p.sink for p in parts] for head, parts in measured.items()}
         missing += judge_sums(c, name, sinks, self.batches, self.device, quantities)
@@ -362,7 +363,8 @@ class CaptureJob:
                 verdict = judge_quantity(quantity, samples, batches, broken, summed=summed)
                 verdict = judge_ranks(verdict, samples, batches, self.capture.metadata, summed)
                 verdict = verdict if explain is None else explain(verdict, samples, batches)
-                found.append(with_empty_rows(verdict, [p.without_keys.get(quantity, (0, 0)) for p in parts]))
+                counts = [p.without_keys.get(quantity, (0, 0)) for p in parts]
+                found.append(with_empty_rows(verdict, counts, self.absorbed.get(quantity, ())))
         return with_proven_scale(found)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:

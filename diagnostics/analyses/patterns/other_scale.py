@@ -11,6 +11,7 @@ from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named, scales
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.scale_fit import one_over_root
+from attn_diag.reference.masking import adds
 from attn_diag.results.wording import number
 
 # Roundings of scores, truncations too, look like a change of the scale by up to 2^-8.
@@ -33,7 +34,7 @@ def other_scale(
         where: What is said after the scale: " in the backward alone".
     """
     head = evidence.heads[0]
-    if not head.scale > 0 or (head.masking.mask is not None and head.masking.mask.is_floating_point()):
+    if not head.scale > 0 or (head.masking.mask is not None and adds(head.masking.mask)):
         return
     known = scales(head.scale, head.q.shape[1])
     noise = evidence.noise[rows].clamp(min=1e-300)[:, None]

@@ -11,7 +11,7 @@ import torch
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.head.usual_readings import BEFORE_THE_SCALE, USUAL_SOFTCAPS, usual_windows
 from attn_diag.reference import AttentionHead, Masking
-from attn_diag.reference.masking import Causal
+from attn_diag.reference.masking import Causal, adds, hides
 
 _TILES = (16, 32, 64, 128, 256)
 _MOST_HEADS = 16
@@ -29,9 +29,28 @@ class Reading:
     """The head."""
 
 
+def _as_band(head: AttentionHead) -> Masking:
+    """The masking, said as causality and a window where its mask is no more than that (transformers' often is)."""
+    masking, mask = head.masking, head.masking.mask
+    if mask is None or masking.causal != "none" or masking.window is not None or adds(mask):
+        return masking
+    seen = ~hides(mask)
+    distance = torch.arange(len(head.k), device=mask.device) - head.positions[:, None]
+    if not seen.any():
+        return masking
+    first, last = int(distance[seen].min()), int(distance[seen].max())
+    if first > 0 or last < 0 or not torch.equal(seen, (distance >= first) & (distance <= last)):
+        return masking
+    causal: Causal = "none" if last else "top-left" if len(head.q) == len(head.k) else "bottom-right"
+    left = -first if first > int(distance.min()) else -1
+    right = last if last < int(distance.max()) else -1
+    window = (left, right) if left >= 0 or right > 0 else None
+    return replace(masking, causal=causal, window=window, mask=None)
+
+
 def other_masks(head: AttentionHead) -> Iterator[Reading]:
     """Other causal alignments, borders one key off or on a tile's, other windows, no mask."""
-    masking = head.masking
+    masking = _as_band(head)
 
     def reading(words: str, changed: Masking) -> Reading:
         return Reading("mask", words, replace(head, masking=changed))
@@ -74,6 +93,7 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             if abs(usual - masking.window[0]) > 1:
                 other = (usual, min(masking.window[1], usual))
                 yield reading(f"the window {other[0]},{other[1]}", replace(masking, window=other))
+    masking = head.masking
     if masking.mask is not None:
         yield reading("attention without the mask", replace(masking, mask=None))
         if masking.mask.shape[0] == masking.mask.shape[1]:
