@@ -55,8 +55,18 @@ def _first(found: DtypeDrift) -> Iterator[RenderableType]:
         also = f"; {plural(others, 'place')} elsewhere drift" if others else ""
         yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}", told)
         return
-    count = sum(call.count for call in found.calls if bool(call.differing) == bool(worst.differing))
     dtypes = ", ".join(f"{name} {dtype}" for name, dtype in worst.dtypes.items())
+    if worst.settled:
+        count = plural(sum(call.count for call in found.calls), "attention call")
+        told.insert(
+            0,
+            "Nothing is less exact for it; it costs casts and memory. A kernel that autocast does not cast for would "
+            "get these dtypes: where they come from is below.",
+        )
+        what = f"autocast makes q, k and v {worst.regime} inside {count} that got wider ones"
+        yield from lead(OK, f"{found.source}: {what} ({dtypes} at {_where(worst.source)})", told)
+        return
+    count = sum(c.count for c in found.calls if not c.settled and bool(c.differing) == bool(worst.differing))
     what = "differ in dtype" if worst.differing else "have not autocast's dtype"
     yield from lead(
         FAIL,
