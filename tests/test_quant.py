@@ -585,6 +585,19 @@ def test_a_gradient_that_is_wrong_in_one_place(where: Any, place: str, times: fl
     assert "elsewhere 1" in found.headline
 
 
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("fp8-row", 448)])
+def test_a_division_in_bf16_is_named_and_passes_with_such_scales(name: str, largest: int) -> None:
+    """As quanto computes where the weight is BF16; float elements have none of torchao's reciprocals either."""
+    w = weight(4).bfloat16()
+    scale = w.abs().amax(1, keepdim=True) / largest
+    codes = (w / scale).round().clamp(-127, 127) if name == "int8" else (w / scale).to(torch.float8_e4m3fn).to(w.dtype)
+    found = attn_diag.quant(w, name, observed=codes * scale)
+    assert found.outcome == "fail"
+    assert "but with scales and arithmetic in bf16, dividing: 100.00%" in found.headline
+    declared = attn_diag.quantizer(name, scale="bf16")
+    assert attn_diag.quant(w, declared, observed=codes * scale).outcome == "pass"
+
+
 def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it() -> None:
     torch.manual_seed(0)
     w, x, dy = torch.randn(64, 256), torch.randn(128, 256), torch.randn(128, 64)
