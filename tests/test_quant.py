@@ -598,6 +598,25 @@ def test_a_division_in_bf16_is_named_and_passes_with_such_scales(name: str, larg
     assert attn_diag.quant(w, declared, observed=codes * scale).outcome == "pass"
 
 
+@pytest.mark.parametrize(("where", "place"), [("zeros", None), ("half the rows", "32 of 64 rows")])
+def test_a_gradient_that_is_wrong_in_elements_or_everywhere_is_not_placed(where: str, place: str | None) -> None:
+    torch.manual_seed(1)
+    w, x, dy = 0.02 * torch.randn(64, 256), torch.randn(96, 256), torch.randn(96, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4")
+        kept = values != 0 if where == "zeros" else (torch.arange(64) % 2 == 1)[:, None].expand(64, 256)
+        return _Passing.apply(weight, values, kept.float())  # type: ignore[no-any-return,no-untyped-call]
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert found.gradient is not None
+    if place is None:
+        assert found.gradient.apart is None
+    else:
+        assert f"in {place} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1" in found.headline
+
+
 def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it() -> None:
     torch.manual_seed(0)
     w, x, dy = torch.randn(64, 256), torch.randn(128, 256), torch.randn(128, 64)

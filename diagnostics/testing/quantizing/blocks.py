@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -181,9 +182,12 @@ def place_of(bad: Tensor, by: Quantizer, shape: tuple[int, int]) -> str:
     """Where the blocks ``bad`` are, in words."""
     r, c = by.block_shape(shape)
     places = bad.nonzero().tolist()
+    noun = {(1, shape[1]): "row", (shape[0], 1): "column"}.get((r, c), "block")
+    lines = bad.flatten().nonzero().flatten().tolist()
+    if noun != "block" and sum(b > a + 1 for a, b in pairwise(lines)) < _TOLD:
+        return runs_of(noun, lines)
     if len(places) > _TOLD:
-        noun = {(1, shape[1]): "rows", (shape[0], 1): "columns"}.get((r, c), "blocks")
-        return f"{len(places)} of {bad.numel()} {noun}"
+        return f"{len(places)} of {bad.numel()} {noun}s"
     told = []
     for down, across in places:
         rows = runs_of("row", list(range(down * r, min((down + 1) * r, shape[0]))))

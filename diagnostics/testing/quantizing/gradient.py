@@ -43,6 +43,8 @@ _SAME, _SAME_FLOAT = 0.02, 0.05
 # they lie (EWGS, DSQ) have up to 10.5 of rows and 15.3 of blocks (36 tensors each), straight-through ones are off by
 # 0.9 % at most.
 _DEVIATIONS, _NORMAL = 25.0, 1.4826
+# So many times as many elements as elsewhere must have another multiple there: else it is these, and not the place.
+_DENSER = 3.0
 # Of fewer lines there is no typical one; of each line so many elements, and such a part, are left out.
 _LINES, _LEFT_OUT, _PART_LEFT_OUT = 8, 4, 0.05
 
@@ -133,25 +135,32 @@ def _lines_apart(given: Tensor, gradient: Tensor, inside: Tensor, by: Quantizer)
     for kind in (replace(by, block="row"), replace(by, block="column"), *([by] if by.row_groups == 1 else [])):
         r, c = kind.block_shape(shape)
         # Padded as in per_block: [R / r, C / c, r c].
-        said, own, off = (
+        passed, own = (
             torch.nn.functional.pad(torch.where(inside, x, 0.0), (0, -shape[1] % c, 0, -shape[0] % r))
             .unflatten(1, (-1, c)).unflatten(0, (-1, r)).transpose(1, 2).flatten(2)
-            for x in (given * gradient, gradient.square(), ((given - gradient) * gradient).abs())
+            for x in (given, gradient)
         )  # fmt: skip
+        off = ((passed - own) * own).abs()
         most = off.topk(min(max(_LEFT_OUT, math.ceil(_PART_LEFT_OUT * r * c)), r * c)).indices
-        size = own.scatter(2, most, 0.0).sum(2)
-        gain = said.scatter(2, most, 0.0).sum(2) / size
-        known = gain[size > 0]
-        if len(known) < _LINES:
+        size = own.square().scatter(2, most, 0.0).sum(2)
+        gain = (passed * own).scatter(2, most, 0.0).sum(2) / size
+        known = size > 0
+        if int(known.sum()) < _LINES:
             continue
-        typical = known.median()
-        away = (gain - typical).abs()
-        apart = (size > 0) & (away > max(_SAME, _DEVIATIONS * _NORMAL * float((known - typical).abs().median())))
-        if bool(apart.any()):
-            times = between(*(f"{float(x):.3g}" for x in (gain[apart].min(), gain[apart].max())))
-            words = f"in {place_of(apart, kind, shape)} its gradient is {times} times dyᵀ x where nothing is clipped"
-            words += f", elsewhere {float(typical):.3g}"
-            found.append((float(away[apart].mean()), words))
+        typical = float(gain[known].median())
+        deviation = float((gain[known] - typical).abs().median()) * _NORMAL
+        apart = known & ((gain - typical).abs() > max(_SAME, _DEVIATIONS * deviation))
+        if not bool(apart.any()):
+            continue
+        other = ((passed - typical * own).abs() > _SAME * own.abs()).double().mean(2)
+        if float(other[apart].mean()) < _DENSER * float(other[known & ~apart].mean()):
+            continue
+        away = float((gain[apart] - typical).abs().mean())
+        if bool(((gain[apart] - 1).abs() <= _SAME).all()):
+            apart = known & ~apart  # as many are wrong as right
+        times = between(*(f"{float(x):.3g}" for x in (gain[apart].min(), gain[apart].max())))
+        words = f"in {place_of(apart, kind, shape)} its gradient is {times} times dyᵀ x where nothing is clipped"
+        found.append((away, f"{words}, elsewhere {float(gain[known & ~apart].median()):.3g}"))
     return max(found, key=lambda one: round(one[0], 2))[1] if found else None
 
 
