@@ -43,11 +43,8 @@ def headline(diagnosis: Diagnosis) -> str:
     open_ = [e for e in entries if "clean" not in label_names(e[2])]
     if 2 * len(open_) > len(entries):
         heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {_all(entries)}"
-        what = (
-            "NOTHING FOUND BUT A KNOWN ROUNDING"
-            if all(_kept_open(e[2]) for e in open_)
-            else "NOTHING FOUND, BUT TOO LITTLE TO DECIDE"
-        )
+        known = all(_kept_open(e[2]) for e in open_)
+        what = f"NOTHING FOUND{' BUT A KNOWN ROUNDING' if known else ', BUT TOO LITTLE TO DECIDE'}"
         said = [f"{what}: {heads} could be neither passed nor faulted."]
     else:
         passed = [e for e in entries if "clean" in label_names(e[2])]

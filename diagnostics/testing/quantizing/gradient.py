@@ -135,9 +135,10 @@ def _lines_apart(given: Tensor, gradient: Tensor, inside: Tensor, by: Quantizer)
     for kind in (replace(by, block="row"), replace(by, block="column"), *([by] if by.row_groups == 1 else [])):
         r, c = kind.block_shape(shape)
         # Padded as in per_block: [R / r, C / c, r c].
+        height, width = -(-shape[0] // r), -(-shape[1] // c)
         passed, own = (
-            torch.nn.functional.pad(torch.where(inside, x, 0.0), (0, -shape[1] % c, 0, -shape[0] % r))
-            .unflatten(1, (-1, c)).unflatten(0, (-1, r)).transpose(1, 2).flatten(2)
+            torch.nn.functional.pad(torch.where(inside, x, 0.0), (0, width * c - shape[1], 0, height * r - shape[0]))
+            .reshape(height, r, width, c).transpose(1, 2).flatten(2)
             for x in (given, gradient)
         )  # fmt: skip
         off = ((passed - own) * own).abs()
