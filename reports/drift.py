@@ -15,6 +15,11 @@ from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 from attn_diag.results.wording import plural
 
+_NOTHING_LOST = (
+    "Nothing is less exact for it; it costs casts and memory. A kernel that autocast does not cast for would get these "
+    "dtypes: where they come from is below."
+)
+
 
 def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
     """The report, piece by piece, for a rich console."""
@@ -55,15 +60,16 @@ def _first(found: DtypeDrift) -> Iterator[RenderableType]:
         also = f"; {plural(others, 'place')} elsewhere drift" if others else ""
         yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}", told)
         return
-    count = sum(call.count for call in found.calls if bool(call.differing) == bool(worst.differing))
-    dtypes = ", ".join(f"{name} {dtype}" for name, dtype in worst.dtypes.items())
+    place = f"({', '.join(f'{name} {dtype}' for name, dtype in worst.dtypes.items())} at {_where(worst.source)})"
+    key = worst.settled or bool(worst.differing)
+    count = sum(c.count for c in found.calls if c.settled == worst.settled and (c.settled or bool(c.differing)) == key)
+    if worst.settled:
+        what = f"autocast makes q, k and v {worst.regime} inside {plural(count, 'attention call')} that got wider ones"
+        yield from lead(OK, f"{found.source}: {what} {place}", [_NOTHING_LOST, *told])
+        return
     what = "differ in dtype" if worst.differing else "have not autocast's dtype"
-    yield from lead(
-        FAIL,
-        f"{found.source}: q, k and v {what} in {count} of {plural(found.attention_calls, 'attention call')} "
-        f"({dtypes} at {_where(worst.source)})",
-        [f"Fix: {worst.fix}", *told],
-    )
+    said = f"q, k and v {what} in {count} of {plural(found.attention_calls, 'attention call')}"
+    yield from lead(FAIL, f"{found.source}: {said} {place}", [f"Fix: {worst.fix}", *told])
 
 
 def _call(call: TracedCall) -> Iterator[RenderableType]:

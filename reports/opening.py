@@ -12,6 +12,7 @@ from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.quality import KEPT_OPEN
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
@@ -42,7 +43,9 @@ def headline(diagnosis: Diagnosis) -> str:
     open_ = [e for e in entries if "clean" not in label_names(e[2])]
     if 2 * len(open_) > len(entries):
         heads = "the only head" if len(entries) == 1 else f"{len(open_)} of {_all(entries)}"
-        said = [f"NOTHING FOUND, BUT TOO LITTLE TO DECIDE: {heads} could be neither passed nor faulted."]
+        known = all(_kept_open(e[2]) for e in open_)
+        what = f"NOTHING FOUND{' BUT A KNOWN ROUNDING' if known else ', BUT TOO LITTLE TO DECIDE'}"
+        said = [f"{what}: {heads} could be neither passed nor faulted."]
     else:
         passed = [e for e in entries if "clean" in label_names(e[2])]
         said = [f"PASS: {_good(passed)}."]
@@ -104,11 +107,20 @@ def next_command(diagnosis: Diagnosis) -> Line:
     if all("clean" not in label_names(e[2]) for e in entries):
         if all(not {"o", "delta"} & set(e[1].outputs) for e in entries):
             return Line("Next", "capture o of these heads too, and inspect again: without it no bias can be tested.")
+        if all(_kept_open(e[2]) for e in entries):
+            return Line(
+                "Next", "nothing is needed; to be rid of the rounding, keep in fp32 what it casts, or fuse the kernel."
+            )
         return Line("Next", "capture more rows or sequences of these heads, and inspect again.")
     more = (
         " To judge the gradients too, capture do and dq." if all(e[2].propagation.dq is None for e in entries) else ""
     )
     return Line("Next", f"nothing to do here; if training goes wrong, look at other layers and steps.{more}")
+
+
+def _kept_open(head: HeadDiagnosis) -> bool:
+    """Whether a known rounding alone keeps it undecided."""
+    return head.verdict is not None and KEPT_OPEN in head.verdict.suggestions
 
 
 def _captured(findings: Sequence[SharedFinding]) -> list[SharedFinding]:

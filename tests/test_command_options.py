@@ -54,6 +54,10 @@ UNREAD = {
         ["invariance", "m:f", "--operator", "kda", "--no-schedules"],
         "linear attention takes no --no-schedules: leave it out",
     ),
+    "diff --device": (
+        ["diff", "a.json", "b.json", "--device", "cpu"],
+        "two saved diagnoses are compared on no device; leave --device out",
+    ),
     "inspect --json-full": (["inspect", "--example", "--json-full"], "add --json FILE, or leave it out"),
 }
 

@@ -445,6 +445,18 @@ def test_an_output_that_does_not_fit_is_no_ok(tmp_path: Path, run: Run, output: 
         assert load(tmp_path / "one.safetensors").metadata.causal == expected
 
 
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_without_o_lse_tells_the_reading(tmp_path: Path, run: Run, causal: str) -> None:
+    q, k, v = inputs(heads=12, kv_heads=12, rows=12, keys=18)
+    content = {**named((q, k, v), "q", "k", "v"), "lse": attention(q, k, v, causal)[1] / math.log(2)}
+    torch.save(content, tmp_path / "dump.pt")
+    done = run("convert", tmp_path / "dump.pt", tmp_path / "one.safetensors")
+    assert done.out.startswith("OK 1 capture")
+    assert f"causal={causal}: LSE agrees" in done.out
+    metadata = load(tmp_path / "one.safetensors").metadata
+    assert (metadata.causal, metadata.lse_base) == (causal, "2")
+
+
 def test_the_nearest_reading_is_taken_of_an_o_that_is_wrong_in_some_rows(tmp_path: Path) -> None:
     q, k, v = inputs(heads=12, kv_heads=12, rows=48, keys=48)
     o = attention(q, k, v, "top-left")[0].clone()
@@ -478,7 +490,12 @@ def test_on_the_command_line(tmp_path: Path, run: Run) -> None:
     options = ("--map", "q=a", "--map", "k=b", "--map", "v=c", "--layer", 3, "--scale", 0.5)
     code, out, _ = run("convert", tmp_path / "dump.pt", tmp_path / "m.safetensors", *options)
     assert (code, load(tmp_path / "m.safetensors").metadata.layer) == (0, 3)
-    assert "layout=BHTD and causal=none assumed: no O to check with" in out
+    assert "layout=BHTD and causal=none assumed, and nothing confirms it: no O to check with" in out
+    assert out.startswith("UNDECIDED 1 capture")
+    assert "in 1 of which a guess is confirmed by nothing" in out.splitlines()[0]
+    said = ("--force", "--causal", "none", "--layout", "BHTD")
+    stated = run("convert", tmp_path / "dump.pt", tmp_path / "m.safetensors", *said, *options[:6])
+    assert stated.out.startswith("OK 1 capture")
 
 
 def test_an_o_that_cannot_be_compared_is_not_called_missing(tmp_path: Path, run: Run) -> None:
@@ -486,4 +503,4 @@ def test_an_o_that_cannot_be_compared_is_not_called_missing(tmp_path: Path, run:
     torch.save({"q": q * math.nan, "k": k, "v": v, "o": q}, tmp_path / "dump.pt")
     code, out, _ = run("convert", tmp_path / "dump.pt", tmp_path / "captures")
     assert code == 0
-    assert "assumed: in no row can O be compared (NaN, Inf or no key)" in out
+    assert "assumed, and nothing confirms it: in no row can O be compared (NaN, Inf or no key)" in out

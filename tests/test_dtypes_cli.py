@@ -75,6 +75,36 @@ def test_the_fixed_script_is_clean(dtypes: Callable[..., Done]) -> None:
     assert "q, k and v share one dtype in the attention call." in done.out
 
 
+# Rotary embeddings with fp32 cos, as transformers' Llama has them under autocast, without a cache and with one.
+ROTARY = """
+import torch
+from torch.nn import functional as F
+q, k, v = (torch.randn(1, 2, 8, 16).bfloat16() for _ in range(3))
+cos = torch.ones(16)
+with torch.autocast("cpu", torch.bfloat16):
+    F.scaled_dot_product_attention(q * cos, k * cos, v)
+    F.scaled_dot_product_attention(q * cos, k * cos, torch.cat([torch.zeros(1, 2, 0, 16), v], 2))
+"""
+TAKEN = "\ntry:\n    F.scaled_dot_product_attention(q, k * cos, v)\nexcept RuntimeError:\n    pass\n"
+NARROW = '\nwith torch.autocast("cpu", torch.bfloat16):\n    F.scaled_dot_product_attention(q.half(), k, v)\n'
+DOUBLE = NARROW.replace("q.half(), k, v", "q.double(), k.double(), v.double()")
+
+
+def test_what_autocast_casts_back_is_not_accused(dtypes: Callable[..., Done]) -> None:
+    said = " ".join(dtypes(ROTARY, options=("--fail-on", "mixed")).out.split())
+    assert said.startswith("OK ")
+    assert "autocast makes q, k and v bfloat16 inside 2 attention calls that got wider ones" in said
+    assert "FAIL" not in said
+    assert "autocast makes all three bfloat16 inside" in said
+
+
+@pytest.mark.parametrize("other", [TAKEN, NARROW, DOUBLE], ids=["raised", "float16 q", "float64"])
+def test_a_call_that_autocast_does_not_settle_fails_and_comes_first(dtypes: Callable[..., Done], other: str) -> None:
+    said = " ".join(dtypes(ROTARY + other).out.split())
+    assert said.startswith("FAIL")
+    assert "in 1 of 3 attention calls" in said
+
+
 @pytest.mark.parametrize("options", [(), ("--fail-on", "alike")], ids=str)
 def test_findings_fail_only_where_asked(dtypes: Callable[..., Done], options: tuple[str, ...]) -> None:
     assert dtypes(RWKV, "bfloat16", options=options).code == 0

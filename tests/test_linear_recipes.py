@@ -131,6 +131,8 @@ def test_commands_read_linear_captures_or_refuse_them(tmp_path: Path, run: Run) 
         ("identify", file, "--rows", 3),
         ("what-if", file, "--beta", 2),
         ("attribute", file, "--window", "1,1"),
+        ("attribute", file, "--level", 0.05),
+        ("what-if", file, "--level", 0.05),
     ):
         done = run(*refused)
         assert done.code == 2

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -542,3 +543,90 @@ def test_what_no_known_rule_makes_is_not_called_drawn_for_lying_on_the_grid(rule
     said = attn_diag.quant(w, observed=made).report(100)
     assert ("stochastic" in said.partition("quantised weight")[0]) == (rule == "drawn"), said
     assert "dithered values are biased" not in said
+
+
+class _Passing(torch.autograd.Function):
+    """Values forward, so many times each element's gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, values: Tensor, times: Tensor) -> Tensor:
+        del w
+        ctx.save_for_backward(times)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", [0.0, -1.0, 2.0, 1.1])
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [((5,), "row 5"), ((slice(None), 7), "column 7"), ((5, slice(32, 64)), "row 5, columns 32-63")],
+    ids=["row", "column", "block"],
+)
+def test_a_gradient_that_is_wrong_in_one_place(where: Any, place: str, times: float, dtype: torch.dtype) -> None:
+    """The whole gain moves by a 64th of it at most."""
+    torch.manual_seed(0)
+    w, x, dy = torch.randn(64, 256).to(dtype), torch.randn(128, 256), torch.randn(128, 64)
+    factors = torch.ones(64, 256)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4", block="32")
+        return _Passing.apply(weight, values, factors.to(weight.dtype))  # type: ignore[no-any-return,no-untyped-call]
+
+    by = attn_diag.quantizer("int4", block="32")
+    assert attn_diag.quant(w, by, observed=fake, x=x, dy=dy).outcome == "pass"
+    factors[where] = times
+    found = attn_diag.quant(w, by, observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert f"but in {place} its gradient is {times:.3g} times dyᵀ x" in found.headline
+    assert "elsewhere 1" in found.headline
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("fp8-row", 448)])
+def test_a_division_in_bf16_is_named_and_passes_with_such_scales(name: str, largest: int) -> None:
+    """As quanto computes where the weight is BF16; float elements have none of torchao's reciprocals either."""
+    w = weight(4).bfloat16()
+    scale = w.abs().amax(1, keepdim=True) / largest
+    codes = (w / scale).round().clamp(-127, 127) if name == "int8" else (w / scale).to(torch.float8_e4m3fn).to(w.dtype)
+    found = attn_diag.quant(w, name, observed=codes * scale)
+    assert found.outcome == "fail"
+    assert "but with scales and arithmetic in bf16, dividing: 100.00%" in found.headline
+    declared = attn_diag.quantizer(name, scale="bf16")
+    assert attn_diag.quant(w, declared, observed=codes * scale).outcome == "pass"
+
+
+@pytest.mark.parametrize(("where", "place"), [("zeros", None), ("half the rows", "32 of 64 rows")])
+def test_a_gradient_that_is_wrong_in_elements_or_everywhere_is_not_placed(where: str, place: str | None) -> None:
+    torch.manual_seed(1)
+    w, x, dy = 0.02 * torch.randn(64, 256), torch.randn(96, 256), torch.randn(96, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4")
+        kept = values != 0 if where == "zeros" else (torch.arange(64) % 2 == 1)[:, None].expand(64, 256)
+        return _Passing.apply(weight, values, kept.float())  # type: ignore[no-any-return,no-untyped-call]
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert found.gradient is not None
+    if place is None:
+        assert found.gradient.apart is None
+    else:
+        assert f"in {place} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1" in found.headline
+
+
+def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it() -> None:
+    torch.manual_seed(0)
+    w, x, dy = torch.randn(64, 256), torch.randn(128, 256), torch.randn(128, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        blocks = weight.reshape(64, -1, 32)
+        scale = blocks.abs().amax(-1, keepdim=True) / 7
+        codes = blocks / scale
+        return ((codes + (codes.round() - codes).detach()) * scale).reshape(64, 256)
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.gradient is not None
+    assert (found.outcome, found.gradient.apart) == ("pass", None)

@@ -342,3 +342,21 @@ def test_a_factor_of_such_a_dq_is_told_where_its_scores_are_in_fp32() -> None:
     assert "wrong" in answers_of(*hot_head(37), 1.25, cast=False)
     q, k, v, do = hot_head(37)
     assert "wrong" in answers_of(q / 16, k / 16, v, do, 1.25)
+
+
+def test_more_rows_are_not_asked_for_where_a_known_rounding_leaves_it_open() -> None:
+    """O's factor is 1.1 to 1.25 by flex's rounding."""
+    torch.manual_seed(3)
+    q, k, v, do = (torch.randn(1, 2, 128, 32).bfloat16() for _ in range(4))
+    inputs = [(0.3 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    o = flex(*inputs)
+    dq, dk, dv = torch.autograd.grad(o, inputs, do)
+    named = {"q": inputs[0], "k": k, "v": v, "o": o, "do": do, "dq": dq, "dk": dk, "dv": dv}
+    capture = attn_diag.Capture.from_tensors({n: x.detach() for n, x in named.items()}, causal="top-left")
+    found = attn_diag.inspect(capture, device="cpu")
+    heads = found.captures[0].observations[0].heads
+    assert all(head.verdict is not None and head.verdict.labels == ("undecided",) for head in heads)
+    said = " ".join(found.report().split())
+    assert said.startswith("NOTHING FOUND BUT A KNOWN ROUNDING: ")
+    assert "Next nothing is needed; to be rid of the rounding" in said
+    assert "apture more rows" not in said

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -21,12 +22,14 @@ from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.output_fit import lse_fit, out_fit
+from attn_diag.head.output_fit import OutputFit, lse_fit, out_fit
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
 # How the note begins of an output that does not fit q, k and v.
 MISFIT = " does not agree with attention on q, k and v"
+# And how one goes on of a guess that no output can confirm.
+UNCONFIRMED = " assumed, and nothing confirms it: "
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -189,7 +192,7 @@ def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...
     """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
     try:
         readings = call.readings(wanted)
-        capture, chosen = _settled(readings.captures, readings.layout_open, readings.causal_open)
+        capture, chosen = _settled(readings.captures, readings.bases, readings.layout_open, readings.causal_open)
         capture, based = _with_base(capture, readings.bases)
     except InputError as error:
         raise InputError(f"{call.source}: {error}") from None
@@ -202,19 +205,24 @@ def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...
     return replace(capture, metadata=metadata, assumed=()), notes
 
 
-def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> tuple[Capture, list[str]]:
-    """The reading under which O is what attention gives, with what was found out; the first where none can tell."""
+def _settled(
+    readings: list[Capture], bases: tuple[LseBase, ...], layout_open: bool, causal_open: bool
+) -> tuple[Capture, list[str]]:
+    """The reading under which O (or LSE) is what attention gives, with what was found out; the first if none tells."""
     fits = {}
     for index, capture in enumerate(readings):
         if "o" in capture.tensors and (fit := out_fit(capture, DEFAULT_OBSERVATION, _CPU)) is not None:
             fits[index] = fit
+    told_by = "O"
+    if not fits:
+        told_by, fits = "LSE", _fits_of_lse(readings, bases)
     good = [index for index, fit in fits.items() if fit.ok]
     chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
     m = chosen.metadata
     words = [w for w, is_open in ((f"layout={m.layout}", layout_open), (f"causal={m.causal}", causal_open)) if is_open]
     if good:
         error = min(fits[index].error for index in good)
-        said = [f"{' and '.join(words)}: O agrees within {error:.2g}, tried {len(readings)}"] if words else []
+        said = [f"{' and '.join(words)}: {told_by} agrees within {error:.2g}, tried {len(readings)}"] if words else []
         return chosen, said
     if fits:
         nearest = min(fits, key=lambda index: fits[index].error)
@@ -230,7 +238,20 @@ def _settled(readings: list[Capture], layout_open: bool, causal_open: bool) -> t
             "features in one axis (--head-dim)?"
         ]
     why = "in no row can O be compared (NaN, Inf or no key)" if "o" in chosen.tensors else "no O to check with"
-    return chosen, [f"{' and '.join(words)} assumed: {why}"] if words else []
+    return chosen, [f"{' and '.join(words)}{UNCONFIRMED}{why}"] if words else []
+
+
+def _fits_of_lse(readings: list[Capture], bases: tuple[LseBase, ...]) -> dict[int, OutputFit]:
+    """The readings whose LSE is what attention gives in some base, by their place."""
+    fits = dict[int, OutputFit]()
+    for index, base in product(range(len(readings)), bases):
+        capture = readings[index]
+        if "lse" not in capture.tensors:
+            continue
+        fit = lse_fit(replace(capture, metadata=replace(capture.metadata, lse_base=base)), DEFAULT_OBSERVATION, _CPU)
+        if fit is not None and fit.ok and (index not in fits or fit.error < fits[index].error):
+            fits[index] = fit
+    return fits
 
 
 def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, list[str]]:
@@ -246,8 +267,8 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
         return best, [f"LSE{MISFIT} (off by {min(known)[0]:.2g} or more{base})"]
     if len(bases) == 1:
         return best, []
-    how = f"LSE agrees within {min(known)[0]:.2g}" if known else "assumed, no row to check with"
-    return best, [f"lse_base={best.metadata.lse_base}: {how}"]
+    how = f": LSE agrees within {min(known)[0]:.2g}" if known else f"{UNCONFIRMED}no row to check with"
+    return best, [f"lse_base={best.metadata.lse_base}{how}"]
 
 
 def _detected(path: Path) -> Kind:

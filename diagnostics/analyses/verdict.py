@@ -25,7 +25,7 @@ from attn_diag.results.diagnosis import (
     TopRow,
     Verdict,
 )
-from attn_diag.results.quality import NOT_JUDGED, UNSEEN_DROPOUT, Answer, QuantityVerdict, right_beside
+from attn_diag.results.quality import NOT_JUDGED, UNSEEN_DROPOUT, Answer, QuantityVerdict, kept_open, right_beside
 from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural, together
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
@@ -180,6 +180,8 @@ def judge(
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     unseen = all(getattr(bias, name) is None for name in PRIMARY) and bit_identical is None
     suggestions = _SUGGESTIONS | ({"undecided": _WITHOUT_O} if unseen else {})
+    if labels.count("undecided") == 1 and (known := kept_open(quantities)):
+        suggestions["undecided"] = known
     if all(q.site in WORDS for q in answers["lossy"]):
         suggestions["lossy"] = _KNOWN_ROUNDING
     if any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):

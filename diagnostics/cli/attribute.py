@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Html, Inputs, Level, ObservationName, Overrides, Places, command
+from attn_diag.cli.options import Device, Html, Inputs, ObservationName, Overrides, Places, SomeLevel, command
 
 
 @command
@@ -21,7 +21,7 @@ def attribute(
     places: Places,
     delivery: Delivery,
     html: Html = None,
-    level: Level = 0.01,
+    level: SomeLevel = None,
     device: Device = "auto",
     overrides: Overrides,
 ) -> int:
@@ -31,7 +31,8 @@ def attribute(
     """
     from attn_diag.analyses.attribution.of_captures import attribute_captures
 
-    if (linear := inputs.one_linear(places, delivery, refused={"--html": html, **overrides.given()})) is not None:
+    refused = {"--html": html, "--level": level, **overrides.given()}
+    if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
         from attn_diag.analyses.linear_recipes.attribute import attribute_linear
 
         one, head, unreadable = linear
@@ -42,9 +43,10 @@ def attribute(
         delivery.deliver(shares)
         return 2 if unreadable else 0
     captures, unreadable = inputs.open(places.layer, overrides, delivery, [html])
+    at = 0.01 if level is None else level
     with progress_bar("heads" if len(captures) > 1 else "rows") as progress:
         found = attribute_captures(
-            captures, recipe=recipe, selection=places.selection(observation), level=level, device=device,
+            captures, recipe=recipe, selection=places.selection(observation), level=at, device=device,
             progress=progress, unreadable=unreadable, skip=complain if len(captures) > 1 else None,
         )  # fmt: skip
     for warning in found.warnings:

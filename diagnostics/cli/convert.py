@@ -54,7 +54,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
 ) -> int:
     """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
-    from attn_diag.analyses.conversion import MISFIT
+    from attn_diag.analyses.conversion import MISFIT, UNCONFIRMED
     from attn_diag.analyses.conversion import convert as run
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
@@ -69,12 +69,13 @@ def convert(
         complain(error)
 
     lines: list[str] = []
-    files = misfits = 0
+    files = misfits = guesses = 0
 
     def told(written: Path, notes: tuple[str, ...]) -> None:
-        nonlocal files, misfits
+        nonlocal files, misfits, guesses
         files += 1
         misfits += any(MISFIT in note for note in notes)
+        guesses += any(UNCONFIRMED in note for note in notes)
         lines.append(printable(str(written)))
         lines.extend(f"  {printable(note)}" for note in notes)
 
@@ -89,7 +90,8 @@ def convert(
         if files:
             left = f", {plural(len(failed), 'call')} left out" if failed else ""
             left += f", in {misfits} of which an output does not agree with q, k and v (see below)" if misfits else ""
-            word = "FAIL" if failed else "UNDECIDED" if misfits else "OK"
+            left += f", in {guesses} of which a guess is confirmed by nothing (see below)" if guesses else ""
+            word = "FAIL" if failed else "UNDECIDED" if misfits or guesses else "OK"
             named = f"{word} {plural(files, 'capture')} of {printable(str(path))}{left}"
             say(f"{named}; next: attn-diag inspect {printable(str(out))}", sys.stdout)
         for line in lines:

@@ -9,7 +9,7 @@ import typer
 
 from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Html, Level, command, labels, listed
+from attn_diag.cli.options import Html, Level, SomeDevice, command, labels, listed
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def diff(
         typer.Option(metavar="CHANGES", help="Exit with 1 if a head has one of these: became-biased,grew,…"),
     ] = None,
     level: Level = 0.01,
-    device: Device = "auto",
+    device: SomeDevice = None,
 ) -> int:
     """Say what became biased from A to B, what was cured, and what grew or shrank, beyond chance."""
     from attn_diag.analyses.comparison.diff import as_diagnosis, compare
@@ -53,7 +53,9 @@ def diff(
         if match is not None:
             raise InputError("captures of linear attention take no --match: leave it out")
         delivery.require_apart([a, b], [html], what="one of the two")
-        return _linear(a, b, (a_observation, b_observation), delivery, html, fail_on, level, device)
+        return _linear(a, b, (a_observation, b_observation), delivery, html, fail_on, level, device or "auto")
+    if device is not None and not any(_is_inspected(side) for side in (a, b)):
+        raise InputError("two saved diagnoses are compared on no device; leave --device out")
     wanted = labels(fail_on, (*get_args(Outcome), _UNMATCHED))
     by = listed(match) or []
     if unknown := [name for name in by if name not in KEYS] or (["nothing"] if match is not None and not by else []):
@@ -62,7 +64,7 @@ def diff(
     sides: list[Diagnosis] = []
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
-            side = as_diagnosis(str(path), level=level, device=device, progress=progress, skip=complain)
+            side = as_diagnosis(str(path), level=level, device=device or "auto", progress=progress, skip=complain)
         sides.append(side if observation is None else only(side, observation, str(path)))
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)), by=by)
     delivery.deliver(found, html)
@@ -74,9 +76,7 @@ def diff(
 
 def _both_linear(a: Path, b: Path) -> bool:
     """Whether both are captures of linear attention. Raises InputError where one is."""
-    from attn_diag.captures.files import CAPTURE_SUFFIXES
-
-    if not any(side.suffix in CAPTURE_SUFFIXES or side.is_dir() for side in (a, b)):
+    if not any(_is_inspected(side) for side in (a, b)):
         return False  # diagnoses are compared without torch
     from attn_diag.captures.linear import linear_among
 
@@ -84,6 +84,13 @@ def _both_linear(a: Path, b: Path) -> bool:
     if linear[0] != linear[1]:
         raise InputError(f"{(a, b)[linear.index(True)]} is a capture of linear attention, and the other side is not")
     return linear[0]
+
+
+def _is_inspected(side: Path) -> bool:
+    """Whether a side is captures, and not a saved diagnosis."""
+    from attn_diag.captures.files import CAPTURE_SUFFIXES
+
+    return side.suffix in CAPTURE_SUFFIXES or side.is_dir()
 
 
 def _linear(

@@ -26,6 +26,11 @@ Example = Annotated[bool, typer.Option("--example", help="Use the capture that s
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")]
 Level = Annotated[float, typer.Option("--level", help="Significance level after Benjamini-Hochberg.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+# Where some inputs have no use for it: None is not given.
+SomeLevel = Annotated[
+    float | None, typer.Option("--level", help="Significance level after Benjamini-Hochberg (default 0.01).")
+]
+SomeDevice = Annotated[str | None, typer.Option("--device", help="auto (the default), cpu or cuda.")]
 Devices = Annotated[
     str,
     typer.Option("--device", help="auto, cpu or cuda; long heads over several GPUs: cuda:0,cuda:1 or cuda:all."),

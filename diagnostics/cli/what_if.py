@@ -9,7 +9,7 @@ import typer
 
 from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, progress_bar
-from attn_diag.cli.options import Device, Example, Inputs, Level, ObservationName, Overrides, Places, command
+from attn_diag.cli.options import Device, Example, Inputs, ObservationName, Overrides, Places, SomeLevel, command
 
 
 @command
@@ -32,7 +32,7 @@ def what_if(
     seeds: Annotated[int | None, typer.Option(help="Runs of each stochastic rounding; 0 for none (default 4).")] = None,
     places: Places,
     delivery: Delivery,
-    level: Level = 0.01,
+    level: SomeLevel = None,
     device: Device = "auto",
     overrides: Overrides,
 ) -> int:
@@ -41,7 +41,7 @@ def what_if(
     from attn_diag.analyses.mitigation.what_if import what_if as run
 
     inputs = Inputs([] if path is None else [path], example)
-    refused = {"--only": only, "--beta": beta, "--seeds": seeds, **overrides.given()}
+    refused = {"--only": only, "--beta": beta, "--seeds": seeds, "--level": level, **overrides.given()}
     if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
         from attn_diag.analyses.linear_recipes.what_if import what_if_linear
 
@@ -54,10 +54,11 @@ def what_if(
         return 2 if unreadable else 0
     capture, unreadable = inputs.open_one(places.layer, overrides, delivery)
     batch, head = places.one()
+    at = 0.01 if level is None else level
     with progress_bar("rows") as progress:
         result = run(
             capture, observation=observation, recipe=recipe, batch=batch, head=head, only=only or (),
-            betas=beta or BETAS, seeds=SEEDS if seeds is None else seeds, level=level, device=device, progress=progress,
+            betas=beta or BETAS, seeds=SEEDS if seeds is None else seeds, level=at, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(result)
     return 2 if unreadable else 0

@@ -126,6 +126,11 @@ class TracedCall:
     fix: str
     """What to do, in words."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether autocast makes all three its own dtype inside the call, each from that or from float32."""
+        return self.outcome == "autocast" and set(self.dtypes.values()) <= {self.regime, "float32"}
+
 
 @dataclass(frozen=True, repr=False)
 class DtypeDrift(Result):

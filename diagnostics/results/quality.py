@@ -87,6 +87,22 @@ class QuantityVerdict:
 NOT_JUDGED = "which is not judged."
 
 
+KEPT_OPEN = (
+    "The rounding is known, and named with the head: more rows would only narrow its factor. One of 1.1 to 1.25 is no "
+    "alarm; to be rid of it keep in fp32 what it casts, or use a fused kernel, which does."
+)
+"""What to do where a known rounding alone leaves it open whether a head is lossy."""
+# Above it more rows do not make a known rounding's factor a well-rounded kernel's.
+_COARSE = 1.1
+
+
+def kept_open(quantities: Sequence[QuantityVerdict]) -> str | None:
+    """``KEPT_OPEN`` where all that is undecided has a known rounding, and one of it a factor that more rows keep."""
+    undecided = [q for q in quantities if q.answer == "undecided"]
+    known = all(q.site is not None for q in undecided) and any((q.factor or 0.0) >= _COARSE for q in undecided)
+    return KEPT_OPEN if known else None
+
+
 def right_beside(quantities: Sequence[QuantityVerdict]) -> tuple[Quantity, ...]:
     """What is right beside what is wrong; not delta beside a wrong O, as it is judged as made of the captured one, nor
     an O with NaN or other numbers in rows that see no key."""

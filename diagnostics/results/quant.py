@@ -104,6 +104,8 @@ class StraightThrough:
     """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors."""
     draws: int
     """Of the dither."""
+    apart: str | None = None
+    """The rows, columns or blocks whose elements are passed another multiple of the gradient than most, in words."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def by_blocks(
         why = _read(start, w, observed, bad, tie)
     if why is None and outcome != "pass":
         return verdict
-    where = _place_of(bad, start.by, (w.shape[0], w.shape[1]))
+    where = place_of(bad, start.by, (w.shape[0], w.shape[1]))
     words = f"not {name} in {where}" + (f", but {why}" if why else ", whatever arithmetic decides ties")
     return "fail", words, f"look at the scales{'' if start.by.symmetric else ' and zero points'} of these blocks"
 
@@ -177,12 +178,16 @@ def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor
     return "with " + " and ".join(told) if told else None
 
 
-def _place_of(bad: Tensor, by: Quantizer, shape: tuple[int, int]) -> str:
+def place_of(bad: Tensor, by: Quantizer, shape: tuple[int, int]) -> str:
     """Where the blocks ``bad`` are, in words."""
     r, c = by.block_shape(shape)
     places = bad.nonzero().tolist()
+    noun = {(1, shape[1]): "row", (shape[0], 1): "column"}.get((r, c), "block")
+    lines = bad.flatten().nonzero().flatten().tolist()
+    if noun != "block" and sum(b > a + 1 for a, b in pairwise(lines)) < _TOLD:
+        return runs_of(noun, lines)
     if len(places) > _TOLD:
-        return f"{len(places)} of {bad.numel()} blocks"
+        return f"{len(places)} of {bad.numel()} {noun}s"
     told = []
     for down, across in places:
         rows = runs_of("row", list(range(down * r, min((down + 1) * r, shape[0]))))

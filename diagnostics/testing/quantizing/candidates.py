@@ -143,7 +143,9 @@ def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[Possible
     own = computed_in(w, by) if amax is None else ""
     others = [(a, words) for a, words in ARITHMETICS.items() if a != by.arithmetic]
     in_own: list[tuple[Arithmetic, str]] = [("exact", f"{DECLARED}, in {own} arithmetic")]
-    if not by.symmetric:
+    if by.symmetric:
+        in_own.append(("fp32", f"{DECLARED}, in {own} arithmetic that divides"))
+    else:
         in_own.append(("fp32-reciprocal", f"{DECLARED}, in {own} arithmetic but for the codes"))
     return [
         PossibleQuantizer(by, DECLARED, amax=amax),

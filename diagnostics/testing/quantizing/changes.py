@@ -87,11 +87,16 @@ def changes(
     )
     found += [changed(words, arithmetic=a) for a, words in ARITHMETICS.items()]
     if own := computed_in(w, by):
-        computed = changed(f"scales and arithmetic in {own}", scale=own) or (start if by.scale == own else None)
+        exact = {} if by.arithmetic == "exact" else {"arithmetic": "exact"}
+        same = start if by.scale == own and not exact else None
+        computed = changed(f"scales and arithmetic in {own}", scale=own, **exact) or same
         found.append(
             computed and replace(computed, words=_and(start, f"scales and arithmetic in {own}"), own_format=True)
         )
-        if not by.symmetric:
+        if by.symmetric:
+            divided = changed(f"scales and arithmetic in {own}, dividing", scale=own, arithmetic="fp32")
+            found.append(divided and replace(divided, own_format=True))
+        else:
             apart = changed(f"scales and zero points made in {own}", scale=own, arithmetic="fp32-reciprocal")
             found.append(apart and replace(apart, own_format=True))
     if w.dtype in (torch.float32, torch.float64) and not start.cast:

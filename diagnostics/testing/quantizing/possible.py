@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, Rounding
-from attn_diag.kernels.quantize import Quantized, quantize, spread
+from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
 from attn_diag.testing.quantizing.mistakes import QuantizerMistake, extremes
 
@@ -49,7 +49,8 @@ class PossibleQuantizer:
     mistake: QuantizerMistake | None = field(default=None, compare=False)
     """What is done wrong with its codes or scales."""
     own_format: bool = False
-    """Computed in w's own 16-bit format, which the scales have too, and times their reciprocals, as torchao does it."""
+    """Computed in w's own 16-bit format, which the scales have too: times their reciprocals, as torchao does it, or
+    with arithmetic "fp32" divided by them, as quanto does it."""
 
     @property
     def declarable(self) -> bool:
@@ -99,8 +100,8 @@ class PossibleQuantizer:
 def _in_own_format(w: Tensor, by: Quantizer) -> Quantized:
     """What integers become in w's format; with a zero point and arithmetic in fp32, the scales alone are in it."""
     found, elements = quantize(w, by), by.parsed_elements
-    assert isinstance(elements, Integers)
     if not by.symmetric:
+        assert isinstance(elements, Integers)
         low, high = extremes(w, by)
         own = (high - low) / float(elements.highest - elements.lowest)
         zeros = (elements.lowest - (low / own).nan_to_num().round()).clamp(elements.lowest, elements.highest)
@@ -110,15 +111,16 @@ def _in_own_format(w: Tensor, by: Quantizer) -> Quantized:
         codes = ((w * (1 / scale)).round() + zero).nan_to_num().clamp(elements.lowest, elements.highest)
         return replace(found, codes=codes, values=(codes - zero) * scale)
     scale = spread(found.scale, (w.shape[0], w.shape[1]), by).to(w.dtype)
-    codes = (w * (1 / scale)).round().clamp(elements.lowest, elements.highest).nan_to_num()
+    quotient = w / scale if by.arithmetic == "fp32" else w * (1 / scale)
+    codes = coded(quotient.double().nan_to_num(), by, 0)[0].to(w.dtype)
     return replace(found, codes=codes, values=codes * scale)
 
 
 def computed_in(w: Tensor, by: Quantizer) -> str:
     """The 16-bit format in which torch may have computed this quantiser; empty: in none."""
-    integers = isinstance(by.parsed_elements, Integers) and by.elements.isalnum()
     found = next((name for name, dtype in CASTS.items() if w.dtype == dtype), "")
-    return found if integers and not by.tensor_scale and by.row_groups == 1 else ""
+    plain = by.elements.isalnum() and by.divisor == "stored" and not by.tensor_scale and by.row_groups == 1
+    return found if plain and not by.search else ""
 
 
 def equal_values(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class CallLog:
         """Record a call that returned, or raised ``error``, if it is attention."""
         if not self._is_attention(func) or (qkv := _qkv_of(args, kwargs)) is None:
             return
-        # Of PyTorch's own autocast casts all inputs.
-        autocast = func is _SDPA and autocast_dtype(qkv[0].device.type) is not None
+        # Of PyTorch's own autocast casts all inputs but those in float64.
+        autocast = func is _SDPA and all(autocast_dtype(x.device.type) and x.dtype != torch.float64 for x in qkv)
         outcome: Outcome = "raised" if error is not None else "autocast" if autocast else "accepted"
         self.add(operation_name(func), qkv, outcome, *self._place())
         if error is not None:

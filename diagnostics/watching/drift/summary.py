@@ -32,7 +32,7 @@ def summarise(source: str, history: History, log: CallLog, error: str | None) ->
         source=source,
         operations=history.operations,
         attention_calls=log.seen,
-        calls=tuple(sorted(map(_call, log.calls.values()), key=lambda c: not c.differing)),
+        calls=tuple(sorted(map(_call, log.calls.values()), key=lambda c: (c.settled, not c.differing))),
         findings=findings,
         by_design=tuple(e for e in events if e not in findings),
         compiled=tuple(history.compiled),
@@ -148,7 +148,8 @@ def _sentences(drift: DtypeDrift) -> tuple[str, ...]:
         said = f"is given {call.dtypes['q']} q, k and v under {call.regime} autocast"
         if call.differing:
             said = f"mixes dtypes: {'; '.join(dict.fromkeys(_cause(name, call) for name in call.differing))}"
-        found.append(f"{call.operation}{_at(call.source)} {said}.")
+        cast = f"; autocast makes all three {call.regime} inside" if call.settled else ""
+        found.append(f"{call.operation}{_at(call.source)} {said}{cast}.")
     elsewhere = sum(event.severity == "elsewhere" for event in drift.findings)
     if elsewhere:
         found.append(
