@@ -342,3 +342,15 @@ def test_a_factor_of_such_a_dq_is_told_where_its_scores_are_in_fp32() -> None:
     assert "wrong" in answers_of(*hot_head(37), 1.25, cast=False)
     q, k, v, do = hot_head(37)
     assert "wrong" in answers_of(q / 16, k / 16, v, do, 1.25)
+
+
+@pytest.mark.slow
+def test_a_rounding_that_all_keys_share_is_no_wrong_gradient() -> None:
+    """Where all probabilities but a few are one number, its rounding shows in features of dK and dV over all keys."""
+
+    def without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return o
+
+    found = attn_diag.check(without_mask, cases=["normaliser-up"], device="cpu")
+    assert not [f.message for f in found.failures if f.kind == "wrong"]
