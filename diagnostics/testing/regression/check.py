@@ -195,7 +195,10 @@ class _Check:
         self._name_culprits(ran)
         self.notes += words_of([r.case for r in ran])
         failures = [f for r in ran for f in r.failures]
-        arranged = None if self.arranging is None or any(r.other for r in ran) else self.arranging.run()
+        arranged = None
+        if self.arranging is not None and not any(r.other for r in ran):
+            usual = {q.quantity: q.factor for r in ran if r.inputs.name == _ORDINARY for q in r.case.quantities}
+            arranged = self.arranging.run(usual)
         if arranged is not None:
             failures, self.notes = [*failures, *arranged.failures], [*self.notes, *arranged.notes]
             if progress is not None:
