@@ -115,8 +115,8 @@ def test_what_makes_no_kernel_worse_is_not_named_as_the_cause() -> None:
     """The bits are those of an uncast P_bar, but for small numbers, which are lost: these are the fault."""
 
     def without_small_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        wide = (x.float() for x in (q, k, v))
-        o = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True).to(q.dtype)
+        q, k, v = q.float(), k.float(), v.float()
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).bfloat16()
         return o.masked_fill(o.abs() < 2e-3, 0)
 
     found = attn_diag.check(without_small_numbers, causal=True, cases=["normal"], backward=False, device="cpu")

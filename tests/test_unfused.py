@@ -354,3 +354,16 @@ def test_a_rounding_that_all_keys_share_is_no_wrong_gradient() -> None:
 
     found = attn_diag.check(without_mask, cases=["normaliser-up"], device="cpu")
     assert not [f.message for f in found.failures if f.kind == "wrong"]
+
+
+@pytest.mark.parametrize("name", ["normal", "sinks", "large-logits"])
+def test_no_row_sum_is_blamed_for_a_coarser_p(name: str) -> None:
+    """P in BF16 between inputs in FP16: rows that few keys make have a factor of their own by it."""
+    case = case_of(name, torch.float16, slice(0, 16))
+    scores = case.q.float() @ case.k.float().mT * case.scale
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    probs, v, cpu = scores.softmax(-1), case.v.float(), torch.device("cpu")
+    assert row_factor(case, (probs.bfloat16().float() @ v).half(), cpu) is None
+    row_sum = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    found = row_factor(case, (probs @ v * (row_sum / row_sum.bfloat16().float())).half(), cpu)
+    assert (found is not None) == (name == "normal")

@@ -197,8 +197,8 @@ class _Check:
         failures = [f for r in ran for f in r.failures]
         arranged = None
         if self.arranging is not None and not any(r.other for r in ran):
-            usual = {q.quantity: q.factor for r in ran if r.inputs.name == _ORDINARY for q in r.case.quantities}
-            arranged = self.arranging.run(usual)
+            ordinary = [q for r in ran if r.inputs.name == _ORDINARY for q in r.case.quantities]
+            arranged = self.arranging.run({q.quantity: q.factor for q in ordinary})
         if arranged is not None:
             failures, self.notes = [*failures, *arranged.failures], [*self.notes, *arranged.notes]
             if progress is not None:
