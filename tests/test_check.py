@@ -111,6 +111,19 @@ def test_a_change_that_is_not_known_is_not_named() -> None:
     assert "no single change" in found.report(80)
 
 
+def test_what_makes_no_kernel_worse_is_not_named_as_the_cause() -> None:
+    """The bits are those of an uncast P_bar, but for small numbers, which are lost: these are the fault."""
+
+    def without_small_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.float(), k.float(), v.float()
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).bfloat16()
+        return o.masked_fill(o.abs() < 2e-3, 0)
+
+    found = attn_diag.check(without_small_numbers, causal=True, cases=["normal"], backward=False, device="cpu")
+    assert kinds(found) == {"wrong"}
+    assert all(f.suspect is None for f in found.failures)
+
+
 def truncated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's own attention in fp32, cast to BF16 by dropping bits."""
     wide = sdpa(q.float(), k.float(), v.float())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import invariance_kernels as kernels
 import pytest
+import torch
 from builders import some
 from torch import Tensor
 
@@ -71,6 +73,36 @@ def test_what_is_wrong_by_itself_is_no_arrangements_fault() -> None:
     found = attn_diag.check(without_the_last_tile, causal="top-left", cases=["arrangements"], device="cpu")
     told = " ".join(found.report().split())
     assert "(certain): the call itself: it never sees keys 128-172 of 173" in told
+
+
+def off_behind_the_first_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """O of every head but the first is 1 % too large, which no arrangement of the same heads moves."""
+    o = kernels.plain_causal(q, k, v)
+    return torch.cat([o[:, :1], (o[:, 1:].float() * 1.01).to(o.dtype)], 1)
+
+
+def test_heads_that_the_other_cases_lack_are_held_to_the_first() -> None:
+    found = attn_diag.check(
+        off_behind_the_first_head, causal="top-left", cases=["normal", "arrangements"], device="cpu", backward=False
+    )
+    (failure,) = found.failures
+    assert failure.kind == "invariance"
+    assert re.search(r"of 2 sequences with 4 heads and 173 rows: O has [3-9]\.\d* times a well-", failure.message)
+
+
+def whole_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Other lengths than whole tiles are refused."""
+    if k.shape[2] % 64:
+        raise ValueError("T must be a multiple of 64")
+    return kernels.plain(q, k, v)
+
+
+def test_a_kernel_that_refuses_a_length_is_asked_with_the_suites() -> None:
+    found = attn_diag.check(whole_tiles, cases=["arrangements"], device="cpu", backward=False)
+    assert found.passed, found.report()
+    assert found.cases[0].shape == (2, 4, 192, 64)
+    assert "T must be a multiple of 64" in found.notes[0]
+    assert found.notes[0].endswith("; made with 192 rows instead")
 
 
 def test_arrangements_are_of_kernels_that_are_run(tmp_path: Path) -> None:

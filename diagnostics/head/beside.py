@@ -113,7 +113,8 @@ def beside_well_rounded(
         truncated = beside(RECIPE, tensor_core=True)
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
-    coarse = above or (found is not None and found.high > AS_GOOD) or bool(chosen.outlying.any())
+    stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
+    coarse = above or (found is not None and found.high > AS_GOOD) or stands_out
     if quantity in ("dq", "dk") and found is not None and coarse:
         for recipe in FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None]:
             casting = beside(recipe)

@@ -37,7 +37,7 @@ from attn_diag.work import Progress
 # Three batch items, so that one has a neighbour on each side; a length off the tiles of every kernel we know.
 DEFAULT_SHAPE = (3, 4, 333, 64)
 # A well-rounded kernel's error is so much larger before the call itself is worth a word.
-_LARGE = 2.5
+LARGE = 2.5
 # Fewer rows do not tell schedules apart.
 _FEWEST_ROWS = 16
 # A recipe that shares fewer of the bits is not near.
@@ -307,7 +307,7 @@ class _Run:
             said.append(f"The call itself is wrong: O is {far} off softmax(scale Q K^T) V.")
         elif wrong:
             said.append(f"The call itself is wrong: {together(wrong)}.")
-        elif large := [e for e in errors if e.of_noise is not None and e.of_noise > _LARGE]:
+        elif large := [e for e in errors if e.of_noise is not None and e.of_noise > LARGE]:
             named = together([f"{SYMBOLS[e.quantity]} {times(e.of_noise)}" for e in large])
             said.append(
                 f"The call itself is further off than a well-rounded kernel ({named} times its error), and its noise "

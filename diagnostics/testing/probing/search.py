@@ -21,6 +21,8 @@ from attn_diag.testing.target import RECIPE_DTYPES, Target
 _FACTOR_SHARE = 0.25
 # What the casts of P make of it is at most a quarter.
 _FACTOR_OF_PROBS = 4.0
+# Rows count where so many keys do, in effect: what P's roundings make is a small part of their error there.
+_MANY_KEYS = 16
 # A rounding to nearest goes to either side: its mean is a small part of its rms.
 _ONE_SIDED = 0.2
 # It is in every row: with relative errors uniform within half a spacing (x in [1, 2) uniform) (sum f^2)^2 / sum f^4 is
@@ -88,9 +90,10 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
     """Whether every row of O is off by a factor of its own, to either side: that is l, which no feature escapes.
 
     e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O and of scores leave 1 / D of their square there; of
-    P they make a factor of variance eps^2 sum P^2 (l's own eps^2 in a row with one key), a quarter of what is seen at
-    most. What is off to one side in the mean (a truncation) is left to other signatures, and attention that is not
-    fused is recognised first.
+    P, to whatever format, they make a factor of variance eps^2 sum P^2 (l's own eps^2 in a row with one key): a part
+    sum P^2 of their square. So rows where this is large are left out, and it is a quarter of what is seen at most.
+    What is off to one side in the mean (a truncation) is left to other signatures, and attention that is not fused is
+    recognised first.
     """
     if (found := not_fused(case, o, device)) is not None:
         return found
@@ -101,11 +104,12 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         block = reference_rows(head, torch.arange(len(head.q), device=device))
         truth = block.out
         size = truth.square().sum(1)
-        good = seen.isfinite().all(1) & (size > 0)
+        spread = block.probs.square().sum(1)
+        good = seen.isfinite().all(1) & (size > 0) & (spread <= 1 / _MANY_KEYS)
         error = (seen - truth)[good]
         factor = (error * truth[good]).sum(1) / size[good]
         along += float((factor.square() * size[good]).sum())
-        by_probs += relative * float((block.probs.square().sum(1) * size)[good].sum())
+        by_probs += relative * float((spread * size)[good].sum())
         total += float(error.square().sum())
         mean += float(factor.sum())
         rows += float(good.sum())
@@ -120,8 +124,9 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         return None
     return Suspect(
         "the row sum l, or 1/l, is rounded",
-        f"Every row of O is off by a factor of its own ({percent(math.sqrt(squares / rows), '.2g')} rms), which makes "
-        f"{percent(along / total, '.2g')} of O's squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} "
+        f"Every row of O that many keys make is off by a factor of its own "
+        f"({percent(math.sqrt(squares / rows), '.2g')} rms), which makes {percent(along / total, '.2g')} of their "
+        f"squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} "
         "of theirs there.",
     )
 

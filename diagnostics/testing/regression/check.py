@@ -195,7 +195,10 @@ class _Check:
         self._name_culprits(ran)
         self.notes += words_of([r.case for r in ran])
         failures = [f for r in ran for f in r.failures]
-        arranged = None if self.arranging is None or any(r.other for r in ran) else self.arranging.run()
+        arranged = None
+        if self.arranging is not None and not any(r.other for r in ran):
+            ordinary = [q for r in ran if r.inputs.name == _ORDINARY for q in r.case.quantities]
+            arranged = self.arranging.run({q.quantity: q.factor for q in ordinary})
         if arranged is not None:
             failures, self.notes = [*failures, *arranged.failures], [*self.notes, *arranged.notes]
             if progress is not None:
@@ -331,6 +334,8 @@ class _Check:
         expected = None if known is None or entry is None else entry.agreement
         failed = {f.quantity for f in r.failures if f.kind not in ("fit", "determinism")}
         found = suspects.suspects(r.inputs, r.outputs, failed, unchanged, expected, self.where, only)
+        if known is None:  # what makes no kernel worse is news beside a baseline, and else no cause
+            found = {n: f for n, f in found.items() if not suspects.sound(f[0], r.inputs.k.shape[2])}
         # A wrong sink, and dropout before the row sum, give every row a factor of its own too.
         alone = r.inputs.sinks is None and r.inputs.dropout_mask is None
         unnamed = alone and only is None and "o" in failed and "o" not in found
