@@ -113,6 +113,14 @@ class CapturePatterns:
         if coarse and not rounded and len(outlying) and not _convinces(patterns):
             none = torch.zeros_like(evidence.outlying)
             patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
+        rows = _unlike(found[batches.index(batch)])
+        for some in ((), rows) if rows else ():  # what explains all rows, and else where it is
+            if not _convinces(patterns):
+                marked = torch.zeros_like(evidence.outlying)
+                marked[list(some)] = True
+                patterns = find_patterns(
+                    replace(evidence, outlying=marked, features=torch.zeros_like(evidence.features))
+                )
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
@@ -318,12 +326,13 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
 
 
 def _outlying(found: QuantitySample | RowEffect) -> list[int]:
-    if isinstance(found, RowEffect):
-        marked = found.of_budget > 1
-    else:
-        marked = found.unlike if found.unlike is not None and found.unlike.any() else found.outlying
-    rows: list[int] = found.rows[marked].tolist()
+    rows: list[int] = found.rows[found.outlying if isinstance(found, QuantitySample) else found.of_budget > 1].tolist()
     return rows
+
+
+def _unlike(found: QuantitySample | RowEffect) -> list[int]:
+    """Rows that a rounding does not make which makes most others."""
+    return found.rows[found.unlike].tolist() if isinstance(found, QuantitySample) and found.unlike is not None else []
 
 
 def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
