@@ -171,10 +171,11 @@ def test_compiled_attention_is_recognised(compiled: bool, dtype: torch.dtype) ->
         assert "wrong" not in found.labels, said
         if size > 1:  # what is left where dP and delta cancel is fp32's
             continue
-        head = AttentionHead(*(t[0, 0].double() for t in (q, k, v, do.to(dtype))), scale=0.1, masking=Masking("none"))
+        one, two, three, four = (t[0, 0].double() for t in (q, k, v, do.to(dtype)))
+        head = AttentionHead(one, two, three, four, scale=0.1, masking=Masking("none"))
         made = unfused(head, format_of(dtype), "unfused:compiled:fp32")
-        for name, one in {"o": o, "dq": dq, "dk": dk, "dv": dv}.items():
-            assert (made[name] == one[0, 0].double()).double().mean() > 0.98, name
+        for name, seen in {"o": o, "dq": dq, "dk": dk, "dv": dv}.items():
+            assert (made[name] == seen[0, 0].double()).double().mean() > 0.98, name
         assert all("S and P are stored" in words for words in said.values()), said
 
 
@@ -195,14 +196,14 @@ def test_what_plain_torch_does_not_make_is_wrong_where_it_makes_all_else(fault: 
     out = eager(*leaves)
     gradients = torch.autograd.grad(out, leaves, do.bfloat16())
     found = {"o": out.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    given = [t.detach() for t in leaves]
-    healthy = attn_diag.inspect(*given, do=do.bfloat16(), **found, scale=0.1, device="cpu")
+    named = dict(zip("qkv", (t.detach() for t in leaves), strict=True)) | {"do": do.bfloat16()}
+    healthy = attn_diag.inspect(attn_diag.Capture.from_tensors({**named, **found}, scale=0.1), device="cpu")
     assert "wrong" not in healthy.labels
     if fault == "feature":
         found["dv"][..., 3] *= -1
     else:
         found[fault][:, :, 9] *= 1.1 if fault == "o" else 1.5
-    broken = attn_diag.inspect(*given, do=do.bfloat16(), **found, scale=0.1, device="cpu")
+    broken = attn_diag.inspect(attn_diag.Capture.from_tensors({**named, **found}, scale=0.1), device="cpu")
     wrong = {one.quantity: one.words for one in broken.heads[0].quantities if one.answer == "wrong"}
     assert list(wrong) == ["dv" if fault == "feature" else fault]
     assert all(said in words for words in wrong.values()), wrong

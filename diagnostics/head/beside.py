@@ -24,6 +24,7 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
+from attn_diag.head.reproduced import not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
 from attn_diag.head.unfused import ROUNDED_DROPOUT, named
 from attn_diag.reference import FloatFormat, ulp
@@ -33,8 +34,6 @@ from attn_diag.statistics.ratios import Carriers
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
 _EIGHT_BITS = 3
-# A rounding reproduces a row whose error it leaves so much of, squared; and a tensor, with so many of its rows.
-_REPRODUCED, _MOST = 1 / 16, 3 / 4
 # Heads with more scores are not run again for that.
 MOST_SCORES = 2**24
 # Relative, of the scale's finite difference.
@@ -131,8 +130,7 @@ def beside_well_rounded(
         def placed(way: str) -> QuantitySample | None:
             """With the rows and features that are not this way's, where it reproduces most of them; else None."""
             made, alike = total([c.outputs(way) for c in published]), beside(way)
-            pairs = (observed, made), (observed, reference), (made, reference)
-            found = _not_reproduced(*((one - other)[rows].square() for one, other in pairs), expected())
+            found = not_reproduced(observed[rows], made[rows], reference[rows], expected())
             if found is None:
                 return None
             bad = [
@@ -210,38 +208,6 @@ def beside_well_rounded(
 
         return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
     return chosen
-
-
-def _not_reproduced(
-    apart: Tensor, error: Tensor, made: Tensor, expected: Tensor
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None:
-    """Which rows and which features a rounding does not make, where it makes most of them; None: it does not.
-
-    Args:
-        apart: What differs from that rounding's, squared, [n, D].
-        error: What differs from the truth.
-        made: What that rounding leaves, which a sum in fp32 may move.
-        expected: What a well-rounded kernel leaves.
-    """
-
-    def groups(dim: int, kept: Tensor) -> Tensor | None:
-        of = (t.where(kept, 0.0).sum(dim) for t in (apart, error, made, expected))
-        left, size, casts, unit = of
-        there = size > 0
-        if (left[there] <= _REPRODUCED * size[there]).sum() < _MOST * there.sum():
-            return None
-        unit = unit.clamp(min=1e-300)
-        casts = torch.maximum(casts, unit * (casts / unit).mean())
-        return (left > EXPLAINED * size) & (left > GROUP_LIMIT**2 * casts)
-
-    every = torch.ones_like(apart, dtype=torch.bool)
-    for dim in (1, 0):  # a wrong row is in all features, a wrong feature in all rows
-        first = groups(dim, every)
-        other = None if first is None else groups(1 - dim, every & ~first.unsqueeze(dim))
-        if first is not None and other is not None:
-            by_row, by_feature = (t.cpu().numpy() for t in ((first, other) if dim else (other, first)))
-            return by_row, by_feature
-    return None
 
 
 def _through_bf16(

@@ -141,9 +141,7 @@ def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:
             said = f"window={left},{usual[1]}"
             said = said if causal == stated.causal else f"causal={causal}, {said}"
             yield replace(capture, metadata=replace(stated, causal=causal, window=usual)), said
-    for cap in (None, *USUAL_SOFTCAPS):
-        if cap == stated.softcap:
-            continue
+    for cap in [cap for cap in (None, *USUAL_SOFTCAPS) if cap != stated.softcap]:
         said = "attention without the softcap" if cap is None else f"softcap={cap:g}"
         yield replace(capture, metadata=replace(stated, softcap=cap)), said
     if stated.softcap is not None:

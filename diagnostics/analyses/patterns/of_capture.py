@@ -104,23 +104,19 @@ class CapturePatterns:
         if verdict.quantity == "dkv":
             pattern = self._latent(observation, batch, head)
             return with_patterns(verdict, [] if pattern is None else [pattern])
-        sink = next(
-            (one.sink for one, b in zip(found, batches, strict=True) if isinstance(one, RowEffect) and b == batch), None
-        )
+        own = [one for one, b in zip(found, batches, strict=True) if b == batch]
+        sink = next((one.sink for one in own if isinstance(one, RowEffect)), None)
         evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
         rounded = coarse and all(map(_made_by_rounding, found))
         patterns = [] if rounded else find_patterns(evidence)
-        if coarse and not rounded and len(outlying) and not _convinces(patterns):
-            none = torch.zeros_like(evidence.outlying)
-            patterns = find_patterns(replace(evidence, outlying=none, features=torch.zeros_like(evidence.features)))
-        rows = _unlike(found[batches.index(batch)])
-        for some in ((), rows) if rows else ():  # what explains all rows, and else where it is
+        rows = [row for one in own for row in _unlike(one)]
+        no_features = torch.zeros_like(evidence.features)
+        # What explains all rows comes before the place of what a rounding does not make.
+        for some in ((), rows) if rows else ((),) if coarse and not rounded and outlying else ():
             if not _convinces(patterns):
                 marked = torch.zeros_like(evidence.outlying)
                 marked[list(some)] = True
-                patterns = find_patterns(
-                    replace(evidence, outlying=marked, features=torch.zeros_like(evidence.features))
-                )
+                patterns = find_patterns(replace(evidence, outlying=marked, features=no_features))
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.

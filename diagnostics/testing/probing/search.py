@@ -126,8 +126,7 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         "the row sum l, or 1/l, is rounded",
         f"Every row of O that many keys make is off by a factor of its own "
         f"({percent(math.sqrt(squares / rows), '.2g')} rms), which makes {percent(along / total, '.2g')} of their "
-        f"squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} "
-        "of theirs there.",
+        f"squared error; other roundings leave {percent(1 / o.shape[3], '.2g')} of theirs there.",
     )
 
 
@@ -145,7 +144,4 @@ def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | No
     if not least < _EXPLAINED * error:
         return None
     way = min(left, key=lambda name: left[name])
-    return Suspect(
-        WORDS[named(way)],
-        f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.",
-    )
+    return Suspect(WORDS[named(way)], f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.")
