@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
-from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, where
+from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.outlying import GROUP_LIMIT
@@ -197,7 +197,7 @@ def judge_quantity(
             pattern = where(whole, telling, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if whole.unlike_features is not None and whole.unlike_features.any():
-        pattern = _over_all(np.flatnonzero(whole.unlike_features), unit)
+        pattern = over_all(np.flatnonzero(whole.unlike_features), unit)
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
@@ -208,7 +208,7 @@ def judge_quantity(
         by_last = within_last_rounding(*whole.features) & as_usual(whole.features[0], whole.features[2])
         unexplained = not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
     if unexplained and (not whole.compared or others_right(whole) or bool(whole.misplaced_features.any())):
-        pattern = _over_all(columns, unit)
+        pattern = over_all(columns, unit)
         return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
@@ -262,11 +262,6 @@ def judge_quantity(
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
         few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
-
-
-def _over_all(columns: np.ndarray, unit: str) -> Pattern:
-    subject, verb = ("feature", "stands") if len(columns) == 1 else ("features", "stand")
-    return Pattern("features", f"{subject} {ranges(columns.tolist())} {verb} out over all {unit}")
 
 
 def beside_truth(stated: Sequence[QuantityVerdict]) -> str:

@@ -56,3 +56,9 @@ def where(whole: QuantitySample, outlying: np.ndarray, unit: str, rest: RatioEst
         left = "it" if one else "them"
         words += f"; without {left} the error is {times(rest.factor)} times a well-rounded kernel's"
     return Pattern("keys" if unit == "keys" else "rows", words, share, None if rest is None else rest.factor)
+
+
+def over_all(columns: np.ndarray, unit: str) -> Pattern:
+    """Features that stand out as a pattern."""
+    subject, verb = ("feature", "stands") if len(columns) == 1 else ("features", "stand")
+    return Pattern("features", f"{subject} {ranges(columns.tolist())} {verb} out over all {unit}")
