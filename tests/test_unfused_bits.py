@@ -232,3 +232,26 @@ def test_a_softcap_in_plain_torch_stores_each_of_its_steps(cap: float) -> None:
     quantities = [x for h in found.heads if h.head is not None for x in h.quantities]
     assert "lossy" in {x.answer for x in quantities}
     assert {x.site for x in quantities if x.answer == "lossy"} == {"unfused"}
+
+
+@pytest.mark.parametrize("seed", [12, 18, 22])
+def test_a_way_that_makes_a_row_is_not_passed_over(seed: int) -> None:
+    """Where rows are nearly one-hot most ways make most of them; 'key 47 is 2 times the true one' no other way said.
+
+    Plain torch casts dK and dV summed over the query heads of a key head, too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q, do = (torch.randn(1, 4, 64, 64, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 2, 64, 64, generator=generator).bfloat16() for _ in range(2))
+    seen = torch.rand(64, 64, generator=generator) < 0.7
+    seen[:, 0] = True
+    q, k, v = (t.requires_grad_() for t in (q * 40, k * 30, v))
+    scores = (q.float() @ k.float().repeat_interleave(2, 1).mT).bfloat16().float() * 0.1
+    probs = scores.masked_fill(~seen, torch.finfo(torch.bfloat16).min).softmax(-1).bfloat16()
+    o = probs @ v.repeat_interleave(2, 1)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    q, k, v = (t.detach() for t in (q, k, v))
+    found = attn_diag.inspect(
+        q, k, v, o=o.detach(), do=do, dq=dq, dk=dk, dv=dv, scale=0.1, mask=seen, device="cpu"
+    )  # fmt: skip
+    assert "wrong" not in found.labels, [one.words for head in found.heads for one in head.quantities]

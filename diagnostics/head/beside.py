@@ -27,7 +27,7 @@ from attn_diag.head.quality import (
 from attn_diag.head.reproduced import not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
 from attn_diag.head.unfused import ROUNDED_DROPOUT, named
-from attn_diag.reference import FloatFormat, ulp
+from attn_diag.reference import FloatFormat, round_nearest_even, ulp
 from attn_diag.statistics.ratios import Carriers
 
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
@@ -72,19 +72,23 @@ def beside_well_rounded(
     """
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
 
-    def against(outputs: Sequence[dict[str, Tensor]]) -> QuantitySample:
+    def against(made: Tensor) -> QuantitySample:
         return sample(
-            observed, reference, total(outputs), variance, fmt, rows,
+            observed, reference, made, variance, fmt, rows,
             fed=fed, clusters=clusters, carriers=carriers, directions=directions,
         )  # fmt: skip
 
+    def of(recipe: str, *, tensor_core: bool = False) -> Tensor:
+        found = total([c.outputs(recipe, tensor_core=tensor_core) for c in published])
+        # Plain torch casts the sum over the query heads of a key head.
+        return round_nearest_even(found, fmt) if len(published) > 1 and recipe in published[0].unfused else found
+
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
-        return against([c.outputs(recipe, tensor_core=tensor_core) for c in published])
+        return against(of(recipe, tensor_core=tensor_core))
 
     def apart(recipe: str, dim: int = 1) -> npt.NDArray[np.float64]:
         """What of the observed tensor differs from the recipe's: squares by row, or by feature."""
-        differs = (observed - total([c.outputs(recipe) for c in published]))[rows]
-        found: npt.NDArray[np.float64] = differs.square().sum(dim).cpu().numpy()
+        found: npt.NDArray[np.float64] = (observed - of(recipe))[rows].square().sum(dim).cpu().numpy()
         return found
 
     def expected() -> Tensor:
@@ -96,7 +100,7 @@ def beside_well_rounded(
         return float(by_row.sum()), float((by_row / np.maximum(chosen.expected, 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
-        found_alone = replace(first or against([c.outputs() for c in counterfactuals]), compared=False)
+        found_alone = replace(first or against(total([c.outputs() for c in counterfactuals])), compared=False)
         way = _through_bf16(found_alone, quantity, observed, reference, total, counterfactuals, rows)
         return replace(found_alone, rounding=way is not None, way=way or "")
     chosen = first or beside(ALTERNATIVES[0])
@@ -127,19 +131,16 @@ def beside_well_rounded(
         def explains_it(way: str) -> bool:
             return all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True))
 
-        def placed(way: str) -> QuantitySample | None:
-            """With the rows and features that are not this way's, where it reproduces most of them; else None."""
-            made, alike = total([c.outputs(way) for c in published]), beside(way)
-            found = not_reproduced(observed[rows], made[rows], reference[rows], expected())
-            if found is None:
-                return None
-            bad = [
-                (of > 0) & (by_way > 0) & at
-                for of, by_way, at in zip(
-                    (chosen.bad_rows, chosen.bad_features), (alike.bad_rows, alike.bad_features), found, strict=True
-                )
-            ]
-            return replace(chosen, site=named(way), unlike=bad[0], unlike_features=bad[1])
+        def placed() -> QuantitySample | None:
+            """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
+            marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
+            for way in published[0].unfused:
+                found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
+                if found is not None:
+                    alike = beside(way)
+                    found = found[0] & (alike.bad_rows > 0), found[1] & (alike.bad_features > 0)
+                    unlike = [x & y for x, y in zip(unlike or marked, found, strict=True)]
+            return replace(chosen, unlike=unlike[0], unlike_features=unlike[1]) if unlike else None
 
         # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
         way = min(published[0].unfused, key=left)
@@ -155,14 +156,11 @@ def beside_well_rounded(
             bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (rest / units > casts)
             own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
             made = max(float(alike.error.sum() - rest.sum()), 0.0)
-            chosen = placed(way) or chosen
+            chosen = placed() or chosen
             return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
         # Where few rows are wrong, or few features, most of what is left is theirs.
-        for dim, error in ((1, chosen.error), (0, chosen.features[0])):
-            units = np.maximum(error, 1e-300)
-            nearest = placed(min(published[0].unfused, key=lambda way: float(np.median(apart(way, dim) / units))))
-            if nearest is not None and nearest.has_unlike:
-                return nearest
+        if (by_place := placed()) is not None and by_place.has_unlike:
+            return by_place
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval
