@@ -566,3 +566,21 @@ def test_noise_is_no_rounding(level: float) -> None:
     said = " ".join(report.split())
     assert "times the error of a well-rounded kernel. None of the roundings that were tried makes it." in said
     assert "more coarsely" not in said
+
+
+def test_a_quantity_whose_cause_is_known_comes_first() -> None:
+    """Of a backward whose exponent has another scale, and dV, which is further off and shared by two query heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(1, 4, 128, 32, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 2, 128, 32, generator=generator).bfloat16() for _ in range(2))
+    wide_q, wide_do = q.double(), do.double()
+    wide_k, wide_v = (t.double().repeat_interleave(2, 1) for t in (k, v))
+    scores = wide_q @ wide_k.mT * 32**-0.5
+    o = (scores.softmax(-1) @ wide_v).bfloat16()
+    probs = (1.02 * scores - scores.logsumexp(-1, keepdim=True)).exp()
+    dscores = probs * (wide_do @ wide_v.mT - (wide_do * o.double()).sum(-1, keepdim=True))
+    dq = (dscores @ wide_k * 32**-0.5).bfloat16()
+    dv = 1.5 * (probs.mT @ wide_do).reshape(1, 2, 2, 128, 32).sum(2)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dv=dv.bfloat16(), device="cpu")
+    assert found.findings[0].quantities == ("dq", "dv")
+    assert "the scale 0.1803 instead of 0.17678 in the backward's exponent alone" in found.findings[0].words
