@@ -13,6 +13,8 @@
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP; under
                                               autocast cast(W o softmax(S)), and W o dP uncast
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
+                                              or with exp(cast(S) - L) of the S that torch.compile saves on a GPU
+                                              where a mask is added, whose forward's S is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c)
@@ -53,6 +55,7 @@ UNFUSED = (
     "unfused:root:fp32",
     "unfused:compiled:cast",
     "unfused:compiled:fp32",
+    "unfused:compiled:saved",
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
@@ -60,6 +63,8 @@ UNFUSED = (
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
     "biased": "S, its sum with the mask and P are stored in the inputs' format, as in plain torch",
+    "saved": "the backward makes P of scores rounded to the inputs' format, and the forward does not, as in eager "
+    "attention with a mask under torch.compile",
     "products": "S, P and P o dP are stored in the inputs' format, as in MLX",
     "steps": "every step of softmax is stored in the inputs' format, as JAX's softmax of 16 bits does it",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
@@ -107,7 +112,7 @@ def named(way: str) -> str:
     if way.endswith(_ROUNDED):
         return "dropout"
     way = way.removesuffix(_WIDE)
-    if way.endswith((":products", ":steps")):
+    if way.endswith((":products", ":steps", ":saved")):
         return way.rpartition(":")[2]
     if way in _OF_BIASED:
         return "biased"
@@ -190,7 +195,9 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         return found
     dprobs = dropped(cast(head.do @ head.v.T))
     weights = wide if probs_of in ("fp32", "uncast") else probs
-    products = weights * dprobs if probs_of in ("fp32", "uncast", "cast") else cast(weights * dprobs)
+    if probs_of == "saved":
+        weights = (cast(scores) - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+    products = weights * dprobs if probs_of in ("fp32", "uncast", "cast", "saved") else cast(weights * dprobs)
     delta = products.sum(1)
     if probs_of in ("products", "steps"):
         delta = cast(delta)

@@ -137,11 +137,6 @@ def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:
     return [q for q in head.quantities if q.answer == label]
 
 
-def _has_cause(quantity: QuantityVerdict) -> bool:
-    """Whether it is said how it came about, and not only where it is, or that it follows from another."""
-    return any(p.kind not in _PLACES for p in quantity.patterns[:1])
-
-
 def _errors(head: HeadDiagnosis, gradient: Literal["dq", "dw_q"]) -> float | None:
     error = getattr(head.propagation, gradient)
     if error is None:
@@ -186,7 +181,9 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     _, kernel, captured = _maker(label, group[0])
     off = [q for _, _, h in group for q in _answered(h, label)]
     order: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q")
-    own = sorted(_answered(head, label), key=lambda q: (label == "wrong" and not _has_cause(q), -(q.factor or 0.0)))
+    wrong = label == "wrong"  # what has a known cause comes first
+    placed = {q.quantity for q in _answered(head, label) if wrong and all(p.kind in _PLACES for p in q.patterns[:1])}
+    own = sorted(_answered(head, label), key=lambda q: (q.quantity in placed, -(q.factor or 0.0)))
     carried = {name for _, _, h in group if h.verdict for name in h.verdict.labels}
     furthest = max(group, key=lambda e: _errors(e[2], "dq") or 0.0)[2]
     dq = next((q for q in furthest.quantities if q.quantity == "dq"), None)
