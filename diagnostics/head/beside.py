@@ -134,7 +134,7 @@ def beside_well_rounded(
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
             marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
-            for way in published[0].unfused:
+            for way in published[0].unfused if any(one.any() for one in marked) else ():
                 found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
                 if found is not None:
                     alike = beside(way)

@@ -108,7 +108,7 @@ class QuantitySample:
     made_by_site: float = 0.0
     """What of the squared error the rounding at that site makes by itself, where its bits tell; else 0."""
     unlike: npt.NDArray[np.bool_] | None = None
-    """[n], rows that are not as that rounding makes them, where it reproduces most others; None: not known."""
+    """[n], rows that none of the ways of plain torch makes that reproduce most others; None: no way does."""
     unlike_features: npt.NDArray[np.bool_] | None = None
     """[D], likewise of features."""
     copied: npt.NDArray[np.int64] | None = None
@@ -142,7 +142,7 @@ class QuantitySample:
 
     @property
     def has_unlike(self) -> bool:
-        """Whether rows or features are not as the rounding at ``site`` makes them, but most others are."""
+        """Whether rows or features are not as plain torch rounds them, but most others are."""
         return any(bool(one.any()) for one in (self.unlike, self.unlike_features) if one is not None)
 
     @property

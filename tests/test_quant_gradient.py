@@ -1,0 +1,166 @@
+"""``quant``: the straight-through gradient of a fake quantiser, in all and in its rows, columns and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_quantisers import inputs, plain_int4, weight
+from torch import Tensor
+
+import attn_diag
+from attn_diag import InputError
+
+
+class TestStraightThrough:
+    @pytest.mark.parametrize("name", ["int4", "int8-asymmetric", "mxfp4", "nvfp4", "fp8"])
+    def test_is_right_where_nothing_is_clipped(self, name: str) -> None:
+        x, dy = inputs()
+        found = attn_diag.quant(weight(1), name, x=x, dy=dy).gradient
+        assert found is not None
+        assert found.right, found
+
+    def test_a_clipped_part_does_not_move(self) -> None:
+        """An amax of a quarter of the data's: the gradient of what it clips is for nothing, unless left out."""
+        x, dy = inputs()
+        w = weight(2)
+        amax = w.abs().amax() / 4
+
+        def fake(kind: str) -> Callable[[Tensor], Tensor]:
+            return lambda t: attn_diag.fake_quantize(t, "int8", block="tensor", amax=amax, gradient=kind)  # type: ignore[arg-type]
+
+        by = attn_diag.quantizer("int8", block="tensor")
+        passed, cut = (
+            attn_diag.quant(w, by, observed=fake(kind), x=x, dy=dy).gradient for kind in ("straight-through", "clipped")
+        )
+        assert passed is not None
+        assert cut is not None
+        g = dy.double().T @ x.double()
+        beyond = w.abs() > amax
+        assert passed.gain == pytest.approx(1 - float(g[beyond].square().sum() / g.square().sum()), abs=0.02)
+        assert not passed.right
+        assert cut.right, cut
+
+    def test_a_wrong_gradient_is_seen(self) -> None:
+        """Of a function of one's own, twice too large; and none at all."""
+        x, dy = inputs()
+        w = weight(3)
+
+        def twice(t: Tensor) -> Tensor:
+            return plain_int4(t).detach() + 2 * (t - t.detach())
+
+        by_hand = attn_diag.quant(w, "int4", observed=twice, x=x, dy=dy)
+        assert by_hand.gradient is not None
+        assert by_hand.gradient.gain == pytest.approx(0.5, abs=0.02)
+        assert by_hand.outcome == "fail"
+        assert "int4's, but where nothing is clipped its gradient is 1.99 times that of" in by_hand.headline
+
+        none = attn_diag.quant(w, "int4", observed=lambda t: plain_int4(t).detach() + 0 * t, x=x, dy=dy)
+        assert none.outcome == "fail"
+        assert "no gradient of it arrives at w" in none.headline
+        assert none.to_json()
+
+    @pytest.mark.parametrize("part", [1.0, 0.7, 0.5])
+    def test_elements_at_the_end_of_the_grid_are_no_fault(self, part: float) -> None:
+        """A dither takes them across the end, of which the gradient that is masked there knows nothing."""
+        x, dy = inputs()
+        w = weight(2)
+        amax = part * w.abs().amax(1, keepdim=True)
+        by = attn_diag.quantizer("int4", block="row")
+
+        def fake(factor: float) -> Callable[[Tensor], Tensor]:
+            def made(t: Tensor) -> Tensor:
+                passed = attn_diag.fake_quantize(t, by, amax=amax, gradient="clipped")
+                return factor * passed + (1 - factor) * passed.detach()
+
+            return made
+
+        right, off = (attn_diag.quant(w, by, observed=fake(f), x=x, dy=dy, amax=amax) for f in (1.0, -1.0))
+        assert right.outcome == "pass"
+        assert right.gradient is not None
+        assert right.gradient.right
+        assert off.outcome == "fail"
+        assert "its gradient is -1 times" in off.headline
+
+    def test_it_needs_x(self) -> None:
+        _, dy = inputs()
+        with pytest.raises(InputError, match="give x too"):
+            attn_diag.quant(weight(1), "int4", dy=dy)
+        with pytest.raises(InputError, match=r"dy must be finite, \[96, 64\]"):
+            attn_diag.quant(weight(1), "int4", x=inputs()[0], dy=dy[:, :5])
+
+
+class _Passing(torch.autograd.Function):
+    """Values forward, so many times each element's gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, values: Tensor, times: Tensor) -> Tensor:
+        del w
+        ctx.save_for_backward(times)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", [0.0, -1.0, 2.0, 1.1])
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [((5,), "row 5"), ((slice(None), 7), "column 7"), ((5, slice(32, 64)), "row 5, columns 32-63")],
+    ids=["row", "column", "block"],
+)
+def test_a_gradient_that_is_wrong_in_one_place(where: Any, place: str, times: float, dtype: torch.dtype) -> None:
+    """The whole gain moves by a 64th of it at most."""
+    torch.manual_seed(0)
+    w, x, dy = torch.randn(64, 256).to(dtype), torch.randn(128, 256), torch.randn(128, 64)
+    factors = torch.ones(64, 256)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4", block="32")
+        return _Passing.apply(weight, values, factors.to(weight.dtype))  # type: ignore[no-any-return,no-untyped-call]
+
+    by = attn_diag.quantizer("int4", block="32")
+    assert attn_diag.quant(w, by, observed=fake, x=x, dy=dy).outcome == "pass"
+    factors[where] = times
+    found = attn_diag.quant(w, by, observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert f"but in {place} its gradient is {times:.3g} times dyᵀ x" in found.headline
+    assert "elsewhere 1" in found.headline
+
+
+@pytest.mark.parametrize(("where", "place"), [("zeros", None), ("half the rows", "32 of 64 rows")])
+def test_a_gradient_that_is_wrong_in_elements_or_everywhere_is_not_placed(where: str, place: str | None) -> None:
+    torch.manual_seed(1)
+    w, x, dy = 0.02 * torch.randn(64, 256), torch.randn(96, 256), torch.randn(96, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4")
+        kept = values != 0 if where == "zeros" else (torch.arange(64) % 2 == 1)[:, None].expand(64, 256)
+        return _Passing.apply(weight, values, kept.float())  # type: ignore[no-any-return,no-untyped-call]
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert found.gradient is not None
+    if place is None:
+        assert found.gradient.apart is None
+    else:
+        assert f"in {place} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1" in found.headline
+
+
+def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it() -> None:
+    torch.manual_seed(0)
+    w, x, dy = torch.randn(64, 256), torch.randn(128, 256), torch.randn(128, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        blocks = weight.reshape(64, -1, 32)
+        scale = blocks.abs().amax(-1, keepdim=True) / 7
+        codes = blocks / scale
+        return ((codes + (codes.round() - codes).detach()) * scale).reshape(64, 256)
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.gradient is not None
+    assert (found.outcome, found.gradient.apart) == ("pass", None)
