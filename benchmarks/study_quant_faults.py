@@ -26,8 +26,9 @@ from torch import Tensor
 import attn_diag
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from fake_quantisers import weight
 from planted_quantisers import BY_HAND, INT4, INT8, learned
-from test_quant import FAULTS, made, weight
+from test_quant import FAULTS, made
 
 FAULTS = FAULTS | BY_HAND
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_quantisers import inputs, weight
 from planted_quantisers import BY_HAND, INT4, INT8, UINT4, UINT8, ByHand, biased_dither, learned, zero_off
-from test_quant import inputs, weight
 from torch import Tensor
 
 import attn_diag
