@@ -286,9 +286,12 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_scores_that_a_compiled_backward_reads_rounded_are_named(device: str, dtype: torch.dtype) -> None:
-    """dQ and dK are several times as far off as a well-rounded kernel's: P of the backward is not the forward's."""
+    """dQ and dK are several times as far off as a well-rounded kernel's: P of the backward is not the forward's.
+
+    Of one head: with several, Inductor saves q kT instead.
+    """
     generator = torch.Generator().manual_seed(4)
-    q, k, v, do = (torch.randn(1, 2, 128, 64, generator=generator).to(device, dtype) for _ in range(4))
+    q, k, v, do = (torch.randn(1, 1, 128, 64, generator=generator).to(device, dtype) for _ in range(4))
     bias = torch.full((128, 128), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)
     leaves = [t.requires_grad_() for t in (q * 3, k, v)]
     attention: Any = torch.compile(masked, dynamic=False) if device == "cuda" else SavedScores.apply

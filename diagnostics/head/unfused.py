@@ -14,7 +14,7 @@
                                               autocast cast(W o softmax(S)), and W o dP uncast
     dS = cast(P o (dP - rowsum(P o dP)))      with the cast P, or with the one before its cast (a softmax in fp32);
                                               or with exp(cast(S) - L) of the S that torch.compile saves on a GPU
-                                              where a mask is added, whose forward's S is in fp32
+                                              where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c)
