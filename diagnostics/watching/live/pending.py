@@ -285,6 +285,7 @@ def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
     if grad is None:
         return None
     grad = grad.detach() if grad.requires_grad else grad
+    grad = grad.transpose(0, 1) if grad.shape[1] > like.shape[1] == 1 else grad  # see ``sites.without_heads``
     batch = like.shape[0]
     return cut(grad if grad.shape[0] == batch else grad[:batch], like.shape[-1])
 

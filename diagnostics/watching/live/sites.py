@@ -128,6 +128,12 @@ def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
     return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
 
 
+def without_heads(fused: Fields) -> Fields:
+    """Of q, k and v with three axes: one head of each sequence. From 2.15 on torch runs fused kernels on them, as heads
+    of one sequence."""
+    return {name: x.transpose(0, 1) if isinstance(x, Tensor) else x for name, x in fused.items()}
+
+
 def _unexpanded(mask: Tensor) -> LayOut:
     """What makes the gradient of a mask one of what it was expanded from: that alone is kept."""
     axes = [axis for axis in range(mask.dim()) if mask.stride(axis) == 0 and mask.shape[axis] > 1]
@@ -150,7 +156,9 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         mask = None
     if any(t.is_nested for t in (q, k, v)) or q.dim() < 2 or not q.shape[:-4] == k.shape[:-4] == v.shape[:-4]:
         return None
-    fused = tap.fused(q, v) if q.dim() == 4 else {}
+    fused = tap.fused(q, v) if q.dim() in (3, 4) else {}
+    if q.dim() == 3 and len(q) == len(k):
+        fused = without_heads(fused)
     tensors = fused or {
         "kernel": "torch SDPA math",
         "q": as_autocast(with_four_axes(q)),
@@ -163,7 +171,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         learned["dmask"] = (mask, _unexpanded(mask))
     found: Fields = tensors | {
         "graph": gradients(result, q, k, v, with_four_axes) | learned,
-        "within": tap.operator if fused else None,
+        "within": tap.operator if fused and q.dim() == 4 else None,
         "mask": mask if mask is None else mask_with_four_axes(mask, q),
         "causal": causal,
         "scale": a["scale"],
