@@ -76,6 +76,7 @@ for line in sys.stdin:
     break
 else:
     sys.exit()
+gc.unfreeze()
 signal.alarm(300)
 os.environ.update(own["environment"])
 if own["files"][1] == "closed pipe":

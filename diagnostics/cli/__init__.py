@@ -98,10 +98,17 @@ def _root(
     """Signed rounding-error diagnostics for low-precision attention."""
 
 
+def _keep_memory() -> None:
+    """Leave a last look for cycles out: it takes half a second where there are many results, and nobody needs their
+    memory then. From 3.9 on Triton complains, in thirty lines, of what has not been freed."""
+    triton = getattr(sys.modules.get("triton"), "__version__", "0.0")
+    if tuple(int(part) for part in triton.split(".")[:2]) < (3, 9):
+        gc.freeze()
+
+
 def main() -> None:
     """Run the command line; errors become one line on stderr and an exit code (tracebacks with --debug)."""
-    # A last look for cycles takes half a second where there are many results, and nobody needs their memory then.
-    atexit.register(gc.freeze)
+    atexit.register(_keep_memory)
     collected_after = gc.get_threshold()
     gc.set_threshold(max(collected_after[0], _NEW_OBJECTS) if collected_after[0] else 0)
     try:
