@@ -13,6 +13,9 @@ class BackendError(RuntimeError):
     """The kernels cannot run on these tensors here; the message says what to do."""
 
 
+# Said at each launch: products and sums are fused, which decides the kernels' bits. Triton 3.9 warns where that is left
+# open, and the default of 3.10 keeps them apart.
+COMPILED = {"enable_fp_fusion": True}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
+from attn_diag.kernels.backend import COMPILED, DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, dkdv_geometry, dq_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_backward_keys import dkdv_kernel
@@ -91,7 +91,7 @@ def backward(
             *described(geometry, q, k, v, do), q, k, v, do, lse, delta, out, dprobs, dscores,
             slots if slots is not None else lse, *strides, *out_strides, heads, heads // k_heads, *seen, k_length,
             scale, softcap or 0.0,
-            WANT=want, R=bare, G=geometry, num_warps=geometry.warps, num_stages=geometry.stages,
+            WANT=want, R=bare, G=geometry, num_warps=geometry.warps, num_stages=geometry.stages, **COMPILED,
         )  # fmt: skip
 
     if recipe.delta_from == "dp":
@@ -99,7 +99,7 @@ def backward(
     else:
         delta_kernel[(-(-q_length // rows.block_m), batch * heads)](
             o, do, delta, *o.stride(), *do.stride(), heads, q_length, R=bare, G=rows,
-            num_warps=8 if rows.block_dv > 256 else 4,
+            num_warps=8 if rows.block_dv > 256 else 4, **COMPILED,
         )  # fmt: skip
     gluon = _runs_in_gluon(rows, columns, recipe, q)
     if not gluon:
@@ -107,7 +107,7 @@ def backward(
     blocks = sequences.blocks(q_length, columns.block_m)
     statistics = new(batch, heads, blocks, columns.block_m, 2)
     statistics_kernel[(blocks, batch * heads)](
-        lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns
+        lse, delta, statistics, heads, q_length, k_length, *seen[5:], scale, R=bare, G=columns, **COMPILED
     )
     # Sums of both would not fit into the registers where they are that wide.
     fit = columns.block_d + columns.rest_d + columns.block_dv <= 512
@@ -123,7 +123,7 @@ def backward(
         dkdv_kernel[(sequences.blocks(k_length, columns.block_n), batch * k_heads)](
             *described(columns, q, k, v, do), q, k, v, do, statistics, dk, dv, *strides,
             *dk.stride()[:3], *dv.stride()[:3], k_heads, heads // k_heads, *seen, blocks, scale, softcap or 0.0,
-            R=bare, G=geometry, num_warps=columns.warps, num_stages=columns.stages,
+            R=bare, G=geometry, num_warps=columns.warps, num_stages=columns.stages, **COMPILED,
         )  # fmt: skip
     dq, dk, dv = (t.to(grad_dtype) for t in (dq, dk, dv))
     return BackwardOutputs(dq, dk, dv, delta, dprobs, dscores.to(DTYPES[recipe.dscores]))

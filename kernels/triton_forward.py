@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.backend import DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
+from attn_diag.kernels.backend import COMPILED, DTYPES, fits_descriptor, has_hopper_products, has_tensor_memory
 from attn_diag.kernels.geometry import Geometry, Level, Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.split_keys import merge_splits
@@ -137,7 +137,7 @@ def forward(
     blocks = sequences.blocks(q_length * geometry.group, geometry.block_m)
     grid = (blocks, batch * heads // geometry.group, splits)
     forward_kernel[grid](
-        *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages
+        *arguments, R=anonymous(inner), G=geometry, num_warps=geometry.warps, num_stages=geometry.stages, **COMPILED
     )
     if geometry.rows and not geometry.track_near:
         rows[2] = 2.0  # nobody watched: every row may repeat its maximum

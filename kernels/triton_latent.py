@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_diag.kernels.backend import COMPILED
 from attn_diag.kernels.geometry import Geometry, Visibility, anonymous
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import as_operand, fused
@@ -246,7 +247,7 @@ def latent_forward(
     latent_kernel[(-(-q_length // ROWS.value), batch * heads)](
         *pieces_of(q, ROWS.value), *pieces_of(k, ROWS.value), o, lse, lse if sinks is None else sinks.contiguous(),
         *o.stride()[:3], heads, heads // k.shape[1], *seen, slopes, stride, scale, softcap or 0.0,
-        R=anonymous(recipe), G=geometry, num_warps=4,
+        R=anonymous(recipe), G=geometry, num_warps=4, **COMPILED,
     )  # fmt: skip
 
 

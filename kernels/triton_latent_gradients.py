@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from attn_diag.kernels.backend import COMPILED
 from attn_diag.kernels.geometry import Geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_gradients import row_statistics, score_gradients
@@ -302,5 +303,5 @@ def latent_gradients(
             *pieces_of(x, ROWS.value), pieces_of(y, ROWS.value)[0], *pieces_of(u, TILE.value),
             pieces_of(w, TILE.value)[0], lse, delta, blocked, out, *out.stride()[:3], q.shape[1],
             q.shape[1] // k.shape[1], *view, slopes, stride, blocked.shape[2], scale, softcap or 0.0,
-            WANT=want, R=recipe, G=rows if want == "dq" else columns, num_warps=4,
+            WANT=want, R=recipe, G=rows if want == "dq" else columns, num_warps=4, **COMPILED,
         )  # fmt: skip

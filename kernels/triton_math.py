@@ -8,19 +8,8 @@ nearest-even on the fp32 bits. On a GPU the same rounding is the hardware's own 
 import triton
 import triton.language as tl
 
-if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6"):
-    # Its interpreter takes loop bounds by int() of one-element arrays, which numpy 2.4 refuses; fixed in 3.7.
-    from triton.runtime import interpreter
+from attn_diag.kernels.triton_interpreter import INTERPRETED
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_with_item(tensor: type, scope: object) -> None:
-        _patch_tensor(tensor, scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-    interpreter._patch_lang_tensor = _patch_with_item
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_diag.kernels.backend import COMPILED
 from attn_diag.kernels.geometry import Visibility, anonymous, forward_geometry
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_math import round_to
@@ -166,7 +167,7 @@ def multiplicities(
     rows = torch.empty(batch * heads, q_length, dtype=torch.int32, device=q.device)
     counts = torch.empty(batch * heads, documents, dtype=torch.int32, device=q.device)
     gather_kernel[(batch * heads, documents)](
-        near.contiguous(), rows, counts, seen[5], q_length, BLOCK=1024, DOCUMENTS=sequences.packed
+        near.contiguous(), rows, counts, seen[5], q_length, BLOCK=1024, DOCUMENTS=sequences.packed, **COMPILED
     )
     # A score no further below the maximum has a P_bar that rounds to 1, ties included.
     unit = -math.log1p(-(2.0 ** -(geometry.mantissa + 2)))
@@ -174,6 +175,6 @@ def multiplicities(
     multiplicity_kernel[(sequences.blocks(q_length, geometry.block_m), batch * heads, chunks)](
         q, k, row_max.contiguous(), rows, counts, out, *q.stride(), *k.stride(), heads, heads // k_heads,
         *seen, *sequences.pages(k), scale, softcap or 0.0, unit, CHUNK=_CHUNK, R=anonymous(recipe), G=geometry,
-        num_warps=geometry.warps, num_stages=geometry.stages,
+        num_warps=geometry.warps, num_stages=geometry.stages, **COMPILED,
     )  # fmt: skip
     return out

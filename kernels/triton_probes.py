@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_diag.kernels.backend import check_backend
+from attn_diag.kernels.backend import COMPILED, check_backend
 from attn_diag.kernels.triton_math import dot_add
 
 # Rows and columns of a tile, and its warps: the first is a wgmma where the GPU has one, the second an mma.sync.
@@ -106,8 +106,9 @@ def dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0) -> tuple[Tensor, Instruc
     out = torch.full_like(c, torch.nan)
     grid = (a.shape[0] // size, b.shape[1] // size)
     compiled = dot_kernel[grid](
-        a, b, c, out, a.shape[1], b.shape[1], FORMAT=_FORMATS[a.dtype], BLOCK=size, BLOCK_K=_BLOCK_K, num_warps=warps
-    )
+        a, b, c, out, a.shape[1], b.shape[1], FORMAT=_FORMATS[a.dtype], BLOCK=size, BLOCK_K=_BLOCK_K, num_warps=warps,
+        **COMPILED,
+    )  # fmt: skip
     return out[:m, :n], _instruction(getattr(compiled, "asm", None))
 
 
@@ -134,7 +135,7 @@ def fp8_dot(a: Tensor, b: Tensor, c: Tensor, tile: int = 0, *, promoted: bool = 
     out = torch.full((m, n), torch.nan, device=a.device)
     compiled = fp8_dot_kernel[(m // size, n // size)](
         a.contiguous(), b.T.contiguous(), c.float().contiguous(), out, k, n, BLOCK=size, BLOCK_K=block_k,
-        IMPRECISE=block_k if promoted else None, num_warps=warps,
+        IMPRECISE=block_k if promoted else None, num_warps=warps, **COMPILED,
     )  # fmt: skip
     asm = getattr(compiled, "asm", None)
     found = _instruction(asm)
@@ -165,7 +166,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _elementwise(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
     _check(inputs[0])
-    kernel[(triton.cdiv(len(out), _BLOCK),)](*inputs, out, len(out), BLOCK=_BLOCK)
+    kernel[(triton.cdiv(len(out), _BLOCK),)](*inputs, out, len(out), BLOCK=_BLOCK, **COMPILED)
     return out
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_diag.kernels.backend import check_backend
+from attn_diag.kernels.backend import COMPILED, check_backend
 from attn_diag.kernels.formats import Rounding
 from attn_diag.kernels.triton_math import INTERPRETED
 
@@ -141,6 +141,6 @@ def round_tensor(x: Tensor, rounding: Rounding | None, seed: int = 0) -> Tensor:
     block = 1 << 16 if INTERPRETED.value else 1024
     _round_kernel[(triton.cdiv(x.numel(), block),)](
         x, y, x.numel(), seed & (2**64 - 1), fmt.exponent_bits, fmt.mantissa_bits, fmt.top, str(rounding.mode),
-        BLOCK=block,
+        BLOCK=block, **COMPILED,
     )  # fmt: skip
     return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ import triton.language as tl
 from builders import hard_fp32
 from torch import Tensor
 
+from attn_diag.kernels.attention import attention
+from attn_diag.kernels.formats import parse
 from attn_diag.kernels.triton_math import as_operand, round_bits_to_bf16, round_to, rounding_error
+from attn_diag.kernels.triton_probes import cast, divide, dot, exp2, multiply
+from attn_diag.kernels.triton_rounding import round_tensor
 
 # numpy says so where fp32 overflows a smaller format; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -120,3 +126,27 @@ def test_interpreted_kernels_hold_no_bf16(recipe: str) -> None:
     out, dump = attention(q, k, v, causal="top-left", recipe=recipe, instrument="full")
     out.float().square().sum().backward()
     assert int(dump.multiplicity("exact").min()) >= 1
+
+
+def test_a_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """It decides the kernels' bits, and Triton's default of it changes with 3.10."""
+    launches: dict[str, Any] = {}
+    run = type(round_bits_to_bf16).run
+
+    def seen(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        launches[kernel.fn.__name__] = options.get("enable_fp_fusion")
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(type(round_bits_to_bf16), "run", seen)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 32, 16, generator=generator).bfloat16().to(device) for _ in range(3))
+    o, dump = attention(q.requires_grad_(), k, v, instrument="full", backward_recipe="delta-from-dp")
+    o.sum().backward()
+    dump.multiplicity("exact")
+    attention(q, k, v).sum().backward()
+    x = torch.ones(16, 16, device=device)
+    for made in (dot(x, x, x), exp2(x[0]), multiply(x[0], x[0]), divide(x, x), cast(x[0], torch.float16)):
+        assert made is not None
+    round_tensor(x, parse("fp16"))
+    assert {"forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "dot_kernel"} <= set(launches)
+    assert [name for name, said in launches.items() if said is None] == []
