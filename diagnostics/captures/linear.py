@@ -41,7 +41,6 @@ ALIASES = {
 }  # fmt: skip
 # What mamba_ssm's and Hugging Face's Mamba-2 call an initial state: theirs are [V, K], the last one too.
 VALUES_FIRST = "initial_states"
-_GIVEN = ("do", "dfinal_state", "initial_state", "cu_seqlens")
 _OPTIONS = ("scale", "l2norm", "normalize", "operator", "kind")
 
 
