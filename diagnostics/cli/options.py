@@ -245,9 +245,9 @@ class Places:
 class Place(Places):
     """The same of a command that looks at one head."""
 
-    head: Annotated[
-        str | None, typer.Option("--head", help="This head (the model's number; default: the first).")
-    ] = None
+    head: Annotated[str | None, typer.Option("--head", help="This head (the model's number; default: the first).")] = (
+        None
+    )
     batch: Annotated[str | None, typer.Option("--batch", help="This batch item (default 0).")] = None
 
 
