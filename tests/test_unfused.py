@@ -395,11 +395,11 @@ def test_a_fused_kernel_whose_recipe_has_its_bits_is_no_plain_torch(recipe: str,
     drawn = torch.Generator().manual_seed(384)
     q, k, v, do = (torch.randn(384, 128, generator=drawn) * size for size in (logit, 1.0, 1.0, 1.0))
     low = [x.bfloat16().double() for x in (q, k, v, do)]
-    head = AttentionHead(*low[:3], scale=128**-0.5, masking=Masking("top-left"), do=low[3])
+    head = AttentionHead(low[0], low[1], low[2], scale=128**-0.5, masking=Masking("top-left"), do=low[3])
     made = emulate_head(preset(recipe), head)
     assert made.dq is not None
-    tensors = {n: x.bfloat16()[None, None] for n, x in zip(("q", "k", "v", "do"), low, strict=True)}
-    outputs = {n: x.bfloat16()[None, None] for n, x in (("o", made.o), ("dq", made.dq))}
+    tensors: dict[str, Any] = {n: x.bfloat16()[None, None] for n, x in zip(("q", "k", "v", "do"), low, strict=True)}
+    outputs: dict[str, Any] = {n: x.bfloat16()[None, None] for n, x in (("o", made.o), ("dq", made.dq))}
     observation = attn_diag.inspect(**tensors, **outputs, causal=True, device="cpu").captures[0].observations[0]
     of = {quantity.quantity: quantity for quantity in observation.heads[0].quantities}
     assert observation.coarse is not None

@@ -242,7 +242,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Place(Places):
+class OnePlace(Places):
     """The same of a command that looks at one head."""
 
     head: Annotated[str | None, typer.Option("--head", help="This head (the model's number; default: the first).")] = (
