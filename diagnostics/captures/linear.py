@@ -183,6 +183,12 @@ def linear_among(paths: Iterable[Path]) -> tuple[list[Path], int]:
 def load_linear(path: str | os.PathLike[str]) -> LinearCapture:
     """Open a capture of linear attention.
 
+    Args:
+        path: A file of capture format 1.1 with ``kind=linear``; also s3://, gs://, hf://.
+
+    Returns:
+        The capture; its tensors are as they were stored.
+
     Raises:
         InputError: The file is missing or damaged, is another capture, or its tensors do not fit each other.
     """
