@@ -143,14 +143,12 @@ def hunt_captures(
     progress: Progress | None = None,
     unreadable: Sequence[str] = (),
 ) -> Hunt:
-    """As ``hunt``, of captures.
+    """As ``hunt``, of captures: it returns and raises the same.
 
     Args:
         kernels, captures: Each kernel is run on the inputs of each capture, changed.
         folder, only, budget_s, limit_s, seed, device, progress: As for ``hunt``.
         unreadable: Complaints about captures that could not be opened.
-
-    Returns, Raises: As ``hunt`` does.
     """
     for name, value in (("the time limit", limit_s), ("the budget", budget_s)):
         if not value > 0:
