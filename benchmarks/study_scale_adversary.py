@@ -22,7 +22,6 @@ from torch import Tensor
 import attn_diag
 
 LOG2_E = 1.4426950408889634
-HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @dataclass(frozen=True)

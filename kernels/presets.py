@@ -279,9 +279,18 @@ _FA3_TILES = {64: (192, 160), 96: (192, 128), 128: (128, 224), 192: (128, 160), 
 
 
 def preset(name: str, input_format: Format = "bf16", head_dim: int = 64) -> Recipe:
-    """A published kernel's recipe by name, for BF16 or FP16 inputs and a head dimension, on which tile widths depend.
+    """A published kernel's recipe by name.
 
-    KeyError names the known ones.
+    Args:
+        name: fa2, cudnn, efficient, flex, …
+        input_format: bf16 or fp16: how q, k, v and dO are stored.
+        head_dim: Features of a head, on which tile widths depend.
+
+    Returns:
+        The recipe, for inputs of this format.
+
+    Raises:
+        KeyError: There is no such recipe; it names those that there are.
     """
     if name not in RECIPES:
         raise KeyError(f"no recipe {name!r}; known: {', '.join(RECIPES)}")

@@ -32,12 +32,6 @@ def kinds(capture: CaptureDiagnosis, head: HeadDiagnosis) -> tuple[Kind, ...]:
     return ("unjudged",) if head.verdict is None and capture.assumptions.ok is False else label_names(head)
 
 
-def worst_kind(capture: CaptureDiagnosis, head: HeadDiagnosis) -> Kind | None:
-    """The gravest of them; None where there is none."""
-    found = kinds(capture, head)
-    return next((kind for kind in LETTERS if kind in found), None)
-
-
 def several_ranks(diagnosis: Diagnosis) -> bool:
     """Whether the captures are of more than one rank."""
     return len({rank for c in diagnosis.captures for rank in _all_ranks(c)}) > 1

@@ -69,7 +69,7 @@ def identification_renderables(found: Identification, *, legend: bool = True) ->
     yield layout.heading(found.source)
     place = f"head {found.head}" if found.layer is None else f"layer {found.layer} head {found.head}"
     sizes = " ".join(f"{name}={size}" for name, size in found.shape.items())
-    yield Text(f"{found.observation}, sequence {found.batch}, {place}: {sizes}, {found.dtype}", style="bold")
+    yield Text(f"{found.observation}, batch item {found.batch}, {place}: {sizes}, {found.dtype}", style="bold")
     if found.margin is not None and found.margin_p_value is not None:
         yield Text(
             f"Margin to the next that is told apart: {100 * found.margin:.2g} percentage points of O's elements, "

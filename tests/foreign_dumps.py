@@ -1,4 +1,9 @@
-"""Dumps of other tools, written the way those tools write them, of tensors whose attention is computed here."""
+"""Dumps of other tools, written the way those tools write them, of tensors whose attention is computed here.
+
+The writers follow these upstream files, line by line where it matters: flashinfer-ai/flashinfer 008a2836
+``flashinfer/api_logging.py``; sgl-project/sglang 5a7255c6 (of 2025) and 00d35548 (of 2026)
+``python/sglang/srt/debug_utils/dumper.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,6 @@ from torch import Tensor
 
 from attn_diag import InputError, convert, load
 from attn_diag.captures.capture import Capture
-
-# The upstream files that the writers below follow, line by line where it matters.
-FLASHINFER = "flashinfer-ai/flashinfer 008a2836 flashinfer/api_logging.py"
-SGLANG_2025 = "sgl-project/sglang 5a7255c6 python/sglang/srt/debug_utils/dumper.py"
-SGLANG_2026 = "sgl-project/sglang 00d35548 python/sglang/srt/debug_utils/dumper.py"
 
 
 def attention(

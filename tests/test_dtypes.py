@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from autocast_models import BF16, FP32, TimeMix, halves
 from builders import some
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from attn_diag import DtypeDrift, InputError, check_qkv, trace_dtypes
-from attn_diag.watching.drift.calls import is_attention
-from attn_diag.watching.drift.history import _LONGEST_PATH
-from attn_diag.watching.drift.trace import DtypeTrace, active_trace
+from attn_diag.watching.drift.trace import DtypeTrace
 
 HALVES = [torch.bfloat16, torch.float16]
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class TimeMix(nn.Module):
-    """The part of RWKV-7 in which k is promoted: k_a is an fp32 parameter, and addcmul follows the widest operand."""
-
-    def __init__(self, size: int = 64) -> None:
-        super().__init__()
-        self.r, self.k, self.v, self.w = (nn.Linear(size, size, bias=False) for _ in range(4))
-        self.k_a = nn.Parameter(torch.ones(size))
-        self.cast = False
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r, k, v = self.r(x), self.k(x), self.v(x)
-        a = torch.sigmoid(self.w(x))
-        k = k.addcmul(k * (a - 1), self.k_a.to(k.dtype) if self.cast else self.k_a)  # the line
-        r, k, v = (t.view(2, -1, 4, 16).transpose(1, 2) for t in (r, k, v))
-        return r, k, v
 
 
 @pytest.fixture
 def model() -> TimeMix:
     torch.manual_seed(0)
     return TimeMix()
-
-
-def halves(dtype: torch.dtype = BF16) -> list[Tensor]:
-    """q, k and v, [1, 2, 8, 16]."""
-    return [torch.randn(1, 2, 8, 16).to(dtype) for _ in range(3)]
 
 
 # The RWKV-7 case.
@@ -68,7 +39,7 @@ def test_the_line_that_promotes_k(model: TimeMix, dtype: torch.dtype) -> None:
     assert event.source is not None
     lines, start = inspect.getsourcelines(TimeMix)
     (line,) = (number for number, text in enumerate(lines, start) if "# the line" in text)
-    assert (event.source.file, event.source.line) == (__file__, line)
+    assert (event.source.file, event.source.line) == (inspect.getsourcefile(TimeMix), line)
     assert [o.name for o in event.operands] == ["k", None, "self.k_a"]
     half = str(dtype).removeprefix("torch.")
     assert event.fix == f"Cast to {half} first: self.k_a.to(k.dtype)."
@@ -83,7 +54,7 @@ def test_the_line_that_promotes_k(model: TimeMix, dtype: torch.dtype) -> None:
     assert call.causes["k"] == (event,)
     assert "self.k_a.to(k.dtype)" in call.fix
     assert "k = k.to(q.dtype)" in call.fix
-    with pytest.raises(InputError, match=r"(?s)k: float32.*Tensor.addcmul.*test_dtypes.py:.*Cast to .*self.k_a"):
+    with pytest.raises(InputError, match=r"(?s)k: float32.*Tensor.addcmul.*autocast_models.py:.*Cast to .*self.k_a"):
         check_qkv(q, k, v, trace)
 
 
@@ -224,10 +195,6 @@ def test_residuals_are_told_from_what_reaches_attention(model: TimeMix) -> None:
 # What is no finding.
 
 
-def promoted() -> Tensor:
-    return torch.ones(4, dtype=BF16) * torch.ones(4)
-
-
 def quiet(work: Callable[[Tensor, Tensor], object]) -> DtypeDrift:
     half, wide = torch.ones(4, 4, dtype=BF16), torch.ones(4, 4)
     with trace_dtypes() as trace:
@@ -333,281 +300,6 @@ def test_equal_code_in_two_files() -> None:
     assert [e.source.file for e in trace.findings if e.source] == ["one.py", "two.py"]
 
 
-# Attention that is not PyTorch's SDPA.
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_eager_and_compiled_flex_attention() -> None:
-    q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
-    plain = flex_attention(q, k, v)
-    with trace_dtypes() as trace:
-        assert torch.equal(flex_attention(q, k, v), plain)
-        assert trace.result().compiled == ()
-        assert torch.equal(torch.compile(flex_attention, backend="eager")(q, k, v), plain)
-        assert trace.result().attention_calls == 2
-        flex_attention(q, k * torch.ones(16, dtype=torch.float64), v)
-    (call,) = trace.result().calls
-    assert call.differing == ("k",)
-
-
-@torch.library.custom_op("attn_diag_test::_flash_attn_forward", mutates_args=())
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return q * scale + k + v, q.sum(-1)
-
-
-class Flash(torch.autograd.Function):
-    """As FlashAttention's: no torch function, with an operator inside."""
-
-    @staticmethod
-    def forward(_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return torch.ops.attn_diag_test._flash_attn_forward(q, k, v, 1.0)[0]
-
-
-class Chunk(torch.autograd.Function):
-    """As the Triton kernels of flash-linear-attention: an assertion inside, and nothing that a trace could see."""
-
-    @staticmethod
-    def forward(_ctx: Any, r: Tensor, k: Tensor, v: Tensor) -> Any:
-        assert r.dtype == k.dtype == v.dtype, "r, k and v should have one dtype"
-        return v.clone()
-
-
-def test_an_operator_behind_an_autograd_function() -> None:
-    q, k, v = halves()
-    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        Flash.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
-    (call,) = trace.result().mixed_calls
-    assert (call.differing, call.outcome) == (("k",), "accepted")
-    assert "_flash_attn_forward" in call.operation
-    assert call.causes["k"][0].operation == "Tensor.mul"
-
-
-def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
-    q, k, v = halves()
-    with pytest.raises(AssertionError), torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        Chunk.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
-    (call,) = trace.result().mixed_calls
-    assert (call.differing, call.outcome, call.operation) == (("k",), "raised", "Chunk.forward")
-    assert call.causes["k"][0].operation == "Tensor.mul"
-    assert "AssertionError" in str(trace.result().error)
-    with pytest.raises(ZeroDivisionError), trace_dtypes() as trace:
-        Chunk.apply(q, k, 1 / 0)  # type: ignore[no-untyped-call]
-    assert trace.result().calls == ()
-
-
-def test_a_call_that_raises_is_noted_once() -> None:
-    """Seen as it is called, it is not found a second time in the traceback, where q, k and v are variables too."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
-
-    q, k, v = halves()
-    with pytest.raises(RuntimeError, match="dtype"), trace_dtypes() as trace:
-        attend(q, k * torch.ones(16), v)
-    assert [(c.differing, c.outcome, c.count) for c in trace.result().calls] == [(("k",), "raised", 1)]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("scaled_dot_product_attention", True),
-        ("_flash_attn_varlen_forward", True),
-        ("sdpa_kernel_forward", True),
-        ("_scaled_dot_product_flash_attention_backward", False),
-        ("multi_head_attention_forward", False),
-        ("softmax", False),
-    ],
-)
-def test_names_of_attention(name: str, expected: bool) -> None:
-    def func() -> None: ...
-
-    func.__name__ = name
-    assert is_attention(func) is expected
-
-
-@pytest.mark.parametrize("cache", [False, True], ids=["without cache", "with cache"])
-def test_transformers_attention_is_followed(cache: bool) -> None:
-    """A Llama under autocast: fp32 cos and sin promote q and k. An empty fp32 cache promotes v too, so none differs."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama import modeling_llama
-
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, attn_implementation="sdpa",
-    )  # fmt: skip
-    llama, tokens = transformers.LlamaForCausalLM(config).eval(), torch.arange(8)[None]
-    with torch.no_grad(), torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        llama(tokens, use_cache=cache)
-    found = trace.result()
-    assert found.attention_calls == 2
-    (call,) = found.calls
-    assert call.count == 2
-    assert call.differing == (() if cache else ("q", "k"))
-    for name, by in (("q", ["q", "cos", None, "sin"]), ("k", ["k", "cos", None, "sin"])):
-        causes = call.causes[name]
-        assert [o.name for c in causes for o in c.operands] == by
-        for cause in causes:
-            assert (cause.operation, cause.kind) == ("Tensor.mul", "widened")
-            assert cause.source is not None
-            assert cause.source.file == modeling_llama.__file__
-            assert cause.source.function == "apply_rotary_pos_emb"
-    assert [c.operation for c in call.causes["v"]] == (["cat"] if cache else ["linear"])
-    assert "cos.to(q.dtype)" in call.fix
-
-
-# The trace itself.
-
-
-def test_a_transformer_encoder_trains_the_same() -> None:
-    """nn.MultiheadAttention is one operation here: not looked into, and not taken for an attention call."""
-    torch.manual_seed(0)
-    layer, x = nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True), torch.randn(2, 16, 64)
-    with torch.autocast("cpu", BF16):
-        plain = layer(x)
-        with trace_dtypes() as trace:
-            assert torch.equal(layer(x), plain)
-    assert trace.result().attention_calls == 0
-    assert any("No attention call was recognised" in sentence for sentence in trace.result().summary)
-
-
-def test_values_and_gradients_are_not_touched(model: TimeMix) -> None:
-    x = torch.randn(2, 8, 64)
-
-    def step() -> list[Tensor]:
-        model.zero_grad()
-        with torch.autocast("cpu", BF16):
-            out = checkpoint(lambda y: F.scaled_dot_product_attention(*model(y)), x, use_reentrant=False)
-            out.float().square().mean().backward()
-        return [out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    plain = step()
-    with trace_dtypes() as trace:
-        traced = step()
-    assert len(plain) == 6
-    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
-    assert trace.findings[0].operation == "Tensor.addcmul"
-
-
-def test_nothing_stays_behind_after_an_exception(model: TimeMix) -> None:
-    def fails() -> None:
-        with trace_dtypes() as trace:
-            assert active_trace() is trace
-            model(torch.randn(2, 8, 64))
-            raise RuntimeError("of the user's")
-
-    before = dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance
-    with pytest.raises(RuntimeError, match="of the user's"):
-        fails()
-    assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
-    assert active_trace() is None
-    assert (dict(vars(model.k_a)), torch._dynamo.eval_frame._stance.stance) == before
-
-
-def test_no_tensor_is_kept_alive() -> None:
-    with trace_dtypes() as trace:
-        y = promoted()
-        gone = weakref.ref(y)
-        del y
-        gc.collect()
-        assert gone() is None
-    assert len(trace.findings) == 1
-
-
-def test_a_tensor_at_a_dead_ones_address_has_no_history() -> None:
-    with trace_dtypes() as trace:
-        made = [promoted() for _ in range(100)]
-    addresses = set(map(id, made))
-    assert all(trace.path(x) for x in made)
-    made.clear()
-    later = [x for x in [torch.ones(4) for _ in range(200)] if id(x) in addresses]
-    assert later, "no address was used again: the test shows nothing"
-    assert not any(trace.path(x) for x in later)
-
-
-def test_a_recurrence_keeps_its_origin_and_a_bounded_history() -> None:
-    with trace_dtypes() as trace:
-        state = promoted()
-        for _ in range(10 * _LONGEST_PATH):
-            state = state + 1
-    path = trace.path(state)
-    assert len(path) <= _LONGEST_PATH + 1
-    assert path[0].operation == "Tensor.mul"
-    assert some(trace.cause(state)).operation == "Tensor.mul"
-
-
-def test_other_threads_are_left_alone() -> None:
-    seen = []
-
-    def work() -> None:
-        seen.append(active_trace())
-        promoted()
-
-    with trace_dtypes() as trace:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [None]
-    assert trace.result().operations == 0
-    assert "No operation of torch was seen" in trace.result().summary[0]
-
-
-def test_traces_that_overlap_in_two_threads() -> None:
-    """Each sees its own thread; the first to begin ends first, and compiled code is eager until the other ends."""
-    began, ended = threading.Event(), threading.Event()
-    found: list[DtypeDrift] = []
-
-    def work() -> None:
-        with trace_dtypes() as inner:
-            began.set()
-            ended.wait(60)
-            promoted()
-        found.append(inner.result())
-
-    thread = threading.Thread(target=work)
-    with trace_dtypes() as outer:
-        thread.start()
-        assert began.wait(60)
-        torch.cat([torch.ones(4, dtype=BF16), torch.ones(4)])
-    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-    ended.set()
-    thread.join()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    assert [e.operation for e in outer.findings] == ["cat"]
-    assert [e.operation for e in found[0].findings] == ["Tensor.mul"]
-
-
-def test_an_optimizer_step_of_many_tensors() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(300)]
-    for p in parameters:
-        p.grad = torch.ones(2)
-    optimizer = torch.optim.AdamW(parameters, foreach=True)
-    with trace_dtypes() as trace:
-        optimizer.step()
-    assert trace.findings == ()
-    assert trace.result().operations < 10 * len(parameters)
-
-
-def test_generators_are_seen_while_they_run_inside() -> None:
-    def batches() -> Iterator[Tensor]:
-        for _ in range(3):
-            yield promoted()
-
-    source = batches()
-    next(source)
-    with trace_dtypes() as trace:
-        next(source)
-    next(source)
-    assert [e.count for e in trace.findings] == [1]
-
-
-def test_nested_traces_both_see() -> None:
-    with trace_dtypes() as outer:
-        with trace_dtypes() as inner:
-            promoted()
-        assert active_trace() is outer
-    assert len(inner.findings) == len(outer.findings) == 1
-
-
 def test_compiled_functions_run_eagerly_and_are_named() -> None:
     """Under the trace a compiled model is seen, and said to be; after it, it runs compiled as before."""
 
@@ -669,38 +361,3 @@ def test_on_a_gpu(model: TimeMix, dtype: torch.dtype) -> None:
         (call,) = trace.result().mixed_calls
         assert call.differing == ("q",)
         assert [(c.operation, c.kind) for c in call.causes["q"]] == [("layer_norm", "policy")]
-
-
-# check_qkv
-
-
-def test_check_qkv_without_a_trace() -> None:
-    q, k, v = (torch.ones(1, 1, 2, 4, dtype=d) for d in (torch.float16, FP32, torch.float16))
-    with pytest.raises(InputError, match=r"got q: float16, k: float32, v: float16\. Cast k \(k.to\(q.dtype\)\)"):
-        check_qkv(q, k, v)
-    with pytest.raises(InputError, match=r"Cast q and k \(q.to\(v.dtype\), k.to\(v.dtype\)\)"):
-        check_qkv(k, k, v)
-    check_qkv(q, q, v)
-    with pytest.raises(InputError, match="floating-point"):
-        check_qkv(q.long(), k, v)
-    with pytest.raises(InputError, match="one device, got q: cpu, k: meta"):
-        check_qkv(q, q.to("meta"), v)
-
-
-def test_check_qkv_knows_the_trace_around_it(model: TimeMix) -> None:
-    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
-        q, k, v = model(torch.randn(2, 8, 64))
-        with pytest.raises(InputError, match=r"(?s)Tensor.addcmul.*k = k.addcmul.*self.k_a.to\(k.dtype\)"):
-            check_qkv(q, k, v)
-    (call,) = trace.result().mixed_calls
-    assert (call.operation, call.outcome, call.differing) == ("check_qkv", "raised", ("k",))
-
-
-def test_check_qkv_breaks_no_graph() -> None:
-    @torch.compile(backend="eager", fullgraph=True)
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        check_qkv(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v)
-
-    q, k, v = halves()
-    assert torch.equal(attend(q, k, v), F.scaled_dot_product_attention(q, k, v))

@@ -142,9 +142,6 @@ def test_steps_and_sums_are_those_written_down_directly() -> None:
     assert tests["coherence across steps"] != pytest.approx(equal, rel=2e-4)
 
 
-# --- The verdict ---
-
-
 @pytest.mark.parametrize("name", PLANTS)
 def test_verdict_names_what_was_planted(name: str) -> None:
     assert answers(analysed(name)) == PLANTS[name][1]
@@ -177,9 +174,6 @@ def test_p_value_of_a_running_sum_is_one_percent_at_its_band() -> None:
     assert band_p_value(band, errors, df) != pytest.approx(band_p_value(band, errors, np.full(20, 1e9)))
     assert band_p_value(0.0, errors, df) == 1.0
     assert band_p_value(1.0, np.zeros(3), np.full(3, 5.0)) == 0.0
-
-
-# --- Files ---
 
 
 def test_captures_are_ordered_and_of_one_layer(tmp_path: Path) -> None:

@@ -37,8 +37,6 @@ from attn_diag.watching.monitoring.record import MonitorCheck
 STORED = RESULTS / "failing_chain"
 
 
-# --- What the tool says of a capture ---
-
 ROWS, ARM_A = 96, whole(arm("A"))
 
 
@@ -105,9 +103,6 @@ def test_a_capture_without_what_it_takes_is_refused(captures: Path) -> None:
     bare = Capture.from_tensors({n: whole.tensors[n][:] for n in ("q", "k", "v", "o")}, causal="top-left", scale=0.125)
     with pytest.raises(attn_diag.InputError, match="an O and dO are needed"):
         predictions.predict(bare, ARM_A)
-
-
-# --- A folder of runs ---
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +198,6 @@ def test_predicted_beside_trained(made: Path, stored: Chain) -> None:
     assert rows["control"].left == pytest.approx(np.median([t.baseline.errors.dq for t in stored.what_if]))
 
 
-# --- Agreement of the two orders ---
-
-
 def a_fork(departure: int | None, until: int = 1149) -> Fork:
     return Fork("", "", START, until, departure, None if departure is None else "loss")
 
@@ -279,9 +271,6 @@ def test_where_no_order_is_known_nothing_is_said_of_it(names: list[str]) -> None
     assert "Somers' D" in forks.agreement("", list(PAIRS.values())).words
 
 
-# --- The site ---
-
-
 def site_with(chain: Chain, departures: dict[str, Any]) -> forks.SiteCheck:
     """The check, with forks that depart so; None: they keep their trend."""
     ran = {name: a_fork(departure) for name, departure in departures.items()}
@@ -308,9 +297,6 @@ def test_the_site_whose_repair_removes_the_failure(
     assert check.others["fp32-sums"] is ("fp32-sums" in departures and departures["fp32-sums"] is not None
                                          if "fp32-sums" in departures else None)  # fmt: skip
     assert "fp32-scores" not in check.others
-
-
-# --- Alarms and what must hold ---
 
 
 def a_replay(run: str, every: int, departure: int | None, alarm: int | None, steps: int = 2550) -> Replay:
@@ -378,9 +364,6 @@ def test_a_fork_s_alarm_counts_what_lies_behind_it() -> None:
     assert logs["A_seed0_steps"].alarms[0]["step"] > 600
     never = alarms.alarm_rows([runs["A_seed0"]], replace(rule, level=math.inf))
     assert all(row.alarm is None or row.alarm > 550 for row in never)
-
-
-# --- The NaN forecast ---
 
 
 def growing(rate: float, end: int, every: int = 25) -> list[MonitorCheck]:

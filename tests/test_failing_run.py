@@ -36,9 +36,6 @@ from attn_diag.watching.monitoring.record import MonitorCheck, read_log
 Rows = list[tuple[int, float, float]]
 
 
-# --- The definition of a departure ---
-
-
 def on_trend(steps: int, seed: int = 0, noise: float = 0.02) -> Rows:
     """The first steps of a healthy run: the loss falls from 9.7 to 4, the gradient norm from 8 to 0.6."""
     draw = random.Random(seed)
@@ -75,9 +72,6 @@ CASES: dict[str, tuple[Rows, list[Departure]]] = {
 def test_departures(case: str) -> None:
     rows, expected = CASES[case]
     assert departures(rows) == expected
-
-
-# --- The log ---
 
 
 def write_log(path: Path, rows: Rows, alarms: tuple[int, ...] = ()) -> None:
@@ -140,9 +134,6 @@ def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
         RunLog.read(tmp_path / "other.jsonl")
 
 
-# --- The arms ---
-
-
 # By arm: what is rounded elsewhere than in arm A, forward and backward.
 AGAINST_A: dict[str, tuple[set[str], set[str]]] = {
     "B": ({"scores", "difference"}, set()),
@@ -191,8 +182,6 @@ def test_arm_a_rounds_what_it_says_and_nothing_else() -> None:
     assert ARMS["A"].backward.backward_scores == "fp32"
     assert ARMS["A"].backward.delta_from == "rounded-o"
 
-
-# --- Training ---
 
 VOCABULARY, CONTEXT = 61, 16
 
@@ -299,9 +288,6 @@ def test_a_failed_run_ends_soon_after(tokens: Path, tmp_path: Path, monkeypatch:
     assert (end, log.end, log.steps[-1][0]) == ("departed", "departed", 9)
 
 
-# --- Monitor and capture ---
-
-
 class Alarming(attn_diag.Monitor):
     """Alarms at step 5."""
 
@@ -380,8 +366,6 @@ def test_a_step_s_sequences_follow_from_seed_and_step() -> None:
     starts = [train.sequence_starts(*of, 160, 10_000, 64) for of in ((7, 12), (7, 12), (7, 13), (8, 12))]
     assert [torch.equal(starts[0], other) for other in starts[1:]] == [True, False, False]
 
-
-# --- The queue ---
 
 SLEEPER = """
 import signal, sys, time
@@ -490,9 +474,6 @@ def test_monitored_runs_are_the_runs_that_were_not() -> None:
         assert [any("monitor" in row for row in rows_of(path)) for path in paths] == [False, True]
 
 
-# --- Tokens ---
-
-
 def test_tokens_spell_the_text() -> None:
     texts = [b"the cat and the dog", b"the  end\n"]
     assert [b"".join(make_tokens.cut(text)) for text in texts] == texts
@@ -505,9 +486,6 @@ def test_tokens_spell_the_text() -> None:
     spelled = {257 + i: piece for piece, i in ((p, t - 257) for p, t in known.items())}
     back = b"".join(b"|" if t == 0 else spelled.get(t) or bytes([t - 1]) for t in tokens)
     assert back == b"".join(text + b"|" for text in texts)
-
-
-# --- The record ---
 
 
 def test_a_record_holds_what_the_runs_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,9 +516,6 @@ def test_runs_made_twice_are_compared_digit_by_digit(tmp_path: Path, monkeypatch
         (found,) = Repeats.from_json(Record.read(tmp_path / "record").document("repeats") or b"").repeats
         assert (found.compared, found.differs_at, found.times) == (395, differs, 1 + len(again))
         assert (found.departures[:2], found.ends[:2]) == ((390, 390), (399, 394))
-
-
-# --- Sums over a batch ---
 
 
 def test_errors_of_one_direction_add_up_and_others_do_not() -> None:

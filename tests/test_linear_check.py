@@ -21,7 +21,6 @@ from attn_diag.analyses.linear_words import CAUSES
 from attn_diag.results.check import CheckReport
 
 DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]
-BROKEN_MAMBA = ("no inter-chunk term",)
 TRIED = ("no inter-chunk term", "initial state transposed")
 NAMED = [fault for fault in DELTA_RULE if fault.name in TRIED]
 

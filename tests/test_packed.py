@@ -76,9 +76,6 @@ def found(*captures: Capture, **more: Any) -> list[Any]:
     return [c.observations for c in attn_diag.inspect_captures(captures, device="cpu", **more).captures]
 
 
-# --- What a document is ---
-
-
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 def test_a_document_is_read_as_if_it_were_alone(causal: str) -> None:
     of = documents(causal=causal != "none")
@@ -134,9 +131,6 @@ def test_lengths_of_keys_of_their_own() -> None:
     # Under the other alignment O does not fit.
     other = replace(c, metadata=replace(c.metadata, causal="bottom-right"))
     assert attn_diag.inspect_captures([other], device="cpu").captures[0].assumptions.ok is False
-
-
-# --- Every figure ---
 
 
 def test_packed_documents_of_one_length_are_the_batch_itself() -> None:
@@ -251,9 +245,6 @@ def test_identify_attribute_what_if_and_microscope_take_documents_apart() -> Non
     assert [replace(h, batch=None) for h in attributions[0].heads] == list(attributions[1].heads)
     changes = [attn_diag.what_if(c, device="cpu", batch=b, only=["stochastic-o"]) for c, b in ((whole, 1), (alone, 0))]
     assert [c.candidates for c in changes[:1]] == [c.candidates for c in changes[1:]]
-
-
-# --- What is given ---
 
 
 def test_the_python_door() -> None:
@@ -384,9 +375,6 @@ def test_position_ids_that_do_not_restart_change_nothing() -> None:
         assert capture({**own, "position_ids": positions}).documents is None
 
 
-# --- Ranks ---
-
-
 def ranked(of: list[dict[str, Tensor]], rank: int, **more: Any) -> Capture:
     extra = {"run": "r", "world_size": "2", "call": "0"}
     metadata = {"rank": rank, "layer": 0, "step": 1, "extra": extra, **more}
@@ -427,9 +415,6 @@ def test_tensor_parallel_ranks_are_put_side_by_side() -> None:
     merged, said = merged_over_ranks([ranked(halves[0], 0), other])
     assert len(merged) == 2
     assert "cu_seqlens_k differs" in said[0] or "cu_seqlens_q differs" in said[0]
-
-
-# --- Faults ---
 
 
 def computed(inputs: dict[str, Tensor], lengths: list[int], *, causal: bool) -> dict[str, Tensor]:

@@ -44,9 +44,6 @@ def reason(head: HeadDiagnosis, part: str) -> str:
     return next((r for r in some(head.verdict).reasons if part in r), "")
 
 
-# --- What is shared ---
-
-
 def capture(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **metadata: Any) -> Capture:
     return Capture.from_tensors({"q": q, "k": k, "v": v, "mask": mask}, **metadata)
 
@@ -108,9 +105,6 @@ def test_layouts_and_query_heads_of_one_key_head() -> None:
         t[1, :4] = t[0, :4]
     found = shared_rows(capture(**x, layout="BTHD", causal="top-left"), [0, 1, 2], head=1)
     assert [int(f.repeated.sum()) for f in found.values()] == [0, 4, 0]
-
-
-# --- What is tested ---
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -216,9 +210,6 @@ def test_rows_that_copy_a_shared_key_share_its_rounding(merged: bool, monkeypatc
     assert (alarms <= 1) if merged else (alarms >= tested / 3), f"{alarms} of {tested}"
 
 
-# --- Rows without a gradient ---
-
-
 def test_rows_without_a_gradient_are_no_evidence() -> None:
     x = draw("gaussian", "loss_5_percent", heads=1, t_q=256, d=32)
     (found,) = judged(x)
@@ -260,9 +251,6 @@ def test_two_rows_make_no_head_lossy(few: bool) -> None:
     assert "no more than rounding can make" in reason(found, "no more than rounding")
 
 
-# --- A standard error that vanishes ---
-
-
 def signed(rows: np.ndarray) -> SignedErrors:
     return SignedErrors(rows, float(np.square(rows).sum()), 1, len(rows), 0.0, 1.0, 1)
 
@@ -298,9 +286,6 @@ def test_a_constant_error_of_independent_rows_is_a_bias() -> None:
     assert "biased" in some(found.verdict).labels
     assert some(found.bias.delta_excess).p_value == 2.0**-63
     assert "it is the same everywhere, and p the chance that 64 signs agree" in reason(found, "same everywhere")
-
-
-# --- Nearly uniform attention ---
 
 
 def test_nearly_uniform_attention_is_explained_and_accuses_nobody() -> None:

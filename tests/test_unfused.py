@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_diag
 from attn_diag.head.unfused import unfused
+from attn_diag.kernels import preset
+from attn_diag.kernels.emulation import emulate_head
 from attn_diag.reference import AttentionHead, Masking, format_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.testing.case_inputs import CaseInputs
@@ -385,3 +388,32 @@ def test_no_row_sum_is_blamed_for_a_coarser_p(name: str) -> None:
     row_sum = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
     found = row_factor(case, (probs @ v * (row_sum / row_sum.bfloat16().float())).half(), cpu)
     assert (found is not None) == (name == "normal")
+
+
+@pytest.mark.parametrize(("recipe", "logit"), [("bf16-scores", 4.0), ("qiu2025", 4.0), ("bf16-forward", 1.0)])
+def test_a_fused_kernel_whose_recipe_has_its_bits_is_no_plain_torch(recipe: str, logit: float) -> None:
+    drawn = torch.Generator().manual_seed(384)
+    q, k, v, do = (torch.randn(384, 128, generator=drawn) * size for size in (logit, 1.0, 1.0, 1.0))
+    low = [x.bfloat16().double() for x in (q, k, v, do)]
+    head = AttentionHead(low[0], low[1], low[2], scale=128**-0.5, masking=Masking("top-left"), do=low[3])
+    made = emulate_head(preset(recipe), head)
+    assert made.dq is not None
+    tensors: dict[str, Any] = {n: x.bfloat16()[None, None] for n, x in zip(("q", "k", "v", "do"), low, strict=True)}
+    outputs: dict[str, Any] = {n: x.bfloat16()[None, None] for n, x in (("o", made.o), ("dq", made.dq))}
+    observation = attn_diag.inspect(**tensors, **outputs, causal=True, device="cpu").captures[0].observations[0]
+    of = {quantity.quantity: quantity for quantity in observation.heads[0].quantities}
+    assert observation.coarse is not None
+    assert (of["o"].answer, of["o"].site) == ("lossy", observation.coarse)
+    assert of["o"].words.endswith(f"; its bits show {observation.coarse}.")
+    assert of["dq"].site is None
+
+
+def test_where_o_tells_the_rounding_it_need_not_be_looked_for(captures: Path) -> None:
+    (observation,) = (
+        attn_diag.inspect(captures / "failing_step500_L2H7.safetensors", device="cpu").captures[0].observations
+    )
+    verdict = observation.heads[0].verdict
+    assert verdict is not None
+    assert verdict.suggestions == (
+        "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there.",
+    )

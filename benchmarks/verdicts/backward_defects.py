@@ -50,12 +50,11 @@ FLASH = "https://github.com/Dao-AILab/flash-attention"
 
 def _site(
     name: str, site: str, quantities: str, hooks: dict[str, Hook], *, region: Region = every_row, needs: str = "",
-    source: str = "",
 ) -> Defect:  # fmt: skip
     """A coarse rounding; with a region, only in its rows."""
     limited = region is not every_row
     return Defect(
-        name, "backward", tuple(quantities.split()), site=site, needs=frozenset(needs.split()), source=source,
+        name, "backward", tuple(quantities.split()), site=site, needs=frozenset(needs.split()),
         hooks={n: on_rows(h, region) for n, h in hooks.items()} if limited else hooks,
         numbers=rows(region) if limited else lambda _: {}, extent="tile" if limited else "everywhere",
     )  # fmt: skip

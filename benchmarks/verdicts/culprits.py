@@ -7,6 +7,7 @@ defect's is named (``KINDS``); where the forward is blamed for a backward's defe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,8 @@ _CONSEQUENCES = frozenset({"delta"})
 _RIGHT = 1.1
 _ACCUSING = ("nonfinite", "wrong", "lossy")
 _SITES = {"dS": "dscores_from"}
+# What a recipe with O's bits calls the sites that are planted, where by another name.
+_IN_WORDS = {"row max": "maximum", "O accumulator": "O's accumulator", "PV": "PV of a range"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
         rounds = bool(defect.site) and defect.extent == "everywhere" and "flushed" not in defect.name
         if q.answer == "wrong" and rounds:
             false.append(f"{q.quantity}: called wrong where {defect.site} is coarse")
-        if q.site is not None and q.site != _SITES.get(defect.site):
+        if q.site is not None and not _names(q.site, defect.site):
             false.append(f"{q.quantity}: site {q.site}")
         for pattern in q.patterns:
             if pattern.kind == "forward":
@@ -113,6 +116,11 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
             if pattern.rows and _misplaced(pattern, did):
                 false.append(f"{q.quantity}: place: {pattern.words}")
     return Named(right, tuple(false))
+
+
+def _names(said: str, site: str) -> bool:
+    """Whether what is said to round is the planted site: by name, or in words that O's bits show."""
+    return said == _SITES.get(site) or _IN_WORDS.get(site, site) in re.split(", |; | in ", said)
 
 
 def _is_right(effect: Effect) -> bool:

@@ -54,12 +54,12 @@ _TWO_SPLITS: dict[str, object] = {"splits": 2}
 
 def _site(
     name: str, site: str, quantities: str, hooks: dict[str, Hook], *, region: Region = every_row, needs: str = "",
-    kernel: dict[str, object] | None = None, source: str = "",
+    kernel: dict[str, object] | None = None,
 ) -> Defect:  # fmt: skip
     """A coarse rounding; with a region, only in its rows."""
     limited = region is not every_row
     return Defect(
-        name, "forward", tuple(quantities.split()), site=site, kernel=kernel or {}, source=source,
+        name, "forward", tuple(quantities.split()), site=site, kernel=kernel or {},
         hooks={n: on_rows(h, region) for n, h in hooks.items()} if limited else hooks, needs=frozenset(needs.split()),
         numbers=rows(region) if limited else lambda _: {}, extent="tile" if limited else "everywhere",
     )  # fmt: skip
@@ -161,11 +161,11 @@ SITES = (
 def _pattern(
     name: str, pattern: str, quantities: str, hooks: dict[str, Hook] | None = None, *, numbers: Numbers | None = None,
     extent: Extent = "everywhere", needs: str = "", source: str = "", kernel: dict[str, object] | None = None,
-    plan: Callable[[Plan], Plan] | None = None, both_plans: bool = False,
+    plan: Callable[[Plan], Plan] | None = None,
     reads: Callable[[Inputs], Inputs] | None = None,
 ) -> Defect:  # fmt: skip
     """Wrong mathematics."""
-    plans = {} if plan is None else {"forward": plan, **({"backward": plan} if both_plans else {})}
+    plans = {} if plan is None else {"forward": plan}
     return Defect(
         name, "forward", tuple(quantities.split()), hooks or {}, pattern=pattern, numbers=numbers or (lambda _: {}),
         extent=extent, plans=plans, reads=reads, kernel=kernel or {}, needs=frozenset(needs.split()), source=source,

@@ -222,7 +222,8 @@ def judge_quantity(
         return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
-    site = "" if whole.site is None else f", as where {SITES.get(whole.site, whole.site)}"
+    known = SITES.get(whole.site or "")
+    site = f", as where {known}" if known else f"; its bits show {whole.site}" if whole.site else ""
     if by_chance and max(ratio.factor, typical.factor) > LOSSY:
         beside = whole.beside_expected()
         factor = "" if beside is None else f"{factor_words(beside)} times "

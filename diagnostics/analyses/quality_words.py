@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from attn_diag.captures.sources import KEYED
 from attn_diag.head.quality import AS_GOOD, QuantitySample
-from attn_diag.results.quality import Quantity
+from attn_diag.head.unfused import WORDS
+from attn_diag.results.quality import Quantity, QuantityVerdict
 from attn_diag.results.wording import number, percent, ranges, times
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate
 
@@ -17,6 +18,10 @@ AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
 _VAGUE = 1e4
 # Fewer than so many are one.
 _ONE = 1.05
+_NOT_FUSED = (
+    "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
+)
+_OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
 def cost(error: float, truth: float, plain: float | None) -> str:
@@ -72,3 +77,12 @@ def few_carry(whole: QuantitySample, groups: float, quantity: Quantity) -> str:
     if of:
         return f"{of}one {unit[:-1]} carry" if groups < _ONE else f"{of}about {number(groups, 2)} {unit} carry"
     return f"one of the {unit} carries" if groups < _ONE else f"about {number(groups, 2)} {unit} carry"
+
+
+def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
+    """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
+    if all(q.site in WORDS for q in lossy):
+        return _NOT_FUSED
+    others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]
+    by_bits = any(q.quantity == "o" and q.site is not None and q.site not in WORDS for q in lossy)
+    return _OF_RECIPE if by_bits and not others else None

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from attn_diag.analyses.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
 from attn_diag.analyses.quality import beside_truth
+from attn_diag.analyses.quality_words import known_rounding
 from attn_diag.head.quality import LOSSY
-from attn_diag.head.unfused import WORDS
 from attn_diag.results.diagnosis import (
     LABELS,
     Bias,
@@ -76,9 +76,6 @@ _SUGGESTIONS: dict[Label, str] = {
     ),
     "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
 }
-_KNOWN_ROUNDING = (
-    "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
-)
 _UNSEEN_DROPOUT = (
     "If attention dropout was on, this is no fault: add its mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and "
     "dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
@@ -182,8 +179,8 @@ def judge(
     suggestions = _SUGGESTIONS | ({"undecided": _WITHOUT_O} if unseen else {})
     if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
-    if all(q.site in WORDS for q in answers["lossy"]):
-        suggestions["lossy"] = _KNOWN_ROUNDING
+    if known := known_rounding(answers["lossy"]):
+        suggestions["lossy"] = known
     if any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
         suggestions["lossy"] += _OR_A_FAULT
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))

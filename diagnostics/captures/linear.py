@@ -41,7 +41,6 @@ ALIASES = {
 }  # fmt: skip
 # What mamba_ssm's and Hugging Face's Mamba-2 call an initial state: theirs are [V, K], the last one too.
 VALUES_FIRST = "initial_states"
-_GIVEN = ("do", "dfinal_state", "initial_state", "cu_seqlens")
 _OPTIONS = ("scale", "l2norm", "normalize", "operator", "kind")
 
 
@@ -183,6 +182,12 @@ def linear_among(paths: Iterable[Path]) -> tuple[list[Path], int]:
 
 def load_linear(path: str | os.PathLike[str]) -> LinearCapture:
     """Open a capture of linear attention.
+
+    Args:
+        path: A file of capture format 1.1 with ``kind=linear``; also s3://, gs://, hf://.
+
+    Returns:
+        The capture; its tensors are as they were stored.
 
     Raises:
         InputError: The file is missing or damaged, is another capture, or its tensors do not fit each other.

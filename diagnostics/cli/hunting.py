@@ -31,8 +31,8 @@ class Hunting:
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Where --hunt saves cases and the scripts that run them (default attn-diag-hunt); without it check "
-            "saves the cases that fail there, as captures (default nowhere).",
+            help="Where --hunt saves cases and the scripts that run them (default attn-diag-hunt); check without "
+            "--hunt: where it saves the cases that fail, as captures (default nowhere).",
         ),
     ] = None
     budget: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Inputs, ObservationName, Overrides, Places, command
+from attn_diag.cli.options import Device, Inputs, ObservationName, OnePlace, Overrides, command
 
 
 @command
@@ -18,7 +18,7 @@ def microscope(
     feature: Annotated[int | None, typer.Option(help="Feature I of O, counted from 0.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe to walk (default: the one that makes the O).")] = None,
     observation: ObservationName = None,
-    places: Places,
+    places: OnePlace,
     delivery: Delivery,
     device: Device = "auto",
     overrides: Overrides,

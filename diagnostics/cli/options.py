@@ -234,12 +234,21 @@ class Places:
         Raises:
             InputError: An option names several.
         """
-        wanted = {"--head": numbers("--head", self.head), "--batch": numbers("--batch", self.batch)}
-        for option, named in wanted.items():
+        head, batch = numbers("--head", self.head), numbers("--batch", self.batch)
+        for what, named in (("head", head), ("batch item", batch)):
             if named is not None and len(named) != 1:
-                raise InputError(f"this command looks at one {option.removeprefix('--')}, got {named}; name one")
-        head, batch = (None if named is None else next(iter(named)) for named in wanted.values())
-        return batch or 0, head
+                raise InputError(f"this command looks at one {what}, got {named}; name one")
+        return 0 if batch is None else next(iter(batch)), None if head is None else next(iter(head))
+
+
+@dataclass(frozen=True)
+class OnePlace(Places):
+    """The same of a command that looks at one head."""
+
+    head: Annotated[str | None, typer.Option("--head", help="This head (the model's number; default: the first).")] = (
+        None
+    )
+    batch: Annotated[str | None, typer.Option("--batch", help="This batch item (default 0).")] = None
 
 
 def open_captures(

@@ -9,7 +9,7 @@ import typer
 
 from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, progress_bar
-from attn_diag.cli.options import Device, Example, Inputs, ObservationName, Overrides, Places, SomeLevel, command
+from attn_diag.cli.options import Device, Example, Inputs, ObservationName, OnePlace, Overrides, SomeLevel, command
 
 
 @command
@@ -30,7 +30,7 @@ def what_if(
         list[float] | None, typer.Option(help="A beta of the stabilised softmax (repeatable), instead of 1.5 to 8.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each stochastic rounding; 0 for none (default 4).")] = None,
-    places: Places,
+    places: OnePlace,
     delivery: Delivery,
     level: SomeLevel = None,
     device: Device = "auto",

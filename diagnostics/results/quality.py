@@ -76,7 +76,7 @@ class QuantityVerdict:
     relative_error_16_bit: Number | None = None
     """Where one is declared, the relative error of a well-rounded kernel of 16 bits: what the format costs."""
     site: str | None = None
-    """The rounding site that explains the factor, a field of a recipe; null: none is known."""
+    """The rounding site that explains the factor, by name; or, in words, what O's bits show; null: none is known."""
     patterns: tuple[Pattern, ...] = ()
     """Where and how it is wrong."""
     ranks: tuple[str, ...] = ()

@@ -18,8 +18,15 @@ _MAKE = "attn-diag inspect CAPTURE --json FILE writes one"
 def read_diagnosis(path: str | PathLike[str]) -> Diagnosis:
     """The diagnosis in a file written by ``attn-diag inspect --json`` (any version) or ``--html``.
 
-    Raises InputError, naming the file, for what is no such file: a directory, a capture, an empty, damaged or
-    oversized file, another command's result, a later version.
+    Args:
+        path: The file.
+
+    Returns:
+        The diagnosis, as ``inspect`` returned it.
+
+    Raises:
+        InputError: It is no such file (a directory, a capture, an empty, damaged or oversized file, another command's
+            result, a later version); the file is named.
     """
     file = Path(path)
     text = _text(file)

@@ -25,7 +25,7 @@ from attn_diag.analyses.inspection.joint import measured
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors, Tested, tests
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
-from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
+from attn_diag.analyses.patterns.of_scales import known_by_bits, with_proven_scale, with_scales
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
@@ -194,8 +194,7 @@ class CaptureJob:
 
     def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
-        self.measured, self.key_sums, self.broken_keys, self.shared, self.ahead = {}, {}, {}, {}, None
-        self.tested = {}
+        self.measured, self.key_sums, self.broken_keys, self.shared, self.tested, self.ahead = {}, {}, {}, {}, {}, None
         self.patterns = CapturePatterns(self.capture, self.device)
         # What it keeps of its tensors goes; what it knows of the recipes stays.
         self.opened = replace(self.opened, tensors=None)
@@ -226,7 +225,7 @@ class CaptureJob:
                     outputs=c.observations.get(name, ()),
                     heads=tuple(heads),
                     kv_heads=self.by_key_head[name],
-                    coarse=coarse_words(recipe or (found.recipe if found else None)),
+                    coarse=coarse_words(self._recipe(name)),
                 )
             )
         nonfinite = tuple(NonFinite(name, *found) for name, found in self.census.totals().items())
@@ -284,8 +283,11 @@ class CaptureJob:
     ) -> ObservedHead:
         outputs, formats, finite = outputs_of(tensors, name, batch, head, census)
         keyed = want_keys and any(output in KEYED for output in self.capture.observations[name])
-        recipe = found.recipe if (found := self.recognised.get(name)) else None
-        return ObservedHead(name, outputs, formats, recipe, keyed, declared=self.declared, finite=finite)
+        return ObservedHead(name, outputs, formats, self._recipe(name), keyed, declared=self.declared, finite=finite)
+
+    def _recipe(self, name: str) -> Recipe | None:
+        """What an observation is known to be made by."""
+        return self.recipes.get(name) or (self.recognised[name].recipe if name in self.recognised else None)
 
     def _pool(self, name: str, measured: dict[int, list[HeadMeasurement]], tested: Sequence[Tested]) -> list[Entry]:
         c, sequences = self.capture, len(self.batches)
@@ -340,7 +342,7 @@ class CaptureJob:
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients = head // self.group, self.key_sums.get(name, {})
-        found: list[QuantityVerdict] = []
+        found, coarse = list[QuantityVerdict](), coarse_words(self._recipe(name))
         # Where and how a captured quantity is wrong; what a recipe made is not asked.
         explain = partial(self.patterns.explain, name, head) if name in self.capture.observations else None
         for quantity in CAPTURED:
@@ -351,7 +353,7 @@ class CaptureJob:
                 known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
             # A sequence without usable rows, or keys, has none.
-            batches, samples = [batch for batch, _ in known], [sample for _, sample in known]
+            batches, samples = [batch for batch, _ in known], [known_by_bits(s, quantity, coarse) for _, s in known]
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
@@ -381,8 +383,7 @@ class CaptureJob:
 
     def _assumes_lse(self, name: str) -> bool:
         """Whether an uncaptured LSE is known, from the recipe, to be off: coarse scores in the forward only."""
-        found = self.recognised.get(name)
-        if found is None or "lse" in self.capture.observations[name]:
+        if (found := self.recognised.get(name)) is None or "lse" in self.capture.observations[name]:
             return False
         return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
 

@@ -57,7 +57,7 @@ class LayerFit:
 
 
 def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
-    """LayerFit a layer of one run.
+    """Try what is stated, and then all that is known, on a layer of one run.
 
     Args:
         stated: Its heads, all sequences'.

@@ -64,7 +64,7 @@ def _last_of_each(rows: RunRows, length: int) -> Tensor:
 
 
 def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[str]]:
-    """SequencePair the sequences by their tokens.
+    """Pair the sequences by their tokens.
 
     Args:
         train: One run.

@@ -18,7 +18,7 @@ from attn_diag.analyses.mismatch.rows import RunRows
 
 # The part of the squared difference of q or k that the rotation must take away.
 _EXPLAINS = 0.9
-# SequencePair 0 tells n modulo 2 pi.
+# Pair 0 tells n modulo 2 pi.
 _FARTHEST = 3
 _NEAR = 0.15
 _FEWEST = 2

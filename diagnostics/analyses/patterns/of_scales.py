@@ -8,11 +8,27 @@ from dataclasses import replace
 
 from attn_diag.analyses.quality_words import without_too_few
 from attn_diag.head.measurement import HeadMeasurement
-from attn_diag.head.quality import LOSSY
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.head.quality import LOSSY, QuantitySample
+from attn_diag.head.unfused import WORDS
+from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
 # A change of q or k, in words.
 _OF_SCORES = re.compile(r"\b[qk]\b")
+
+
+def known_by_bits(sample: QuantitySample, quantity: Quantity, coarse: str | None) -> QuantitySample:
+    """The sample with what O's bits show as O's site, whatever else leaves an error like it.
+
+    Attention that is not fused is then no gradient's site either.
+
+    Args:
+        sample: Of O or of a gradient.
+        quantity: Which.
+        coarse: What the recipe rounds that has O's bits, in words (``coarse_words``); None: nothing, or none has them.
+    """
+    if coarse is None or (quantity != "o" and sample.site not in WORDS):
+        return sample
+    return replace(sample, site=coarse if quantity == "o" else None)
 
 
 def with_scales(verdict: QuantityVerdict, parts: Sequence[HeadMeasurement]) -> QuantityVerdict:

@@ -143,7 +143,13 @@ def hunt_captures(
     progress: Progress | None = None,
     unreadable: Sequence[str] = (),
 ) -> Hunt:
-    """As ``hunt``, of captures; ``unreadable``: complaints about some that could not be opened."""
+    """As ``hunt``, of captures: it returns and raises the same.
+
+    Args:
+        kernels, captures: Each kernel is run on the inputs of each capture, changed.
+        folder, only, budget_s, limit_s, seed, device, progress: As for ``hunt``.
+        unreadable: Complaints about captures that could not be opened.
+    """
     for name, value in (("the time limit", limit_s), ("the budget", budget_s)):
         if not value > 0:
             raise InputError(f"{name} must be above 0 seconds, got {value}")

@@ -51,9 +51,6 @@ from attn_diag.work import Progress
 
 _GRAVEST: tuple[Kind, ...] = ("nonfinite", "wrong", "lossy")
 _ANSWERS = (*_GRAVEST, "undecided", "good", "stated")
-_NORMAL_95 = 1.96
-# Groups of 16 steps that an interval of a factor is made of, at least.
-_FREEDOM = 7.0
 
 
 def check_linear(

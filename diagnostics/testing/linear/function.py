@@ -291,7 +291,3 @@ def _like(x: Any, what: str, shape: tuple[int, ...]) -> Tensor:
 def _shapes(capture: LinearCapture) -> str:
     q, v = capture.tensors["q"], capture.tensors["v"]
     return f"q {list(q.shape)}, v {list(v.shape)} {q.dtype}"
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(bits_of(x.cpu()), bits_of(y.detach().cpu()))

@@ -107,7 +107,14 @@ class MonitorCheck:
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[MonitorCheck]:
-    """Read the checks of a monitor's log (also packed with xz) in order; a last line that was cut off is left out."""
+    """Read the checks of a monitor's log, in order.
+
+    Args:
+        path: The log, or one packed with xz (``.xz``).
+
+    Yields:
+        Every check; a last line that was cut off is left out.
+    """
     with lzma.open(path, "rt") if Path(path).suffix == ".xz" else Path(path).open() as file:
         for line in file:
             if line.endswith("\n"):

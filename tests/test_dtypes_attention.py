@@ -1,0 +1,172 @@
+"""Which calls a trace of dtypes takes for attention, and ``check_qkv``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from autocast_models import BF16, FP32, TimeMix, halves
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import flex_attention
+
+from attn_diag import InputError, check_qkv, trace_dtypes
+from attn_diag.watching.drift.calls import is_attention
+
+
+@pytest.fixture
+def model() -> TimeMix:
+    torch.manual_seed(0)
+    return TimeMix()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eager_and_compiled_flex_attention() -> None:
+    q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
+    plain = flex_attention(q, k, v)
+    with trace_dtypes() as trace:
+        assert torch.equal(flex_attention(q, k, v), plain)
+        assert trace.result().compiled == ()
+        assert torch.equal(torch.compile(flex_attention, backend="eager")(q, k, v), plain)
+        assert trace.result().attention_calls == 2
+        flex_attention(q, k * torch.ones(16, dtype=torch.float64), v)
+    (call,) = trace.result().calls
+    assert call.differing == ("k",)
+
+
+@torch.library.custom_op("attn_diag_test::_flash_attn_forward", mutates_args=())
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q * scale + k + v, q.sum(-1)
+
+
+class Flash(torch.autograd.Function):
+    """As FlashAttention's: no torch function, with an operator inside."""
+
+    @staticmethod
+    def forward(_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch.ops.attn_diag_test._flash_attn_forward(q, k, v, 1.0)[0]
+
+
+class Chunk(torch.autograd.Function):
+    """As the Triton kernels of flash-linear-attention: an assertion inside, and nothing that a trace could see."""
+
+    @staticmethod
+    def forward(_ctx: Any, r: Tensor, k: Tensor, v: Tensor) -> Any:
+        assert r.dtype == k.dtype == v.dtype, "r, k and v should have one dtype"
+        return v.clone()
+
+
+def test_an_operator_behind_an_autograd_function() -> None:
+    q, k, v = halves()
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        Flash.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
+    (call,) = trace.result().mixed_calls
+    assert (call.differing, call.outcome) == (("k",), "accepted")
+    assert "_flash_attn_forward" in call.operation
+    assert call.causes["k"][0].operation == "Tensor.mul"
+
+
+def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
+    q, k, v = halves()
+    with pytest.raises(AssertionError), torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        Chunk.apply(q, k * torch.ones(16), v)  # type: ignore[no-untyped-call]
+    (call,) = trace.result().mixed_calls
+    assert (call.differing, call.outcome, call.operation) == (("k",), "raised", "Chunk.forward")
+    assert call.causes["k"][0].operation == "Tensor.mul"
+    assert "AssertionError" in str(trace.result().error)
+    with pytest.raises(ZeroDivisionError), trace_dtypes() as trace:
+        Chunk.apply(q, k, 1 / 0)  # type: ignore[no-untyped-call]
+    assert trace.result().calls == ()
+
+
+def test_a_call_that_raises_is_noted_once() -> None:
+    """Seen as it is called, it is not found a second time in the traceback, where q, k and v are variables too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = halves()
+    with pytest.raises(RuntimeError, match="dtype"), trace_dtypes() as trace:
+        attend(q, k * torch.ones(16), v)
+    assert [(c.differing, c.outcome, c.count) for c in trace.result().calls] == [(("k",), "raised", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("scaled_dot_product_attention", True),
+        ("_flash_attn_varlen_forward", True),
+        ("sdpa_kernel_forward", True),
+        ("_scaled_dot_product_flash_attention_backward", False),
+        ("multi_head_attention_forward", False),
+        ("softmax", False),
+    ],
+)
+def test_names_of_attention(name: str, expected: bool) -> None:
+    def func() -> None: ...
+
+    func.__name__ = name
+    assert is_attention(func) is expected
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["without cache", "with cache"])
+def test_transformers_attention_is_followed(cache: bool) -> None:
+    """A Llama under autocast: fp32 cos and sin promote q and k. An empty fp32 cache promotes v too, so none differs."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    llama, tokens = transformers.LlamaForCausalLM(config).eval(), torch.arange(8)[None]
+    with torch.no_grad(), torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        llama(tokens, use_cache=cache)
+    found = trace.result()
+    assert found.attention_calls == 2
+    (call,) = found.calls
+    assert call.count == 2
+    assert call.differing == (() if cache else ("q", "k"))
+    for name, by in (("q", ["q", "cos", None, "sin"]), ("k", ["k", "cos", None, "sin"])):
+        causes = call.causes[name]
+        assert [o.name for c in causes for o in c.operands] == by
+        for cause in causes:
+            assert (cause.operation, cause.kind) == ("Tensor.mul", "widened")
+            assert cause.source is not None
+            assert cause.source.file == modeling_llama.__file__
+            assert cause.source.function == "apply_rotary_pos_emb"
+    assert [c.operation for c in call.causes["v"]] == (["cat"] if cache else ["linear"])
+    assert "cos.to(q.dtype)" in call.fix
+
+
+def test_check_qkv_without_a_trace() -> None:
+    q, k, v = (torch.ones(1, 1, 2, 4, dtype=d) for d in (torch.float16, FP32, torch.float16))
+    with pytest.raises(InputError, match=r"got q: float16, k: float32, v: float16\. Cast k \(k.to\(q.dtype\)\)"):
+        check_qkv(q, k, v)
+    with pytest.raises(InputError, match=r"Cast q and k \(q.to\(v.dtype\), k.to\(v.dtype\)\)"):
+        check_qkv(k, k, v)
+    check_qkv(q, q, v)
+    with pytest.raises(InputError, match="floating-point"):
+        check_qkv(q.long(), k, v)
+    with pytest.raises(InputError, match="one device, got q: cpu, k: meta"):
+        check_qkv(q, q.to("meta"), v)
+
+
+def test_check_qkv_knows_the_trace_around_it(model: TimeMix) -> None:
+    with torch.autocast("cpu", BF16), trace_dtypes() as trace:
+        q, k, v = model(torch.randn(2, 8, 64))
+        with pytest.raises(InputError, match=r"(?s)Tensor.addcmul.*k = k.addcmul.*self.k_a.to\(k.dtype\)"):
+            check_qkv(q, k, v)
+    (call,) = trace.result().mixed_calls
+    assert (call.operation, call.outcome, call.differing) == ("check_qkv", "raised", ("k",))
+
+
+def test_check_qkv_breaks_no_graph() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_qkv(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = halves()
+    assert torch.equal(attend(q, k, v), F.scaled_dot_product_attention(q, k, v))
