@@ -107,6 +107,33 @@ def test_a_coarser_rounding_is_named_or_said_to_be_unknown(
     assert words in said
 
 
+def _compiled(scores: Tensor, alpha: float) -> Tensor:
+    """As Inductor fuses plain torch: q k^T is stored, and what follows is in fp32 up to P."""
+    return (scores.float() * alpha).masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def _in_steps(scores: Tensor, alpha: float) -> Tensor:
+    """As JAX's softmax: every step of it in BF16."""
+    hidden = (scores * alpha).masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    powers = (hidden - hidden.amax(-1, keepdim=True)).exp()
+    return powers / powers.float().sum(-1, keepdim=True).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("probs", "words"),
+    [(_compiled, "S and P are stored in the inputs' format"), (_in_steps, "every step of softmax is stored in")],
+)
+def test_the_ways_of_attention_that_is_not_fused_are_named(
+    probs: Callable[[Tensor, float], Tensor], words: str, tmp_path: Path
+) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        return probs(case.q @ case.k.mT, case.scale).bfloat16() @ case.v
+
+    case = normal(4)
+    said = mismatch(tmp_path, replace(case, q=3 * case.q), engine)
+    assert f"kernel's: {words}" in said
+
+
 def test_k_and_v_in_fp8_inside_the_kernel_are_named(tmp_path: Path) -> None:
     def engine(case: CaseInputs) -> Tensor:
         k, v = (x.to(torch.float8_e4m3fn).bfloat16() for x in (case.k, case.v))

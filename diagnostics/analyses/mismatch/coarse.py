@@ -23,7 +23,7 @@ from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of, heads_of
 from attn_diag.head.counterfactual import RECIPE, covers, returned_by
 from attn_diag.head.recipe_candidates import describe_schedule, schedules, variants
 from attn_diag.head.recipe_changes import LATE_DIVISION, CastMode, RecipeChange, cast, coarse_scores, rounded
-from attn_diag.head.unfused import WORDS, named, unfused
+from attn_diag.head.unfused import WORDS, forwards, named, unfused
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, preset
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import FloatFormat, Masking, format_of, round_nearest_even, ulp
@@ -41,7 +41,6 @@ _E4M3, _INT8 = 448.0, 127.0
 _SCORES = "scores"
 _SMALLEST_SPLIT = 32
 _NARROW_PROBS = {"FP8 (E4M3)": "e4m3", "FP8 (E5M2)": "e5m2"}
-_UNFUSED = ("unfused:fp32:fp32", "unfused:scores:cast", "unfused:q:cast", "unfused:shifted:cast")
 
 Order = Literal["together", "ascending", "descending"]
 Predict = Callable[[RunRows, HeadSemantics], Tensor]
@@ -167,7 +166,7 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
     for mode in modes:
         words = cast("out", low, mode).words
         yield site_of(words, "", fa2, f"{low}:{mode}")
-    for way in _UNFUSED:
+    for way in forwards(heads_of(stated[0][1], rows)[0][1]):
         yield CoarseSite(_SCORES, WORDS[named(way)], "", partial(_unfused, fmt=fmt, way=way))
     for site in ("row_sum", "accumulator", "range_pv"):
         change = rounded(site, low)
