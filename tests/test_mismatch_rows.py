@@ -212,6 +212,29 @@ def test_a_natural_lse_put_into_exp2_is_named(tmp_path: Path) -> None:
     assert "merged through an LSE to base e that is taken as one to base 2" in said
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_o_that_is_not_finite_is_no_rounding(value: float, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        return emulate(FA2, case, CPU)["o"].index_fill(2, torch.tensor([100, 101]), value)
+
+    said = mismatch(tmp_path, normal(5), engine)
+    assert "layer 0: rollout's O is NaN or infinite in 4 of 384 rows of its heads, first at token 100 in head 0" in said
+
+
+@pytest.mark.parametrize(("which", "rows"), [("q", "q"), ("k", "k or v"), ("v", "k or v")])
+def test_inputs_that_are_not_finite_come_from_before_attention(which: str, rows: str, tmp_path: Path) -> None:
+    case = normal(6)
+    broken = replace(case, **{which: getattr(case, which).index_fill(2, torch.tensor([100]), torch.nan)})  # type: ignore[arg-type]
+
+    def engine(_: CaseInputs) -> Tensor:
+        o = emulate(FA2, case, CPU)["o"]
+        return o.index_fill(2, torch.arange(100, 101 if which == "q" else 192), torch.nan)
+
+    said = mismatch(tmp_path, case, engine, broken)
+    assert f"layer 0: {rows} of rollout is NaN or infinite in 2 of 384 rows of its heads: that comes from" in said
+    assert "rollout's O" not in said
+
+
 def test_dropout_is_refused_with_what_to_do() -> None:
     case = normal(5)
     tensors = {"q": case.q, "k": case.k, "v": case.v, "o": emulate(FA2, case, CPU)["o"]}
