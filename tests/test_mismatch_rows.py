@@ -142,6 +142,52 @@ def test_k_and_v_in_fp8_inside_the_kernel_are_named(tmp_path: Path) -> None:
     assert "kernel's: k and v in FP8 (E4M3)" in mismatch(tmp_path, normal(1), engine)
 
 
+@pytest.mark.parametrize(
+    ("names", "fmt", "words"),
+    [
+        ("kv", torch.float8_e5m2, "k and v in FP8 (E5M2)"),
+        ("qk", torch.float8_e4m3fn, "q and k in FP8 (E4M3)"),
+        ("o", torch.float8_e4m3fn, "O in FP8 (E4M3)"),
+    ],
+)
+def test_fp8_inside_the_kernel_is_named(names: str, fmt: torch.dtype, words: str, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        given = replace(case, **{name: getattr(case, name).to(fmt).bfloat16() for name in names if name != "o"})
+        wide = emulate(replace(FA2, out="fp32"), given, CPU)["o"]
+        return wide.to(fmt if names == "o" else torch.bfloat16).bfloat16()
+
+    assert f"kernel's: {words}" in mismatch(tmp_path, normal(7), engine)
+
+
+def test_numbers_of_four_bits_inside_the_kernel_are_not_said_to_be_no_rounding(tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        step = case.k.float().abs().amax(-1, keepdim=True) / 7
+        return emulate(FA2, replace(case, k=((case.k / step).round() * step).bfloat16()), CPU)["o"]
+
+    assert "it rounds more coarsely than its format, or computes what was not tried" in mismatch(
+        tmp_path, normal(8), engine
+    )
+
+
+def test_a_row_that_coarse_scores_could_make_is_not_said_to_be_no_rounding(tmp_path: Path) -> None:
+    """Every step in BF16, with the keys in two parts; one row has large scores."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        hidden = torch.ones(192, 192).triu(1).bool()
+        scores = (case.q * case.scale @ case.k.mT).masked_fill(hidden, -1e30)
+        parts = [(one.amax(-1, keepdim=True), one, at) for at, one in zip((0, 96), scores.split(96, -1), strict=True)]
+        top = torch.maximum(parts[0][0], parts[1][0])
+        powers = [((one - own).exp(), (own - top).exp(), at) for own, one, at in parts]
+        out = sum(((p @ case.v[:, :, at : at + 96]) * factor for p, factor, at in powers), torch.zeros(()))
+        return out / sum((p.sum(-1, keepdim=True) * factor for p, factor, _ in powers), torch.zeros(()))
+
+    case = normal(0)
+    hot = torch.where((torch.arange(192) == 170)[:, None], 10 * case.q, case.q)
+    said = mismatch(tmp_path, replace(case, q=hot), engine)
+    assert "rollout's O is off in few rows, most at token 170 in head 0" in said
+    assert "a fault, or scores rounded to 16 bits" in said
+
+
 def test_numbers_of_16_bits_are_not_taken_for_fewer() -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().double()
     for given in (x, torch.ones_like(x), torch.zeros_like(x), x[:0], x.sign() * x.abs().sqrt().bfloat16().double()):
