@@ -521,3 +521,28 @@ def test_an_output_that_is_nothing_but_rounded_is_no_kernel_below_16_bits(monkey
         capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o.bfloat16()}, causal="top-left")
         assert recognise(capture, "observed", 0, 0) is None
     assert tried == [True, False]
+
+
+def other_function(*, times: float = 1.0, window: tuple[int, int] | None = None) -> attn_diag.Capture:
+    """What fa2 makes of larger scores, with a window that is not stated, or too large by a factor."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 160, 64, generator=generator) for _ in range(3))
+    tensors = {"q": (1.5 * q).bfloat16(), "k": k.bfloat16(), "v": v.bfloat16()}
+    made = attn_diag.Capture.from_tensors(tensors, causal="top-left", window=window)
+    o = emulate_head(replace(preset("fa2"), out="fp32"), read_head(made, 0, 0, CPU, NonFiniteCensus()).head).o[
+        None, None
+    ]
+    return attn_diag.Capture.from_tensors(tensors | {"o": (times * o).bfloat16()}, causal="top-left")
+
+
+@pytest.mark.parametrize("times", [1.02, 0.97])
+def test_an_o_that_is_too_large_is_no_other_scale(times: float) -> None:
+    result = attn_diag.identify(other_function(times=times), device="cpu")
+    assert result.outcome == "unknown"
+    assert "softmax scale" not in result.report(200)
+
+
+def test_rows_that_are_far_off_do_not_round_otherwise() -> None:
+    said = attn_diag.identify(other_function(window=(99, 0)), device="cpu").report(200)
+    assert "wrong in rows 100-159: " in said
+    assert "rounds otherwise" not in said
