@@ -262,8 +262,17 @@ def _passed(found: CheckReport) -> str:
         return f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}."
     return (
         f"{judged}: no bias beyond correct rounding, no error above {held} by more than is allowed{missing}.{same} A "
-        f"healthy kernel fails by chance in at most {percent(found.level, 'g')} of runs."
+        f"healthy kernel fails by chance in at most {percent(found.level, 'g')} of runs.{_tried(found)}"
     )
+
+
+def _tried(found: CheckReport) -> str:
+    """Which shapes a kernel was run with; nothing of outputs that were captured."""
+    if found.backend == "stored":
+        return ""
+    first, *others = dict.fromkeys(case.shape[-2:] for case in found.cases)
+    beside = f" and {plural(len(others), 'other shape')}" if others else ""
+    return f" Run with {first[0]} rows of {first[1]} features{beside} alone: --hunt tries others."
 
 
 def verdict(found: CheckReport) -> str:

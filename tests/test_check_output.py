@@ -238,3 +238,8 @@ def test_a_factor_that_is_all_that_is_wrong_stands_in_the_first_line(failed: Che
     assert f"FAIL fn (sure): of dQ {words}" in " ".join(found.report(80).split())
     both = replace(found, failures=(coarse, replace(coarse, quantity="o")))
     assert "1.0039" not in both.report(80).partition("check of")[0]
+
+
+def test_a_report_that_passes_says_what_was_run() -> None:
+    report = attn_diag.check("sdpa:math", cases=["normal"], backward=False, device="cpu").report(200)
+    assert "Run with 192 rows of 64 features alone: --hunt tries others." in " ".join(report.split())

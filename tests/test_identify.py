@@ -521,3 +521,29 @@ def test_an_output_that_is_nothing_but_rounded_is_no_kernel_below_16_bits(monkey
         capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o.bfloat16()}, causal="top-left")
         assert recognise(capture, "observed", 0, 0) is None
     assert tried == [True, False]
+
+
+def other_function(*, times: float = 1.0, window: int = 160) -> attn_diag.Capture:
+    """All keys at once, of larger scores, with a window that is not stated, or too large by a factor."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 160, 64, generator=generator) for _ in range(3))
+    tensors = {"q": (2.5 * q).bfloat16(), "k": k.bfloat16(), "v": v.bfloat16()}
+    scores = tensors["q"].float() @ tensors["k"].float().mT / 8
+    ones = torch.ones(160, 160).bool()
+    scores = scores.masked_fill(ones.triu(1) | ones.tril(-window), -torch.inf)
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = powers.bfloat16().float() @ tensors["v"].float() / powers.sum(-1, keepdim=True)
+    return attn_diag.Capture.from_tensors(tensors | {"o": (times * o).bfloat16()}, causal="top-left")
+
+
+@pytest.mark.parametrize("times", [1.02, 0.97])
+def test_an_o_that_is_too_large_is_no_other_scale(times: float) -> None:
+    result = attn_diag.identify(other_function(times=times), device="cpu")
+    assert result.outcome == "unknown"
+    assert "softmax scale" not in result.report(200)
+
+
+def test_rows_that_are_far_off_do_not_round_otherwise() -> None:
+    said = attn_diag.identify(other_function(window=100), device="cpu").report(200)
+    assert "wrong in rows 100-159: " in said
+    assert "rounds otherwise" not in said

@@ -357,7 +357,7 @@ def test_a_fault_of_one_data_parallel_rank_is_found(fault: str) -> None:
     assert [layer.tokens for layer in found.layers] == [192, 96 if fault == "missing" else 192, 192]
     if fault in ("none", "missing"):
         assert found.outcome == "identical"
-        assert ("Layer 1: 96 of 192 tokens are in both runs." in found.notes) == (fault == "missing")
+        assert ("Layer 1: 96 of 192 tokens were compared." in found.notes) == (fault == "missing")
         assert ("O of 96 to 192 tokens of 4 sequences" in found.headline) == (fault == "missing")
         return
     (cause,) = found.causes

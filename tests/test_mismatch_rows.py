@@ -107,12 +107,85 @@ def test_a_coarser_rounding_is_named_or_said_to_be_unknown(
     assert words in said
 
 
+def _compiled(scores: Tensor, alpha: float) -> Tensor:
+    """As Inductor fuses plain torch: q k^T is stored, and what follows is in fp32 up to P."""
+    return (scores.float() * alpha).masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def _in_steps(scores: Tensor, alpha: float) -> Tensor:
+    """As JAX's softmax: every step of it in BF16."""
+    hidden = (scores * alpha).masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    powers = (hidden - hidden.amax(-1, keepdim=True)).exp()
+    return powers / powers.float().sum(-1, keepdim=True).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("probs", "words"),
+    [(_compiled, "S and P are stored in the inputs' format"), (_in_steps, "every step of softmax is stored in")],
+)
+def test_the_ways_of_attention_that_is_not_fused_are_named(
+    probs: Callable[[Tensor, float], Tensor], words: str, tmp_path: Path
+) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        return probs(case.q @ case.k.mT, case.scale).bfloat16() @ case.v
+
+    case = normal(4)
+    said = mismatch(tmp_path, replace(case, q=3 * case.q), engine)
+    assert f"kernel's: {words}" in said
+
+
 def test_k_and_v_in_fp8_inside_the_kernel_are_named(tmp_path: Path) -> None:
     def engine(case: CaseInputs) -> Tensor:
         k, v = (x.to(torch.float8_e4m3fn).bfloat16() for x in (case.k, case.v))
         return emulate(FA2, replace(case, k=k, v=v), CPU)["o"]
 
     assert "kernel's: k and v in FP8 (E4M3)" in mismatch(tmp_path, normal(1), engine)
+
+
+@pytest.mark.parametrize(
+    ("names", "fmt", "words"),
+    [
+        ("kv", torch.float8_e5m2, "k and v in FP8 (E5M2)"),
+        ("qk", torch.float8_e4m3fn, "q and k in FP8 (E4M3)"),
+        ("o", torch.float8_e4m3fn, "O in FP8 (E4M3)"),
+    ],
+)
+def test_fp8_inside_the_kernel_is_named(names: str, fmt: torch.dtype, words: str, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        given = replace(case, **{name: getattr(case, name).to(fmt).bfloat16() for name in names if name != "o"})
+        wide = emulate(replace(FA2, out="fp32"), given, CPU)["o"]
+        return wide.to(fmt if names == "o" else torch.bfloat16).bfloat16()
+
+    assert f"kernel's: {words}" in mismatch(tmp_path, normal(7), engine)
+
+
+def test_numbers_of_four_bits_inside_the_kernel_are_not_said_to_be_no_rounding(tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        step = case.k.float().abs().amax(-1, keepdim=True) / 7
+        return emulate(FA2, replace(case, k=((case.k / step).round() * step).bfloat16()), CPU)["o"]
+
+    assert "it rounds more coarsely than its format, or computes what was not tried" in mismatch(
+        tmp_path, normal(8), engine
+    )
+
+
+def test_a_row_that_coarse_scores_could_make_is_not_said_to_be_no_rounding(tmp_path: Path) -> None:
+    """Every step in BF16, with the keys in two parts; one row has large scores."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        hidden = torch.ones(192, 192).triu(1).bool()
+        scores = (case.q * case.scale @ case.k.mT).masked_fill(hidden, -1e30)
+        parts = [(one.amax(-1, keepdim=True), one, at) for at, one in ((0, scores[..., :96]), (96, scores[..., 96:]))]
+        top = torch.maximum(parts[0][0], parts[1][0])
+        powers = [((one - own).exp(), (own - top).exp(), at) for own, one, at in parts]
+        out = sum(((p @ case.v[:, :, at : at + 96]) * factor for p, factor, at in powers), torch.zeros(()))
+        return out / sum((p.sum(-1, keepdim=True) * factor for p, factor, _ in powers), torch.zeros(()))
+
+    case = normal(0)
+    hot = torch.where((torch.arange(192) == 170)[:, None], 10 * case.q, case.q)
+    said = mismatch(tmp_path, replace(case, q=hot), engine)
+    assert "rollout's O is off in few rows, most at token 170 in head 0" in said
+    assert "a fault, or scores rounded to 16 bits" in said
 
 
 def test_numbers_of_16_bits_are_not_taken_for_fewer() -> None:
@@ -183,6 +256,29 @@ def _base_e_taken_as_base_2(case: CaseInputs) -> Tensor:
 def test_a_natural_lse_put_into_exp2_is_named(tmp_path: Path) -> None:
     said = mismatch(tmp_path, normal(4), _base_e_taken_as_base_2)
     assert "merged through an LSE to base e that is taken as one to base 2" in said
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_o_that_is_not_finite_is_no_rounding(value: float, tmp_path: Path) -> None:
+    def engine(case: CaseInputs) -> Tensor:
+        return emulate(FA2, case, CPU)["o"].index_fill(2, torch.tensor([100, 101]), value)
+
+    said = mismatch(tmp_path, normal(5), engine)
+    assert "layer 0: rollout's O is NaN or infinite in 4 of 384 rows of its heads, first at token 100 in head 0" in said
+
+
+@pytest.mark.parametrize(("which", "rows"), [("q", "q"), ("k", "k or v"), ("v", "k or v")])
+def test_inputs_that_are_not_finite_come_from_before_attention(which: str, rows: str, tmp_path: Path) -> None:
+    case = normal(6)
+    broken = replace(case, **{which: getattr(case, which).index_fill(2, torch.tensor([100]), torch.nan)})
+
+    def engine(_: CaseInputs) -> Tensor:
+        o = emulate(FA2, case, CPU)["o"]
+        return o.index_fill(2, torch.arange(100, 101 if which == "q" else 192), torch.nan)
+
+    said = mismatch(tmp_path, case, engine, broken)
+    assert f"layer 0: {rows} of rollout is NaN or infinite in 2 of 384 rows of its heads: that comes from" in said
+    assert "rollout's O" not in said
 
 
 def test_dropout_is_refused_with_what_to_do() -> None:

@@ -322,7 +322,7 @@ class _Report:
             other = better_reading(capture, name, self.device, stated)
             return assumptions.message, () if other is None else other.options(capture.metadata)
         scale = fit_scale(self.found.subject.inputs, self.found.subject.observed.double())
-        if scale is None:
+        if scale is None or not scale.alone:
             return None, ()
         return f"{scale.words}.", (f"--scale {scale.scale:.9g}",)
 

@@ -126,7 +126,7 @@ def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor, *, misses_many:
     for elements in (missed & (missed.double().mean(0) > most), missed & (missed.double().mean(1) > most)[:, None]):
         if not bool(elements.any()):
             continue
-        other = _placed(subject, trial, rows, elements, in_ulp, explained=True)
+        other = _placed(subject, trial, rows, elements, in_ulp, explained=not bool((beyond & elements).any()))
         if other.place and other.agreement >= least and 2 * int(other.kept.sum()) >= other.kept.numel():
             return other
     return found

@@ -168,7 +168,8 @@ class OpenCapture:
         found = None if observation is None or recipe is not None else self.identify(observation, batch, head)
         scale = None
         if found is not None and found.recipe is None:
-            scale = fit_scale(found.subject.inputs, found.subject.observed.double())
+            fit = fit_scale(found.subject.inputs, found.subject.observed.double())
+            scale = fit if fit is not None and fit.alone else None
         baseline = find_baseline(c, recipe, found, scale)
         projection = None if self.projection is None else self.projection.head(batch, head)
         census = NonFiniteCensus()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.read import HeadInputs
 from attn_diag.reference import AttentionHead, RowBlock, reference_rows
 from attn_diag.results.wording import number, percent
@@ -23,6 +24,9 @@ _STEPS = 8
 _FROM = 2.0**-8
 # The other scale must take this part of the squared error away.
 _EXPLAINS = 0.5
+# Where it explains O, rounding is left: 0.7 to 0.9 times what is expected, where a softcap of 50 leaves 1.9 times and
+# more. Coarse kernels (plain torch leaves 1.5 to 3.5 times) must have no more than a hundredth left.
+_LEFT, _ALL = 1.25, 0.99
 # And its standard errors from the stated one are at least so many.
 _SIGNIFICANT = 6.0
 
@@ -39,6 +43,13 @@ class ScaleFit:
     """Of ``scale``, over rows."""
     explained: float
     """The part of O's squared error that it takes away."""
+    left: float
+    """The rms of what it leaves over what one rounding at each site of a well-rounded kernel leaves there."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether it explains O: an O that is too large, or a softcap, is another scale's by half, and no more."""
+        return self.left <= _LEFT or self.explained >= _ALL
 
     @property
     def named(self) -> str:
@@ -113,4 +124,8 @@ def fit_scale(inputs: HeadInputs, observed: Tensor) -> ScaleFit | None:
     away = abs(scale / head.scale - 1)
     if away < _FROM or explained < _EXPLAINS or away < _SIGNIFICANT * error:
         return None
-    return ScaleFit(scale, head.scale, error * scale, explained)
+    noise = NoiseCollector(changed, inputs.input_format, inputs.input_format)
+    noise.add(block)
+    expected = float(noise.variance["o"].sum(1)[good].sum())
+    left = math.sqrt(float(off.square().sum()) / expected) if expected else math.inf
+    return ScaleFit(scale, head.scale, error * scale, explained, left)

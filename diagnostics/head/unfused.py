@@ -105,6 +105,12 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     return (*found, *(way + _ROUNDED for way in found), *wide)
 
 
+def forwards(head: AttentionHead) -> tuple[str, ...]:
+    """Of ``ways`` one for each O: which P, and in which steps, the backward is made of leaves O as it is."""
+    by_o = {(way.split(":")[1], ":steps" in way, *way.split(":")[3:]): way for way in reversed(ways(head))}
+    return tuple(reversed(by_o.values()))
+
+
 def named(way: str) -> str:
     """Which of ``WORDS`` says it, of one of ``ways`` or of ``ROUNDED_DROPOUT``."""
     if way == ROUNDED_DROPOUT:

@@ -40,9 +40,10 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             causes += _of_fit(found.layer, side, fit)
     if found.stray is not None and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
+        made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
         words = (
             f"{side}'s O is off in few rows, most at token {row.token} in head {row.head}: {times(row.times)} times "
-            "what rounding leaves there; no rounding makes that"
+            f"what rounding leaves there; {made}"
         )
         causes.append(_cause(found.layer, "unnamed-o", side, words, fitted=True))
     if found.weights is not None:
@@ -130,15 +131,12 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
         where = f" ({fit.site.where})" if fit.site.where else ""
         yield _cause(layer, kind, side, f"{off}: {fit.site.words}{where}", fitted=True, explained=fit.site_explains)
         return
-    if fit.nearest:
-        kind, told = "unnamed-o", fit.nearest
-    elif fit.relative > TOLERANCE:
-        kind, told = "unnamed-o", "no rounding makes that, and no other semantics that was tried explains it"
-    else:
-        told = (
-            "no coarser rounding and no other semantics that was tried explains that: it rounds more coarsely than its "
-            "format, or computes what was not tried"
-        )
+    told = fit.nearest or (
+        "no coarser rounding and no other semantics that was tried explains that: it rounds more coarsely than its "
+        "format, or computes what was not tried"
+    )
+    if fit.nearest or fit.relative > TOLERANCE:
+        kind = "unnamed-o"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
 

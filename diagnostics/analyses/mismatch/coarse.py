@@ -23,7 +23,7 @@ from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of, heads_of
 from attn_diag.head.counterfactual import RECIPE, covers, returned_by
 from attn_diag.head.recipe_candidates import describe_schedule, schedules, variants
 from attn_diag.head.recipe_changes import LATE_DIVISION, CastMode, RecipeChange, cast, coarse_scores, rounded
-from attn_diag.head.unfused import WORDS, named, unfused
+from attn_diag.head.unfused import WORDS, forwards, named, unfused
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, preset
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import FloatFormat, Masking, format_of, round_nearest_even, ulp
@@ -36,12 +36,11 @@ _SURE = 0.02
 _ROWS, _HEADS = 64, 2
 # Of the nearest so many are tried with other exponentials and row sums.
 _LEADERS = 3
-# E4M3's largest number, and INT8's.
-_E4M3, _INT8 = 448.0, 127.0
+# The largest numbers of E4M3, E5M2 and INT8.
+_E4M3, _E5M2, _INT8 = 448.0, 57344.0, 127.0
 _SCORES = "scores"
 _SMALLEST_SPLIT = 32
-_NARROW_PROBS = {"FP8 (E4M3)": "e4m3", "FP8 (E5M2)": "e5m2"}
-_UNFUSED = ("unfused:fp32:fp32", "unfused:scores:cast", "unfused:q:cast", "unfused:shifted:cast")
+_FP8 = {"FP8 (E4M3)": "e4m3", "FP8 (E5M2)": "e5m2"}
 
 Order = Literal["together", "ascending", "descending"]
 Predict = Callable[[RunRows, HeadSemantics], Tensor]
@@ -159,7 +158,7 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
         rounded("row_max", low),
         LATE_DIVISION,
         *(cast("probs", low, mode) for mode in ("toward-zero", "up")),
-        *(RecipeChange(f"P̄ in {name}", {"probs": of_probs}) for name, of_probs in _NARROW_PROBS.items()),
+        *(RecipeChange(f"P̄ in {name}", {"probs": of_name}) for name, of_name in _FP8.items()),
     ]
     for change in plain:
         yield site_of(change.words, "", change.apply(fa2))
@@ -167,7 +166,7 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
     for mode in modes:
         words = cast("out", low, mode).words
         yield site_of(words, "", fa2, f"{low}:{mode}")
-    for way in _UNFUSED:
+    for way in forwards(heads_of(stated[0][1], rows)[0][1]):
         yield CoarseSite(_SCORES, WORDS[named(way)], "", partial(_unfused, fmt=fmt, way=way))
     for site in ("row_sum", "accumulator", "range_pv"):
         change = rounded(site, low)
@@ -175,8 +174,11 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
             recipe = replace(change.apply(fa2), schedule=replace(schedule, query_block=2**20))
             yield site_of(change.words, describe_schedule(schedule), recipe)
     of_fa2 = partial(_cast_otherwise, recipe=fa2, fmt=fmt, out=out, how="")
-    yield CoarseSite("O in FP8 (E4M3)", "O in FP8 (E4M3)", "", lambda r, s: _e4m3(of_fa2(r, s), 1.0))
-    for names, how in product(("v", "k", "q", "kv"), _STORED):
+    wide = partial(_cast_otherwise, recipe=fa2, fmt=fmt, out=format_of(torch.float32), how="")
+    for before, name in product((of_fa2, wide), _FP8):
+        words = f"O in {name}"
+        yield CoarseSite(words, words, "", partial(_out_in_fp8, of=before, name=name))
+    for names, how in product(("v", "k", "q", "kv", "qk"), _STORED):
         words = f"{' and '.join(names)} in {how}"
         yield CoarseSite(words, words, "", partial(_stored, of=of_fa2, fmt=fmt, names=names, how=how))
     for kind, (quantize, largest) in _WHOLE.items():
@@ -242,8 +244,17 @@ def _partials_rounded(
     return round_nearest_even(total, out)
 
 
+def _out_in_fp8(rows: RunRows, semantics: HeadSemantics, *, of: Predict, name: str) -> Tensor:
+    return _in_fp8(of(rows, semantics), name)
+
+
+def _in_fp8(x: Tensor, name: str) -> Tensor:
+    largest = _E4M3 if name == "FP8 (E4M3)" else _E5M2
+    return round_to(x.clamp(-largest, largest), parse(_FP8[name]))
+
+
 def _e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
-    return round_to((x / scale).clamp(-_E4M3, _E4M3), parse("e4m3")) * scale
+    return _in_fp8(x / scale, "FP8 (E4M3)") * scale
 
 
 def _int8(x: Tensor, scale: Tensor) -> Tensor:
@@ -257,6 +268,7 @@ def _largest(x: Tensor, dim: int | None, of: float) -> Tensor:
 
 _STORED: dict[str, Callable[[Tensor], Tensor]] = {
     "FP8 (E4M3)": lambda x: _e4m3(x, 1.0),
+    "FP8 (E5M2)": lambda x: _in_fp8(x, "FP8 (E5M2)"),
     "FP8 (E4M3, a scale a head)": lambda x: _e4m3(x, _largest(x, None, _E4M3)),
     "FP8 (E4M3, a scale a token)": lambda x: _e4m3(x, _largest(x, 1, _E4M3)),
     "INT8 (a scale a head)": lambda x: _int8(x, _largest(x, None, _INT8)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.analyses.mismatch.fit import LayerFit, fit_layer
 from attn_diag.analyses.mismatch.hypotheses import window_of
+from attn_diag.analyses.mismatch.nonfinite import finite_rows
 from attn_diag.analyses.mismatch.norms import NormFactor, find_norm
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
@@ -91,18 +92,32 @@ class ComparedLayer:
         return self.heads[0]
 
 
-def compare_layer(
+LayerRows = list[tuple[int, int, tuple[RunRows, RunRows]]]
+"""Of every head the number of its pair of sequences, its index, and its rows in train and in rollout."""
+
+
+def rows_of_layer(
     runs: tuple[TokenRun, TokenRun], matched: Sequence[SequencePair], layer: int, device: torch.device
+) -> LayerRows:
+    """The rows of a layer that are in both runs."""
+    heads = range(min(run.q_heads for run in runs))
+    every = (
+        (number, head, pair.rows(runs, layer, head, device)) for number, pair in enumerate(matched) for head in heads
+    )
+    return [(number, head, both) for number, head, both in every if both is not None]
+
+
+def compare_layer(
+    runs: tuple[TokenRun, TokenRun], matched: Sequence[SequencePair], layer: int, rows: LayerRows, device: torch.device
 ) -> ComparedLayer | None:
-    """Compare one layer; None where no row of it is in both runs."""
+    """Compare one layer, of ``rows_of_layer``; None where no row of it is finite in both runs."""
     heads: list[HeadOfBoth] = []
-    for number, pair in enumerate(matched):
-        for head in range(min(run.q_heads for run in runs)):
-            both = pair.rows(runs, layer, head, device)
-            if both is not None:
-                both = both[0], with_scale_of(*both)
-                stated = HeadSemantics.stated(both[0]), HeadSemantics.stated(both[1])
-                heads.append(HeadOfBoth(number, head, both, stated))
+    for number, head, both in rows:
+        usable = finite_rows(*both)
+        if len(usable):
+            a, b = both if len(usable) == len(both[0].tokens) else (one.select(usable) for one in both)
+            b = with_scale_of(a, b)
+            heads.append(HeadOfBoth(number, head, (a, b), (HeadSemantics.stated(a), HeadSemantics.stated(b))))
     if not heads:
         return None
     captures = [next(iter(run.calls[layer].values())) for run in runs]

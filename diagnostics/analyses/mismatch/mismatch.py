@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from attn_diag.analyses.mismatch.causes import alike, causes_of, small_jump
-from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result
+from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result, rows_of_layer
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
+from attn_diag.analyses.mismatch.nonfinite import not_finite
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
@@ -110,10 +111,14 @@ def compare_runs(
     results: list[MismatchLayer] = []
     compared: list[ComparedLayer] = []
     causes: list[MismatchCause] = []
+    broken: list[MismatchCause] = []
     for done, layer in enumerate(layers):
-        found = compare_layer(runs, matched, layer, at)
+        rows = rows_of_layer(runs, matched, layer, at)
+        broken += not_finite(layer, [(head, both) for _, head, both in rows], tuple(broken))
+        causes += [cause for cause in broken if cause.layer == layer]
+        found = compare_layer(runs, matched, layer, rows, at)
         if found is None:
-            notes.append(f"Layer {layer}: no row is in both runs.")
+            notes.append(f"Layer {layer}: no row is {'finite ' if rows else ''}in both runs.")
             continue
         result = layer_result(found)
         new = causes_of(found, result, results)
@@ -131,25 +136,29 @@ def compare_runs(
         if progress is not None:
             progress(done + 1, len(layers))
     if not results:
+        if causes:
+            raise InputError(
+                f"no row of any layer is finite in both runs: in layer {causes[0].layer} {causes[0].words}"
+            )
         raise InputError("train and rollout share sequences, but no row of any layer; capture whole forwards in both")
     most = max(layer.tokens for layer in results)
     few = [layer for layer in results if layer.tokens < most]
-    notes += [f"Layer {layer.layer}: {layer.tokens} of {most} tokens are in both runs." for layer in few]
+    notes += [f"Layer {layer.layer}: {layer.tokens} of {most} tokens were compared." for layer in few]
     merges = [m for side, name in zip(sides, _NAMES, strict=True) for m in ring_merges(side, name, at)]
     causes = with_rings(causes, merges)
     sums = compare_sums(sides, runs, matched, at)
     causes = with_sums(causes, sums, [layer.layer for layer in results])
     repairs = [*repairs_of(compared, causes), *sums.repairs]
     identical = not any([one.difference for one in results] + [one.difference for one in sums.outputs])
-    first = causes[0] if causes else None
+    begins = causes[0] if causes else None
     whole = Mismatch(
         tool=describe_tool(at),
         train=_side("train", sides[0], runs[0], train),
         rollout=_side("rollout", sides[1], runs[1], rollout),
         outcome="finding" if causes else "identical" if identical else "rounding",
         headline="",
-        begins=None if first is None else first.layer,
-        place=None if first is None else first.place,
+        begins=None if begins is None else begins.layer,
+        place=None if begins is None else begins.place,
         sequences=len(matched),
         tokens=most,
         layers=tuple(results),

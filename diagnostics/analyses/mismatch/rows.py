@@ -29,7 +29,7 @@ class RunRows:
     bias: Tensor
     """What is added to the scaled scores, -inf where a key is hidden, [n, T]: the run's own mask."""
     known: Tensor
-    """Which of the T tokens have a key, bool [T]."""
+    """Which of the T tokens have a key, without NaN or infinity, bool [T]."""
     cached: Tensor
     """The first token whose key was in the cache of the row's call, int64 [n]: older ones had been let go."""
     blocks: tuple[tuple[Tensor, Tensor, Tensor], ...]
@@ -42,7 +42,7 @@ class RunRows:
     sink: float | None
     """The logit of a sink; None for none."""
     k: Tensor
-    """The keys that the rows' own calls wrote, [n, D]."""
+    """The keys that the rows' own calls wrote, [n, D]; NaN, as in v, where either is not finite."""
     v: Tensor
     """The values likewise, [n, Dv]."""
 
@@ -91,6 +91,7 @@ def head_rows(
     k = first.k.new_zeros(length, first.k.shape[1])
     v = first.v.new_zeros(length, first.v.shape[1])
     known = torch.zeros(length, dtype=torch.bool, device=device)
+    broken = known.clone()
     blocks: list[tuple[list[int], Tensor, Tensor]] = []
     queries: list[Tensor] = []
     outs: list[Tensor] = []
@@ -109,7 +110,8 @@ def head_rows(
         same = bool((k[at][again] == k_new[again]).all()) and bool((v[at][again] == v_new[again]).all())
         if not same:
             k, v = k.clone(), v.clone()
-        k[at], v[at], known[at] = k_new, v_new, True
+        broken[at] = ~piece.finite[inside]
+        k[at], v[at], known[at] = k_new, v_new, piece.finite[inside]
         rows = list(range(count, count + int(kept.sum())))
         if blocks and same:
             blocks[-1][0].extend(rows)
@@ -122,13 +124,14 @@ def head_rows(
             held.append(new)
         cached.append(own.new_full((len(rows),), piece.offset + shift))
     every = torch.cat(tokens)
+    of_broken = broken[every][:, None]
     of_blocks = [(torch.tensor(rows, dtype=torch.int64, device=device), k, v) for rows, k, v in blocks]
     return RunRows(
         tokens=every, q=torch.cat(queries), o=torch.cat(outs), bias=torch.cat(biases), known=known,
         cached=torch.cat(cached),
         blocks=tuple(of_blocks), scale=first.scale, softcap=first.softcap, sink=first.sink,
-        k=torch.cat([k[every[rows]] for rows, k, _ in of_blocks]),
-        v=torch.cat([v[every[rows]] for rows, _, v in of_blocks]),
+        k=torch.cat([k[every[rows]] for rows, k, _ in of_blocks]).masked_fill(of_broken, torch.nan),
+        v=torch.cat([v[every[rows]] for rows, _, v in of_blocks]).masked_fill(of_broken, torch.nan),
     )  # fmt: skip
 
 
@@ -140,6 +143,8 @@ class _Piece:
     v: Tensor
     bias: Tensor
     keys: slice
+    finite: Tensor
+    """Which of the keys hold no NaN and no infinity, in k and v."""
     offset: int
     scale: float
     softcap: float | None
@@ -162,7 +167,18 @@ def _piece(run: TokenRun, part: SequencePart, layer: int, head: int, device: tor
         return None
     keys = slice(int(visible[rows].int().argmax(1).min()), int(own[-1]) + 1)
     offset = int(part.tokens[0]) - int(own[0])
-    return _Piece(h.q[rows], o[rows], h.k[keys], h.v[keys], bias[:, keys], keys, offset, h.scale, h.softcap, h.sink)
+    finite = torch.ones(len(h.k), dtype=torch.bool, device=device)
+    finite[inputs.bad_keys] = False
+    return _Piece(
+        _with_nan(h.q, capture, part.item, head)[rows], o[rows], h.k[keys], h.v[keys], bias[:, keys], keys,
+        finite[keys], offset, h.scale, h.softcap, h.sink,
+    )  # fmt: skip
+
+
+def _with_nan(q: Tensor, capture: Capture, item: int, head: int) -> Tensor:
+    """q as it was read, in whose place ``read_head`` has zeros where it is not finite."""
+    stored = read_float64(capture, "q", item, head, q.device)
+    return q if stored is None else q.masked_fill(~stored.isfinite(), torch.nan)
 
 
 def observation_of(capture: Capture) -> str:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows
-from attn_diag.analyses.mismatch.split import HeadSemantics, SplitHead, expected_square
+from attn_diag.analyses.mismatch.split import HeadSemantics, SplitHead, blocks_of, expected_square
 from attn_diag.head.quality import ELEMENT_LIMIT
+from attn_diag.head.rounded_scores import moved_by_scores
 from attn_diag.reference import FloatFormat
 
 # Of each head, the rows that are furthest apart, and how many others say what is usual.
@@ -33,6 +34,8 @@ class StrayRow:
     """By how many times two well-rounded kernels' error the runs part there."""
     side: int
     """Which run is further from float64: 0 train, 1 rollout."""
+    by_scores: bool
+    """Whether scores rounded to 16 bits inside that run's kernel could make it."""
 
 
 def find_stray(
@@ -59,9 +62,17 @@ def find_stray(
         at = int(times.argmax())
         found, row = float(times[at]), int(furthest[at])
         if found > ELEMENT_LIMIT * usual and (worst is None or found > worst.times):
-            off = [float(error[row].square().sum()) for error in split.errors]
-            worst = StrayRow(head, int(rows[0].tokens[row]), found, int(off[1] > off[0]))
+            off = [float(error[row].norm()) for error in split.errors]
+            side = int(off[1] > off[0])
+            moved = _by_scores(rows[side], semantics[side], furthest[at : at + 1], formats[side][0])
+            worst = StrayRow(head, int(rows[0].tokens[row]), found, side, off[side] <= moved)
     return worst
+
+
+def _by_scores(run: RunRows, computes: HeadSemantics, at: Tensor, fmt: FloatFormat) -> float:
+    """How far, at most, scores rounded to 16 bits move O in one row."""
+    of_row = blocks_of(computes.of_rows(at), run.select(at))
+    return max(float(moved_by_scores(head, block, fmt)) for rows, head, block in of_row if len(rows))
 
 
 def _times(
