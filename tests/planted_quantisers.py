@@ -96,6 +96,17 @@ def clipped_short(by: ByHand) -> Callable[[Tensor], Tensor]:
     return wrong
 
 
+def with_zero(by: ByHand, zero: int) -> Callable[[Tensor], Tensor]:
+    """The same zero point for all groups."""
+
+    def wrong(w: Tensor) -> Tensor:
+        scale, own = by.scales(w)
+        other = torch.full_like(own, zero)
+        return by.values(w, by.codes(w, scale, other), scale, other)
+
+    return wrong
+
+
 def unsigned_alone(by: ByHand) -> Callable[[Tensor], Tensor]:
     """Codes from 0 on times their scale: the zero point is lost."""
 
@@ -181,6 +192,10 @@ BY_HAND: dict[str, Fault] = {
         "int4-asymmetric", zero_off(UINT4, 1, after=True), "the zero point off by +1 before clipping and after, "
         "or codes clipped one below the largest:"),
     "clipped one below the largest": ("int8", clipped_short(INT8), "codes clipped one below the largest:"),
+    "a zero point that is lost": (
+        "int4-asymmetric", with_zero(UINT4, 0), "a zero point of 0:"),
+    "a zero point of unsigned codes that is lost": (
+        "int4-asymmetric", with_zero(UINT4, UINT4.ends[0]), "a zero point of 0, of unsigned codes:"),
     "unsigned codes without their zero point": (
         "int4-asymmetric", unsigned_alone(UINT4), "no zero point subtracted from unsigned codes:"),
     "multiplied by the scales of the row before": (

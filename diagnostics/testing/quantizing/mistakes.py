@@ -124,6 +124,13 @@ def _zero_points() -> Iterator[QuantizerMistake]:
     def left_out_unsigned(grid: Grid) -> list[Tensor]:
         return [(grid.found.codes - _ends(grid.by)[0]) * grid.each(grid.scale)]
 
+    def none(start: Callable[[Grid], float]) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            zero, scale = torch.full_like(grid.w, start(grid)), grid.each(grid.scale)
+            return [(grid.codes(scale, zero) - zero) * scale]
+
+        return make
+
     def of_maximum(grid: Grid) -> list[Tensor]:
         """z = lowest - round(max / s), as it is or within the integers."""
         lowest, highest = _ends(grid.by)
@@ -164,6 +171,8 @@ def _zero_points() -> Iterator[QuantizerMistake]:
 
     yield QuantizerMistake("no zero point subtracted", left_out)
     yield QuantizerMistake("no zero point subtracted from unsigned codes", left_out_unsigned)
+    yield QuantizerMistake("a zero point of 0", none(lambda _: 0.0))
+    yield QuantizerMistake("a zero point of 0, of unsigned codes", none(lambda grid: float(_ends(grid.by)[0])))
     yield QuantizerMistake("a zero point made of the maximum instead of the minimum", of_maximum)
     yield QuantizerMistake("a zero point that is not rounded", unrounded)
     yield QuantizerMistake("a zero point that is rounded down", rounded(torch.floor))

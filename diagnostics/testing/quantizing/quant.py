@@ -310,7 +310,7 @@ def _without_strays(
         "fail",
         f"all but {count} of {far.numel()} values are {made.by.name}'s; these (in {where}) are more than one of its "
         "numbers away",
-        "look at these rows: a scale of theirs alone that is not the data's clips them",
+        "look at these rows: scales of theirs alone that are not the data's",
     )
 
 
