@@ -129,7 +129,10 @@ class CapturePatterns:
             patterns = [one for one in [shared_factor(evidence, math.sqrt(size))] if one is not None]
         where = ""
         if len(self._batches(batches)) > 1:
-            where = f"batch item {batch} alone: " if others_right else f"worst in batch item {batch}: "
+            item, rank = self._item(batch)
+            where = f"{item} alone: " if others_right else f"worst in {item}: "
+            if rank and others_right and (bad or patterns):
+                verdict = replace(verdict, ranks=(rank,))
         return with_patterns(verdict, patterns, where)
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
@@ -152,6 +155,15 @@ class CapturePatterns:
                 words = f"{item}: all rows {said}"
                 found.append(Pattern("cache", words, reading.explained, reading.remaining))
         return with_patterns(verdict, found) if found else None
+
+    def _item(self, batch: int) -> tuple[str, str]:
+        """A batch item in words, as its rank counts where several ranks' are put together; and that rank, or ""."""
+        owners = self._capture.metadata.extra.get("rank_of_items", "").split(",")
+        if len(set(owners)) < 2:
+            return f"batch item {batch}", ""
+        rank = owners[batch]
+        number = "" if owners.count(rank) == 1 else f"batch item {owners[:batch].count(rank)} of "
+        return f"{number}rank {rank}", rank
 
     def _batches(self, batches: Sequence[int]) -> list[int]:
         return sorted(set(batches))
@@ -280,7 +292,7 @@ class CapturePatterns:
 
         found: list[tuple[str, Callable[[], AttentionHead]]] = []
         found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
-        found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
+        found += [(self._item(b)[0], partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
         return found
 
 
