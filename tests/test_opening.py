@@ -293,6 +293,7 @@ def several_steps(labels: str) -> Diagnosis:
         ("...l", "layer 2, head 0, at step 30, the last"),
         ("l", "layer 2, head 0, step 0"),
         (".lww", "layer 2, head 0, from step 20 on (lossy from step 10 on)"),
+        ("wlww", "layer 2, head 0, at 3 of 4 steps from 0 on."),
     ],
 )
 def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
