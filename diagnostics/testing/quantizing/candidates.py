@@ -168,7 +168,8 @@ def _other_ties(by: Quantizer) -> Iterator[tuple[Arithmetic, Literal["even", "aw
     """The other rule for integers halfway between two, in arithmetic that makes such."""
     elements = by.parsed_elements
     if isinstance(elements, Integers) and elements.mode is Mode.NEAREST_EVEN:
-        other, words = ("even", "to even") if by.ties == "away" else ("away", "away from zero")
+        other: Literal["even", "away"] = "even" if by.ties == "away" else "away"
+        words = "to even" if other == "even" else "away from zero"
         for a in dict.fromkeys((by.arithmetic, "fp32")):
             yield a, other, f"{'in fp32 arithmetic ' if a != by.arithmetic else ''}with ties rounded {words}"
 

@@ -22,11 +22,6 @@ from attn_diag.reference import Masking
 from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.pipeline import Stage
 
-DRAWN_AGAIN = (
-    "the backward made this call again (checkpointing, use_reentrant=True) and drew its dropout: whether the forward "
-    "had the same is not seen"
-)
-
 
 @dataclass(frozen=True)
 class CallPlace:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
-from attn_diag.watching.live.call import DRAWN_AGAIN, AttentionCall, CallPlace, Listener
+from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
 from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
-from attn_diag.watching.live.met import Met
+from attn_diag.watching.live.met import DRAWN_AGAIN, Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import pipelines, stage_running
