@@ -309,6 +309,12 @@ def test_heads_at_several_steps_are_counted_at_each(labels: str, said: str) -> N
     assert said in headline(several_steps(labels))
 
 
+@pytest.mark.parametrize(("labels", "of"), [("....", ""), ("u...", " of heads that pass")])
+def test_how_large_errors_are_is_said_of_the_heads_that_pass(labels: str, of: str) -> None:
+    known = next(line for line in opening(several_steps(labels)) if line.about == "Sure")
+    assert known.said.startswith(f"errors{of} are at most ")
+
+
 def test_what_became_graver_is_one_finding() -> None:
     (finding,) = several_steps(".lww").findings
     assert (finding.label, finding.onset, finding.earlier) == ("wrong", 20, {"lossy": 10})
