@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from attn_diag.watching.monitoring.sample import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler
 PACKAGES = {"torch varlen_attn": foreign_varlen.torch_varlen, "flash_attn 2": foreign_varlen.flash_attn}
+# torch 2.11's varlen_attn has none of these.
+LATER = {"enable_gqa", "seqused_k"} - set(inspect.signature(varlen_attn).parameters)
 HEADS, DIM, LENGTHS = 4, 16, (50, 7, 71)
 ENDS = torch.tensor([0, 50, 57, 128], dtype=torch.int32)
 
@@ -82,6 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_what_ran_is_captured(name: str, case: str, compiled: bool, tmp_path: Path) -> None:
+    if name == "torch varlen_attn" and case == "grouped" and LATER:
+        pytest.skip("this torch's varlen_attn has no grouped heads")
     torch._dynamo.reset()
     with PACKAGES[name]() as function:
         model, x = made(function, **CASES[case])
@@ -116,6 +121,8 @@ def test_pages_and_lengths_in_use_are_refused(name: str, tmp_path: Path, caplog:
             torch.ops.flash_attn._flash_attn_varlen_forward(
                 q, k, v, ENDS, ENDS, 71, 71, 0.0, 0.25, True, seqused_k=used
             )
+        elif LATER:
+            pytest.skip("this torch's varlen_attn has no lengths in use")
         else:
             varlen_attn(q, k, v, ENDS, ENDS, 71, 71, seqused_k=used)
     assert not recorder.written
