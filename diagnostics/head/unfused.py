@@ -3,7 +3,8 @@
     S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
-                                      or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile);
+                                      or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile),
+                                      or cast(alpha cast(q kT) + B) of it, where Inductor stores what softmax reads;
                                       or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
                                       softcap c: t = cast(tanh(cast(S / c))), cast(c t), as Gemma 2 has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
@@ -17,7 +18,8 @@
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
-                                              softcap: cast(cast(cast(c dS) o (1 - t t)) / c)
+                                              softcap: cast(cast(cast(c dS) o (1 - t t)) / c); compiled in fp32, of
+                                              t or of cast(t), which Inductor stores on a CPU
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
@@ -56,6 +58,8 @@ UNFUSED = (
     "unfused:compiled:cast",
     "unfused:compiled:fp32",
     "unfused:compiled:saved",
+    "unfused:stored:cast",
+    "unfused:stored:fp32",
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
@@ -73,6 +77,8 @@ WORDS = {
 }
 
 
+# Ways whose alpha, mask and softmax are in fp32, behind a stored q kT.
+_COMPILED = ("compiled", "stored", "capped")
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
 _ROUNDED = ":rounded"
 # Under autocast a softmax in fp32 is dropped out in fp32, and cast for P V alone.
@@ -89,6 +95,8 @@ _OF_BIASED = (
     "unfused:q:products:biased",
     "unfused:q:steps:biased",
 )
+# Of a softcap: compiled for a CPU.
+_OF_CAPPED = ("unfused:capped:cast", "unfused:capped:fp32")
 # Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
 ROUNDED_DROPOUT = "rounded-dropout"
 
@@ -98,7 +106,7 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
     biased |= mask is not None and adds(mask)
-    found = (*UNFUSED, *_OF_BIASED) if biased else UNFUSED
+    found = (*UNFUSED, *(_OF_BIASED if biased else ()), *(_OF_CAPPED if head.softcap is not None else ()))
     if head.dropout is None:
         return found
     wide = (way + _WIDE for way in found if way.endswith((":fp32", ":uncast")))
@@ -133,7 +141,7 @@ def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
 def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
     """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
     alpha_in = way.split(":")[1]
-    if alpha_in in ("scores", "compiled"):
+    if alpha_in in ("scores", *_COMPILED):
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
@@ -163,7 +171,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         return found if way.endswith(_WIDE) else cast(found)
 
     factors = _multiplied(head, fmt, way)
-    wide_scores = factors is None or alpha_in == "compiled"
+    wide_scores = factors is None or alpha_in in _COMPILED
     if factors is None:
         scores = (head.q @ head.k.T) * head.scale
     else:
@@ -171,14 +179,14 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         scores = cast(low_q @ low_k.T)
         if alpha_in == "scores":
             scores = _scaled(scores, head.scale, fmt)
-        elif alpha_in == "compiled":
+        elif alpha_in in _COMPILED:
             scores = scores * head.scale
     if head.softcap is not None:
         stored = (lambda x: x) if wide_scores else cast
         capped = stored(stored(scores / head.softcap).tanh())
-        scores = cast(head.softcap * capped) if alpha_in not in ("fp32", "compiled") else head.softcap * capped
+        scores = head.softcap * capped if wide_scores else cast(head.softcap * capped)
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
-    if alpha_in == "summed" or _BIASED in way:
+    if alpha_in in ("summed", "stored") or _BIASED in way:
         scores = cast(scores)
     sink = None if head.sink is None else torch.full_like(scores[:, 0], head.sink)
     if alpha_in == "shifted":
@@ -211,12 +219,12 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         dscores = products - weights * delta[:, None]
     if head.softcap is not None:
-        slope = 1 - capped.square()
+        slope = 1 - (cast(capped) if alpha_in == "capped" else capped).square()
         if wide_scores:
             dscores *= slope
         else:
             dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
-    in_fp32 = probs_of == "uncast" or alpha_in == "compiled"
+    in_fp32 = probs_of == "uncast" or alpha_in in _COMPILED
     dscores = dscores if in_fp32 else cast(dscores)
     if alpha_in == "shifted" and sink is not None and by_key is not None:
         # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
