@@ -353,7 +353,7 @@ class CaptureJob:
                 known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
             # A sequence without usable rows, or keys, has none.
-            batches, samples = [batch for batch, _ in known], [known_by_bits(s, quantity, coarse) for _, s in known]
+            batches, samples = [b for b, _ in known], [known_by_bits(s, quantity, coarse, parts) for _, s in known]
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
