@@ -428,11 +428,11 @@ def test_a_fused_kernel_whose_scores_are_rounded_is_not_plain_torch(alpha: str, 
     inputs = [x.bfloat16() for x in (4 * q, k, v, do)]
     changed: dict[str, Any] = {"scores": "bf16", "alpha": alpha, "backward_scores": of_backward}
     recipe = replace(preset("fa2"), row_sum_of="cast-probs", division="after-last-cast", **changed)
-    head = AttentionHead(*(x[0, 0].double() for x in inputs), scale=0.125, masking=Masking("none"))
+    q, k, v, do = (x[0, 0].double() for x in inputs)
+    head = AttentionHead(q, k, v, do, scale=0.125, masking=Masking("none"))
     made = emulate_head(recipe, head)
     outputs: dict[str, Any] = {n: getattr(made, n).bfloat16()[None, None] for n in ("o", "dq", "dk", "dv")}
-    *qkv, do = inputs
-    found = attn_diag.inspect(*qkv, do=do, device="cpu", **outputs)
+    found = attn_diag.inspect(*inputs[:3], do=inputs[3], device="cpu", **outputs)
     sites = {one.quantity: one.site for one in found.heads[0].quantities}
     assert sites["o"] == "scores", sites
     assert set(sites.values()) <= {"scores", None}, sites
