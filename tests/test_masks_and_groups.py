@@ -149,3 +149,27 @@ def test_the_next_command_reads_all_heads_of_a_group_whose_dv_is_wrong(tmp_path:
     said = next_command(found).said
     assert said.endswith("one.safetensors --head 6-7 --html page.html")
     assert run("inspect", file, "--head", "6-7", "--fail-on", "wrong").code == 1
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "key head"])
+def test_a_sum_with_a_wrong_head_is_not_put_down_to_the_right_one(forward: bool) -> None:
+    """O of head 0 is 5 % too large, and dK and dV follow; a dV that alone is wrong is both heads'."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, n, 96, WIDTH, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    x, y = (t.double().repeat_interleave(2, 1) for t in (k, v))
+    probs = (q.double() @ x.mT * SCALE).softmax(-1)
+    size = torch.tensor([1.05 if forward else 1.0, 1.0, 1.0, 1.0])[:, None, None].double()
+    o = (probs @ y * size).bfloat16()
+    given_do = do.double() * size
+    ds = (probs * (given_do @ y.mT - (do.double() * o.double()).sum(-1, keepdim=True))).bfloat16().double()
+    dq, dk, dv = ds @ x * SCALE, ds.mT @ q.double() * SCALE, probs.bfloat16().double().mT @ given_do
+    dk, dv = (t.unflatten(1, (2, 2)).sum(2).bfloat16() for t in (dk, dv))
+    dv[:, 0] *= 1.0 if forward else 1.05
+    diagnosis = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq.bfloat16(), dk=dk, dv=dv, device="cpu")
+    labels = [one.verdict.labels for one in diagnosis.heads if one.verdict is not None]
+    assert labels[0] == ("wrong",)
+    assert ("wrong" in labels[1]) is not forward
+    assert not {"wrong", "lossy"} & {*labels[2], *labels[3]}
+    beside = of(diagnosis, 1)["dv"]
+    assert beside.answer == ("stated" if forward else "wrong"), beside.words
+    assert not forward or "a sum with head 0, at fault in O and dQ: O and dQ of this head are right" in beside.words

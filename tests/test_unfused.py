@@ -417,3 +417,24 @@ def test_where_o_tells_the_rounding_it_need_not_be_looked_for(captures: Path) ->
     assert verdict.suggestions == (
         "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there.",
     )
+
+
+@pytest.mark.parametrize("alpha", ["in-exponent", "before-rounding", "after-rounding"])
+@pytest.mark.parametrize("of_backward", ["fp32", "as-forward"])
+def test_a_fused_kernel_whose_scores_are_rounded_is_not_plain_torch(alpha: str, of_backward: str) -> None:
+    """Its bits are looked at by hand: no recipe that is searched may have them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 256, 64, generator=generator) for _ in range(4))
+    inputs = [x.bfloat16() for x in (4 * q, k, v, do)]
+    changed: dict[str, Any] = {"scores": "bf16", "alpha": alpha, "backward_scores": of_backward}
+    recipe = replace(preset("fa2"), row_sum_of="cast-probs", division="after-last-cast", **changed)
+    q, k, v, do = (x[0, 0].double() for x in inputs)
+    head = AttentionHead(q, k, v, do, scale=0.125, masking=Masking("none"))
+    made = emulate_head(recipe, head)
+    outputs: dict[str, Any] = {n: getattr(made, n).bfloat16()[None, None] for n in ("o", "dq", "dk", "dv")}
+    found = attn_diag.inspect(*inputs[:3], do=inputs[3], device="cpu", **outputs)
+    sites = {one.quantity: one.site for one in found.heads[0].quantities}
+    assert sites["o"] == "scores", sites
+    assert set(sites.values()) <= {"scores", None}, sites
+    if of_backward == "as-forward":
+        assert sites["dv"] == "scores", sites

@@ -26,7 +26,7 @@ from attn_diag.head.quality import (
 )
 from attn_diag.head.reproduced import not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
-from attn_diag.head.unfused import ROUNDED_DROPOUT, named
+from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, also_fused, named
 from attn_diag.reference import FloatFormat, round_nearest_even, ulp
 from attn_diag.statistics.ratios import Carriers
 
@@ -128,8 +128,8 @@ def beside_well_rounded(
                 return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
     if coarse and max(c.scores for c in published) <= MOST_SCORES:
 
-        def explains_it(way: str) -> bool:
-            return all(one < EXPLAINED * other for one, other in zip(left(way), left(ALTERNATIVES[0]), strict=True))
+        def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:
+            return all(one < EXPLAINED * other for one, other in zip(left(way), left(beside), strict=True))
 
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
@@ -156,8 +156,9 @@ def beside_well_rounded(
             bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (rest / units > casts)
             own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
             made = max(float(alike.error.sum() - rest.sum()), 0.0)
+            site = named(way) if way == ROUNDED_DROPOUT or explains_it(way, way + FUSED) else also_fused(way)
             chosen = placed() or chosen
-            return replace(chosen, site=named(way), made_by_site=made, rounding=own, features_rounding=own)
+            return replace(chosen, site=site, made_by_site=made, rounding=own, features_rounding=own)
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place

@@ -30,7 +30,7 @@ from torch import Tensor
 from attn_diag.head.coarser import coarser
 from attn_diag.head.propagation import sloped
 from attn_diag.head.shared import rows_differ
-from attn_diag.head.unfused import ROUNDED_DROPOUT, unfused, ways
+from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, unfused, ways
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, ulp
 from attn_diag.reference.fused import FusedHeads
@@ -69,8 +69,8 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``coarser``'s, or
-            ``ROUNDED_DROPOUT``.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways`` (also ``FUSED``), of ``coarser``'s,
+            or ``ROUNDED_DROPOUT``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -78,7 +78,7 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    if recipe in ways(head):
+    if recipe.removesuffix(FUSED) in ways(head):
         return unfused(head, fmt, recipe)
     chosen = _published(recipe, fmt, head)
     if chosen is None:

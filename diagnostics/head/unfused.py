@@ -23,6 +23,7 @@
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
+A fused kernel may store S as it does (``FUSED``): O = cast(cast(exp(S - m)) V / l), and delta = rowsum(dO o O).
 Sums are float64 here; torch's fp32 sums move the casts of few elements.
 """
 
@@ -58,8 +59,6 @@ UNFUSED = (
     "unfused:compiled:cast",
     "unfused:compiled:fp32",
     "unfused:compiled:saved",
-    "unfused:stored:cast",
-    "unfused:stored:fp32",
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
@@ -74,6 +73,7 @@ WORDS = {
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
+    "scores": "S is rounded to the inputs' format",
 }
 
 
@@ -94,9 +94,15 @@ _OF_BIASED = (
     "unfused:q:cast:biased",
     "unfused:q:products:biased",
     "unfused:q:steps:biased",
+    "unfused:stored:cast:biased",
+    "unfused:stored:fp32:biased",
 )
+# Where a mask hides keys at most.
+_OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
 # Of a softcap: compiled for a CPU.
 _OF_CAPPED = ("unfused:capped:cast", "unfused:capped:fp32")
+# Behind a way: a fused kernel that stores the same scores.
+FUSED = ":fused"
 # Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
 ROUNDED_DROPOUT = "rounded-dropout"
 
@@ -106,7 +112,7 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
     biased |= mask is not None and adds(mask)
-    found = (*UNFUSED, *(_OF_BIASED if biased else ()), *(_OF_CAPPED if head.softcap is not None else ()))
+    found = (*UNFUSED, *(_OF_BIASED if biased else _OF_HIDDEN), *(_OF_CAPPED if head.softcap is not None else ()))
     if head.dropout is None:
         return found
     wide = (way + _WIDE for way in found if way.endswith((":fp32", ":uncast")))
@@ -133,6 +139,11 @@ def named(way: str) -> str:
     return "normalised" if ":fp32:" in way else "unfused"
 
 
+def also_fused(way: str) -> str | None:
+    """Which of ``WORDS`` says of one of ``ways`` what a fused kernel may do as well; None: nothing."""
+    return None if named(way) == "normalised" else "scores"
+
+
 def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
     """Numbers of a format times a Python number, as torch has it: in fp32, rounded there and then to the format."""
     return round_nearest_even((values.float() * factor).double(), fmt)
@@ -155,11 +166,12 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     Args:
         head: The head; all of its scores are held at once.
         fmt: The inputs' format.
-        way: One of ``ways``.
+        way: One of ``ways``, or with ``FUSED`` behind it.
 
     Returns:
         o, lse (of the stored scores) and, with dO, delta, dq, dk and dv; float64.
     """
+    fused, way = way.endswith(FUSED), way.removesuffix(FUSED)
     _, alpha_in, probs_of, *_ = way.split(":")
     cast = partial(round_nearest_even, fmt=fmt)
 
@@ -168,7 +180,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
             return values
         factor = torch.full((), head.dropout.factor, dtype=torch.float64, device=values.device)
         found = values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor))
-        return found if way.endswith(_WIDE) else cast(found)
+        return found if fused or way.endswith(_WIDE) else cast(found)
 
     factors = _multiplied(head, fmt, way)
     wide_scores = factors is None or alpha_in in _COMPILED
@@ -193,15 +205,22 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         largest, top = scores.max(1)
         by_key = None if sink is None else largest >= sink
         largest = largest if sink is None else torch.maximum(largest, sink)
-        shift = largest.masked_fill(largest.isneginf(), 0.0)
+        shift = _finite(largest)
         scores, sink = cast(scores - shift[:, None]), None if sink is None else cast(sink - shift)
     lse = scores.logsumexp(1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
     if probs_of == "steps":
-        wide = _in_steps(scores, sink, cast)
+        powers, row_sum = _in_steps(scores, sink, cast)
+        wide = cast(powers / row_sum)
     else:
-        wide = (scores - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+        wide = (scores - _finite(lse)[:, None]).exp()
+    if fused:
+        if probs_of != "steps":
+            shift = _finite(scores.amax(1))
+            powers, row_sum = cast((scores - shift[:, None]).exp()), (_finite(lse) - shift).exp()[:, None]
+        slope = 1.0 if head.softcap is None else 1 - capped.square()
+        return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped)
     probs = cast(wide)
     kept = cast(dropped(wide)) if way.endswith(_WIDE) else dropped(probs)
     found = {"o": cast(kept @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
@@ -210,7 +229,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     dprobs = dropped(cast(head.do @ head.v.T))
     weights = wide if probs_of in ("fp32", "uncast") else probs
     if probs_of == "saved":
-        weights = (cast(scores) - lse.masked_fill(lse.isneginf(), 0.0)[:, None]).exp()
+        weights = (cast(scores) - _finite(lse)[:, None]).exp()
     products = weights * dprobs if probs_of in ("fp32", "uncast", "cast", "saved") else cast(weights * dprobs)
     delta = products.sum(1)
     if probs_of in ("products", "steps"):
@@ -244,10 +263,33 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
 
 
-def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """Softmax whose every step is cast; 0 in rows that see no key."""
-    largest = scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink)
-    shift = largest.masked_fill(largest.isneginf(), 0.0)
+def _fused(
+    head: AttentionHead,
+    probs: Tensor,
+    powers: Tensor,
+    row_sum: Tensor,
+    slope: Tensor | float,
+    cast: Callable[[Tensor], Tensor],
+    dropped: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """What a fused kernel makes of stored scores: of P, of exp(S - m) and its sum, and of a softcap's slope."""
+    o = cast((dropped(powers) @ head.v) / row_sum)
+    if head.do is None:
+        return {"o": o}
+    delta = (head.do * o).sum(1)
+    dscores = cast(probs * (dropped(head.do @ head.v.T) - delta[:, None]) * slope)
+    dq, dk = cast(dscores @ head.k * head.scale), cast(dscores.T @ head.q * head.scale)
+    return {"o": o, "delta": delta, "dq": dq, "dk": dk, "dv": cast(dropped(cast(probs)).T @ head.do)}
+
+
+def _finite(of_rows: Tensor) -> Tensor:
+    """0 in rows that see no key."""
+    return of_rows.masked_fill(of_rows.isneginf(), 0.0)
+
+
+def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """exp(S - m), each step cast, and its cast sum [n, 1]; 1 in rows that see no key."""
+    shift = _finite(scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink))
     powers = cast(cast(scores - shift[:, None]).exp())
     row_sum = powers.sum(1) if sink is None else powers.sum(1) + cast(cast(sink - shift).exp())
-    return cast(powers / cast(row_sum).masked_fill(row_sum == 0, 1.0)[:, None])
+    return powers, cast(row_sum).masked_fill(row_sum == 0, 1.0)[:, None]

@@ -25,6 +25,7 @@ from attn_diag.analyses.inspection.joint import measured
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors, Tested, tests
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
+from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_scales import known_by_bits, with_proven_scale, with_scales
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
@@ -293,6 +294,7 @@ class CaptureJob:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
+        quantities = with_others_faults(quantities, self.group, c.metadata.head_offset)
         missing = not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
@@ -353,7 +355,7 @@ class CaptureJob:
                 known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
             # A sequence without usable rows, or keys, has none.
-            batches, samples = [batch for batch, _ in known], [known_by_bits(s, quantity, coarse) for _, s in known]
+            batches, samples = [b for b, _ in known], [known_by_bits(s, quantity, coarse, parts) for _, s in known]
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)
@@ -388,10 +390,8 @@ class CaptureJob:
         return found.recipe.scores != "fp32" and found.recipe.backward_scores == "fp32"
 
     def _kv_heads(self, name: str) -> Iterator[KvHeadDiagnosis]:
-        every = [
-            (kv_head, {output: gradients for output, gradients in sums.items() if output != "dkv"})
-            for kv_head, sums in sorted(self.key_sums.get(name, {}).items())
-        ]
+        by_head = sorted(self.key_sums.get(name, {}).items())
+        every = [(kv_head, {o: found for o, found in sums.items() if o != "dkv"}) for kv_head, sums in by_head]
         errors = [SignedErrors.join([g.errors for g in found]) for _, sums in every for found in sums.values()]
         biases, offset = iter(unclustered(errors)), self.capture.metadata.head_offset
         for kv_head, sums in every:

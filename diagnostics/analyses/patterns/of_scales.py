@@ -16,16 +16,23 @@ from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 _OF_SCORES = re.compile(r"\b[qk]\b")
 
 
-def known_by_bits(sample: QuantitySample, quantity: Quantity, coarse: str | None) -> QuantitySample:
+def known_by_bits(
+    sample: QuantitySample, quantity: Quantity, coarse: str | None, parts: Sequence[HeadMeasurement]
+) -> QuantitySample:
     """The sample with what O's bits show as O's site, whatever else leaves an error like it.
 
-    Attention that is not fused is then no gradient's site either.
+    Attention that is not fused is then no gradient's site either. dV, which it casts as a fused kernel of the same
+    scores does, has the site of the head's other outputs.
 
     Args:
         sample: Of O or of a gradient.
         quantity: Which.
         coarse: What the recipe rounds that has O's bits, in words (``coarse_words``); None: nothing, or none has them.
+        parts: Of the head in each sequence.
     """
+    if sample.site == "scores" and quantity == "dv":
+        sites = (p.quality[q].site for q in ("o", "dq") for p in parts if q in p.quality)
+        sample = replace(sample, site=next((s for s in sites if s in WORDS and s != "scores"), "scores"))
     if coarse is None or (quantity != "o" and sample.site not in WORDS):
         return sample
     return replace(sample, site=coarse if quantity == "o" else None)

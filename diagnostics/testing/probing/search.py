@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.unfused import WORDS, named, unfused, ways
+from attn_diag.head.unfused import FUSED, WORDS, also_fused, named, unfused, ways
 from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
@@ -138,10 +138,11 @@ def not_fused(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | No
     for b, h in product(range(min(case.q.shape[0], _SEQUENCES)), range(case.q.shape[1])):
         head, seen = case.head(b, h, device, gradients=False), o[b, h].to(device).double()
         error += float((seen - reference_head(head).out).square().sum())
-        for way in ways(head):
+        for way in (way + kind for way in ways(head) for kind in ("", FUSED)):
             left[way] = left.get(way, 0.0) + float((seen - unfused(head, fmt, way)["o"]).square().sum())
-    least = min(left.values())
-    if not least < _EXPLAINED * error:
+    way = min((way for way in left if not way.endswith(FUSED)), key=lambda name: left[name])
+    least = left[way]
+    site = named(way) if least < _EXPLAINED * left[way + FUSED] else also_fused(way)
+    if site is None or not least < _EXPLAINED * error:
         return None
-    way = min(left, key=lambda name: left[name])
-    return Suspect(WORDS[named(way)], f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.")
+    return Suspect(WORDS[site], f"That, emulated, leaves {percent(least / error, '.2g')} of O's squared error.")
