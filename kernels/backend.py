@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def interpreted() -> bool:
     """Whether the kernels were decorated for Triton's interpreter (TRITON_INTERPRET=1 at their import)."""
-    from attn_diag.kernels.triton_math import INTERPRETED
+    from attn_diag.kernels.triton_interpreter import INTERPRETED
 
     return bool(INTERPRETED.value)
 

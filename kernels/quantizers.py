@@ -37,6 +37,7 @@ What is rounded follows the rules of ``kernels.formats``; beyond them:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -297,7 +298,13 @@ def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
         raise ValueError(f"a quantizer has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     if not changes:
         return found
-    return replace(found, **{"name": " ".join([found.name, *(f"{k}={v}" for k, v in changes.items())]), **changes})
+    return replace(found, **{"name": name_changed(found.name, changes), **changes})
+
+
+def name_changed(name: str, changes: Mapping[str, Any]) -> str:
+    """A quantiser's name with ``changes`` of its fields: each field once, as it is in the end."""
+    kept = [part for part in name.split(" ") if part.partition("=")[0] not in changes]
+    return " ".join([*kept, *(f"{field}={value}" for field, value in changes.items())])
 
 
 NO_QUANTIZER = "none"

@@ -25,7 +25,8 @@ from attn_diag.kernels.emulation_operands import Factor, PreparedOperands
 from attn_diag.kernels.geometry import Geometry, Operands
 from attn_diag.kernels.quantizers import Integers, Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_math import INTERPRETED, as_operand, dot, dot_in_halves
+from attn_diag.kernels.triton_interpreter import INTERPRETED
+from attn_diag.kernels.triton_math import as_operand, dot, dot_in_halves
 from attn_diag.kernels.triton_rounding import round_bits
 
 # A tensor core's products of 8 bits take 32 features at a time.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_diag.kernels.backend import COMPILED, check_backend
 from attn_diag.kernels.formats import Rounding
-from attn_diag.kernels.triton_math import INTERPRETED
+from attn_diag.kernels.triton_interpreter import INTERPRETED
 
 
 @triton.jit

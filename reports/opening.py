@@ -304,7 +304,8 @@ def _about_nothing(diagnosis: Diagnosis, entries: Sequence[Entry]) -> Iterator[L
     clean = [e[2] for e in entries if "clean" in label_names(e[2])]
     known = []
     if factors := [value for head in clean if (value := FACTOR.value(head)) is not None]:
-        known.append(f"errors are at most {times(max(factors))} times {_held_against(clean)}'s ({_RULE})")
+        those = "errors" if len(clean) == len(entries) else "errors of heads that pass"
+        known.append(f"{those} are at most {times(max(factors))} times {_held_against(clean)}'s ({_RULE})")
     if clean and (size := diagnosis.family.size):
         known.append(f"{plural(size, 'test')} of a mean error, and none speaks against the kernel")
     if not clean:

@@ -86,6 +86,37 @@ def zero_off(by: ByHand, n: int, *, after: bool = False) -> Callable[[Tensor], T
     return wrong
 
 
+def clipped_short(by: ByHand) -> Callable[[Tensor], Tensor]:
+    """The largest code is never used."""
+
+    def wrong(w: Tensor) -> Tensor:
+        scale, zero = by.scales(w)
+        return by.values(w, by.codes(w, scale, zero).clamp(max=by.ends[1] - 1), scale, zero)
+
+    return wrong
+
+
+def with_zero(by: ByHand, zero: int) -> Callable[[Tensor], Tensor]:
+    """The same zero point for all groups."""
+
+    def wrong(w: Tensor) -> Tensor:
+        scale, own = by.scales(w)
+        other = torch.full_like(own, zero)
+        return by.values(w, by.codes(w, scale, other), scale, other)
+
+    return wrong
+
+
+def unsigned_alone(by: ByHand) -> Callable[[Tensor], Tensor]:
+    """Codes from 0 on times their scale: the zero point is lost."""
+
+    def wrong(w: Tensor) -> Tensor:
+        scale, zero = by.scales(w)
+        return by.values(w, by.codes(w, scale, zero) - by.ends[0], scale, 0 * zero)
+
+    return wrong
+
+
 def with_scale(by: ByHand, scale_of: Callable[[Tensor], Tensor], **options: bool) -> Callable[[Tensor], Tensor]:
     """With scales of one's own, [R, G, 1] of the groups."""
 
@@ -158,7 +189,15 @@ BY_HAND: dict[str, Fault] = {
     "zero point one too low before clipping": (
         "int8-asymmetric", zero_off(UINT8, -1), "the zero point off by -1 before clipping:"),
     "zero point one too high throughout": (
-        "int4-asymmetric", zero_off(UINT4, 1, after=True), "the zero point off by +1 before clipping and after:"),
+        "int4-asymmetric", zero_off(UINT4, 1, after=True), "the zero point off by +1 before clipping and after, "
+        "or codes clipped one below the largest:"),
+    "clipped one below the largest": ("int8", clipped_short(INT8), "codes clipped one below the largest:"),
+    "a zero point that is lost": (
+        "int4-asymmetric", with_zero(UINT4, 0), "a zero point of 0:"),
+    "a zero point of unsigned codes that is lost": (
+        "int4-asymmetric", with_zero(UINT4, UINT4.ends[0]), "a zero point of 0, of unsigned codes:"),
+    "unsigned codes without their zero point": (
+        "int4-asymmetric", unsigned_alone(UINT4), "no zero point subtracted from unsigned codes:"),
     "multiplied by the scales of the row before": (
         "int4", moved(INT4, before(0), "multiplied"), "multiplied by the scales of the row before:"),
     "scales of the row before": ("int8", moved(INT8, before(0), "both"), "the scales of the row before:"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attn_diag
@@ -54,6 +55,24 @@ def test_sdpa_with_dropout_is_captured_and_right(p: float, causal: bool, tmp_pat
 def test_sdpa_in_bf16_is_right(p: float, tmp_path: Path) -> None:
     labels = inspected(of_sdpa(p, torch.bfloat16, tmp_path, 2))
     assert not labels & {"wrong", "lossy"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_of_a_call_that_the_backward_makes_again_it_is_said_that_the_forward_may_have_had_another(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(self.attend, x, use_reentrant=reentrant)
+            return found
+
+        def attend(self, x: Tensor) -> Tensor:
+            return scaled_dot_product_attention(x, x, x, dropout_p=0.25)
+
+    model, x = Model(), torch.randn(1, 2, 32, 16, requires_grad=True)
+    with attn_diag.capture(model, tmp_path):
+        model(x).sum().backward()
+    assert ("whether the forward had the same is not seen" in str(only(tmp_path).metadata.notes)) is reentrant
 
 
 def test_a_forgotten_factor_in_the_backward_is_wrong(tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ def several_steps(labels: str) -> Diagnosis:
         ("...l", "layer 2, head 0, at step 30, the last"),
         ("l", "layer 2, head 0, step 0"),
         (".lww", "layer 2, head 0, from step 20 on (lossy from step 10 on)"),
+        ("wlww", "layer 2, head 0, at 3 of 4 steps from 0 on."),
     ],
 )
 def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
@@ -306,6 +307,12 @@ def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
 )
 def test_heads_at_several_steps_are_counted_at_each(labels: str, said: str) -> None:
     assert said in headline(several_steps(labels))
+
+
+@pytest.mark.parametrize(("labels", "of"), [("....", ""), ("u...", " of heads that pass")])
+def test_how_large_errors_are_is_said_of_the_heads_that_pass(labels: str, of: str) -> None:
+    known = next(line for line in opening(several_steps(labels)) if line.about == "Sure")
+    assert known.said.startswith(f"errors{of} are at most ")
 
 
 def test_what_became_graver_is_one_finding() -> None:

@@ -16,7 +16,7 @@ import attn_diag
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.numbers import factors, in_words
-from attn_diag.analyses.patterns.of_capture import with_patterns
+from attn_diag.analyses.patterns.worded import with_patterns
 from attn_diag.head.read import HeadInputs
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking, format_of

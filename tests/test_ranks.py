@@ -373,3 +373,18 @@ def test_ranks_that_saw_the_same_sequences_are_not_put_together(tmp_path: Path) 
     merged, complaints = merged_over_ranks(same)
     assert len(merged) == len(files)
     assert "state head_offset" in str(complaints)
+
+
+@pytest.mark.parametrize(("item", "said"), [(0, "rank 0 alone: "), (3, "batch item 2 of rank 1 alone: ")])
+def test_a_wrong_sequence_is_named_as_its_rank_counts(tmp_path: Path, item: int, said: str) -> None:
+    tensors = whole_batch()
+    tensors["dq"][item] *= 1.1
+    data_parallel(tmp_path, tensors)
+    found = inspect_captures(read(tmp_path), device="cpu")
+    wrong = [q for _, _, h in found.entries() for q in h.quantities if q.answer == "wrong"]
+    rank = {0: "0", 3: "1"}[item]
+    assert [(q.quantity, q.ranks) for q in wrong] == [("dq", (rank,))] * HQ
+    assert all(said in q.words for q in wrong)
+    text = " ".join(found.report(100).split())
+    assert f"on rank {rank} alone; not found in the same heads on ranks" in text
+    assert "judge each rank by itself, which shows where and how: attn-diag inspect" in text

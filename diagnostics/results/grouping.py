@@ -217,7 +217,7 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         gradients="observed" if observed else "predicted" if gradients else None,
         biased_mean=mean,
         biased_by=None if mean is None else getattr(head.bias, mean).mean_ulp,
-        earlier=_first_steps(earlier),
+        earlier=_first_steps(earlier, [step for c, _, _ in group if (step := step_of(c)) is not None]),
         by_step=_by_step([*group, *earlier], looked),
         worst=WorstHead(
             source=source.source,
@@ -288,13 +288,14 @@ def _ranks_of(capture: CaptureDiagnosis, head: HeadDiagnosis) -> set[str]:
     return set(stated.split(",")) if stated else set()
 
 
-def _first_steps(entries: Sequence[Entry]) -> dict[Label, int]:
+def _first_steps(entries: Sequence[Entry], graver: Sequence[int]) -> dict[Label, int]:
+    """The first step of each label, where it is before all ``graver`` ones: else nothing grew."""
     first: dict[Label, int] = {}
     for capture, _, head in entries:
         step, label = step_of(capture), worst_label(head)
         if step is not None and label is not None and label != "unjudged":
             first[label] = min(step, first.get(label, step))
-    return first
+    return {label: step for label, step in first.items() if step < min(graver)}
 
 
 def _numbers(values: Iterable[int | None]) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import unseen_dropout
 from attn_diag.analyses.patterns.shared_factor import shared_factor
+from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
@@ -33,7 +33,6 @@ from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Pattern, QuantityVerdict
-from attn_diag.results.wording import SYMBOLS, percent
 
 # Wrong quantities of an observation beyond these keep the plain words: they are mostly wrong in the same way. Coarse
 # ones are all looked at, as a pattern decides whether they are wrong.
@@ -50,8 +49,6 @@ _MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
 _OUTPUTS = ("o", "dq", "dk", "dv")
-# What makes a kernel that is merely lossy by its size wrong.
-_MERE_PLACES = ("off", "unrelated", "elements", "factors", "zeros", "NaN")
 
 
 class CapturePatterns:
@@ -120,7 +117,7 @@ class CapturePatterns:
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
-        if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in _MERE_PLACES):
+        if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in MERE_PLACES):
             patterns = unseen_dropout(evidence) or patterns
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
@@ -129,7 +126,10 @@ class CapturePatterns:
             patterns = [one for one in [shared_factor(evidence, math.sqrt(size))] if one is not None]
         where = ""
         if len(self._batches(batches)) > 1:
-            where = f"batch item {batch} alone: " if others_right else f"worst in batch item {batch}: "
+            item, rank = item_of(self._capture.metadata, batch)
+            where = f"{item} alone: " if others_right else f"worst in {item}: "
+            if rank and others_right and (bad or patterns):
+                verdict = replace(verdict, ranks=(rank,))
         return with_patterns(verdict, patterns, where)
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
@@ -280,45 +280,18 @@ class CapturePatterns:
 
         found: list[tuple[str, Callable[[], AttentionHead]]] = []
         found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
-        found += [(f"batch item {b}", partial(read, b, head)) for b in range(c.batch) if b != batch][:_MOST_OTHERS]
+        found += [(item_of(c.metadata, b)[0], partial(read, b, head)) for b in range(c.batch) if b != batch][
+            :_MOST_OTHERS
+        ]
         return found
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:
     """Whether the first pattern explains a quantity that is merely coarse: of an error of noise's size a part of it may
     be explained by chance."""
-    if not patterns or patterns[0].kind in _MERE_PLACES:
+    if not patterns or patterns[0].kind in MERE_PLACES:
         return False
     return patterns[0].kind == "forward" or (patterns[0].explained or 0.0) >= _NEARLY_ALL
-
-
-def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: str = "") -> QuantityVerdict:
-    """The verdict with patterns that were found, and their words.
-
-    A quantity that is coarse by its size is wrong where something other than rounding explains it; a gradient that a
-    coarse forward explains, and what a factor near 1 does, as a rounded constant may be, is not.
-
-    Args:
-        verdict: The quantity's.
-        patterns: What was found; the first says all of it.
-        where: What is said before their words.
-    """
-    if not patterns:
-        return verdict
-    name, first = SYMBOLS[verdict.quantity], patterns[0]
-    if verdict.answer == "nonfinite":
-        return replace(verdict, words=f"{name} holds NaN or Inf: {where}{first.words}.", patterns=tuple(patterns))
-    if verdict.answer in ("lossy", "undecided", "stated") and first.kind in _MERE_PLACES:
-        return verdict
-    if verdict.answer == "undecided" and first.kind == "forward":
-        # Whoever is not shown to be at fault is not blamed.
-        first = replace(first, words=first.words.replace(FORWARD_BLAMED, ": its backward adds no error to theirs"))
-        patterns = (first, *patterns[1:])
-    if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", "shared factor"):
-        return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
-    off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
-    words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."
-    return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))
 
 
 def _outlying(found: QuantitySample | RowEffect) -> list[int]:

@@ -17,7 +17,7 @@ from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import coded, quantize, spread
 from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.wording import runs_of
-from attn_diag.testing.quantizing.mistakes import extremes
+from attn_diag.testing.quantizing.mistakes import extremes, shifted_throughout
 from attn_diag.testing.quantizing.possible import PossibleQuantizer, equal_values, in_filled_blocks
 from attn_diag.testing.quantizing.scales import per_block, read_ranges, read_scales, readable
 
@@ -113,10 +113,18 @@ def _other_blocks(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, lea
 
 def only_ties(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> bool:
     """Whether the arithmetic alone makes the values others than the candidate's: all of them are ties."""
+    return not bool(beyond_ties(candidate, w, observed).any())
+
+
+def beyond_ties(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
+    """Which elements have a value that is not the candidate's, whatever arithmetic decides ties: bool, [R, C].
+
+    Of a candidate with a mistake, or in a format of its own, ties are not known and count.
+    """
     if not _known(candidate):
-        return False
-    apart = _apart(candidate, w, observed, _TIE)
-    return not bool((apart & ~spread(_at_a_tie(candidate, w), (w.shape[0], w.shape[1]), candidate.by)).any())
+        return ~equal_values(candidate, w, observed)
+    at_a_tie = spread(_at_a_tie(candidate, w), (w.shape[0], w.shape[1]), candidate.by)
+    return _apart(candidate, w, observed, _TIE) & ~at_a_tie
 
 
 def _apart(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, tie: float) -> Tensor:
@@ -173,7 +181,7 @@ def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor
         if abs(factor - 1) > _SAME_SCALE and bool((per_block((~same).double(), by, torch.sum)[bad] == 0).all()):
             return f"with an amax {factor:.3g} times the weight's own"
     if max(abs(least - 1), abs(most - 1)) > _SAME_SCALE:
-        size = f"{least:.3g}" if most / least < 1 + _SAME_SCALE else f"{least:.3g} to {most:.3g}"
+        size = f"{least:.3g}" if most / least < 1 + _SAME_SCALE else f"{least:.4g} to {most:.4g}"
         told.insert(0, f"scales {size} times as large as the weight gives them")
     return "with " + " and ".join(told) if told else None
 
@@ -271,7 +279,7 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
             shifted = replace(own, zero=own.zero + n)
             yield _Way(f"with the zero point off by {n:+d}", own, shifted)
             yield _Way(f"with the zero point off by {n:+d} before clipping", shifted, own)
-            yield _Way(f"with the zero point off by {n:+d} before clipping and after", shifted, shifted)
+            yield _Way(f"with {shifted_throughout(n)}", shifted, shifted)
         none = replace(own, zero=torch.zeros_like(own.zero))
         yield _Way("with no zero point subtracted", own, none)
     for mode in (Mode.DOWN, Mode.TOWARD_ZERO, Mode.UP):

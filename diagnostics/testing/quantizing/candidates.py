@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Literal
 
 from torch import Tensor
 
+from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Integers, Quantizer
 from attn_diag.results.quant import QuantizerMatch
 from attn_diag.results.wording import between
 from attn_diag.testing.quantizing.blocks import only_ties
@@ -100,8 +102,8 @@ def identify(
     shown = [one for one in order if one[0] >= SAME or not one[1].at_fault][:_KEPT]
     if declared is not None:
         own = max((tried[c.words] for c in starts), key=lambda found: found[0])
-        if own[0] >= SAME and share < 1:
-            winner = own[1]  # nothing else explains the rest
+        if own[0] >= SAME and (share < 1 or only_ties(own[1], w, observed)):
+            winner = own[1]  # nothing else explains the rest, or ties do
         if own not in shown:
             shown = [*shown[: _KEPT - 1], own]
     matches = [QuantizerMatch(c.by.name, c.words, part) for part, c in shown]
@@ -139,7 +141,7 @@ def _named(base: PossibleQuantizer, by: Quantizer, w: Tensor, observed: Tensor) 
 
 
 def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[PossibleQuantizer]:
-    """In any arithmetic: that is no other quantiser."""
+    """In any arithmetic, with any rule for ties: that is no other quantiser."""
     own = computed_in(w, by) if amax is None else ""
     others = [(a, words) for a, words in ARITHMETICS.items() if a != by.arithmetic]
     in_own: list[tuple[Arithmetic, str]] = [("exact", f"{DECLARED}, in {own} arithmetic")]
@@ -151,11 +153,25 @@ def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[Possible
         PossibleQuantizer(by, DECLARED, amax=amax),
         *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {words}", amax=amax) for a, words in others),
         *(
+            PossibleQuantizer(replace(by, arithmetic=a, ties=ties), f"{DECLARED}, {words}", amax=amax)
+            for a, ties, words in _other_ties(by)
+        ),
+        *(
             PossibleQuantizer(replace(by, arithmetic=a), words, own_format=True)
             for a, words in in_own
             if own == by.scale
         ),
     ]
+
+
+def _other_ties(by: Quantizer) -> Iterator[tuple[Arithmetic, Literal["even", "away"], str]]:
+    """The other rule for integers halfway between two, in arithmetic that makes such."""
+    elements = by.parsed_elements
+    if isinstance(elements, Integers) and elements.mode is Mode.NEAREST_EVEN:
+        other: Literal["even", "away"] = "even" if by.ties == "away" else "away"
+        words = "to even" if other == "even" else "away from zero"
+        for a in dict.fromkeys((by.arithmetic, "fp32")):
+            yield a, other, f"{'in fp32 arithmetic ' if a != by.arithmetic else ''}with ties rounded {words}"
 
 
 def _presets() -> list[PossibleQuantizer]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.kernels.formats import Mode, Rounding
 from attn_diag.kernels.quantize import quantize, spread
-from attn_diag.kernels.quantizers import Arithmetic, Integers, Quantizer
+from attn_diag.kernels.quantizers import Arithmetic, Integers, Quantizer, name_changed
 from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
 from attn_diag.testing.quantizing.possible import CASTS, DECLARED, PossibleQuantizer, computed_in
 
@@ -51,8 +51,7 @@ def changes(
             or (start.amax is not None and not set(fields) <= {"elements", "arithmetic"})
         ):
             return None
-        name = " ".join([by.name, *(f"{k}={v}" for k, v in fields.items())])
-        return replace(start, by=replace(other, name=name), words=_and(start, words))
+        return replace(start, by=replace(other, name=name_changed(by.name, fields)), words=_and(start, words))
 
     found: list[PossibleQuantizer | None] = []
     size = by.block if by.block.isdigit() else "32"
@@ -108,7 +107,7 @@ def changes(
         ]
     if not by.symmetric:
         found += [replace(start, words=_and(start, f"the zero point off by {n:+d}"), zero_shift=n) for n in (1, -1)]
-    elif not by.tensor_scale and start.amax is None:
+    elif not by.tensor_scale and start.amax is None and start.mistake is None:
         found += [
             replace(start, words=_and(start, f"an amax {factor:.4g} times the data's"), amax_factor=factor)
             for factor in _amax_factors(by, w, observed)

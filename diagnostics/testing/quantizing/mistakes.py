@@ -116,10 +116,20 @@ def _zero_points() -> Iterator[QuantizerMistake]:
 
     for n in (1, -1):
         yield QuantizerMistake(f"the zero point off by {n:+d} before clipping", shifted(n, again=False))
-        yield QuantizerMistake(f"the zero point off by {n:+d} before clipping and after", shifted(n, again=True))
+        yield QuantizerMistake(shifted_throughout(n), shifted(n, again=True))
 
     def left_out(grid: Grid) -> list[Tensor]:
         return [grid.found.codes * grid.each(grid.scale)]
+
+    def left_out_unsigned(grid: Grid) -> list[Tensor]:
+        return [(grid.found.codes - _ends(grid.by)[0]) * grid.each(grid.scale)]
+
+    def none(start: Callable[[Grid], float]) -> Callable[[Grid], list[Tensor]]:
+        def make(grid: Grid) -> list[Tensor]:
+            zero, scale = torch.full_like(grid.w, start(grid)), grid.each(grid.scale)
+            return [(grid.codes(scale, zero) - zero) * scale]
+
+        return make
 
     def of_maximum(grid: Grid) -> list[Tensor]:
         """z = lowest - round(max / s), as it is or within the integers."""
@@ -160,11 +170,20 @@ def _zero_points() -> Iterator[QuantizerMistake]:
         return [(grid.codes(each, by_each) - by_each) * each]
 
     yield QuantizerMistake("no zero point subtracted", left_out)
+    yield QuantizerMistake("no zero point subtracted from unsigned codes", left_out_unsigned)
+    yield QuantizerMistake("a zero point of 0", none(lambda _: 0.0))
+    yield QuantizerMistake("a zero point of 0, of unsigned codes", none(lambda grid: float(_ends(grid.by)[0])))
     yield QuantizerMistake("a zero point made of the maximum instead of the minimum", of_maximum)
     yield QuantizerMistake("a zero point that is not rounded", unrounded)
     yield QuantizerMistake("a zero point that is rounded down", rounded(torch.floor))
     yield QuantizerMistake("a zero point that is rounded up", rounded(torch.ceil))
     yield QuantizerMistake("scales of the range over 2^bits, not over 2^bits - 1", wide_range)
+
+
+def shifted_throughout(n: int) -> str:
+    """What a zero point that is off by ``n`` before clipping and after does: it moves the range, and nothing else."""
+    end = "below the largest" if n > 0 else "above the lowest"
+    return f"the zero point off by {n:+d} before clipping and after, or codes clipped one {end}"
 
 
 def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
@@ -186,6 +205,14 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
 
     yield QuantizerMistake(WRAP, wrapped)
     yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
+    if by.symmetric:
+        low, high = elements.lowest + 1.0, elements.highest - 1.0
+        yield QuantizerMistake(
+            "codes clipped one below the largest", lambda grid: [grid.of(grid.found.codes.double().clamp(max=high))]
+        )
+        yield QuantizerMistake(
+            "codes clipped one above the lowest", lambda grid: [grid.of(grid.found.codes.double().clamp(min=low))]
+        )
 
 
 def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:

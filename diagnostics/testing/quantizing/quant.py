@@ -12,17 +12,17 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.kernels.quantizers import Integers, Quantizer, name_changed
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import runs_of
 from attn_diag.statistics.means import require_level
-from attn_diag.testing.quantizing.blocks import by_blocks
+from attn_diag.testing.quantizing.blocks import beyond_ties, by_blocks
 from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, straight_through, with_gradient
-from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, equal_values, strays
+from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, strays
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
@@ -109,7 +109,7 @@ def quant(
         meant = PossibleQuantizer(declared, DECLARED, amax=given)
         start = made if made is not None and made.words.startswith(DECLARED) else meant
         if made is None or (made.amax is not None and outcome == "fail"):
-            headline, following = _with_place(~equal_values(start, w, values), headline, following)
+            headline, following = _with_place(beyond_ties(start, w, values), headline, following)
         outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
@@ -310,7 +310,7 @@ def _without_strays(
         "fail",
         f"all but {count} of {far.numel()} values are {made.by.name}'s; these (in {where}) are more than one of its "
         "numbers away",
-        "look at these rows: a scale of theirs alone that is not the data's clips them",
+        "look at these rows: scales of theirs alone that are not the data's",
     )
 
 
@@ -381,12 +381,12 @@ def _alternatives(
     if by.scale.startswith("e8m0"):
         changes.append(("scales rounded up from amax over the largest number", {"scale": "e8m0:up", "target": None}))
     base = by.elements.partition(":")[0]
-    changes.append(("stochastic rounding", {"elements": f"{base}:stochastic"}))
+    changes.append(("stochastic rounding", {"elements": f"{base}:stochastic", "ties": "even"}))
     if not by.search:
         changes += [("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})]
     for number, (words, change) in enumerate(changes):
         progress(number, len(changes))
-        name = " ".join([by.name, *(f"{k}={v}" for k, v in change.items() if k != "search")])
+        name = name_changed(by.name, {k: v for k, v in change.items() if k != "search"})
         other = replace(by, **{"name": name, **change})  # type: ignore[arg-type]
         if change and replace(other, name=by.name) == by:
             continue

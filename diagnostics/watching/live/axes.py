@@ -13,6 +13,12 @@ def with_four_axes(t: Tensor) -> Tensor:
     return t[:, None] if t.dim() == 3 else t[(None,) * (4 - t.dim())]
 
 
+def heads_as_sequences(t: Tensor) -> Tensor:
+    """Three axes as ``with_four_axes`` has them, of a fused kernel: from 2.15 on torch gives them to it as heads of one
+    sequence, [1, N, T, D]."""
+    return t.transpose(0, 1)
+
+
 def mask_with_four_axes(mask: Tensor, q: Tensor) -> Tensor:
     """A mask that broadcasts to the scores of ``q``, for ``with_four_axes(q)``."""
     if q.dim() > 4 and mask.dim() > 3:

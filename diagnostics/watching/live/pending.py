@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_diag.watching.live.axes import is_batched
+from attn_diag.watching.live.axes import heads_as_sequences, is_batched
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.hops import RingHops
@@ -285,7 +285,7 @@ def _trimmed(grad: Tensor | None, like: Tensor) -> Tensor | None:
     if grad is None:
         return None
     grad = grad.detach() if grad.requires_grad else grad
-    grad = grad.transpose(0, 1) if grad.shape[1] > like.shape[1] == 1 else grad  # see ``sites.without_heads``
+    grad = heads_as_sequences(grad) if grad.shape[1] > like.shape[1] == 1 else grad
     batch = like.shape[0]
     return cut(grad if grad.shape[0] == batch else grad[:batch], like.shape[-1])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from attn_diag.watching.live.axes import mask_with_four_axes, with_four_axes
+from attn_diag.watching.live.axes import heads_as_sequences, mask_with_four_axes, with_four_axes
 from attn_diag.watching.live.kernels import alibi_origin
 from attn_diag.watching.live.score_mods import read_score_mod
 from attn_diag.watching.live.tap import Tap
@@ -128,12 +128,6 @@ def with_dropout(found: Fields, dropout: float | None, tap: Tap) -> Fields:
     return found | {"dropout_mask": kept, "dropout_p": float(dropout)}
 
 
-def without_heads(fused: Fields) -> Fields:
-    """Of q, k and v with three axes: one head of each sequence. From 2.15 on torch runs fused kernels on them, as heads
-    of one sequence."""
-    return {name: x.transpose(0, 1) if isinstance(x, Tensor) else x for name, x in fused.items()}
-
-
 def _unexpanded(mask: Tensor) -> LayOut:
     """What makes the gradient of a mask one of what it was expanded from: that alone is kept."""
     axes = [axis for axis in range(mask.dim()) if mask.stride(axis) == 0 and mask.shape[axis] > 1]
@@ -158,7 +152,7 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
         return None
     fused = tap.fused(q, v) if q.dim() in (3, 4) else {}
     if q.dim() == 3 and len(q) == len(k):
-        fused = without_heads(fused)
+        fused = {name: heads_as_sequences(x) if isinstance(x, Tensor) else x for name, x in fused.items()}
     tensors = fused or {
         "kernel": "torch SDPA math",
         "q": as_autocast(with_four_axes(q)),

@@ -19,7 +19,7 @@ from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
-from attn_diag.watching.live.met import Met
+from attn_diag.watching.live.met import DRAWN_AGAIN, Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import pipelines, stage_running
@@ -271,8 +271,8 @@ class Watch:
             if (spread := self._spread.first(place.module or "", call.q, call.k, near)) is not None:
                 call.head_offset, sure = spread
                 call.notes += [] if sure else [ASSUMED]
-        if self._places.by_order(met.caller):
-            call.notes.append(BY_ORDER)
+        call.notes += [BY_ORDER] if self._places.by_order(met.caller) else []
+        call.notes += [DRAWN_AGAIN] if met.recomputing and call.dropout_p else []
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
