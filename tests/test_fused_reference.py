@@ -17,6 +17,7 @@ from test_reference import CASES, TOLERANCE, Case, additive, make_head
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+import attn_diag.kernels.triton_interpreter  # noqa: F401  # mended: the reference imports no kernels
 from attn_diag.reference import (
     Alibi,
     AttentionHead,

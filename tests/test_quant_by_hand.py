@@ -147,9 +147,15 @@ class TestTorchao:
         x, dy = inputs()
         fake = self.fake(qat, torch.int4, group_size=32)  # type: ignore[attr-defined]
         found = attn_diag.quant(weight(27), "int4-half-range", observed=fake, x=x, dy=dy)
-        assert found.outcome == "pass"
         assert found.gradient is not None
-        assert found.gradient.right
+        edge = torch.ones(1, requires_grad=True)
+        # Its mask is torch.clamp's gradient, which is 0 at the limits from torch 2.14 on.
+        if torch.autograd.grad(edge.clamp(-1, 1), edge)[0]:
+            assert found.outcome == "pass"
+            assert found.gradient.right
+        else:
+            assert found.outcome == "fail"
+            assert "but in elements that become the grid's first or last number its gradient is 0" in found.headline
         assert found.parts[0].elements > 0
         assert "clipped elements are given none of it" in " ".join(found.report(100).split())
 

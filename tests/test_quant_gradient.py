@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_quantisers import inputs, plain_int4, weight
 from torch import Tensor
+from torch.nn import functional
 
 import attn_diag
 from attn_diag import InputError
@@ -149,6 +150,51 @@ def test_a_gradient_that_is_wrong_in_elements_or_everywhere_is_not_placed(where:
         assert found.gradient.apart is None
     else:
         assert f"in {place} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1" in found.headline
+
+
+class TestClamped:
+    """Fake quantisers whose mask is a clamp's own gradient: hardtanh's is 0 at its limits, torch.clamp's since 2.14."""
+
+    @staticmethod
+    def fake(bits: int, group: int, clamp: Callable[[Tensor, float, float], Tensor]) -> Callable[[Tensor], Tensor]:
+        high = 2.0 ** (bits - 1) - 1
+
+        def made(t: Tensor) -> Tensor:
+            blocks = t.reshape(len(t), -1, group)
+            scale = blocks.detach().abs().amax(-1, keepdim=True) / high
+            codes = blocks / scale
+            return (clamp(codes + (codes.round() - codes).detach(), -high, high) * scale).reshape(t.shape)
+
+        return made
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_what_is_lost_at_the_ends_of_the_grid_is_named(self, seed: int) -> None:
+        x, dy = inputs()
+        found = attn_diag.quant(weight(seed), "int4", observed=self.fake(4, 32, functional.hardtanh), x=x, dy=dy)
+        assert found.outcome == "fail"
+        assert found.gradient is not None
+        assert "in elements that become the grid's first or last number its gradient is 0 times" in found.headline
+        assert found.next is not None
+        assert "torch.clamp has no gradient at its own limits" in found.next
+
+    def test_of_a_row_of_eight_bits_they_are_too_few(self) -> None:
+        x, dy = inputs()
+        found = attn_diag.quant(weight(1), "int8", observed=self.fake(8, 256, functional.hardtanh), x=x, dy=dy)
+        assert found.outcome == "pass"
+
+    @pytest.mark.parametrize("factor", [0.0, 0.9, -1.0])
+    def test_it_is_not_named_where_more_is_wrong(self, factor: float) -> None:
+        """Half of the other elements' gradients are multiplied."""
+        x, dy = inputs()
+        other = torch.rand(64, 256, generator=torch.Generator().manual_seed(3)) < 0.5
+
+        def fake(t: Tensor) -> Tensor:
+            y = self.fake(4, 32, functional.hardtanh)(t)
+            return torch.where(other, factor * y + (1 - factor) * y.detach(), y)
+
+        found = attn_diag.quant(weight(2), "int4", observed=fake, x=x, dy=dy)
+        assert found.outcome == "fail"
+        assert "first or last number" not in found.headline + (found.next or "")
 
 
 def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it() -> None:

@@ -105,7 +105,7 @@ class StraightThrough:
     draws: int
     """Of the dither."""
     apart: str | None = None
-    """The rows, columns or blocks whose elements are passed another multiple of the gradient than most, in words."""
+    """The rows, columns, blocks or ends of the grid that are passed another multiple of the gradient, in words."""
 
 
 @dataclass(frozen=True)
