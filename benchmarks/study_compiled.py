@@ -70,11 +70,11 @@ def called(run: Form, given: list[Tensor]) -> dict[str, Tensor]:
 
 def said(form: str, given: list[Tensor], outputs: dict[str, Tensor]) -> dict[str, dict[str, int]]:
     """Quantity -> how many heads have each answer, with its site."""
-    q, k, v, do = given[:4]
+    tensors: dict[str, Any] = dict(zip(("q", "k", "v", "do"), given, strict=False)) | outputs
+    options: dict[str, Any] = {"softcap": CAP} if form == "softcap" else {}
     diagnosis = attn_diag.inspect(
-        q, k, v, do=do, **outputs, scale=ALPHA, causal=form != "no mask", softcap=CAP if form == "softcap" else None,
-        device=str(q.device),
-    )  # fmt: skip
+        **tensors, **options, scale=ALPHA, causal=form != "no mask", device=str(given[0].device)
+    )
     found: dict[str, Counter[str]] = {}
     for one in (x for head in diagnosis.heads for x in head.quantities):
         found.setdefault(one.quantity, Counter())[f"{one.answer}, {one.site}" if one.site else one.answer] += 1
@@ -124,7 +124,10 @@ def main() -> None:
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         found = [one for some in pool.map(calls, options.forms, [options.device] * len(options.forms)) for one in some]
-    healthy = sum((Counter(counts) for one in found for counts in one["said"].values()), Counter[str]())
+    healthy = Counter[str]()
+    for one in found:
+        for counts in one["said"].values():
+            healthy.update(counts)
     save(made_by(options.device) | {"healthy heads": dict(healthy), "calls": found}, options.json)
 
 

@@ -152,7 +152,7 @@ def _varlen_attn(
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal and window == (-1, -1) else window
-    grouped = {} if q.shape[1] == k.shape[1] else {"enable_gqa": True}
+    grouped: dict[str, Any] = {} if q.shape[1] == k.shape[1] else {"enable_gqa": True}
     return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, longest, window_size=window, **grouped)
 
 
