@@ -547,3 +547,17 @@ def test_rows_that_are_far_off_do_not_round_otherwise() -> None:
     said = attn_diag.identify(other_function(window=100), device="cpu").report(200)
     assert "wrong in rows 100-159: " in said
     assert "rounds otherwise" not in said
+
+
+def test_scattered_rows_of_a_short_head_are_no_place() -> None:
+    """Any few rows of 48 are at most eight runs; torch's flash kernel of a CPU, whose exponential is its own, was
+    "wrong": it 'rounds otherwise in rows …, too many in one place to be chance'."""
+    capture = emulated(preset("fa2", "bf16", 16), length=48, d=16)
+    features = torch.tensor([3, 14, 0, 8, 11, 5])
+    outcomes = []
+    for rows in (torch.tensor([20, 23, 31, 36, 41, 46]), torch.arange(30, 36)):
+        o = capture.tensors["o"][...].clone()
+        o.view(torch.int16)[0, 0, rows[:, None], features] += 1
+        result = attn_diag.identify(*(capture.tensors[n][...] for n in "qkv"), o=o, causal=True, device="cpu")
+        outcomes.append(result.outcome)
+    assert outcomes == ["unknown", "flawed"]

@@ -33,8 +33,8 @@ from attn_diag.reference import FloatFormat, RowBlock, format_of, reference_rows
 from attn_diag.results.wording import number, plural, ranges
 
 _BLOCK = 128
-# So many runs of rows are a place.
-_RUNS = 8
+# So many runs of rows are a place, and one of every so many rows: of a short head any rows are few runs.
+_RUNS, _ROWS_OF_RUN = 8, 32
 # Rows or features with so many times the misses of a recipe that fits are looked at together.
 _CONCENTRATED = 10
 # Rows by themselves are left to chance where they are at most this part of all, or two.
@@ -188,7 +188,8 @@ def allowance(recipe: Recipe, subject: SearchedHead, block: RowBlock, fmt: Float
 def _together(bad: Tensor) -> bool:
     """Whether the rows marked are few runs, or lie at one distance."""
     steps = bad.nonzero()[:, 0].diff()
-    return 1 + int((steps > 1).sum()) <= _RUNS or len(set(steps.tolist())) == 1
+    most = min(_RUNS, max(1, len(bad) // _ROWS_OF_RUN))
+    return 1 + int((steps > 1).sum()) <= most or len(set(steps.tolist())) == 1
 
 
 def _at_one_distance(bad: Tensor) -> bool:
