@@ -454,48 +454,6 @@ def test_our_own_operator(packed: bool, tmp_path: Path, device: str) -> None:
     assert holds(capture)
 
 
-def test_two_axes_and_three(tmp_path: Path) -> None:
-    """Calls without a head axis: one head of each sequence."""
-    with attn_diag.capture(None, tmp_path, batch=None, calls=None) as recorder:
-        for axes in (2, 3):
-            q, k, v = (torch.randn(2, 5, 4)[(0,) * (3 - axes)].requires_grad_() for _ in range(3))
-            torch.autograd.backward(sdpa(q, k, v).sum())
-    captures = written(recorder)
-    assert [tuple(c.tensors["q"].shape) for c in captures] == [(1, 1, 5, 4), (2, 1, 5, 4)]
-    assert all(holds(c) for c in captures)
-    assert all({"do", "dq", "dk", "dv"} <= c.tensors.keys() for c in captures)
-
-
-OF_WINDOWS = {
-    "none": None,
-    "of a window": torch.arange(8.0).reshape(2, 1, 4, 1).sin(),
-    "of a sequence": torch.arange(3 * 5).reshape(3, 1, 1, 1, 5) % 4 > 0,
-    "of a head": torch.arange(8.0).reshape(2, 4, 1).cos(),
-}
-
-
-@pytest.mark.parametrize("mask", OF_WINDOWS)
-def test_more_than_four_axes(mask: str, tmp_path: Path) -> None:
-    """Windows of images: 3 sequences of 2 windows, 2 heads."""
-    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
-        q, k, v = (torch.randn(3, 2, 2, n, 8).requires_grad_() for n in (4, 5, 5))
-        torch.autograd.backward(sdpa(q, k, v, attn_mask=OF_WINDOWS[mask]).sum())
-    (capture,) = written(recorder)
-    assert tuple(capture.tensors["q"].shape) == (6, 2, 4, 8)
-    assert holds(capture)
-    for name, given in (("dq", q), ("dk", k), ("dv", v)):
-        assert torch.equal(capture.tensors[name][...], some(given.grad).flatten(0, 1))
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (1, 2, 0, 4)], ids=["sequences", "tokens"])
-def test_a_call_of_nothing_is_told(shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), attn_diag.capture(None, tmp_path, batch=None) as recorder:
-        q = torch.zeros(shape)
-        sdpa(q, q, q)
-    assert not recorder.written
-    assert f"nothing was attended to: q has the shape {shape}" in caplog.text
-
-
 def test_a_call_that_cannot_be_read_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
