@@ -561,3 +561,16 @@ def test_scattered_rows_of_a_short_head_are_no_place() -> None:
         result = attn_diag.identify(*(capture.tensors[n][...] for n in "qkv"), o=o, causal=True, device="cpu")
         outcomes.append(result.outcome)
     assert outcomes == ["unknown", "flawed"]
+
+
+def test_another_scale_of_a_long_head_is_named() -> None:
+    """512 rows, of which some are looked at: it stopped with an IndexError."""
+    capture = emulated(preset("fa2"), length=512)
+    q, k, v = (capture.tensors[n][...] for n in "qkv")
+    head = replace(read_head(capture, 0, 0, CPU, NonFiniteCensus()).head, scale=0.2)
+    o = emulate_head(preset("fa2"), head).o[None, None]
+    result = attn_diag.identify(q, k, v, o=o, causal=True, device="cpu")
+    assert "it fits" in result.report(200)
+    assert float(result.report(200).partition("--scale ")[2].split()[0]) == pytest.approx(0.2, rel=1e-3)
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
+    assert "(1/sqrt(25)) fits" in str(found.captures[0].assumptions.message)

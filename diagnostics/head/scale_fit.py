@@ -126,6 +126,6 @@ def fit_scale(inputs: HeadInputs, observed: Tensor) -> ScaleFit | None:
         return None
     noise = NoiseCollector(changed, inputs.input_format, inputs.input_format)
     noise.add(block)
-    expected = float(noise.variance["o"].sum(1)[good].sum())
+    expected = float(noise.variance["o"][rows][good].sum())
     left = math.sqrt(float(off.square().sum()) / expected) if expected else math.inf
     return ScaleFit(scale, head.scale, error * scale, explained, left)
