@@ -466,3 +466,16 @@ def test_gradients_that_underflow_are_not_judged_by_what_was_flushed() -> None:
         head = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads[0]
         answers = {x.quantity: x.answer for x in head.quantities}
         assert answers["dv"] == answer
+
+
+def test_what_explains_the_last_of_some_rows_is_not_said_of_all() -> None:
+    """Of one-hot rows the last zero row would be what losing the last keys makes; the others would not."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 512, 64, generator=g)
+    k = 8 * k / k.norm(dim=-1, keepdim=True)
+    q, k, v = (6 * k).bfloat16(), k.bfloat16(), torch.randn(1, 1, 512, 64, generator=g).bfloat16()
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o[:, :, 127::128] = 0
+    capture = attn_diag.Capture.from_tensors({"q": q, "k": k, "v": v, "o": o}, causal="top-left")
+    head = attn_diag.inspect_captures([capture], device="cpu").captures[0].observations[0].heads[0]
+    assert "every 128th row from 127 is zero" in head.quantities[0].words

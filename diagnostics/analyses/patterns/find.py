@@ -22,7 +22,8 @@ from attn_diag.reference import reference_rows, ulp
 from attn_diag.results.quality import Pattern
 from attn_diag.results.wording import percent, singular
 
-# Guesses are compared on so many rows, spread over those in question.
+# Guesses are compared on so many rows: half of them spread over those in question, half the furthest off, so that what
+# is said of all is true of those that matter.
 _SAMPLE = 64
 # A guess is named only if the next one leaves so many times its squared error.
 _BEATS = 2.0
@@ -187,12 +188,10 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
         return group, None
     lines = group.lines
-    rows = lines[torch.linspace(0, len(lines) - 1, min(_SAMPLE, len(lines)), device=lines.device).long()]
+    rows = _sample(evidence, lines)
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
     found, numbers = [], evidence.dimensions(rows)
-    if float(evidence.error[rows].square().sum()) <= float(evidence.noise[rows].sum()):
-        return group, None  # what is off is in rows between these
     for guess in _guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue
@@ -206,6 +205,15 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
         return group, None
     guess, fit = chosen
     return Group(group.lines, guess.kind, guess.words), fit
+
+
+def _sample(evidence: Evidence, lines: Tensor) -> Tensor:
+    """At most ``_SAMPLE`` of some rows, in their order."""
+    if len(lines) <= _SAMPLE:
+        return lines
+    spread = lines[torch.linspace(0, len(lines) - 1, _SAMPLE // 2, device=lines.device).long()]
+    furthest = lines[evidence.error[lines].square().sum(1).topk(_SAMPLE // 2).indices]
+    return torch.cat([spread, furthest]).unique()
 
 
 def _absorbed(evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]) -> list[tuple[Group, Fit | None]]:
