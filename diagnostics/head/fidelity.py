@@ -6,23 +6,28 @@ that any statement about the mean has) and, of LSE, what fp32 arithmetic may dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
+from attn_diag.head.stacks import on_host
 from attn_diag.head.together import joins, outputs_together
-from attn_diag.kernels import EmulatedHead, emulate_head, stackable
+from attn_diag.kernels import emulate_head, stackable
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp
+from attn_diag.reference.heads import stacked
+from attn_diag.results.estimates import BiasEstimate
 from attn_diag.results.wording import number, percent
+from attn_diag.statistics.arrays import Array, dense
 from attn_diag.statistics.means import BiasCase, SignedErrors, estimate_biases
-from attn_diag.statistics.ratios import RatioEstimate, paired_ratio
+from attn_diag.statistics.ratios import RatioCase, RatioEstimate, paired_ratios
 
 # Means further apart than so many standard errors of the recipe's own are not the same.
 _APART = 3.0
@@ -42,78 +47,179 @@ class Fidelity:
     """Of o and dq: the captured kernel's error over a well-rounded kernel's; the recipe's where none was captured."""
 
 
-def fidelity(head: OpenHead) -> Fidelity:
-    """Run the head's recipe once, and well-rounded ones, and compare."""
-    return fidelities([head])[0]
+def differences(head: OpenHead) -> Mapping[str, str]:
+    """Run the head's recipe once, and compare; see ``Fidelity``."""
+    return _differences([head], [_captured(head)], _emulated([head]))[0]
 
 
 def fidelities(heads: Sequence[OpenHead]) -> list[Fidelity]:
-    """The same of several heads of one recipe; those on a GPU are of one shape, and run together."""
+    """Run the recipe of several heads once, and well-rounded ones, and compare.
+
+    Heads on a GPU are of one shape, and run together.
+    """
     others = [Counterfactuals(h.truth.head, h.truth.out_format, h.formats, key_gradients=False) for h in heads]
-    recipe, together = heads[0].baseline.recipe, len(heads) > 1 and joins(heads[0].truth.head.q.device)
-    if together:
+    if len(heads) > 1 and joins(heads[0].truth.head.q.device):
         Counterfactuals.run_together(others)
-    if together and stackable(recipe):
-        (stack,) = outputs_together([recipe], [head.truth.head for head in heads])
-        made = [{name: values[i].double() for name, values in stack.items()} for i in range(len(heads))]
-    else:
-        made = [_outputs_of(emulate_head(recipe, head.truth.head, key_gradients=False)) for head in heads]
-    return [_compared(*each) for each in zip(heads, made, others, strict=True)]
+    captured, emulated = [_captured(head) for head in heads], _emulated(heads)
+    different = _differences(heads, captured, emulated)
+    outputs = [one or other for one, other in zip(captured, emulated, strict=True)]
+    return list(map(Fidelity, different, _beside_well_rounded(heads, outputs, others)))
 
 
-def _outputs_of(made: EmulatedHead) -> dict[str, Tensor]:
-    return {n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(made, n)) is not None}
-
-
-def _compared(head: OpenHead, emulated: Mapping[str, Tensor], others: Counterfactuals) -> Fidelity:
-    """One head, beside what its recipe and well-rounded ones make."""
-    truth, reference = head.truth, head.truth.reference
+def _captured(head: OpenHead) -> dict[str, Tensor]:
+    """What the kernel returned, with the delta that follows from its O."""
+    captured = dict(head.outputs) if head.observation is not None else {}
     # What rowsum(dO o O) errs by is no other delta's error.
     recipe = head.baseline.recipe
     in_fp32 = parse(recipe.delta) is None and parse(recipe.delta_products) is None
     made_from_o = recipe.delta_from == "rounded-o" and in_fp32
-    captured = dict(head.outputs) if head.observation is not None else {}
-    if "o" in captured and truth.head.do is not None and "delta" not in captured and made_from_o:
-        captured["delta"] = (truth.head.do * captured["o"]).sum(1)
-    known = {"o": reference.out, "delta": reference.delta, "dq": reference.dq}
-    keys = truth.clusters
-    found: dict[str, str] = {}
-    for name, exact in known.items():
-        if exact is None or name not in captured or name not in emulated:
-            continue
-        unit = ulp(exact, truth.out_format).mean() if name != "delta" else truth.noise_floor
-        assert unit is not None
-        words = _apart(captured[name], emulated[name], exact, unit, _usable(truth.usable, captured[name]), keys)
+    if "o" in captured and head.truth.head.do is not None and "delta" not in captured and made_from_o:
+        captured["delta"] = (head.truth.head.do * captured["o"]).sum(1)
+    return captured
+
+
+def _emulated(heads: Sequence[OpenHead]) -> list[dict[str, Tensor]]:
+    """What the recipe returns."""
+    recipe = heads[0].baseline.recipe
+    if len(heads) > 1 and joins(heads[0].truth.head.q.device) and stackable(recipe):
+        (stack,) = outputs_together([recipe], [head.truth.head for head in heads])
+        return [{name: values[i].double() for name, values in stack.items()} for i in range(len(heads))]
+    made = [emulate_head(recipe, head.truth.head, key_gradients=False) for head in heads]
+    return [{n: t.double() for n in ("o", "lse", "delta", "dq") if (t := getattr(one, n)) is not None} for one in made]
+
+
+def _exact(head: OpenHead) -> dict[str, Tensor | None]:
+    reference = head.truth.reference
+    return {"o": reference.out, "delta": reference.delta, "dq": reference.dq}
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A quantity of a head, [n] or [n, D], of a captured kernel and of its recipe."""
+
+    head: OpenHead
+    name: str
+    captured: Tensor
+    emulated: Tensor
+    exact: Tensor
+
+    @property
+    def clustered(self) -> bool:
+        """Whether rows of one argmax key err alike: delta's do not."""
+        return self.exact.ndim == 2
+
+
+def _differences(
+    heads: Sequence[OpenHead], captured: Sequence[Mapping[str, Tensor]], emulated: Sequence[Mapping[str, Tensor]]
+) -> list[dict[str, str]]:
+    """In what the two differ that is certain, by quantity."""
+    pairs = [
+        (i, _Pair(head, name, own[name], made[name], exact))
+        for i, (head, own, made) in enumerate(zip(heads, captured, emulated, strict=True))
+        for name, exact in _exact(head).items()
+        if exact is not None and name in own and name in made
+    ]
+    keys = on_host([head.truth.clusters for head in heads])
+    summed = _summed([pair for _, pair in pairs])
+    clusters = [dense(keys[i][one.rows]) for (i, _), one in zip(pairs, summed, strict=True)]
+    ratios = paired_ratios(
+        [
+            RatioCase(one.squares[0], one.squares[1], labels if pair.clustered else None)
+            for (_, pair), one, labels in zip(pairs, summed, clusters, strict=True)
+        ]
+    )
+    widths = [pair.exact[0].numel() for _, pair in pairs]
+    cases = [
+        _case(sums, width, labels)
+        for one, width, labels in zip(summed, widths, clusters, strict=True)
+        for sums in one.signed
+    ]
+    means = iter(estimate_biases(cases, _LEVEL))
+    found: list[dict[str, str]] = [{} for _ in heads]
+    for (i, pair), one, ratio, *of in zip(pairs, summed, ratios, means, means, means, strict=True):
+        words = [f"it has NaN or Inf in {one.lost} of its rows"] if one.lost else []
+        if len(one.signed[0]):
+            words += _said(one.squares, ratio, *of, clustered=pair.clustered)
         if words:
-            found[name] = words
-    for name, rows in _nonfinite(captured, emulated, truth.usable).items():
-        found[name] = ", ".join(filter(None, (f"it has NaN or Inf in {rows} of its rows", found.get(name))))
-    if "lse" in captured and (words := _other_lse(head, captured["lse"], emulated["lse"])):
-        found["lse"] = words
-    return Fidelity(found, _beside_well_rounded(head, captured or emulated, known, others))
+            found[i][pair.name] = ", ".join(words)
+    for head, own, made, words_of in zip(heads, captured, emulated, found, strict=True):
+        if "lse" in own and (other := _other_lse(head, own["lse"], made["lse"])):
+            words_of["lse"] = other
+    return found
 
 
-def _usable(rows: Tensor, values: Tensor) -> Tensor:
-    return rows & (values.isfinite() if values.ndim == 1 else values.isfinite().all(1))
+@dataclass(frozen=True)
+class _Summed:
+    """Sums over the features of a pair's rows that count: of the captured kernel's error, of the recipe's, and of the
+    difference between both."""
+
+    rows: npt.NDArray[np.bool_]
+    """[Tq], those that count."""
+    lost: int
+    """Rows in which the captured kernel returned no numbers, where the recipe does."""
+    squares: Array
+    """[3, n]"""
+    signed: Array
+    """[3, n], away from zero, in ulp (of delta: upwards, in noise floors)."""
 
 
-def _apart(captured: Tensor, emulated: Tensor, exact: Tensor, unit: Tensor, rows: Tensor, keys: Tensor) -> str:
-    """In what two sets of errors differ; empty: in nothing that is certain."""
-    known = rows.cpu().numpy()
-    if not known.any():
-        return ""
-    clusters = np.unique(keys.cpu().numpy()[known], return_inverse=True)[1]
-    # By row, so that a GPU is waited for once. NaN in a row that does not count is none.
-    matrix = exact.reshape(len(exact), -1)
-    one, other = (torch.where(rows[:, None], x.reshape(matrix.shape) - matrix, 0.0) for x in (captured, emulated))
-    away = matrix.sign() if exact.ndim == 2 else torch.ones_like(matrix)
-    scale = unit[:, None] if unit.ndim else unit
-    away = torch.where(scale > 0, away / scale, 0.0)
-    errors = one, other, one - other
-    sums = [x.square().sum(1) for x in errors] + [(x * away).sum(1) for x in errors]
-    a, b, difference, *signed = torch.stack(sums).cpu().numpy()[:, known]
+def _summed(pairs: Sequence[_Pair]) -> list[_Summed]:
+    """The sums of each pair; on a GPU those of one shape at once."""
+    found: dict[int, _Summed] = {}
+    for places in _alike([pair.exact for pair in pairs]):
+        some = [pairs[i] for i in places]
+        exact, one, other = (
+            stacked([getattr(pair, n) for pair in some]).reshape(len(some), len(some[0].exact), -1)
+            for n in ("exact", "captured", "emulated")
+        )
+        usable = stacked([pair.head.truth.usable for pair in some])
+        finite = one.isfinite().all(2)
+        rows, lost = usable & finite, (usable & ~finite & other.isfinite().all(2)).sum(1)
+        # NaN in a row that does not count is none.
+        one, other = (torch.where(rows[..., None], x - exact, 0.0) for x in (one, other))
+        away = _away(some, exact)
+        errors = one, other, one - other
+        sums = [x.square().sum(2) for x in errors] + [(x * away).sum(2) for x in errors]
+        # A GPU is waited for once.
+        of_all = torch.stack([*sums, rows.double(), lost.double()[:, None].expand_as(rows)], 1).cpu().numpy()
+        for i, (*numbers, known, gone) in zip(places, of_all, strict=True):
+            counted = np.array(numbers)[:, known > 0]
+            found[i] = _Summed(known > 0, int(gone[0]), counted[:3], counted[3:])
+    return [found[i] for i in range(len(pairs))]
+
+
+def _away(pairs: Sequence[_Pair], exact: Tensor) -> Tensor:
+    """What errors are multiplied by, [m, n, D]: the sign of the true value over the mean ulp; of delta 1 over each
+    row's noise floor."""
+    if pairs[0].clustered:
+        scale = ulp(exact, pairs[0].head.truth.out_format).mean((1, 2), keepdim=True)
+        return torch.where(scale > 0, exact.sign() / scale, 0.0)
+    floors = [floor for pair in pairs if (floor := pair.head.truth.noise_floor) is not None]
+    scale = stacked(floors)[..., None]
+    return torch.where(scale > 0, 1 / scale, 0.0)
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of those that are computed at once: of one shape on a GPU, each by itself on a CPU, whose cache holds
+    one."""
+    groups: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.shape if tensor.is_cuda else i, []).append(i)
+    return list(groups.values())
+
+
+def _said(
+    squares: Array,
+    ratio: RatioEstimate | None,
+    mine: BiasEstimate,
+    theirs: BiasEstimate,
+    apart: BiasEstimate,
+    *,
+    clustered: bool,
+) -> list[str]:
+    """In what two sets of errors differ; nothing where nothing is certain."""
+    a, b, difference = squares
     said = []
-    ratio = paired_ratio(a, b, clusters if exact.ndim == 2 else None)
     if ratio is not None and (ratio.low > AS_GOOD or ratio.high < 1 / AS_GOOD):
         said.append(f"its error is {number(ratio.factor)} times the recipe's")
     elif ratio is None and bool(a.any()) != bool(b.any()):
@@ -122,13 +228,12 @@ def _apart(captured: Tensor, emulated: Tensor, exact: Tensor, unit: Tensor, rows
     if not said and rest > _REST * whole:
         part = rest / max(float(a.sum()), 1e-300)
         said.append(f"{percent(min(part, 1.0), '.0f')} of its squared error is not the recipe's")
-    mine, theirs, apart = estimate_biases([_case(rows, matrix.shape[1], clusters) for rows in signed], _LEVEL)
     p_value, error = apart.p_value, theirs.standard_error
     moved = (mine.mean or 0.0) - (theirs.mean or 0.0)
     if p_value is not None and p_value <= _LEVEL and error is not None and abs(moved) > _APART * error:
-        name = "noise floors" if exact.ndim == 1 else "ulp away from zero"
+        name = "ulp away from zero" if clustered else "noise floors"
         said.append(f"its mean is {mine.mean or 0.0:+.2g} {name}, the recipe's {theirs.mean or 0.0:+.2g}")
-    return ", ".join(said)
+    return said
 
 
 def _case(sums: np.ndarray, count: int, clusters: np.ndarray) -> BiasCase:
@@ -159,39 +264,53 @@ def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:
 
 
 def _beside_well_rounded(
-    head: OpenHead, outputs: Mapping[str, Tensor], known: Mapping[str, Tensor | None], others: Counterfactuals
-) -> dict[str, RatioEstimate]:
-    truth = head.truth
-    if not covers(truth.out_format):
-        return {}
-    found: dict[str, RatioEstimate] = {}
+    heads: Sequence[OpenHead], outputs: Sequence[Mapping[str, Tensor]], others: Sequence[Counterfactuals]
+) -> list[dict[str, RatioEstimate]]:
+    """Of each head's o and dq, the error over that of the published recipe that comes nearest to it."""
+    found: list[dict[str, RatioEstimate]] = [{} for _ in heads]
     for name in ("o", "dq"):
-        exact = known[name]
-        if exact is None or name not in outputs:
-            continue
-        rows = _usable(truth.usable, outputs[name])
-        error = (outputs[name] - exact)[rows].square().sum(1).cpu().numpy()
-        fmt = head.formats.get(name, truth.out_format)
-        floor = (ulp(exact[rows], fmt).square().sum(1) / 12).cpu().numpy()
-        clusters = np.unique(truth.clusters[rows].cpu().numpy(), return_inverse=True)[1] if name == "o" else None
-        best: RatioEstimate | None = None
-        for recipe in ALTERNATIVES:
-            theirs = (others.outputs(recipe)[name] - exact)[rows].square().sum(1).cpu().numpy()
-            ratio = paired_ratio(error, theirs if theirs.sum() > floor.sum() else floor, clusters)
-            best = ratio if best is None or (ratio is not None and ratio.factor < best.factor) else best
-            if best is None or best.high <= AS_GOOD:
-                break
-        if best is not None:
-            found[name] = best
+        known = [i for i, h in enumerate(heads) if covers(h.truth.out_format) and _exact(h)[name] is not None]
+        known = [i for i in known if name in outputs[i]]
+        some = [(heads[i], outputs[i][name], others[i]) for i in known]
+        for i, ratio in zip(known, _nearest(name, some) if some else (), strict=True):
+            if ratio is not None:
+                found[i][name] = ratio
     return found
 
 
-def _nonfinite(captured: Mapping[str, Tensor], emulated: Mapping[str, Tensor], usable: Tensor) -> dict[str, int]:
-    """By quantity, in how many rows the captured kernel returned no numbers where the recipe does; they are left out
-    of all else. Those in which it does not are not there."""
-    names = [name for name in ("o", "delta", "dq") if name in captured and name in emulated]
-    if not names:
-        return {}
-    lost = [(usable & ~_usable(usable, captured[n]) & _usable(usable, emulated[n])).sum() for n in names]
-    # A GPU is waited for once.
-    return {name: count for name, count in zip(names, torch.stack(lost).tolist(), strict=True) if count}
+def _nearest(name: str, some: Sequence[tuple[OpenHead, Tensor, Counterfactuals]]) -> list[RatioEstimate | None]:
+    """The same of one quantity of some heads, of which it is known."""
+    heads, outputs, others = zip(*some, strict=True)
+    exact = [tensor for head in heads if (tensor := _exact(head)[name]) is not None]
+    fmt = heads[0].formats.get(name, heads[0].truth.out_format)
+    errors, floors = _squares(outputs, exact), _by_row(lambda one: ulp(one, fmt).square() / 12, exact)
+    usable, keys = (on_host([getattr(head.truth, n) for head in heads]) for n in ("usable", "clusters"))
+    rows = [one & np.isfinite(error) for one, error in zip(usable, errors, strict=True)]
+    labels = [dense(of[own]) if name == "o" else None for of, own in zip(keys, rows, strict=True)]
+    best: list[RatioEstimate | None] = [None] * len(heads)
+    left = list(range(len(heads)))
+    for recipe in ALTERNATIVES:
+        theirs = _squares([others[i].outputs(recipe)[name] for i in left], [exact[i] for i in left])
+        cases = [
+            RatioCase(errors[i][rows[i]], max(floors[i][rows[i]], own[rows[i]], key=np.sum), labels[i])
+            for i, own in zip(left, theirs, strict=True)
+        ]
+        for i, ratio in zip(left, paired_ratios(cases), strict=True):
+            known = best[i]
+            best[i] = ratio if known is None or (ratio is not None and ratio.factor < known.factor) else known
+        left = [i for i in left if (known := best[i]) is not None and known.high > AS_GOOD]
+    return best
+
+
+def _squares(observed: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Array]:
+    """Squared errors by row, [n] each."""
+    return _by_row(lambda one, other: (one - other).square_(), observed, exact)
+
+
+def _by_row(work: Callable[..., Tensor], *tensors: Sequence[Tensor]) -> list[Array]:
+    """Sums by row, [n] each, of what ``work`` makes of [n, D]; on a GPU of those of one shape at once."""
+    found: dict[int, Array] = {}
+    for places in _alike(tensors[0]):
+        made = work(*(stacked([of[i] for i in places]) for of in tensors))
+        found |= zip(places, made.sum(2).cpu().numpy(), strict=True)
+    return [found[i] for i in range(len(tensors[0]))]

@@ -22,7 +22,7 @@ from attn_diag.captures.given import Array, CallTensors, Named, One, Source
 from attn_diag.captures.selection import select_place
 from attn_diag.errors import InputError
 from attn_diag.head.baseline import observation_with_o
-from attn_diag.head.fidelity import fidelity
+from attn_diag.head.fidelity import differences
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
@@ -229,7 +229,7 @@ def _unfit(given: OpenHead) -> str:
     """In what the captured kernel does otherwise than the recipe; empty: in nothing that is known."""
     if given.observation is None:
         return ""
-    differing = "; ".join(f"{SYMBOLS[q]}: {words}" for q, words in fidelity(given).differences.items())
+    differing = "; ".join(f"{SYMBOLS[q]}: {words}" for q, words in differences(given).items())
     return f"The captured kernel does otherwise than {given.baseline.name} ({differing})." if differing else ""
 
 

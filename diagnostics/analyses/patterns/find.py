@@ -211,9 +211,10 @@ def _sample(evidence: Evidence, lines: Tensor) -> Tensor:
     """At most ``_SAMPLE`` of some rows, in their order."""
     if len(lines) <= _SAMPLE:
         return lines
-    spread = lines[torch.linspace(0, len(lines) - 1, _SAMPLE // 2, device=lines.device).long()]
-    furthest = lines[evidence.error[lines].square().sum(1).topk(_SAMPLE // 2).indices]
-    return torch.cat([spread, furthest]).unique()
+    kept = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
+    kept[torch.linspace(0, len(lines) - 1, _SAMPLE // 2, device=lines.device).long()] = True
+    kept[evidence.error[lines].square().sum(1).topk(_SAMPLE // 2).indices] = True
+    return lines[kept]
 
 
 def _absorbed(evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]) -> list[tuple[Group, Fit | None]]:
