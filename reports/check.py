@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.reports.quantities import NOISE_FACTOR
 from attn_diag.results.check import BROKEN, FACTOR, OF_QUANTITY, CheckedBias, CheckedCase, CheckReport, Failure, Size
-from attn_diag.results.quality import Pattern
+from attn_diag.results.quality import SHARED_ERRORS, Pattern
 from attn_diag.results.wording import (
     DASH,
     EVERY_SYMBOL,
@@ -144,8 +144,8 @@ def _what(found: CheckReport, first: Failure) -> str:
         patterns = _patterns(found, first)
         pattern = f", of which {patterns[0].words}" if patterns else ", which no rounding makes"
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
-    if (factor := _shared_factor(found, first)) is not None:
-        return f"of {name} {factor}{_also_wrong(beside)}"
+    if (shared := _shared_error(found, first)) is not None:
+        return f"of {name} {shared}{_also_wrong(beside)}"
     if (longer := _longer(found, first)) is not None:
         return f"{name} is {longer} times the true one in the mean{_also_wrong(beside)}"
     kinds = {f.kind for f in found.failures if f.quantity == first.quantity}
@@ -163,11 +163,11 @@ def _patterns(found: CheckReport, failure: Failure) -> tuple[Pattern, ...]:
     return known[0].patterns if known else ()
 
 
-def _shared_factor(found: CheckReport, first: Failure) -> str | None:
-    """The factor that is all that ails a quantity; None where something else does, or other quantities fail too."""
+def _shared_error(found: CheckReport, first: Failure) -> str | None:
+    """What ails all numbers of a quantity alike; None where something else does, or other quantities fail too."""
     if {f.quantity for f in found.failures} != {first.quantity}:
         return None
-    return next((p.words for p in _patterns(found, first) if p.kind == "shared factor"), None)
+    return next((p.words for p in _patterns(found, first) if p.kind in SHARED_ERRORS), None)
 
 
 def _longer(found: CheckReport, first: Failure) -> str | None:

@@ -10,6 +10,7 @@ from builders import some
 from torch import Tensor
 
 import attn_diag
+from attn_diag.kernels.formats import Mode, parse, round_to
 from attn_diag.results.diagnosis import HeadDiagnosis
 
 ROWS, WIDTH = 96, 32
@@ -22,12 +23,22 @@ def call(seed: int, apart: float = 1.0) -> dict[str, Tensor]:
     v = torch.randn(WIDTH, generator=generator) + apart * v
     x = {"q": q, "k": k, "v": v, "do": do}
     x = {name: tensor.bfloat16().double() for name, tensor in x.items()}
-    scores = x["q"] @ x["k"].mT / WIDTH**0.5
-    probs = scores.masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf).softmax(-1)
-    o = (probs.bfloat16().double() @ x["v"]).bfloat16().double()
+    probs = probs_of(x)
+    o = exact_out(x).bfloat16().double()
     delta = (x["do"] * o).sum(-1, keepdim=True)
     ds = (probs * (x["do"] @ x["v"].mT - delta)).bfloat16().double() / WIDTH**0.5
     return x | {"o": o, "dq": ds @ x["k"], "dk": ds.mT @ x["q"], "dv": probs.bfloat16().double().mT @ x["do"]}
+
+
+def probs_of(x: dict[str, Tensor]) -> Tensor:
+    """P of the causal call."""
+    scores = x["q"] @ x["k"].mT / WIDTH**0.5
+    return scores.masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf).softmax(-1)
+
+
+def exact_out(x: dict[str, Tensor]) -> Tensor:
+    """O before its last rounding."""
+    return probs_of(x).bfloat16().double() @ x["v"]
 
 
 def inspected(x: dict[str, Tensor]) -> attn_diag.Diagnosis:
@@ -90,3 +101,21 @@ def test_so_large_an_error_that_nothing_explains_may_be_a_fault() -> None:
     found = attn_diag.inspect(q, k, v, o=coarse.bfloat16(), device="cpu").captures[0].observations[0].heads[0].verdict
     assert found is not None
     assert not any("wrong mathematics" in s for s in found.suggestions)
+
+
+@pytest.mark.parametrize("name", ["o", "dv"])
+def test_a_last_cast_that_truncates_is_no_factor(name: str) -> None:
+    """What is rounded toward zero is 0.997 times the true one in the mean: no constant that is a little off."""
+    x = call(0)
+    x[name] = round_to(x[name] if name == "dv" else exact_out(x), parse(f"bf16:{Mode.TOWARD_ZERO}"))
+    for head in heads(x):
+        words = {q.quantity: q.words for q in head.quantities if q.answer == "lossy"}
+        assert name in words
+        assert "true ones, as a last cast that rounds toward zero leaves them" in words[name]
+
+
+def test_a_truncated_p_makes_a_factor_of_truncation() -> None:
+    x = call(0)
+    x["dv"] = round_to(probs_of(x), parse(f"bf16:{Mode.TOWARD_ZERO}")).mT @ x["do"]
+    (words,) = [q.words for q in heads(x)[0].quantities if q.quantity == "dv"]
+    assert "all keys are 0.99722 times the true ones, as a cast that truncates makes them" in words

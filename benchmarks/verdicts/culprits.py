@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.quality import SHARED_ERRORS, Pattern, QuantityVerdict
 from verdicts.effects import Effect
 from verdicts.planting import Defect
 
@@ -65,7 +65,7 @@ _CONSEQUENCES = frozenset({"delta"})
 # A quantity within so much of the worst healthy kernel is right.
 _RIGHT = 1.1
 _ACCUSING = ("nonfinite", "wrong", "lossy")
-_SITES = {"dS": "dscores_from"}
+_SITES = {"dS": "dscores_from"} | dict.fromkeys(("dK accumulator", "dV accumulator"), "gradient_accumulator")
 # What a recipe with O's bits calls the sites that are planted, where by another name.
 _IN_WORDS = {"row max": "maximum", "O accumulator": "O's accumulator", "PV": "PV of a range"}
 
@@ -106,6 +106,12 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
                 right = right or defect.where == "forward"
                 if defect.where != "forward":
                     false.append(f"{q.quantity}: the forward is blamed")
+                continue
+            if pattern.kind in SHARED_ERRORS and rounds:
+                # What all numbers share of a rounding is told as such; that it is the last one must be so.
+                last = q.quantity == defect.site.lower() or " or " in pattern.words
+                if pattern.kind == "last rounding" and not last:
+                    false.append(f"{q.quantity}: {pattern.words}")
                 continue
             if pattern.kind not in PLACES or pattern.kind in KINDS.get(defect.pattern, ()):
                 of_forward = defect.where == "forward" and pattern.kind in _CONSEQUENCES

@@ -17,7 +17,7 @@ from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import unseen_dropout
-from attn_diag.analyses.patterns.shared_factor import shared_factor
+from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
@@ -123,7 +123,7 @@ class CapturePatterns:
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
         if coarse and not patterns and not vanishes and verdict.declared is None and verdict.quantity in _OUTPUTS:
-            patterns = [one for one in [shared_factor(evidence, math.sqrt(size))] if one is not None]
+            patterns = [one for one in [shared_error(evidence, math.sqrt(size))] if one is not None]
         where = ""
         if len(self._batches(batches)) > 1:
             item, rank = item_of(self._capture.metadata, batch)

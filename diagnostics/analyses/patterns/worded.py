@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
 from attn_diag.captures.metadata import Metadata
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.quality import SHARED_ERRORS, Pattern, QuantityVerdict
 from attn_diag.results.wording import SYMBOLS, percent
 
 # What makes a kernel that is merely lossy by its size wrong.
@@ -46,7 +46,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         # Whoever is not shown to be at fault is not blamed.
         first = replace(first, words=first.words.replace(FORWARD_BLAMED, ": its backward adds no error to theirs"))
         patterns = (first, *patterns[1:])
-    if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", "shared factor"):
+    if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", *SHARED_ERRORS):
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
     words = f"{name} is {off or 'off'}, which no rounding makes: {where}{first.words}."

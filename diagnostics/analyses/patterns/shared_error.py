@@ -1,0 +1,85 @@
+"""An error that all numbers share and that is all that is wrong.
+
+A factor near 1, as of a constant that is off by 1/256 or a 1/(1-p) in 16 bits; or half an ulp in one direction, which a
+cast leaves that truncates, rounds up or down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.head.counterfactual import FORMATS
+from attn_diag.head.quality import AS_GOOD
+from attn_diag.kernels.formats import Mode, parse, round_to
+from attn_diag.reference import ulp
+from attn_diag.results.quality import Pattern
+
+_SAMPLE = 64
+# By chance one number explains as much with probability exp(-_NATS) at most, and so much less than another.
+_NATS = 7.0
+_FAR_BELOW = 1e-3
+# A factor further from 1 is no constant that is a little off.
+_NEAR = 0.5
+
+
+def shared_error(evidence: Evidence, factor: float) -> Pattern | None:
+    """What all numbers share, where what is left without it is as good as a well-rounded kernel's.
+
+    Args:
+        evidence: A quantity that is merely coarse.
+        factor: Its error over a well-rounded kernel's.
+    """
+    rows = evidence.usable.nonzero()[:, 0]
+    error = evidence.error[rows]
+    before = float(error.square().sum())
+    if not before > 0:
+        return None
+    sample = rows[torch.linspace(0, len(rows) - 1, min(_SAMPLE, len(rows)), device=rows.device).long()]
+    numbers = evidence.dimensions(sample) / len(sample)
+
+    def cost(remains: Tensor) -> float:
+        """Minus the log-likelihood of independent errors [n, D], of a size of their own in each row."""
+        squares = remains.square().sum(1)
+        # What is far below a well-rounded kernel's error tells no more for being smaller.
+        return numbers / 2 * float(torch.maximum(squares, _FAR_BELOW * evidence.noise[rows]).log().sum())
+
+    found = [(cost(error - made), kind, words, made) for kind, words, made in _shared(evidence, rows)]
+    if not found:
+        return None
+    least, kind, words, made = min(found, key=lambda one: one[0])
+    left = float((error - made).square().sum())
+    remaining = factor * math.sqrt(left / before)
+    if remaining > AS_GOOD or cost(error) - least < _NATS:
+        return None
+    alike = [words, *(words for theirs, _, words, _ in found if theirs - least < _NATS)]
+    but_for = "and but for that as good as a well-rounded kernel's"
+    together = ", or ".join(dict.fromkeys(alike))
+    return Pattern(kind, f"all {evidence.unit} are {together}, {but_for}", 1 - left / before, remaining)
+
+
+def _shared(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """What may be shared: kind, words and the error [n, D] that it makes."""
+    truth, error = evidence.truth[rows], evidence.error[rows]
+    own = float((error * truth).sum() / truth.square().sum().clamp(min=1e-300))
+    if abs(own) < _NEAR:
+        # A cast that truncates takes half an ulp of numbers and so of their sums: 1 / 2 to 1 times 2^-(precision + 1).
+        truncates = 0.5 <= -own * 2.0 ** (evidence.fmt.precision + 1) <= 1
+        how = ", as a cast that truncates makes them" if truncates else ""
+        yield "shared factor", f"{1 + own:.5g} times the true ones{how}", own * truth
+    if evidence.fmt.name not in FORMATS:
+        return
+    half = ulp(truth, evidence.fmt) / 2
+    for mode, way, where, direction in (
+        (Mode.TOWARD_ZERO, "toward zero", "nearer to zero than", -truth.sign()),
+        (Mode.UP, "up", "above", 1.0),
+        (Mode.DOWN, "down", "below", -1.0),
+    ):
+        words = f"half an ulp {where} the true ones, as a last cast that rounds {way} leaves them"
+        yield "last rounding", words, direction * half
+        # Without noise that moves numbers by more than an ulp, what each of them loses is known: of fp32 sums.
+        yield "last rounding", words, round_to(truth.float().double(), parse(f"{evidence.fmt.name}:{mode}")) - truth
