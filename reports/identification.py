@@ -116,6 +116,8 @@ def _what(found: Identification) -> tuple[str, str]:
     if found.outcome == "unknown":
         return "UNKNOWN", f"no known recipe makes these bits ({percent(found.best.agreement, '.3g')} at best)"
     if found.outcome == "unnamed":
+        if found.not_fused is not None:
+            return "OK", f"attention that is not fused: {found.not_fused}"
         return "UNNAMED", "its roundings are known, but no published kernel here has them so"
     known = [_COARSE[name] for name in found.recipes if name in _COARSE]
     coarse = f", with {known[0]}, which good kernels keep in fp32" if known else ""

@@ -67,7 +67,7 @@ def test_without_a_fault_nothing_but_rounding_is_named(results: dict[str, Mismat
     assert (found.outcome, found.causes, found.begins) == ("rounding", (), None)
     assert found.tokens == runs.BATCH * runs.LENGTH
     assert not found.notes
-    assert found.report().startswith("OK nothing but rounding")
+    assert found.report().startswith("OK nothing beyond rounding")
 
 
 def test_shares_of_o_add_up_and_the_size_is_that_of_the_captures(results: dict[str, Mismatch], both: Planted) -> None:

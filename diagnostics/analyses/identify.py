@@ -29,6 +29,7 @@ from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.head.unfused_bits import find_unfused
 from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
 from attn_diag.results.several import Several
 from attn_diag.results.wording import percent, plural, share
@@ -155,7 +156,10 @@ class _Report:
     def result(self) -> Identification:
         c, found, ranking = self.capture, self.found, self._ranking()
         misfit, options = self._misfit() if found.outcome == "unknown" else (None, ())
-        best, names = ranking[0], found.names
+        plain = find_unfused(found.subject) if found.outcome == "unknown" and misfit is None else None
+        best, names, outcome, flaw = ranking[0], found.names, found.outcome, found.flaw
+        if plain is not None:
+            outcome, flaw = "unnamed" if plain.flaw is None else "flawed", plain.flaw
         as_good = [r for t, r in zip(self.trials, ranking, strict=True) if t in found.as_good]
         runner_up = next((r for r in ranking if r.told_apart), None)
         fitting = [t.out for t in found.as_good]
@@ -177,9 +181,11 @@ class _Report:
             tried=found.tried,
             threshold=found.threshold,
             level=LEVEL,
-            outcome=found.outcome,
+            outcome=outcome,
             recipes=tuple(names),
-            verdict=self._verdict(as_good, best, contested) if misfit is None else f"Another function: {misfit}",
+            verdict=plain.verdict(best.agreement) if plain is not None
+            else self._verdict(as_good, best, contested) if misfit is None
+            else f"Another function: {misfit}",
             margin=None if runner_up is None else best.agreement - runner_up.agreement,
             margin_p_value=None if runner_up is None else runner_up.p_value,
             notes=(*self._notes(), *([] if misfit is None else [misfit])),
@@ -188,8 +194,9 @@ class _Report:
             hardware=found.hardware,
             misfit=misfit,
             options=options,
-            flaw=None if found.flaw is None else Misfitting(
-                found.flaw.rows, found.flaw.features, found.flaw.elements, found.flaw.largest_ulp, found.flaw.words
+            not_fused=None if plain is None else plain.words,
+            flaw=None if flaw is None else Misfitting(
+                flaw.rows, flaw.features, flaw.elements, flaw.largest_ulp, flaw.words
             ),
         )  # fmt: skip
 

@@ -35,6 +35,10 @@ from attn_diag.results.wording import number, plural, ranges
 _BLOCK = 128
 # So many runs of rows are a place, and one of every so many rows: of a short head any rows are few runs.
 _RUNS, _ROWS_OF_RUN = 8, 32
+# What arithmetic could make is a place of features where these miss so many rows each, of a short head a quarter: of
+# one row in fifty, as another exponential misses them, so many fall to a feature of 64 rows with probability 4e-5.
+# And it is a place of rows where as many at random lie so close together, or at one distance, no more often than this.
+_OF_FEATURE, _CHANCE = 8, 1e-3
 # Rows or features with so many times the misses of a recipe that fits are looked at together.
 _CONCENTRATED = 10
 # Rows by themselves are left to chance where they are at most this part of all, or two.
@@ -138,13 +142,17 @@ def _placed(
     """The rows or features that hold the elements marked in ``wrong`` [R, Dv]."""
     bad, width = wrong.any(1), wrong.shape[1]
     columns = wrong.any(0)
-    few = int(columns.sum()) * _FEW_FEATURES <= width
+    count, each = int(columns.sum()), min(_OF_FEATURE, len(bad) // 4)
+    few = count * _FEW_FEATURES <= width and (not explained or int(wrong.sum()) >= each * count)
     alone = not bool((bad[1:] & bad[:-1]).any()) and int(bad.sum()) <= max(2, len(bad) // _FEW_ROWS)
     # Neighbours of wrong rows may be right by chance: they put no weight on what is wrong.
     places = bad.nonzero()[:, 0]
     inside = torch.zeros_like(bad)
     inside[places[0] : places[-1] + 1] = True
     left = bad if 2 * int(inside.sum()) > len(bad) or 4 * int(bad.sum()) < int(inside.sum()) else inside
+    close = not explained or _close_by_chance(int(bad.sum()), int(inside.sum()), len(bad)) <= _CHANCE
+    spaced = not explained or not _at_one_distance(bad) or _spaced_by_chance(int(bad.sum()), len(bad)) <= _CHANCE
+    together = _together(bad) and spaced and (close or not bool((bad == inside).all()))
     kept = ~left[:, None] if not few or int(bad.sum()) == 1 else ~columns[None]
     kept = kept.expand_as(wrong)
     equal = trial.match.equal[kept]
@@ -157,8 +165,8 @@ def _placed(
         explained=explained,
         kept=kept,
         agreement=float(equal.double().mean()) if equal.numel() else 0.0,
-        chance=explained and alone and not _at_one_distance(bad),
-        place=few or left is inside or _together(bad) or (not explained and _are_few(subject, rows, bad)),
+        chance=explained and alone and not (spaced and _at_one_distance(bad)),
+        place=few or (left is inside and close) or together or (not explained and _are_few(subject, rows, bad)),
     )
 
 
@@ -190,6 +198,16 @@ def _together(bad: Tensor) -> bool:
     steps = bad.nonzero()[:, 0].diff()
     most = min(_RUNS, max(1, len(bad) // _ROWS_OF_RUN))
     return 1 + int((steps > 1).sum()) <= most or len(set(steps.tolist())) == 1
+
+
+def _close_by_chance(count: int, span: int, rows: int) -> float:
+    """An upper bound of the probability that so many of all rows, at random, lie within a span of so many."""
+    return (rows - span + 1) * math.comb(span, count) / math.comb(rows, count)
+
+
+def _spaced_by_chance(count: int, rows: int) -> float:
+    """An upper bound of the probability that three or more of all rows, at random, lie at one distance."""
+    return rows**2 / (2 * (count - 1)) / math.comb(rows, count)
 
 
 def _at_one_distance(bad: Tensor) -> bool:

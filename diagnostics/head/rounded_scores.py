@@ -40,3 +40,25 @@ def moved_by_scores(head: AttentionHead, block: RowBlock, fmt: FloatFormat) -> T
     if block.sink is not None:  # a sink has a V of 0
         moved += (block.sink + grown[:, 0]).clamp(max=0.0).exp() * size
     return moved
+
+
+def expected_by_scores(head: AttentionHead, block: RowBlock, fmt: FloatFormat) -> Tensor:
+    """The squared error of O, as expected, where each step that makes a score is rounded to 16 bits by itself.
+
+    Three roundings of a relative unit u, each of variance u^2/3 at most: of alpha q (a term sum_d (alpha q_d k_d)^2),
+    and of the score twice. To first order O moves by sum_j P_j e_j (V_j - O), whose square is
+    sum_j P_j^2 var(e_j) |V_j - O|^2.
+
+    Args:
+        head: The head.
+        block: R of its rows.
+        fmt: As of ``moved_by_scores``.
+
+    Returns:
+        By row, [R].
+    """
+    unit = 2.0 ** -((FP16 if fmt == FP16 else BF16).precision + 1)
+    k, v = head.k[block.keys], head.v[block.keys]
+    terms = head.scale**2 * head.q[block.rows].square() @ k.square().T
+    variance = unit**2 / 3 * (terms + 2 * block.scores.masked_fill(block.probs == 0, 0.0).square())
+    return (block.probs.square() * variance * torch.cdist(block.out, v).square()).sum(1)

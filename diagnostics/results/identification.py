@@ -134,7 +134,8 @@ class Identification(OneHead, Result):
     outcome: Literal["identified", "ambiguous", "unnamed", "flawed", "unknown"]
     """flawed: one or several fit, but for elements that do not (``flaw``);
     identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
-    unnamed: modelled roundings fit in a schedule that no preset has; unknown: nothing reaches ``threshold``."""
+    unnamed: modelled roundings fit in a schedule that no preset has, or those of attention that is not fused, which
+    ``not_fused`` names; unknown: nothing reaches ``threshold``."""
     recipes: tuple[str, ...]
     """The presets that fit, best first."""
     verdict: str
@@ -159,6 +160,9 @@ class Identification(OneHead, Result):
     where it is, or something fits."""
     options: tuple[str, ...] = ()
     """The options with which the metadata would be right, such as "--causal top-left"; empty where none are known."""
+    not_fused: str | None = None
+    """Where nothing fused fits: what attention that is not fused stores, if that has the bits (``recipes`` is empty and
+    ``candidates`` are fused ones that do not fit); null where it has not."""
     schema: Literal["attn-diag-identification"] = "attn-diag-identification"
     schema_version: Literal[1] = 1
 

@@ -41,6 +41,7 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if found.stray is not None and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
         made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
+        made = "a fault, or a coarser rounding than a well-rounded kernel's" if row.coarse else made
         words = (
             f"{side}'s O is off in few rows, most at token {row.token} in head {row.head}: {times(row.times)} times "
             f"what rounding leaves there; {made}"

@@ -224,7 +224,10 @@ def headline(found: Mismatch) -> str:
         if found.outputs:
             output = max(found.outputs, key=lambda one: one.difference)
             most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
-        return f"nothing but rounding and schedule differs in attention: {most} in {where}"
+        return (
+            f"nothing beyond rounding and schedule is seen in attention: {most} in {where} (what moves it by less "
+            "than rounding is not told from that)"
+        )
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
     more = f"; also in {plural(len(others), 'later layer')}" if others else ""

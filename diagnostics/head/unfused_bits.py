@@ -1,0 +1,71 @@
+"""Which attention that is not fused has a head's bits: plain torch's, in one of the ways of ``unfused``.
+
+On random heads the right way has 99.5 % and more of O's bits, others at most 80 %. Fused recipes are searched first:
+what both have, as rows that see one key, is theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_diag.head.bit_matches import Match
+from attn_diag.head.flaws import Flaw, find_flaw
+from attn_diag.head.recipe_rows import usable_rows
+from attn_diag.head.recipe_search import SearchedHead, Trial, threshold
+from attn_diag.head.unfused import WORDS, forwards, named, unfused
+from attn_diag.kernels import preset
+from attn_diag.results.wording import percent
+
+# A way holds all scores of a head at once, several times.
+_SCORES = 2**22
+
+
+@dataclass(frozen=True)
+class UnfusedMatch:
+    """The way that has the bits."""
+
+    words: str
+    """What it stores."""
+    agreement: float
+    """The fraction of O's elements with its bits."""
+    flaw: Flaw | None
+    """What it does not explain although it has the bits of everything else."""
+
+    def verdict(self, nearest: float) -> str:
+        """In words; ``nearest``: the agreement of the best recipe of a fused kernel."""
+        flaw = "" if self.flaw is None else f", but {self.flaw.words}"
+        return (
+            f"Attention that is not fused{flaw}: {self.words} ({percent(self.agreement, '.3f')} of O's elements bit "
+            f"for bit; the nearest recipe of a fused kernel has {percent(nearest, '.3g')})."
+        )
+
+
+def find_unfused(subject: SearchedHead) -> UnfusedMatch | None:
+    """The way whose O has the observed bits; None: none has, or the head is too long.
+
+    Args:
+        subject: A head that no recipe fits.
+    """
+    head = replace(subject.inputs.head, do=None)
+    if len(head.q) * len(head.k) > _SCORES:
+        return None
+    fmt, observed = subject.inputs.input_format, subject.observed
+    rows, _ = usable_rows(subject.inputs, observed, torch.arange(len(observed), device=observed.device))
+    if not len(rows):
+        return None
+    outs = {way: unfused(head, fmt, way)["o"][rows].to(observed.dtype) for way in forwards(head)}
+    matches = {way: Match(out == observed[rows]) for way, out in outs.items()}
+    way = max(matches, key=lambda name: matches[name].agreement)
+    low = fmt.name
+    # What its elements may be off by is what a fused kernel's with such scores may.
+    recipe = replace(preset("fa2", low, subject.head_dim), scores=low)
+    flaw = find_flaw(subject, Trial(recipe, outs[way], matches[way]), rows)
+    flaw = None if flaw is None or flaw.chance else flaw
+    agreement, least = matches[way].agreement, threshold(subject.fmt, matches[way].equal.numel())
+    if agreement < least:
+        placed = flaw is not None and flaw.place and 2 * int(flaw.kept.sum()) >= flaw.kept.numel()
+        if flaw is None or not placed or flaw.agreement < least:
+            return None
+    return UnfusedMatch(WORDS[named(way)], agreement, flaw)
