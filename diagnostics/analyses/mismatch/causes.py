@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
-from attn_diag.analyses.mismatch.storage import changed_in_cache, few_levels
+from attn_diag.analyses.mismatch.storage import few_levels
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -57,11 +59,11 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
         causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
     for which_run, run in enumerate(_RUNS):
-        changed = changed_in_cache([head.rows[which_run] for head in found.heads])
-        if max(changed.values()) > _ROUNDINGS * found.units[which_run]:
-            apart = " and ".join(f"{name} is {percent(off)} off" for name, off in changed.items())
-            words = f"{run}'s cache no longer holds what was put there: {apart}, as a cache below 16 bits makes it"
-            causes.append(_cause(found.layer, "storage", run, words, fitted=True, place="projection"))
+        changes = changed_in_cache([(h.head, h.rows[which_run]) for h in found.heads], found.units[which_run])
+        if changes:
+            words, rounding = cache_words(run, changes)
+            cause = _cause(found.layer, "storage", run, words, fitted=True, place="projection")
+            causes.append(cause if rounding else replace(cause, label="unnamed"))
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))

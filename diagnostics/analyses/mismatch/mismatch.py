@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attn_diag.analyses.mismatch.cache import lost_keys
 from attn_diag.analyses.mismatch.causes import alike, causes_of, small_jump
 from attn_diag.analyses.mismatch.layers import ComparedLayer, compare_layer, layer_result, rows_of_layer
 from attn_diag.analyses.mismatch.logprobs import Logprobs, split_of
@@ -110,7 +111,7 @@ def compare_runs(
         )
     results: list[MismatchLayer] = []
     compared: list[ComparedLayer] = []
-    causes: list[MismatchCause] = []
+    causes = lost_keys(layers[0], dict(zip(_NAMES, runs, strict=True)))
     broken: list[MismatchCause] = []
     for done, layer in enumerate(layers):
         rows = rows_of_layer(runs, matched, layer, at)
@@ -216,6 +217,13 @@ def headline(found: Mismatch) -> str:
     if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
         tokens = f"{fewest} to {tokens}"
     where = f"{tokens} of {sequences}, {plural(len(found.layers), 'layer')}"
+    apart = [
+        f"{side.sequences - found.sequences} of {plural(side.sequences, 'sequence')} of {side.name}"
+        for side in (found.train, found.rollout)
+        if side.sequences > found.sequences
+    ]
+    if apart:
+        where += f" (not compared: {' and '.join(apart)})"
     if found.outcome == "identical":
         return f"train and rollout are bit for bit the same: O of {where}"
     worst = max(found.layers, key=lambda layer: layer.difference)

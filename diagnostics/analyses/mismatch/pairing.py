@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows, head_rows
-from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence
+from attn_diag.analyses.mismatch.tokens import TokenRun, TokenSequence, unit_rows
 
 # v of the first layer follows from the token alone. Of one token two runs' directions differ by a few per cent, by a
 # tenth where weights are quantised to four bits; of two tokens by 140 %. v's length is the norm's before it.
@@ -139,9 +139,7 @@ def _aligned(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
 
 def _directions(values: Tensor) -> Tensor:
     """Of every token its values, [T, N], divided by their norm."""
-    flat = values.flatten(1)
-    unit: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return unit
+    return unit_rows(values.flatten(1))
 
 
 def _repeating_alike(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:

@@ -7,14 +7,11 @@ chance a row of n elements does so with probability 8 (1/5)^(n - 1); INT8 likewi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from attn_diag.analyses.mismatch.rows import RunRows
 
 # A product of a number and a scale is rounded to BF16, by 2^-8 of it at most, and so is the one it is held against.
 _PRODUCT = 2.0**-7
@@ -58,19 +55,6 @@ def find_storage(train: Sequence[dict[str, Tensor]], rollout: Sequence[dict[str,
             fmt = next(iter(found.values()))
             return CoarseStorage(tuple(name for name, one in found.items() if one == fmt), side, fmt)
     return None
-
-
-def changed_in_cache(heads: Sequence[RunRows]) -> dict[str, float]:
-    """How far the keys and values that a run's last calls found are from those that it put there, relative, by name."""
-    sums = {"k": [0.0, 0.0], "v": [0.0, 0.0]}
-    for head in heads:
-        at, *seen = head.blocks[-1]
-        earlier = head.tokens < head.tokens[at].min()
-        for (name, of), found in zip(sums.items(), seen, strict=True):
-            put: Tensor = getattr(head, name)[earlier]
-            of[0] += float((found[head.tokens[earlier]] - put).square().sum())
-            of[1] += float(put.square().sum())
-    return {name: math.sqrt(apart / size) if size else 0.0 for name, (apart, size) in sums.items()}
 
 
 def format_below(x: Tensor) -> str | None:

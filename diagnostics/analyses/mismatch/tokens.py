@@ -29,6 +29,10 @@ from attn_diag.reference import AttentionHead, hides
 _TAIL = 64
 # A cache that is stored in fewer bits is off by a few per cent; another token's values by 140 %.
 _SAME_TOKENS = 0.25
+# A token is the same where its v points the same way: of two tokens directions are 140 % apart, 50 % is far from both.
+_SAME_DIRECTION = 0.5
+# So many first tokens are the same by no chance.
+_TELLING = 4
 
 # Step, call and rank, and which of the captures that state these.
 CallKey = tuple[int, int, int, int]
@@ -52,6 +56,20 @@ class SequencePart:
     """Number of a key's token, less the key's index."""
 
 
+@dataclass(frozen=True)
+class LostKeys:
+    """That a call finds more or fewer keys in its cache than the calls before it put there, and not those."""
+
+    call: CallKey
+    """The call."""
+    held: int
+    """Keys that it finds."""
+    put: int
+    """Keys that were put there."""
+    token: int
+    """The first one that is another."""
+
+
 @dataclass
 class TokenSequence:
     """One sequence of a run."""
@@ -62,6 +80,8 @@ class TokenSequence:
     """One more than the number of its last token."""
     chunks: list[Tensor] = field(default_factory=list)
     """v of the guide layer, of the tokens in order: [n, Hk, Dv] each."""
+    lost: LostKeys | None = None
+    """Its first call should have found the keys of the sequence before it, and did not; None: otherwise."""
 
     @property
     def values(self) -> Tensor:
@@ -234,6 +254,33 @@ def _values(capture: Capture, item: int, heads: int, device: torch.device, keys:
     return torch.stack([v[keys] for v in found if v is not None], 1)
 
 
+def _lost(before: TokenSequence, part: SequencePart, values: Tensor) -> LostKeys | None:
+    """What is lost where a decoding step finds other keys than the step before it left; None: none, or another's.
+
+    Args:
+        before: The newest sequence of the same batch item.
+        part: A call that fits no sequence.
+        values: v of its keys.
+    """
+    held, put = int(part.tokens[0]) + part.offset, before.values
+    step, call = (part.call[i] - before.parts[-1].call[i] for i in (0, 1))
+    follows = step == 1 or (step == 0 and call == 1)
+    both = min(held, len(put))
+    if len(part.tokens) != 1 or not follows or both <= _TELLING or put.shape[1:] != values.shape[1:]:
+        return None
+    one, other = (unit_rows(v[:both].flatten(1)) for v in (values, put))
+    apart = (one - other).norm(dim=1) > _SAME_DIRECTION
+    token = int(apart.int().argmax())
+    # All the same: the sequence was rewound, or went on without being captured. Few: another sequence.
+    return LostKeys(part.call, held, len(put), token) if bool(apart.any()) and token >= _TELLING else None
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """The rows [n, D], each divided by its norm."""
+    unit: Tensor = x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return unit
+
+
 def _append(
     sequences: list[TokenSequence], part: SequencePart, read: Callable[[slice], Tensor], taken: set[int]
 ) -> None:
@@ -259,10 +306,19 @@ def _append(
         same_item = sequence.parts[-1].item == part.item
         if away < distance or (best >= 0 and away == distance and same_item):
             best, distance = i, away
+    of_item = [i for i, s in enumerate(sequences) if s.parts[-1].item == part.item and i not in taken]
+    newest = max(of_item, key=lambda i: sequences[i].parts[-1].call, default=-1)
+    if best < 0 and begin < own and newest >= 0:
+        # As many keys as the call before left in its place: whatever became of them, they are that sequence's.
+        as_many = sequences[newest].length == own + part.offset
+        if as_many and sequences[newest].chunks[0].shape[1:] == values.shape[1:]:
+            best = newest
     if best < 0:
         best = len(sequences)
         begun = replace(part, tokens=part.tokens + part.offset)
-        sequences.append(TokenSequence([begun], stop + part.offset, [read(part.keys)]))
+        every = read(part.keys)
+        lost = _lost(sequences[newest], part, every) if newest >= 0 else None
+        sequences.append(TokenSequence([begun], stop + part.offset, [every], lost))
     else:
         # The cache ends where the sequence did.
         sequence = sequences[best]

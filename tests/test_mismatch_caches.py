@@ -1,0 +1,98 @@
+"""What a run's later calls find in its cache, as transformers' quantised caches change it: healthy, and with faults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import some
+from torch import Tensor
+
+import attn_diag
+from attn_diag import Capture
+from attn_diag.results.mismatch import Mismatch
+
+PROMPT, LENGTH = 48, 54
+
+
+def _run(levels: int | None, fault: str = "") -> Mismatch:
+    """A prompt and six decoded tokens; the cache is quantised behind the prompt, in groups of 16 with a zero point."""
+    draw = torch.Generator().manual_seed(3)
+    whole = {name: torch.randn(1, 2, LENGTH, 32, generator=draw).bfloat16() for name in "qkv"}
+    attend = torch.nn.functional.scaled_dot_product_attention
+    o = attend(whole["q"], whole["k"], whole["v"], is_causal=True)
+    trainer = Capture.from_tensors({**whole, "o": o}, causal="top-left", layer=0)
+    first = {name: t[:, :, :PROMPT] for name, t in {**whole, "o": o}.items()}
+    calls = [Capture.from_tensors(first, causal="top-left", layer=0, step=0)]
+    cache = {name: _stored(whole[name][:, :, :PROMPT], levels, fault) for name in "kv"}
+    for token in range(PROMPT, LENGTH):
+        at = slice(token, token + 1)
+        held = {name: torch.cat([t, whole[name][:, :, PROMPT : token + 1]], 2) for name, t in cache.items()}
+        q = whole["q"][:, :, at]
+        step = {"q": q, **held, "o": attend(q, held["k"], held["v"])}
+        calls.append(Capture.from_tensors(step, causal="bottom-right", layer=0, step=token - PROMPT + 1))
+    return attn_diag.mismatch(trainer, calls)
+
+
+def _stored(x: Tensor, levels: int | None, fault: str) -> Tensor:
+    if levels is not None:
+        groups = x.float().unflatten(3, (-1, 16))
+        zero = groups.amin(4, keepdim=True)
+        width = (groups.amax(4, keepdim=True) - zero) / levels
+        codes = ((groups - zero) / width).round()
+        x = (codes * width + (0 if fault == "zero point" else zero)).flatten(3).bfloat16()
+    if fault == "scale":
+        x = x * torch.tensor([1.0, 1.25])[:, None, None].bfloat16()
+    if fault == "lost key":
+        x = torch.cat([x[:, :, :20], x[:, :, 21:]], 2)
+    return x
+
+
+@pytest.mark.parametrize("levels", [15, 3, 255])
+def test_a_healthy_cache_of_few_bits_is_rounding(levels: int) -> None:
+    found = _run(levels)
+    # Eight bits leave half a per cent, no more than a rotation that is made again.
+    assert [(c.kind, c.label) for c in found.causes] == [("storage", "rounding")] * (levels < 255)
+    assert found.tokens == LENGTH
+
+
+@pytest.mark.parametrize("levels", [15, 255])
+def test_the_scale_of_one_head_is_named_and_no_rounding(levels: int) -> None:
+    found = _run(levels, "scale")
+    assert [(c.kind, c.label) for c in found.causes] == [("storage", "unnamed")]
+    assert "k is 1.25 times what was put there in head 1: another scale" in found.headline
+
+
+@pytest.mark.parametrize("levels", [15, 3])
+def test_a_lost_zero_point_is_named_and_its_calls_are_compared(levels: int) -> None:
+    """The calls were taken for other sequences': 'bit for bit the same', of the prompt alone."""
+    found = _run(levels, "zero point")
+    assert [(c.kind, c.label) for c in found.causes] == [("storage", "unnamed")]
+    assert "in heads 0-1: a zero point that is lost or another" in found.headline
+    assert found.tokens == LENGTH
+
+
+@pytest.mark.parametrize("levels", [None, 15])
+def test_a_cache_that_lost_a_key_is_a_finding(levels: int | None) -> None:
+    found = _run(levels, "lost key")
+    first = some(found.causes)[0]
+    assert (first.kind, first.side, first.label) == ("unnamed-input", "rollout", "unnamed")
+    assert "47 where there should be 48, other ones from token 20 on, at step 1" in first.words
+
+
+def test_what_was_not_compared_is_said_where_nothing_was_found() -> None:
+    """A sequence that the other run does not have."""
+    draw = torch.Generator().manual_seed(4)
+
+    def forward(names: str, step: int) -> list[Capture]:
+        found = []
+        for name in names:
+            draw.manual_seed(ord(name))
+            q, k, v = (torch.randn(1, 1, 20, 32, generator=draw).bfloat16() for _ in range(3))
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            tensors = {"q": q, "k": k, "v": v, "o": o}
+            found.append(Capture.from_tensors(tensors, causal="top-left", layer=0, step=step + len(found)))
+        return found
+
+    found = attn_diag.mismatch(forward("a", 0), forward("ab", 0))
+    assert found.outcome == "identical"
+    assert found.headline.endswith("(not compared: 1 of 2 sequences of rollout)")
