@@ -33,7 +33,8 @@ def call(seed: int, apart: float = 1.0) -> dict[str, Tensor]:
 def probs_of(x: dict[str, Tensor]) -> Tensor:
     """P of the causal call."""
     scores = x["q"] @ x["k"].mT / WIDTH**0.5
-    return scores.masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf).softmax(-1)
+    probs: Tensor = scores.masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf).softmax(-1)
+    return probs
 
 
 def exact_out(x: dict[str, Tensor]) -> Tensor:

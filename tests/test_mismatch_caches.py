@@ -35,7 +35,7 @@ def _run(levels: int | None, fault: str = "") -> Mismatch:
 
 def _stored(x: Tensor, levels: int | None, fault: str) -> Tensor:
     if levels is not None:
-        groups = x.float().unflatten(3, (-1, 16))
+        groups = x.float().reshape(*x.shape[:3], -1, 16)
         zero = groups.amin(4, keepdim=True)
         width = (groups.amax(4, keepdim=True) - zero) / levels
         codes = ((groups - zero) / width).round()
@@ -84,7 +84,7 @@ def test_what_was_not_compared_is_said_where_nothing_was_found() -> None:
     draw = torch.Generator().manual_seed(4)
 
     def forward(names: str, step: int) -> list[Capture]:
-        found = []
+        found: list[Capture] = []
         for name in names:
             draw.manual_seed(ord(name))
             q, k, v = (torch.randn(1, 1, 20, 32, generator=draw).bfloat16() for _ in range(3))
