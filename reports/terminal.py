@@ -158,6 +158,7 @@ def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions
     """The table of heads, with as many figures as the width holds; names are wrapped, never cut."""
     names = story.Names(entries)
     named = any(names.where(entry) for entry in entries)
+    several = len({head.layer for _, _, head in pooled}) > 1
     figures = [_figures(head) for _, _, head in (*entries, *pooled)]
     # What no head has, and what the width has no room for, is left out.
     shown = [q for q in _FIGURES if any(f[q] != DASH for f in figures)]
@@ -172,8 +173,10 @@ def _overview(entries: list[Entry], pooled: list[Entry], options: ConsoleOptions
     for entry, known in zip((*entries, *pooled), figures, strict=True):
         head = entry[2]
         place = [Text(", ".join(names.where(entry)))] if named else []
-        name = Text(head_name(head.layer, head.head))
-        table.add_row(name, *place, _labels(head), *(known[q] for q in shown))
+        name = head_name(head.layer, head.head)
+        if head.head is None and several:
+            name = f"L{head.layer} {name}"
+        table.add_row(Text(name), *place, _labels(head), *(known[q] for q in shown))
     yield table
     if explained := [f"{q.title}: {q.words[0].lower()}{q.words[1:]}" for q in shown if q.words]:
         yield layout.Hanging("", layout.note(" ".join(explained)))

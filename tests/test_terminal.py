@@ -414,3 +414,11 @@ def test_places_beyond_the_third_are_not_called_whole_layers() -> None:
     assert places_words(several).endswith("; heads of layers 4-5, at both steps (5 to 9)")
     whole = [dataclasses.replace(place, all_heads=True) for place in several]
     assert "; layers 4-5, at" in places_words(whole)
+
+
+def test_what_is_pooled_of_several_layers_is_told_apart() -> None:
+    of_model = many()
+    report = dataclasses.replace(of_model, captures=of_model.captures[:2]).report(120)
+    assert re.findall(r"^(L\d all|all) ", report, re.MULTILINE) == ["L0 all", "L1 all"]
+    report = dataclasses.replace(of_model, captures=of_model.captures[:1]).report(120)
+    assert re.findall(r"^(L\d all|all) ", report, re.MULTILINE) == ["all"]
