@@ -22,9 +22,10 @@ from attn_diag.reference import reference_rows, ulp
 from attn_diag.results.quality import Pattern
 from attn_diag.results.wording import percent, singular
 
-# Guesses are compared on so many rows: half of them spread over those in question, half the furthest off, so that what
-# is said of all is true of those that matter.
+# Guesses are compared on so many rows, spread over those in question.
 _SAMPLE = 64
+# What is said of all of them must explain this part of the error of those that are furthest off, where it lies.
+_OF_FURTHEST = 0.5
 # A guess is named only if the next one leaves so many times its squared error.
 _BEATS = 2.0
 # Two that leave as little as each other.
@@ -188,10 +189,12 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
         return group, None
     lines = group.lines
-    rows = _sample(evidence, lines)
+    rows = lines[torch.linspace(0, len(lines) - 1, min(_SAMPLE, len(lines)), device=lines.device).long()]
     if group.kind == "unrelated" and len(group.lines) < len(rows):
         return group, None
     found, numbers = [], evidence.dimensions(rows)
+    if float(evidence.error[rows].square().sum()) <= float(evidence.noise[rows].sum()):
+        return group, None  # what is off is in rows between these
     for guess in _guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue
@@ -204,17 +207,29 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     if chosen is None:
         return group, None
     guess, fit = chosen
+    if not _explains_the_furthest(evidence, lines, guess):
+        return group, None
     return Group(group.lines, guess.kind, guess.words), fit
 
 
-def _sample(evidence: Evidence, lines: Tensor) -> Tensor:
-    """At most ``_SAMPLE`` of some rows, in their order."""
+def _explains_the_furthest(evidence: Evidence, lines: Tensor, chosen: Guess) -> bool:
+    """Whether what explains a sample explains the rows that are furthest off, too: few of many may have all the error.
+
+    Args:
+        evidence: The quantity.
+        lines: The rows in question.
+        chosen: What explains the sample.
+    """
     if len(lines) <= _SAMPLE:
-        return lines
-    kept = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
-    kept[torch.linspace(0, len(lines) - 1, _SAMPLE // 2, device=lines.device).long()] = True
-    kept[evidence.error[lines].square().sum(1).topk(_SAMPLE // 2).indices] = True
-    return lines[kept]
+        return True  # which was all of them
+    furthest = lines[evidence.error[lines].square().sum(1).topk(_SAMPLE).indices.sort().values]
+    for guess in _guesses(evidence, furthest):
+        # Numbers that are fitted may be others; a part that is missing is the same one.
+        if guess.kind == chosen.kind and (guess.kind != "part" or guess.words == chosen.words):
+            fit = evidence.fit(furthest, guess.prediction)
+            if fit.remaining <= LEAVES or fit.explained >= _OF_FURTHEST:
+                return True
+    return False
 
 
 def _absorbed(evidence: Evidence, found: Sequence[tuple[Group, Fit | None]]) -> list[tuple[Group, Fit | None]]:
