@@ -116,6 +116,22 @@ def test_a_cache_that_lets_keys_go_is_told_without_saying_how_many_there_should_
     assert "24 where 40 were put" in some(found.causes)[0].words
 
 
+@pytest.mark.parametrize("later_weights", [False, True])
+def test_fp8_with_other_scales_in_both_is_storage_and_other_weights_are_not(later_weights: bool) -> None:
+    """It was "the projection (weights, bias, …) is another" of runs that have a scale for each call."""
+    draw = torch.Generator().manual_seed(6)
+    whole = {name: torch.randn(1, 2, 64, 32, generator=draw) for name in "qkv"}
+    moved = whole["v"] + 0.3 * later_weights * torch.randn(whole["v"].shape, generator=draw)
+    sides = []
+    for factor, v in ((1.0, whole["v"]), (1.3, moved)):
+        stored = {n: (t / factor).to(torch.float8_e4m3fn).float() * factor for n, t in (("k", whole["k"]), ("v", v))}
+        x = {"q": whole["q"].bfloat16(), **{n: t.bfloat16() for n, t in stored.items()}}
+        o = torch.nn.functional.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
+        sides.append(Capture.from_tensors({**x, "o": o}, causal="top-left", layer=0))
+    found = attn_diag.mismatch(*sides)
+    assert [c.kind for c in found.causes] == ["unnamed-input" if later_weights else "storage"]
+
+
 def test_what_was_not_compared_is_said_where_nothing_was_found() -> None:
     """A sequence that the other run does not have."""
     draw = torch.Generator().manual_seed(4)
