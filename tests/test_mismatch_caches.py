@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from builders import some
@@ -76,7 +78,58 @@ def test_a_cache_that_lost_a_key_is_a_finding(levels: int | None) -> None:
     found = _run(levels, "lost key")
     first = some(found.causes)[0]
     assert (first.kind, first.side, first.label) == ("unnamed-input", "rollout", "unnamed")
-    assert "47 where there should be 48, other ones from token 20 on, at step 1" in first.words
+    assert "47 where 48 were put, other ones from token 20 on, at step 1" in first.words
+
+
+def _called(ends: Sequence[tuple[int, int, int]], held: Callable[[Tensor], Tensor] = lambda x: x) -> Mismatch:
+    """A forward of 76 tokens, beside calls on a cache: first row, end, and the first row of a rejected draft."""
+    draw = torch.Generator().manual_seed(5)
+    whole, draft = ({name: torch.randn(1, 2, 76, 32, generator=draw).bfloat16() for name in "qkv"} for _ in range(2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    o = attend(whole["q"], whole["k"], whole["v"], is_causal=True)
+    calls = []
+    for step, (begin, end, rejected) in enumerate(ends):
+        new = {name: torch.cat([t[:, :, :rejected], draft[name][:, :, rejected:]], 2) for name, t in whole.items()}
+        k, v = (torch.cat([held(new[name][:, :, :begin]), new[name][:, :, begin:end]], 2) for name in "kv")
+        seen = torch.ones(end - begin, k.shape[2], dtype=torch.bool).tril(k.shape[2] - (end - begin))
+        q = new["q"][:, :, begin:end]
+        tensors = {"q": q, "k": k, "v": v, "o": attend(q, k, v, attn_mask=seen)}
+        calls.append(Capture.from_tensors(tensors, causal="bottom-right", layer=0, step=step))
+    return attn_diag.mismatch(Capture.from_tensors({**whole, "o": o}, causal="top-left", layer=0), calls)
+
+
+def test_rejected_drafts_are_no_lost_keys_and_their_sequence_is_compared() -> None:
+    """It was "68 where there should be 70, other ones from token 66 on", and of eight calls the last was compared."""
+    found = _called(
+        [(0, 64, 64), (64, 67, 66), (66, 69, 67), (67, 70, 68), *((n, n + 1, n + 1) for n in range(68, 76))]
+    )
+    assert not found.causes
+    assert found.tokens == 76
+
+
+def test_a_cache_that_lets_keys_go_is_told_without_saying_how_many_there_should_be() -> None:
+    """The first four and the last twenty are kept; what repeats at the beginning of a window is no lost key."""
+    found = _called(
+        [(0, 40, 40), *((n, n + 1, n + 1) for n in range(40, 48))],
+        lambda x: torch.cat([x[:, :, :4], x[:, :, -20:]], 2) if x.shape[2] > 24 else x,
+    )
+    assert "24 where 40 were put" in some(found.causes)[0].words
+
+
+@pytest.mark.parametrize("later_weights", [False, True])
+def test_fp8_with_other_scales_in_both_is_storage_and_other_weights_are_not(later_weights: bool) -> None:
+    """It was "the projection (weights, bias, …) is another" of runs that have a scale for each call."""
+    draw = torch.Generator().manual_seed(6)
+    whole = {name: torch.randn(1, 2, 64, 32, generator=draw) for name in "qkv"}
+    moved = whole["v"] + 0.3 * later_weights * torch.randn(whole["v"].shape, generator=draw)
+    sides = []
+    for factor, v in ((1.0, whole["v"]), (1.3, moved)):
+        stored = {n: (t / factor).to(torch.float8_e4m3fn).float() * factor for n, t in (("k", whole["k"]), ("v", v))}
+        x = {"q": whole["q"].bfloat16(), **{n: t.bfloat16() for n, t in stored.items()}}
+        o = torch.nn.functional.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
+        sides.append(Capture.from_tensors({**x, "o": o}, causal="top-left", layer=0))
+    found = attn_diag.mismatch(*sides)
+    assert [c.kind for c in found.causes] == ["unnamed-input" if later_weights else "storage"]
 
 
 def test_what_was_not_compared_is_said_where_nothing_was_found() -> None:

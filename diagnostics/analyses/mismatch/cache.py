@@ -132,8 +132,8 @@ def lost_keys(layer: int, sides: Mapping[RunName, TokenRun]) -> list[MismatchCau
         if lost:
             first = lost[0]
             words = (
-                f"{name}'s cache does not hold the keys that were put there: {first.held} where there should be "
-                f"{first.put}, other ones from token {first.token} on, at step {first.call[0]}"
+                f"{name}'s cache does not hold the keys that were put there: {first.held} where {first.put} were "
+                f"put, other ones from token {first.token} on, at step {first.call[0]}"
             )
             if len(lost) > 1:
                 words += f"; so in {plural(len(lost), 'call')}, which are not compared"

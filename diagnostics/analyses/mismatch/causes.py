@@ -10,7 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
-from attn_diag.analyses.mismatch.storage import few_levels
+from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -71,7 +71,8 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         not any(c.kind in ("position", "weights", "norm", "storage") for c in causes)
         and (jump := _jump(found, result, before)) is not None
     ):
-        causes.append(_cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
+        coarse = _coarse_in_both(found, result) if jump[0] == "projection" else None
+        causes.append(coarse or _cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
     return causes
 
 
@@ -250,6 +251,24 @@ def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLa
         "at most: something between (projection, bias, norm, position encoding, order of heads, MLP) is another; not "
         "told which (the attention's input x was not captured)"
     )
+
+
+def _coarse_in_both(found: ComparedLayer, result: MismatchLayer) -> MismatchCause | None:
+    """What is said where all that differs are FP8 numbers in both runs, by no more than a rounding in each makes."""
+    apart = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
+    apart = {name: size for name, size in apart.items() if size > _ROUNDINGS * found.unit}
+    for name, size in apart.items():
+        both = [format_below(torch.cat([getattr(head.rows[side], name) for head in found.heads])) for side in (0, 1)]
+        units = [0.0 if fmt is None else rounding_unit(fmt) for fmt in both]
+        if 0.0 in units or size > sum(units):
+            return None
+    sizes = " and ".join(map(percent, apart.values()))
+    words = (
+        f"train's and rollout's {' and '.join(apart)} are numbers of FP8 alone, {sizes} apart: as other scales make "
+        "it, or a projection that differs by no more"
+    )
+    cause = _cause(found.layer, "storage", "both", words, fitted=True, place="projection")
+    return replace(cause, label="unnamed")
 
 
 def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:

@@ -69,6 +69,11 @@ def format_below(x: Tensor) -> str | None:
     return "INT8" if float(_of_int8(rows).double().mean()) >= _MOST else None
 
 
+def rounding_unit(fmt: str) -> float:
+    """The largest relative error of a rounding to a format that ``format_below`` names; 0: INT8 has none."""
+    return 2.0 ** -(_MANTISSAS[fmt] + 1) if fmt in _MANTISSAS else 0.0
+
+
 def few_levels(x: Tensor) -> bool:
     """Whether x [n, D] holds numbers of some four bits: of 16 neighbours, in a row or a column, several are alike."""
     return any(_distinct(of.double().abs()) <= _MAGNITUDES for of in (x, x.T))

@@ -269,10 +269,36 @@ def _lost(before: TokenSequence, part: SequencePart, values: Tensor) -> LostKeys
     if len(part.tokens) != 1 or not follows or both <= _TELLING or put.shape[1:] != values.shape[1:]:
         return None
     one, other = (unit_rows(v[:both].flatten(1)) for v in (values, put))
-    apart = (one - other).norm(dim=1) > _SAME_DIRECTION
+    apart = _other_tokens(one, other)
     token = int(apart.int().argmax())
     # All the same: the sequence was rewound, or went on without being captured. Few: another sequence.
-    return LostKeys(part.call, held, len(put), token) if bool(apart.any()) and token >= _TELLING else None
+    if not bool(apart.any()) or token < _TELLING:
+        return None
+    # What follows was put there too, in other places. Else it is new: of a draft that was rejected, or of another beam.
+    # Where nothing but the beginning is missing a window let it go, whose keys repeat.
+    moved = len(put) - held
+    one, other = (unit_rows(v.flatten(1)) for v in (values[max(-moved, 0) : held], put[max(moved, 0) :]))
+    same = ~_other_tokens(one, other)
+    return LostKeys(part.call, held, len(put), token) if bool(same[token:].all()) and not bool(same.all()) else None
+
+
+def _rewound(before: TokenSequence, part: SequencePart, read: Callable[[slice], Tensor]) -> TokenSequence | None:
+    """The first tokens of a sequence, where a part finds them alone: a draft behind them was rejected. None: others."""
+    held = int(part.tokens[0]) + part.offset
+    if not _TELLING < held < before.length:
+        return None
+    put = before.values[:held]
+    # Bit for bit: rows of earlier weights with the same tokens would be taken for this sequence's.
+    if not torch.equal(read(slice(part.keys.start, int(part.tokens[0]))), put):
+        return None
+    kept = ((one, one.tokens < held) for one in before.parts)
+    parts = [replace(one, rows=one.rows[of], tokens=one.tokens[of]) for one, of in kept if bool(of.any())]
+    return TokenSequence(parts, held, [put])
+
+
+def _other_tokens(one: Tensor, other: Tensor) -> Tensor:
+    """Which of these directions [n, N] are other tokens', bool [n]."""
+    return (one - other).norm(dim=1) > _SAME_DIRECTION
 
 
 def unit_rows(x: Tensor) -> Tensor:
@@ -302,12 +328,17 @@ def _append(
         if i in taken or known.shape[1:] != values.shape[1:]:
             continue
         cached = values[: own - begin][-len(known) :]
+        if bool(_other_tokens(*(unit_rows(v.flatten(1)) for v in (cached, known))).any()):
+            continue  # few of many tokens, as of a draft that was rejected, hardly move the norm
         away = float((cached - known).norm() / known.norm().clamp(min=1e-300))
         same_item = sequence.parts[-1].item == part.item
         if away < distance or (best >= 0 and away == distance and same_item):
             best, distance = i, away
     of_item = [i for i, s in enumerate(sequences) if s.parts[-1].item == part.item and i not in taken]
     newest = max(of_item, key=lambda i: sequences[i].parts[-1].call, default=-1)
+    if best < 0 and begin < own and newest >= 0 and (kept := _rewound(sequences[newest], part, read)) is not None:
+        best = len(sequences)
+        sequences.append(kept)
     if best < 0 and begin < own and newest >= 0:
         # As many keys as the call before left in its place: whatever became of them, they are that sequence's.
         as_many = sequences[newest].length == own + part.offset
