@@ -298,7 +298,8 @@ def _rewound(before: TokenSequence, part: SequencePart, read: Callable[[slice], 
 
 def _other_tokens(one: Tensor, other: Tensor) -> Tensor:
     """Which of these directions [n, N] are other tokens', bool [n]."""
-    return (one - other).norm(dim=1) > _SAME_DIRECTION
+    apart: Tensor = (one - other).norm(dim=1)
+    return apart > _SAME_DIRECTION
 
 
 def unit_rows(x: Tensor) -> Tensor:
