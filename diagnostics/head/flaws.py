@@ -75,6 +75,11 @@ class Flaw:
     other side, where a row has a heavy key, moves many features of that row."""
 
     @property
+    def leaves_most(self) -> bool:
+        """Whether the rest tells the recipe: half of it and more, without a place, or single rows that chance takes."""
+        return (self.place or self.chance) and 2 * int(self.kept.sum()) >= self.kept.numel()
+
+    @property
     def words(self) -> str:
         """Where and by how much."""
         rows = f"row{'s' if len(self.rows) > 1 else ''} {_in_words(self.rows)}"
@@ -131,7 +136,7 @@ def find_flaw(subject: SearchedHead, trial: Trial, rows: Tensor, *, misses_many:
         if not bool(elements.any()):
             continue
         other = _placed(subject, trial, rows, elements, in_ulp, explained=not bool((beyond & elements).any()))
-        if other.place and other.agreement >= least and 2 * int(other.kept.sum()) >= other.kept.numel():
+        if other.leaves_most and other.agreement >= least:
             return other
     return found
 

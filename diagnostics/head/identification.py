@@ -178,7 +178,7 @@ class _Judge:
         good, threshold = [search.counted(t, best) for t in found.trials], found.threshold
         broken = found.flaw is not None
         if flaw is not None:
-            if best.match.agreement < threshold and (not flaw.place or 2 * int(flaw.kept.sum()) < flaw.kept.numel()):
+            if best.match.agreement < threshold and not flaw.leaves_most:
                 return
             # Whole rows or whole features are kept: a matrix again.
             good = [Match(t.match.equal[flaw.kept.any(1)][:, flaw.kept.any(0)]) for t in found.trials]

@@ -64,8 +64,6 @@ def find_unfused(subject: SearchedHead) -> UnfusedMatch | None:
     flaw = find_flaw(subject, Trial(recipe, outs[way], matches[way]), rows)
     flaw = None if flaw is None or flaw.chance else flaw
     agreement, least = matches[way].agreement, threshold(subject.fmt, matches[way].equal.numel())
-    if agreement < least:
-        placed = flaw is not None and flaw.place and 2 * int(flaw.kept.sum()) >= flaw.kept.numel()
-        if flaw is None or not placed or flaw.agreement < least:
-            return None
+    if agreement < least and (flaw is None or not flaw.leaves_most or flaw.agreement < least):
+        return None
     return UnfusedMatch(WORDS[named(way)], agreement, flaw)
