@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -21,7 +21,7 @@ from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import Masking
-from attn_diag.results.diagnosis import HeadDiagnosis
+from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
 
 T = TypeVar("T")
 CAPTURES = Path(__file__).parent / "captures"
@@ -63,6 +63,11 @@ def rounded_inputs(
     counts = {"q": heads, "k": kv_heads or heads, "v": kv_heads or heads, "do": heads}
     found = {n: torch.randn(batch, count, rows, d, generator=generator).bfloat16() for n, count in counts.items()}
     return found | {"o": true_o(found["q"], found["k"], found["v"], causal=causal).bfloat16()}
+
+
+def with_findings(diagnosis: attn_diag.Diagnosis, captures: Sequence[CaptureDiagnosis]) -> attn_diag.Diagnosis:
+    """The diagnosis of other captures, with what their heads share."""
+    return attn_diag.Diagnosis(diagnosis.tool, diagnosis.family, tuple(captures), diagnosis.summary)
 
 
 def with_heads(diagnosis: attn_diag.Diagnosis, change: Callable[[HeadDiagnosis], HeadDiagnosis]) -> attn_diag.Diagnosis:

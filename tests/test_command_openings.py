@@ -1,7 +1,7 @@
 """The first lines of the commands that look at one capture or compare two: what was found, where, and what to run next.
 
-``probe`` and ``check`` have theirs in test_first_lines.py, ``inspect`` in test_opening.py. Snapshots hold what is said
-of planted captures at 80 and 120 columns.
+``probe`` and ``check`` have theirs in test_first_lines.py, ``inspect`` in test_opening.py and test_opening_steps.py.
+Snapshots hold what is said of planted captures at 80 and 120 columns.
 """
 
 from __future__ import annotations

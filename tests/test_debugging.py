@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -16,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 from builders import rounded_inputs, some, true_o
-from command_line import Programs
-from prompts import too_much
 from tiny_models import hooks_of, nano_gpt, next_token_loss, same, tokens
 from torch import Tensor
 from torch.nn import functional
@@ -26,126 +23,11 @@ from torch.optim import optimizer
 
 import attn_diag
 from attn_diag import Diagnosis, Finding, InputError, break_if
-from attn_diag.watching.debugging.breaking import at_next_instruction, users_frame
-from attn_diag.watching.debugging.finding import first_nonfinite, largest_logit
+from attn_diag.watching.debugging.breaking import users_frame
+from attn_diag.watching.debugging.finding import first_nonfinite
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 
 pytestmark = pytest.mark.slow
-
-
-# A program that is stopped.
-
-PROGRAM = """
-import sys
-import torch, attn_diag
-from builders import rounded_inputs
-from tiny_models import nano_gpt
-
-tiny = nano_gpt()
-model = tiny.model.bfloat16()
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-def train(steps):
-    for step in range(steps):
-        loss = tiny.loss(model)
-        loss.backward()
-        after = "the backward"
-        optimizer.step()
-    print("trained")
-"""
-
-
-@pytest.fixture
-def at_prompt(programs: Programs) -> Callable[..., str]:
-    """What a program and pdb print that is told these commands."""
-
-    def call(program: str, *commands: object, breakpoint_: str = "") -> str:
-        stdin = "\n".join([*map(str, commands), ""])
-        done = programs.run(PROGRAM + program, stdin=stdin, COLUMNS="80", PYTHONBREAKPOINT=breakpoint_)
-        return done.out + done.err
-
-    return call
-
-
-def answers(output: str) -> list[str]:
-    """What was printed after each prompt."""
-    return [part.strip("\n") for part in output.split("(Pdb) ")[1:]]
-
-
-def test_inspect_at_a_pdb_prompt(at_prompt: Callable[..., str]) -> None:
-    program = """
-heads = rounded_inputs(heads=144)
-with attn_diag.capture(model, sys.argv[0] + ".captures"):
-    train(2)
-breakpoint()
-print("end")
-"""
-    output = at_prompt(
-        program,
-        "attn_diag.inspect(**heads, causal=True)",
-        "attn_diag.last()",
-        "attn_diag.inspect_captures(attn_diag.last())",
-        "found = attn_diag.inspect(**heads, causal=True)",
-        "print(attn_diag.explain(found, 3))",
-        "c",
-    )
-    inspected, listed, of_run, nothing, explained = answers(output)[:5]
-    assert "of 144 heads" in inspected.splitlines()[0], output
-    assert not too_much(inspected)
-    assert len(inspected.splitlines()) > 8
-    assert listed.startswith("2 captures:")
-    assert not too_much(listed)
-    assert "8 heads" in of_run.splitlines()[0]
-    assert not too_much(of_run)
-    assert nothing == ""
-    assert explained.startswith("observed, head 3:")
-
-
-def test_break_if_stops_in_the_users_frame(at_prompt: Callable[..., str]) -> None:
-    output = at_prompt(
-        "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)\nprint(sys.gettrace())",
-        "p width, q.shape",
-        "attn_diag.last_finding()",
-        "attn_diag.last_finding().disarm()",
-        "c",
-    )
-    opened, variables, finding, _, end = [output.split("(Pdb) ")[0], *answers(output)]
-    assert not too_much("\n".join(opened.splitlines()[:-3])), "pdb adds three lines"
-    assert "-> result: Tensor = self.c_proj(y" in opened, "the line after the call"
-    assert variables == "(32, torch.Size([2, 4, 20, 8]))"
-    assert finding.startswith("<Finding: max_logit: ")
-    assert end == "trained\nNone"
-
-
-def test_break_if_stops_behind_the_backward(at_prompt: Callable[..., str]) -> None:
-    output = at_prompt(
-        "with attn_diag.break_if(predicate=lambda d: True, model=model):\n    train(2)",
-        "n",
-        "p after",
-        "len(attn_diag.last_finding().also)",
-        "attn_diag.last_finding().capture",
-        "c",
-        "q",
-    )
-    opened, found = output.split("(Pdb) ")[0], answers(output)
-    assert "judged after its backward" in " ".join(opened.split())
-    assert '-> after = "the backward"' in opened
-    assert found[1] == "'the backward'"
-    assert found[2] == "1", "both layers were found in this backward"
-    assert " do dq dk dv x w_q" in " ".join(found[3].split())
-    assert "step 1" in found[4], "it goes on to the next step"
-    assert "BdbQuit" in found[5], "quitting ends the program"
-    assert "trained" not in output
-
-
-def test_break_if_honours_pythonbreakpoint(at_prompt: Callable[..., str]) -> None:
-    program = "with attn_diag.break_if(max_logit=0.01, model=model):\n    train(1)"
-    output = at_prompt(program, breakpoint_="0")
-    assert "trained" in output
-    assert "attn_diag.break_if: max_logit" in output
-
-
-# In this process, with a hook.
 
 
 class Run:
@@ -580,67 +462,3 @@ def test_nothing_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         break_if(**options)
-
-
-# The pieces.
-
-
-def masks() -> Iterator[tuple[str, dict[str, Any]]]:
-    mask = torch.zeros(24, 40)
-    mask[:, 30:] = torch.finfo(torch.float32).min
-    yield "none", {}
-    yield "causal", {"causal": "bottom-right"}
-    yield "top-left", {"causal": "top-left"}
-    yield "window", {"window": (5, 3)}
-    yield "causal window", {"causal": "bottom-right", "window": (5, 0)}
-    yield "bool", {"mask": mask == 0}
-    yield "additive", {"mask": mask}
-    yield "scale", {"scale": 2.0, "causal": "top-left"}
-
-
-def dense_logit(call: AttentionCall) -> tuple[float, int]:
-    """The same by loops over rows and keys."""
-    best, where, shift = -float("inf"), 0, 0 if call.causal == "top-left" else 16
-    left, right = call.window or (-1, -1)
-    right = 0 if call.causal != "none" else right
-    for head in range(4):
-        scores = call.q[0, head].double() @ call.k[0, head // 2].double().T
-        scores *= 0.25 if call.scale is None else call.scale
-        for t in range(24):
-            for j in range(40):
-                seen = (left < 0 or j >= t + shift - left) and (right < 0 or j <= t + shift + right)
-                seen &= call.mask is None or bool(
-                    call.mask[t, j] if call.mask.dtype == torch.bool else call.mask[t, j] == 0
-                )
-                if seen and float(scores[t, j]) > best:
-                    best, where = float(scores[t, j]), head
-    return best, where
-
-
-@pytest.mark.parametrize(("name", "options"), list(masks()))
-def test_the_largest_logit(name: str, options: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(len(name))
-    q, k = torch.randn(1, 4, 24, 16, generator=generator), torch.randn(1, 2, 40, 16, generator=generator)
-    call = AttentionCall(CallPlace(0, 0, None, 0, False), "test", q, k, k, q, **options)
-    assert largest_logit(call) == pytest.approx(dense_logit(call))
-    if options:
-        assert largest_logit(replace(call, causal="none", window=None, mask=None, scale=9.0)) != largest_logit(call)
-
-
-def test_a_trace_function_is_put_back() -> None:
-    events: list[str] = []
-
-    def tracer(*event: Any) -> None:
-        events.append(event[1])
-
-    def user() -> None:
-        at_next_instruction(sys._getframe(), lambda: None)
-
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        user()
-        assert sys.gettrace() is tracer
-    finally:
-        sys.settrace(before)
-    assert "call" in events

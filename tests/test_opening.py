@@ -9,13 +9,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import planted_folders
 import pytest
 import torch
-from builders import CAPTURES, inspected, rounded_inputs, some, with_heads
+from builders import CAPTURES, inspected, rounded_inputs, some, with_findings, with_heads
 from command_line import Run
 from planted_folders import FOLDERS, write
 from rich.cells import cell_len
@@ -26,8 +25,7 @@ from attn_diag import Capture
 from attn_diag.reports.finding_words import matters, sure, what, when, where
 from attn_diag.reports.opening import command, headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
-from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis
-from attn_diag.results.estimates import Label
+from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.wording import chance, in_units
 from attn_diag.testing.regression.cases import case_of_capture
@@ -191,11 +189,6 @@ def read(path: Path) -> Diagnosis:
     return Diagnosis.from_json(path.read_bytes())
 
 
-def with_findings(diagnosis: Diagnosis, captures: list[CaptureDiagnosis]) -> Diagnosis:
-    """The diagnosis of other captures, with what their heads share."""
-    return Diagnosis(diagnosis.tool, diagnosis.family, tuple(captures), diagnosis.summary)
-
-
 def of_720(model: Diagnosis) -> Diagnosis:
     """12 layers of 12 heads at 5 steps: layer 3 lossy from step 200 on, layer 7 biased from step 300 on."""
     heads = {(c.metadata["layer"], c.metadata["step"]): (c, c.observations[0].heads[0]) for c in model.captures}
@@ -258,67 +251,6 @@ def test_without_an_output_no_kernel_passes() -> None:
     assert "Emulated beside it, not captured: recipe qiu2025" in said
     assert not said.startswith(("LOSSY", "BIASED", "NO KERNEL"))
     assert all(not finding.captured for finding in beside.findings)
-
-
-@cache
-def several_steps(labels: str) -> Diagnosis:
-    """A head of one layer at steps 0, 10, …: l lossy, w wrong, b biased, u undecided, . clean."""
-    kinds = {
-        "l": inspected("failing_step500_L2H7"),
-        ".": inspected("gpt2_step637_L2H6"),
-    }
-    (lossy,), (clean,) = kinds["l"].captures, kinds["."].captures
-    captures = []
-    for place, letter in enumerate(labels):
-        model = clean if letter in ".u" else lossy
-        head = replace(model.observations[0].heads[0], layer=2, head=0)
-        if letter in "wbu":
-            label: dict[str, Label] = {"w": "wrong", "b": "biased", "u": "undecided"}
-            verdict = replace(some(head.verdict), labels=(label[letter],))
-            head = replace(head, verdict=verdict)
-        observation = replace(clean.observations[0], heads=(head, replace(head, head=None)))
-        stated = clean.metadata | {"step": str(10 * place)}
-        captures.append(replace(clean, source=f"s{place}.pt", metadata=stated, observations=(observation,)))
-    return with_findings(kinds["l"], captures)
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        ("..ll", "layer 2, head 0, from step 20 on"),
-        ("llll", "layer 2, head 0, at all 4 steps (0 to 30)"),
-        (".ll.", "layer 2, head 0, steps 10 to 20"),
-        ("l.l.", "layer 2, head 0, at 2 of 4 steps from 0 on"),
-        (".l..", "layer 2, head 0, at step 10 alone"),
-        ("...l", "layer 2, head 0, at step 30, the last"),
-        ("l", "layer 2, head 0, step 0"),
-        (".lww", "layer 2, head 0, from step 20 on (lossy from step 10 on)"),
-        ("wlww", "layer 2, head 0, at 3 of 4 steps from 0 on."),
-    ],
-)
-def test_steps_are_ranges_with_their_onset(labels: str, said: str) -> None:
-    diagnosis = several_steps(labels)
-    assert len(diagnosis.findings) == 1
-    assert headline(diagnosis).partition(": ")[2].startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"), [("uuu.", "3 of 4 (1 head at 4 steps) could"), ("u...", "Of 4 (1 head at 4 steps) 1 is")]
-)
-def test_heads_at_several_steps_are_counted_at_each(labels: str, said: str) -> None:
-    assert said in headline(several_steps(labels))
-
-
-@pytest.mark.parametrize(("labels", "of"), [("....", ""), ("u...", " of heads that pass")])
-def test_how_large_errors_are_is_said_of_the_heads_that_pass(labels: str, of: str) -> None:
-    known = next(line for line in opening(several_steps(labels)) if line.about == "Sure")
-    assert known.said.startswith(f"errors{of} are at most ")
-
-
-def test_what_became_graver_is_one_finding() -> None:
-    (finding,) = several_steps(".lww").findings
-    assert (finding.label, finding.onset, finding.earlier) == ("wrong", 20, {"lossy": 10})
-    assert [(s.step, s.label) for s in finding.by_step] == [(0, None), (10, "lossy"), (20, "wrong"), (30, "wrong")]
 
 
 def test_nonfinite_figures_are_the_largest() -> None:

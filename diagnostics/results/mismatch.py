@@ -356,7 +356,8 @@ class Mismatch(Result):
     rollout: MismatchSide
     """The other: b."""
     outcome: Literal["identical", "rounding", "finding"]
-    """identical: every bit of every O; rounding: nothing but rounding and schedule differ; finding: see ``causes``."""
+    """identical: every bit of every O; rounding: nothing beyond rounding and schedule is seen; finding: see
+    ``causes``."""
     headline: str
     """The result in a sentence."""
     begins: int | None
