@@ -243,6 +243,48 @@ def test_what_plain_torch_does_not_make_is_wrong_where_it_makes_all_else(fault: 
     assert all(said in words for words in wrong.values()), wrong
 
 
+def hot_and_eager(sequences: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs, and what plain torch makes of them, of scores that are large; two heads of 128 rows."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, do = (torch.randn(sequences, 2, 128, 64, generator=generator) for _ in range(4))
+    leaves = [t.half().requires_grad_() for t in (q * 6, k, v)]
+    out = eager(*leaves)
+    gradients = torch.autograd.grad(out, leaves, do.half())
+    inputs = dict(zip("qkv", (t.detach() for t in leaves), strict=True)) | {"do": do.half()}
+    return inputs, {"o": out.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+@pytest.mark.parametrize(("quantity", "factor", "said"), [("o", 1.05, "1.05"), ("dq", 0.9, "0.9"), ("dk", 2.0, "2")])
+def test_a_factor_beside_what_plain_torch_rounds_is_named(quantity: str, factor: float, said: str) -> None:
+    """All rows are off, and beside their own error too far for any pattern: 'lossy' was said, without a name."""
+    inputs, found = hot_and_eager(2)
+    found[quantity][1, 0] *= factor
+    told = attn_diag.inspect(attn_diag.Capture.from_tensors({**inputs, **found}, scale=0.1), device="cpu")
+    wrong = {(h.head, q.quantity): q.words for h in told.heads for q in h.quantities if q.answer == "wrong"}
+    assert list(wrong) == [(0, quantity)]
+    every = "keys" if quantity == "dk" else "rows"
+    assert (
+        f"batch item 1: all {every} are {said} times those of a kernel where S and P are stored" in wrong[0, quantity]
+    )
+
+
+def test_one_sequences_rounding_is_no_cause_of_anothers_error() -> None:
+    """dQ was "76 times, as where S and P are stored", of which the other sequence had 2.4 times."""
+    inputs, found = hot_and_eager(2)
+    rows = found["dq"][1, 0, 64:]
+    rows *= 1 + 0.05 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(8))
+    told = attn_diag.inspect(attn_diag.Capture.from_tensors({**inputs, **found}, scale=0.1), device="cpu")
+    (off,) = (q for q in told.heads[0].quantities if q.quantity == "dq")
+    assert off.site is None
+    assert off.factor is not None
+    assert off.factor > 10
+    verdict = told.heads[0].verdict
+    assert verdict is not None
+    # What no known rounding explains comes first.
+    assert verdict.reasons[0].startswith("dQ has")
+    assert told.heads[1].quantities[0].site is not None
+
+
 @pytest.mark.parametrize("cap", [5.0, 50.0])
 def test_a_softcap_in_plain_torch_stores_each_of_its_steps(cap: float) -> None:
     """As transformers' eager Gemma 2 does it: quotient, tanh and product, and backward as much."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from attn_diag.analyses.joined_samples import joined
 from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
 from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
 from attn_diag.captures.sources import KEYED
@@ -50,70 +51,6 @@ def worst_of_all(heads: Iterable[Sequence[QuantityVerdict]]) -> list[QuantityVer
 def worst(found: Sequence[QuantityVerdict]) -> QuantityVerdict:
     """The gravest of several verdicts of one quantity."""
     return min(found, key=lambda v: (_ORDER.index(v.answer), -(v.factor or 0.0)))
-
-
-def joined(samples: Sequence[QuantitySample]) -> QuantitySample:
-    """The rows of several sequences one after the other; rows keep their numbers."""
-    first = samples[0]
-    if len(samples) == 1:
-        return first
-    # A copy of a sequence tells nothing new: its rows count with those that they copy.
-    first_of: dict[bytes, tuple[int, int]] = {}
-    clusters, copied, start, rows = [], [], 0, 0
-    for s in samples:
-        own = np.arange(len(s.rows)) if s.clusters is None else s.clusters
-        alike = s.reference.tobytes() + s.counterfactual.tobytes()
-        at, row = first_of.setdefault(alike, (start, rows))
-        clusters.append(own + at)
-        copied.append(np.arange(row, row + len(own)))
-        if row == rows:
-            start += int(own.max()) + 1 if len(own) else 0
-            rows += len(own)
-    arrays = {
-        name: np.concatenate([getattr(s, name) for s in samples])
-        for name in (
-            "rows",
-            "error",
-            "counterfactual",
-            "floor",
-            "reference",
-            "expected",
-            "bad_rows",
-            "not_zero",
-            "zeroed",
-            "misplaced",
-        )
-    }
-    arrays["features"] = np.concatenate([s.features for s in samples], 1)
-    unlike = [np.zeros(len(s.rows), bool) if s.unlike is None else s.unlike for s in samples]
-    unlike_features = [s.unlike_features for s in samples if s.unlike_features is not None]
-    standing_out = [s for s in samples if s.outlying.any() or (not first.compared and s.bad_features.any())]
-    ways = {s.way for s in standing_out}
-    return QuantitySample(
-        **arrays,
-        bad_features=np.stack([s.bad_features for s in samples]).max(0),
-        misplaced_features=np.logical_or.reduce([s.misplaced_features for s in samples]),
-        bad_elements=np.concatenate([s.bad_elements for s in samples]),
-        in_outlying_element=np.concatenate([s.in_outlying_element for s in samples]),
-        largest=max((s.largest for s in samples), key=lambda found: found[3]),
-        clusters=np.concatenate(clusters),
-        copied=np.concatenate(copied) if rows < len(arrays["rows"]) else None,
-        carriers=first.carriers,
-        site=next((s.site for s in samples if s.site is not None), None),
-        made_by_site=sum(s.made_by_site for s in samples),
-        unlike=np.concatenate(unlike) if unlike_features else None,
-        unlike_features=np.logical_or.reduce(unlike_features) if unlike_features else None,
-        declared=first.declared,
-        factors=next((s.factors for s in samples if s.factors), ""),
-        scales=next((s.scales for s in samples if s.scales), ""),
-        beyond_backward=max(s.beyond_backward for s in samples),
-        in_16_bits=None if first.in_16_bits is None else sum(s.in_16_bits or 0.0 for s in samples),
-        compared=first.compared,
-        way=ways.pop() if len(ways) == 1 else "",
-        ceiling=sum(s.ceiling for s in samples),
-        rounding=bool(standing_out) and all(s.rounding for s in standing_out),
-        features_rounding=all(s.features_rounding for s in samples if s.bad_features.any()),
-    )
 
 
 def judge_quantity(

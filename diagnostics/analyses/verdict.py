@@ -121,7 +121,9 @@ def judge(
     reasons: list[str] = []
     if answers["lossy"] or answers["undecided"]:
         labels.append("lossy" if answers["lossy"] else "undecided")
-        reasons += [q.words for q in (*answers["lossy"], *answers["undecided"])]
+        # What no known rounding explains comes first.
+        lossy = sorted(answers["lossy"], key=lambda q: q.site is not None)
+        reasons += [q.words for q in (*lossy, *answers["undecided"])]
     if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")
         reasons.append(fragile)

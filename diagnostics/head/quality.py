@@ -126,7 +126,7 @@ class QuantitySample:
     declared: str = ""
     """The recipe below 16 bits that the kernel is declared to be, and that the counterfactual is; empty: none."""
     factors: str = ""
-    """Where one is declared, what wrongly multiplies O or its scores, in words; empty: nothing."""
+    """What wrongly multiplies a coarse quantity, or of a declared kernel O or its scores, in words; empty: nothing."""
     scales: str = ""
     """Where one is declared, which other scales of q, k and v make O as it is, in words; empty: not known."""
     beyond_backward: float = 0.0

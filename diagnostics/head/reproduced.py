@@ -12,6 +12,8 @@ from attn_diag.head.outlying import GROUP_LIMIT
 
 # A rounding reproduces a row whose error it leaves so much of, squared; and a tensor, with so many of its rows.
 _REPRODUCED, _MOST = 1 / 16, 3 / 4
+# Of fewer rows no common factor is told.
+_ROWS = 8
 
 
 def not_reproduced(
@@ -50,3 +52,30 @@ def not_reproduced(
             by_row, by_feature = (t.cpu().numpy() for t in ((first, other) if dim else (other, first)))
             return by_row, by_feature
     return None
+
+
+def common_factor(observed: Tensor, made: Tensor, truth: Tensor) -> tuple[float, float] | None:
+    """By what a tensor is multiplied that a known rounding reproduces but for that; None: by nothing, or it does not.
+
+    In most rows the factor leaves little of the difference from the rounding's, and that little of the one from the
+    truth.
+
+    Args:
+        observed: What a kernel returned, [n, D].
+        made: What it would return with that rounding.
+        truth: What is true.
+
+    Returns:
+        The factor, and what is left with it, squared.
+    """
+    sizes = made.square().sum(1)
+    there = sizes > 0
+    if int(there.sum()) < _ROWS:
+        return None
+    factor = float(((observed * made).sum(1)[there] / sizes[there]).median())
+    left, without, unrounded = (
+        (observed - other)[there].square().sum(1) for other in (factor * made, made, factor * truth)
+    )
+    needed = (left <= _REPRODUCED * without).sum() >= _MOST * len(left)
+    rounded = float(left.sum()) < EXPLAINED * float(unrounded.sum())
+    return (factor, float(left.sum())) if needed and rounded else None

@@ -85,6 +85,12 @@ class CapturePatterns:
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         # An LSE tells its sink to a millionth, however little the sink takes.
         coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
+        multiplied = [
+            b for one, b in zip(found, batches, strict=False) if isinstance(one, QuantitySample) and one.factors
+        ]
+        if multiplied and verdict.declared is None:
+            item = f"{item_of(self._capture.metadata, multiplied[0])[0]}: " if len(self._batches(batches)) > 1 else ""
+            return with_patterns(verdict, verdict.patterns, item)
         named = verdict.declared is not None and any(p.kind in ("factor", "scale") for p in verdict.patterns)
         if (
             named
