@@ -24,9 +24,9 @@ from attn_diag.head.quality import (
     QuantitySample,
     sample,
 )
-from attn_diag.head.reproduced import common_factor, not_reproduced
+from attn_diag.head.reproduced import multiplied, not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
-from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, WORDS, also_fused, named
+from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, also_fused, named
 from attn_diag.reference import FloatFormat, round_nearest_even, ulp
 from attn_diag.statistics.ratios import Carriers
 
@@ -162,17 +162,8 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        # A constant that is rounded to the format, as alpha or 1 / l, is a factor too.
-        constant, multiplied = 2.0**-fmt.precision, dict[str, tuple[float, float]]()
-        for way in published[0].unfused:
-            known = common_factor(observed[rows], of(way)[rows], reference[rows])
-            if known is not None and abs(known[0] - 1) > constant:
-                multiplied[way] = known
-        if multiplied:
-            way = min(multiplied, key=lambda one: multiplied[one][1])
-            every = "all keys" if quantity in ("dk", "dv") else "all rows"
-            words = f"{every} are {multiplied[way][0]:.4g} times those of a kernel where {WORDS[named(way)]}"
-            return replace(chosen, factors=words)
+        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], published[0].unfused, fmt):
+            return replace(chosen, factors=f"{'all keys' if quantity in ('dk', 'dv') else 'all rows'} are {words}")
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attn_diag.head.coarse_paths import EXPLAINED
+from attn_diag.head.counterfactual import ALTERNATIVES
 from attn_diag.head.outlying import GROUP_LIMIT
+from attn_diag.head.unfused import WORDS, named
+from attn_diag.reference import FloatFormat
 
 # A rounding reproduces a row whose error it leaves so much of, squared; and a tensor, with so many of its rows.
 _REPRODUCED, _MOST = 1 / 16, 3 / 4
-# Of fewer rows no common factor is told.
-_ROWS = 8
+# Of fewer rows no common factor is told; of several roundings that leave up to so many times the least, the first is.
+_ROWS, _AS_NEAR = 8, 2.0
 
 
 def not_reproduced(
@@ -54,19 +59,38 @@ def not_reproduced(
     return None
 
 
-def common_factor(observed: Tensor, made: Tensor, truth: Tensor) -> tuple[float, float] | None:
-    """By what a tensor is multiplied that a known rounding reproduces but for that; None: by nothing, or it does not.
-
-    In most rows the factor leaves little of the difference from the rounding's, and that little of the one from the
-    truth.
+def multiplied(
+    observed: Tensor, of: Callable[[str], Tensor], truth: Tensor, unfused: Sequence[str], fmt: FloatFormat
+) -> str:
+    """By what a tensor is multiplied that a well-rounded kernel or plain torch reproduces but for that, in words.
 
     Args:
         observed: What a kernel returned, [n, D].
-        made: What it would return with that rounding.
+        of: What it would be by a recipe, or a way of plain torch.
         truth: What is true.
+        unfused: These ways.
+        fmt: The format in which it was stored: a constant that is rounded to it, as alpha or 1 / l, is a factor too,
+            and none that is told.
+    """
+    found = dict[str, tuple[float, float]]()
+    for way in (*ALTERNATIVES, *unfused):
+        known = _common_factor(observed, of(way), truth)
+        if known is not None and abs(known[0] - 1) > 2.0**-fmt.precision:
+            found[way] = known
+    if not found:
+        return ""
+    least = min(left for _, left in found.values())
+    # The first that is about as near: a well-rounded kernel claims least.
+    way, factor = next((way, factor) for way, (factor, left) in found.items() if left <= _AS_NEAR * least)
+    by = "the true ones" if way in ALTERNATIVES else f"those of a kernel where {WORDS[named(way)]}"
+    return f"{factor:.4g} times {by}"
 
-    Returns:
-        The factor, and what is left with it, squared.
+
+def _common_factor(observed: Tensor, made: Tensor, truth: Tensor) -> tuple[float, float] | None:
+    """The factor, and what is left with it, squared; None: it is none, or what is ``made`` does not reproduce the rest.
+
+    In most rows the factor leaves little of the difference from what is made, and in all little of the one that is
+    left of the truth with it.
     """
     sizes = made.square().sum(1)
     there = sizes > 0

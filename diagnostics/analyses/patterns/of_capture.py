@@ -85,12 +85,6 @@ class CapturePatterns:
         coarse = verdict.answer in ("lossy", "undecided") and (verdict.factor or 0.0) > LOSSY
         # An LSE tells its sink to a millionth, however little the sink takes.
         coarse |= verdict.quantity == "lse" and self._capture.has_sinks and verdict.answer not in ("good", "nonfinite")
-        multiplied = [
-            b for one, b in zip(found, batches, strict=False) if isinstance(one, QuantitySample) and one.factors
-        ]
-        if multiplied and verdict.declared is None:
-            item = f"{item_of(self._capture.metadata, multiplied[0])[0]}: " if len(self._batches(batches)) > 1 else ""
-            return with_patterns(verdict, verdict.patterns, item)
         named = verdict.declared is not None and any(p.kind in ("factor", "scale") for p in verdict.patterns)
         if (
             named
@@ -130,6 +124,10 @@ class CapturePatterns:
             patterns = []
         if coarse and not patterns and not vanishes and verdict.declared is None and verdict.quantity in _OUTPUTS:
             patterns = [one for one in [shared_error(evidence, math.sqrt(size))] if one is not None]
+        if any(isinstance(one, QuantitySample) and one.factors for one in found):
+            # What all rows have in common is told by one name, or as it was found beside a rounding.
+            one_name = len(patterns) == 1 and patterns[0].kind not in MERE_PLACES
+            patterns = patterns if one_name else list(verdict.patterns)
         where = ""
         if len(self._batches(batches)) > 1:
             item, rank = item_of(self._capture.metadata, batch)
