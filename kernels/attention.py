@@ -55,6 +55,7 @@ def check_kernels_support(recipe: Recipe) -> None:
         "accumulation": ("fp32-nearest", "nvidia-tensor-core"),
         "division": ("before-last-cast",),
         "probs_scale": (1.0,),
+        "sink_joins": ("last",),
         "arithmetic": ("fp32",),
     }
     known |= low_bit_sites(recipe)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # What the scores, the softmax, and the cast P_bar depend on; recipes that agree in them share the work.
 SCORES = ("scores", *OF_SCORES)
-SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "softmax", "schedule")
+SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "sink_joins", "softmax", "schedule")
 PROBS = (*SOFTMAX, "probs", "probs_scale", "quantize_probs")
 PRODUCT = (*PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]

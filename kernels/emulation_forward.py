@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,15 +58,19 @@ def forward_rows(recipe: Recipe, block: Block, trace: list[RangeTrace] | None = 
     """Run the recipe's forward on a block; ``trace`` (of a block of one row) is filled range by range."""
     rounder = block.rounder(recipe)
     splits = list(recipe.schedule.ranges(block.keys))
-    # Of several splits none knows the whole row: the sink joins them as one more.
-    sink = block.head.sink if len(splits) == 1 else None
+    # Of several splits none knows the whole row: a sink that comes last joins them as one more.
+    joins_last = recipe.sink_joins == "last"
+    sink = block.head.sink if len(splits) == 1 or not joins_last else None
     if trace is None and sum(map(len, splits)) > 1 and launches(block.head.q) and walks_ahead(recipe, block.head):
         parts = [part for some in together(recipe, splits) for part in _at_once(recipe, block, some, rounder, sink)]
     else:
-        parts = [_one_split(recipe, block, tiles, rounder, split, trace, sink) for split, tiles in enumerate(splits)]
+        parts = [
+            _one_split(recipe, block, tiles, rounder, split, trace, sink if split == 0 else None)
+            for split, tiles in enumerate(splits)
+        ]
     if parts:
         out, lse = _merge(parts)
-        if block.head.sink is not None and len(parts) > 1:
+        if block.head.sink is not None and len(parts) > 1 and joins_last:
             out, lse = _with_sink(out, lse, block.head.sink)
     else:
         like = block.operands.get("q", working_dtype(recipe))
@@ -94,13 +99,16 @@ def _one_split(
     recipe: Recipe, block: Block, tiles: Sequence[slice], rounder: Rounder, split: int, trace: list[RangeTrace] | None,
     sink: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Online softmax over one split's key ranges, and a sink after them: (O before its last rounding, L)."""
+    """Online softmax over one split's key ranges, a sink after or before them: (O before its last rounding, L)."""
     factor = block.operands.factor(recipe)
     v = block.operands.prepared(recipe).get(recipe, "v")
     values = v.values
     shape = *values.shape[:-2], len(block.rows)
     first = values.new_full((*shape, 1), -torch.inf)
     maxima, exact_sum = first, torch.zeros_like(first)
+    starts = sink is not None and recipe.sink_joins == "first"
+    if sink is not None and starts:
+        maxima, exact_sum = torch.full_like(first, sink / factor), torch.ones_like(first)
     row_sum = exact_sum
     accumulator = values.new_zeros(*shape, values.shape[-1])
     visited = block.visited(recipe, tiles) if launches(values) and not recipe.keeps_sums else None
@@ -139,6 +147,10 @@ def _one_split(
                 kept_probs=kept_probs, row_max=float(maxima), rescale=float(rescale), row_sum=float(row_sum),
             )  # fmt: skip
             trace.append(found)
+    if sink is not None and starts:
+        if trace:
+            trace[-1] = replace(trace[-1], sink=math.exp(sink - float(maxima) * factor))
+        sink = None
     if sink is not None and trace:
         _, shrink, own = _sink_step(sink, factor, maxima)
         joined = rounder("row_sum", row_sum * shrink + own, block.keys.stop, "sink")

@@ -36,6 +36,7 @@ def launches(tensor: Tensor) -> bool:
 def walks_ahead(recipe: Recipe, head: HeadLike) -> bool:
     """Whether ``KeyRanges`` has what the walk has, but for the order in which products add, and other random draws."""
     known = recipe.softmax.kind in ("safe", "stabilised") and recipe.accumulation != "nvidia-tensor-core"
+    known = known and (head.sink is None or recipe.sink_joins == "last")
     plain = known and not recipe.quantized and recipe.smooth_v == "none" and head.dropout is None
     return plain and all(rounds_monotonically(getattr(recipe, site)) for site in _DETERMINISTIC)
 

@@ -160,6 +160,9 @@ class Recipe:
     """l."""
     row_sum_clamp: float | None = None
     """The least that a key range adds to l."""
+    sink_joins: Literal["last", "first"] = "last"
+    """Where an attention sink s joins: "last": l, after the last range; "first": m starts at s and l at 1, so that
+    P_bar is cast under a maximum that may be s (the Triton kernels of vLLM and gpt-oss)."""
     pv_sums: Format = "fp32"
     """The tensor core's own sums of P_bar V, every instruction's; with other accumulation every key range's."""
     pv_levels: Literal["one", "two"] = "one"
@@ -265,8 +268,9 @@ class Recipe:
 
     @property
     def subtracts_maximum(self) -> bool:
-        """Whether m is the maximum of the stored scores itself, neither moved by a rule nor rounded."""
-        return self.softmax.kind == "safe" and self.row_max in ("fp32", self.scores)
+        """Whether m is the maximum of the stored scores itself, neither moved by a rule or a sink nor rounded."""
+        keys_alone = self.softmax.kind == "safe" and self.sink_joins == "last"
+        return keys_alone and self.row_max in ("fp32", self.scores)
 
     @property
     def keeps_sums(self) -> bool:

@@ -31,6 +31,8 @@ from torch import Tensor
 from attn_diag import InputError, convert, load
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps.names import Leaf, choose, parse_map, role_of
+from attn_diag.kernels import emulate_head, preset
+from attn_diag.reference import AttentionHead, Masking
 
 pytestmark = pytest.mark.slow
 
@@ -443,6 +445,66 @@ def test_an_output_that_does_not_fit_is_no_ok(tmp_path: Path, run: Run, output: 
         # Of an O that is so far off no reading is near; then none is guessed.
         expected = "none" if wrong and output == "o" else "top-left"
         assert load(tmp_path / "one.safetensors").metadata.causal == expected
+
+
+STATED: dict[str, Any] = {"layout": "BHTD", "causal": "top-left"}
+
+
+def notes_of(folder: Path, content: Any, **options: Any) -> str:
+    return str(converted(folder, content, **options).metadata.notes)
+
+
+@pytest.mark.parametrize("stated", [STATED, {}], ids=["stated", "open"])
+@pytest.mark.parametrize("fault", ["larger", "smaller", "of another step"])
+def test_an_o_that_rounding_does_not_make_is_not_passed(tmp_path: Path, fault: str, stated: dict[str, Any]) -> None:
+    q, k, v = inputs(rows=96, keys=96)
+    o, lse = attention(q, k, v, "top-left")
+    if fault == "of another step":
+        moved = (q + 0.05 * torch.randn(q.shape, generator=torch.Generator().manual_seed(0))).bfloat16()
+        o = attention(moved, k, v, "top-left")[0]
+    else:
+        o = (o.float() * (1.05 if fault == "larger" else 0.97)).bfloat16()
+    said = notes_of(tmp_path, {**named((q, k, v, o), *QKVO), "lse": lse}, **stated)
+    assert "O does not agree with attention on q, k and v to rounding: it is off by 0.0" in said
+    assert "O agrees" not in said
+    assert ("layout=BHTD and causal=top-left: O is off by" in said) is (not stated)
+
+
+def test_how_far_outputs_agree_is_said_where_all_is_stated(tmp_path: Path) -> None:
+    q, k, v = inputs()
+    o, lse = attention(q, k, v, "top-left")
+    content = {**named((q, k, v, o), *QKVO), "lse": lse}
+    said = notes_of(tmp_path, content, **STATED, lse_base="e")
+    assert re.search(r"O agrees within 0\.00\d+; .*LSE agrees within \d", said)
+    del content["o"]
+    assert notes_of(tmp_path, content, **STATED, lse_base="e").count("LSE agrees within") == 1
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0, 15.0])
+@pytest.mark.parametrize("kernel", ["plain", "qiu2025", "bf16-forward"])
+def test_kernels_that_round_everything_to_16_bits_agree(tmp_path: Path, kernel: str, spread: float) -> None:
+    q, k, v = inputs(heads=2, rows=96, keys=96)
+    q = spread * q
+    if kernel == "plain":
+        hidden = torch.ones(96, 96, dtype=torch.bool).triu(1)
+        o = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    else:
+        heads = [
+            AttentionHead(*(x[0, h].double() for x in (q, k, v)), None, q.shape[3] ** -0.5, Masking("top-left"))
+            for h in range(2)
+        ]
+        o = torch.stack([emulate_head(preset(kernel, "bf16", 16), head).o for head in heads])[None].bfloat16()
+    assert "O agrees within" in notes_of(tmp_path, named((q, k, v, o), *QKVO), **STATED)
+
+
+def test_a_kernel_below_16_bits_agrees_where_it_is_declared(tmp_path: Path) -> None:
+    q, k, v = (torch.cat([x] * 4, 3) for x in inputs(heads=1, kv_heads=1, rows=96, keys=96))
+    q = 0.25 * q
+    head = AttentionHead(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), None, 64**-0.5, Masking("top-left"))
+    o = emulate_head(preset("fa3-fp8", "bf16", 64), head).o[None, None].bfloat16()
+    content = named((q, k, v, o), *QKVO)
+    assert "or a kernel below 16 bits (--declared)?" in notes_of(tmp_path, content, **STATED)
+    assert "O agrees within" in notes_of(tmp_path, content, **STATED, declared="fa3-fp8")
 
 
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])

@@ -22,7 +22,7 @@ from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.output_fit import OutputFit, lse_fit, out_fit
+from attn_diag.head.output_fit import FitSubject, OutputFit, lse_fit, out_fit, times_coarse
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
@@ -30,6 +30,9 @@ Kind = Literal["auto", "flashinfer", "sglang", "torch"]
 MISFIT = " does not agree with attention on q, k and v"
 # And how one goes on of a guess that no output can confirm.
 UNCONFIRMED = " assumed, and nothing confirms it: "
+# How far an O may be off, in units of what is expected of a kernel that rounds all it stores to 16 bits: that is made
+# to first order, and takes its roundings to be independent.
+_TIMES = 2.0
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -175,9 +178,7 @@ class _Writer:
             ) from None
         if exists and not self.force:
             raise InputError(f"{target} exists; choose another place, or say --force to overwrite it")
-        capture, notes = _captured(call, self.wanted)
-        if self.declared is not None:
-            capture = replace(capture, metadata=capture.metadata.override(declared=self.declared))
+        capture, notes = _captured(call, self.wanted, self.declared)
         if not self.one_file:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
@@ -188,11 +189,14 @@ class _Writer:
             self.told(target, notes)
 
 
-def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...]]:
+def _captured(call: DumpedCall, wanted: Wanted, declared: str | None) -> tuple[Capture, tuple[str, ...]]:
     """The capture, and the notes that it carries. Raises InputError where the tensors do not fit each other."""
     try:
         readings = call.readings(wanted)
-        capture, chosen = _settled(readings.captures, readings.bases, readings.layout_open, readings.causal_open)
+        captures = readings.captures
+        if declared is not None:
+            captures = [replace(c, metadata=c.metadata.override(declared=declared)) for c in captures]
+        capture, chosen = _settled(captures, readings.bases, readings.layout_open, readings.causal_open)
         capture, based = _with_base(capture, readings.bases)
     except InputError as error:
         raise InputError(f"{call.source}: {error}") from None
@@ -200,7 +204,7 @@ def _captured(call: DumpedCall, wanted: Wanted) -> tuple[Capture, tuple[str, ...
         chosen.insert(0, f"layout={capture.metadata.layout}: no other fits the shapes")
     if capture.metadata.scale is None:
         chosen.append("scale=1/sqrt(D) (default)")
-    notes = (*call.notes, *capture.assumed, *chosen, *based)
+    notes = tuple(dict.fromkeys((*call.notes, *capture.assumed, *chosen, *based)))
     metadata = replace(capture.metadata, notes="; ".join(notes))
     return replace(capture, metadata=metadata, assumed=()), notes
 
@@ -217,12 +221,24 @@ def _settled(
     if not fits:
         told_by, fits = "LSE", _fits_of_lse(readings, bases)
     good = [index for index, fit in fits.items() if fit.ok]
-    chosen = readings[min(good, key=lambda index: fits[index].error) if good else 0]
+    place = min(good, key=lambda index: fits[index].error) if good else 0
+    chosen = readings[place]
     m = chosen.metadata
     words = [w for w, is_open in ((f"layout={m.layout}", layout_open), (f"causal={m.causal}", causal_open)) if is_open]
     if good:
-        error = min(fits[index].error for index in good)
-        said = [f"{' and '.join(words)}: {told_by} agrees within {error:.2g}, tried {len(readings)}"] if words else []
+        error, few = fits[place].error, fits[place].few
+        times = times_coarse(FitSubject(chosen, DEFAULT_OBSERVATION), _CPU) if told_by == "O" else None
+        rounded = times is None or few or times <= _TIMES
+        found = f"{told_by} {'agrees within' if rounded else 'is off by'} {error:.2g}"
+        found += " (few rows have most of it)" if few else ""
+        said = [f"{' and '.join(words)}: {found}, tried {len(readings)}" if words else found]
+        if not rounded:
+            misfit = (
+                f"O{MISFIT} to rounding: it is off by {error:.2g}, {times:.2g} times what is expected of a kernel "
+                "that rounds all it stores to 16 bits; O times a factor, tensors of two steps, or a kernel below 16 "
+                "bits (--declared)?"
+            )
+            said = [*(said if words else ()), misfit]
         return chosen, said
     if fits:
         nearest = min(fits, key=lambda index: fits[index].error)
@@ -266,7 +282,7 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
         base = f"; lse_base={best.metadata.lse_base} is assumed" if len(bases) > 1 else ""
         return best, [f"LSE{MISFIT} (off by {min(known)[0]:.2g} or more{base})"]
     if len(bases) == 1:
-        return best, []
+        return best, [f"LSE agrees within {min(known)[0]:.2g}"] if known else []
     how = f": LSE agrees within {min(known)[0]:.2g}" if known else f"{UNCONFIRMED}no row to check with"
     return best, [f"lse_base={best.metadata.lse_base}{how}"]
 

@@ -58,7 +58,7 @@ def beside_well_rounded(
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
-    The recipe "fa2" alone where the error is no larger than its own; else whichever of ``ALTERNATIVES`` is furthest
+    The recipe "fa2" alone where the error is no larger than its own; else whichever of the ``alternatives`` is furthest
     off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding.
 
     Args:
@@ -106,7 +106,7 @@ def beside_well_rounded(
     chosen = first or beside(ALTERNATIVES[0])
     found = chosen.ratio()
     if found is not None and found.high > AS_GOOD:
-        others = [beside(alternative) for alternative in ALTERNATIVES[1:]]
+        others = [beside(alternative) for alternative in published[0].alternatives[1:]]
         chosen = max([chosen, *others], key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
     typical = chosen.typical_ratio

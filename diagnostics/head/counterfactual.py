@@ -40,6 +40,8 @@ from attn_diag.reference.heads import stacked
 RECIPE = "fa2"
 # Recipes that round as well; where a head's errors lean on few elements, the one that is furthest off is the yardstick.
 ALTERNATIVES = (RECIPE, "cudnn", "flex")
+# And one for heads with a sink, at which m starts: where it lies above the scores, no row's largest P_bar is exactly 1.
+SINK_FIRST = "sink-first"
 # Those whose dS multiplies the cast P: torch's, which casts alpha dS, and one that multiplies by alpha afterwards.
 FROM_CAST_P = ("efficient", "efficient:after-product")
 FORMATS = ("bf16", "fp16")
@@ -70,7 +72,7 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways`` (also ``FUSED``), of ``coarser``'s,
-            or ``ROUNDED_DROPOUT``.
+            ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -112,6 +114,8 @@ def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | N
 def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
     if recipe == ROUNDED_DROPOUT:
         return preset("efficient", fmt, head_dim)
+    if recipe == SINK_FIRST:
+        return replace(preset(RECIPE, fmt, head_dim), sink_joins="first")
     name, _, alpha = recipe.partition(":")
     if name not in PRESETS:
         return None
@@ -152,6 +156,8 @@ class Counterfactuals:
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
+        self.alternatives = ALTERNATIVES if head.sink is None else (*ALTERNATIVES, SINK_FIRST)
+        """Recipes that round as well, ``RECIPE`` first."""
         self.unfused = ways(head)
         """How plain torch may round."""
         self.drops = head.dropout is not None

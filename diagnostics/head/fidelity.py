@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.counterfactual import ALTERNATIVES, Counterfactuals, covers
+from attn_diag.head.counterfactual import Counterfactuals, covers
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.head.stacks import on_host
@@ -289,7 +289,7 @@ def _nearest(name: str, some: Sequence[tuple[OpenHead, Tensor, Counterfactuals]]
     labels = [dense(of[own]) if name == "o" else None for of, own in zip(keys, rows, strict=True)]
     best: list[RatioEstimate | None] = [None] * len(heads)
     left = list(range(len(heads)))
-    for recipe in ALTERNATIVES:
+    for recipe in others[0].alternatives:
         theirs = _squares([others[i].outputs(recipe)[name] for i in left], [exact[i] for i in left])
         cases = [
             RatioCase(errors[i][rows[i]], max(floors[i][rows[i]], own[rows[i]], key=np.sum), labels[i])

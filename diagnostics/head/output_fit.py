@@ -16,7 +16,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of
-from attn_diag.head.rounded_scores import moved_by_scores
+from attn_diag.head.rounded_scores import expected_of_coarse_kernels, moved_by_scores
 from attn_diag.head.stacks import numbers
 from attn_diag.kernels import Recipe, emulate_lse, emulate_rows
 from attn_diag.reference import FloatFormat, format_of, reference_rows, round_nearest_even
@@ -233,6 +233,25 @@ def _beyond_rounded_scores(asked: FitSubject, device: torch.device) -> float:
         observed, truth, most = replace(one, recipe=None).compared(block.out, moved)
         found.append(((observed - truth).norm(dim=1) - most).clamp(min=0.0).square().sum())
     return float(torch.stack(found).sum())
+
+
+def times_coarse(asked: FitSubject, device: torch.device) -> float | None:
+    """How many times O's error is what is expected of a kernel that rounds all that it stores to 16 bits.
+
+    None where a recipe is declared, under dropout, where no row can be compared, and of inputs of more than 16 bits.
+    """
+    inputs_format, seen = format_of(asked.capture.tensors["q"].dtype), [0.0, 0.0]
+    if inputs_format.name not in ("bf16", "fp16"):
+        return None
+    for one in _sample(0, asked, "o", device):
+        if one.recipe is not None or one.inputs.head.dropout is not None:
+            return None
+        block = reference_rows(one.inputs.head, one.rows)
+        one.inputs.mark_rows(block)
+        expected = expected_of_coarse_kernels(one.inputs.head, block, inputs_format, one.fmt)
+        observed, truth, made = one.compared(block.out, expected)
+        seen = [seen[0] + float((observed - truth).square().sum()), seen[1] + float(made.sum())]
+    return math.sqrt(seen[0] / seen[1]) if seen[1] > 0 else None
 
 
 def lse_fit(

@@ -70,6 +70,11 @@ def families(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     return tuple(found.values())
 
 
+def sink_first(recipe: Recipe) -> Recipe:
+    """The recipe with the maximum and the row sum starting at an attention sink."""
+    return replace(recipe, name=f"{recipe.name} with m starting at the sink", sink_joins="first")
+
+
 # What torch's autograd makes of softmax(Q K^T) V where q, k and v were widened before, and O and the gradients are
 # rounded back.
 _WIDENED: dict[str, Any] = {
@@ -140,7 +145,7 @@ def known_name(recipe: Recipe, head_dim: int) -> str | None:
 def family_name(recipe: Recipe, head_dim: int) -> str:
     """The first preset with these rounding sites, in whatever schedule."""
     every = (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim))
-    named = (known.name for known in every if _forward(known) == _forward(recipe))
+    named = (known.name for known in (*every, *map(sink_first, every)) if _forward(known) == _forward(recipe))
     return next(named, recipe.name)
 
 

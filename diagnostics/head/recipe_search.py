@@ -24,6 +24,7 @@ from attn_diag.head.recipe_candidates import (
     low_bit_recipes,
     mixtures,
     schedules,
+    sink_first,
     split_recipes,
     variants,
 )
@@ -276,6 +277,8 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     """
     d = subject.head_dim
     found = families(subject.fmt, d)
+    if subject.inputs.head.sink is not None:
+        found = *found, *map(sink_first, found)
     trials, tried = _tried(subject, coarse_rows, final_rows, found, [r for r in found if r.scores == "fp32"])
     fit, compared = fitting(subject, trials, final_rows)
     if fit:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from attn_diag.reference import AttentionHead, FloatFormat, RowBlock
+from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, ulp
 from attn_diag.reference.rounding import BF16, FP16
 
 
@@ -62,3 +62,30 @@ def expected_by_scores(head: AttentionHead, block: RowBlock, fmt: FloatFormat) -
     terms = head.scale**2 * head.q[block.rows].square() @ k.square().T
     variance = unit**2 / 3 * (terms + 2 * block.scores.masked_fill(block.probs == 0, 0.0).square())
     return (block.probs.square() * variance * torch.cdist(block.out, v).square()).sum(1)
+
+
+# Keys of the shortest range after which a kernel is taken to round its sums.
+_RANGE = 64
+
+
+def expected_of_coarse_kernels(head: AttentionHead, block: RowBlock, fmt: FloatFormat, out: FloatFormat) -> Tensor:
+    """The squared error of O, as expected, where all that a kernel stores on the way is rounded to 16 bits.
+
+    ``expected_by_scores``; P cast, eps^2 P^2 V^2 with eps^2 = 2^(-2p) / 24 as of ``counterfactual``; O_bar and l after
+    every range of 64 keys, 2 eps^2 O^2 each; and the last rounding.
+
+    Args:
+        head: The head, without dropout.
+        block: R of its rows.
+        fmt: The inputs' format; all is taken to be rounded to FP16 where it is that, to BF16 where it is no coarser.
+        out: O's format.
+
+    Returns:
+        By row, [R].
+    """
+    precision = FP16.precision if fmt == FP16 else min(fmt.precision, BF16.precision)
+    relative = 2.0 ** (-2 * precision) / 24
+    ranges = -(-len(head.k[block.keys]) // _RANGE)
+    cast = (block.probs.square() @ head.v[block.keys].square()).sum(1) + 2 * ranges * block.out.square().sum(1)
+    last = ulp(block.out, out).square().sum(1) / 12
+    return expected_by_scores(head, block, fmt) + relative * cast + last

@@ -187,7 +187,7 @@ def explain(subject: MicroscopeSubject) -> ClosedForm:
 def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Prediction:
     """The closed form for a block of rows of the float64 reference."""
     values = head.v[block.keys]
-    probs, cast, row_max = _recipe_probs(recipe, head.scale, block.scores)
+    probs, cast, row_max = _recipe_probs(recipe, head.scale, block.scores, block.sink)
     row_sum = (probs if recipe.row_sum_of == "fp32-probs" else cast).sum(1, keepdim=True)
     row_sum = row_sum.clamp_(min=recipe.row_sum_clamp or 0.0)
     if block.sink is not None:
@@ -229,7 +229,7 @@ def predict_block(recipe: Recipe, head: AttentionHead, block: RowBlock) -> Predi
     return Prediction(count[:, 0].long(), tie, swamped, base, residual, error, unrounded)
 
 
-def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor, sink: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """P_bar [R, K] as the recipe has it before and after its cast, float64, and the row's final maximum [R, 1]."""
     scores = score_rounding(recipe, scale)(exact).double()
     if recipe.alpha == "in-exponent":
@@ -240,6 +240,8 @@ def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor) -> tuple[Tensor, 
     if rule.kind == "stabilised" and rule.beta is not None:
         repeated = (scores >= row_max - rule.epsilon).sum(1, keepdim=True) > 1
         row_max = torch.where(repeated, torch.where(row_max > 0, rule.beta * row_max, row_max.clamp(min=0.0)), row_max)
+    if sink is not None and recipe.sink_joins == "first":
+        row_max = row_max.clamp(min=sink)
     row_max = round_to(row_max, parse(recipe.row_max)).masked_fill(row_max == -torch.inf, 0.0)
     difference = scores - row_max
     if recipe.exp == "exact":
