@@ -162,8 +162,12 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], published[0].unfused, fmt):
-            return replace(chosen, factors=f"{'all keys' if quantity in ('dk', 'dv') else 'all rows'} are {words}")
+        every, ways = (
+            "all keys" if quantity in ("dk", "dv") else "all rows",
+            (published[0].alternatives, published[0].unfused),
+        )
+        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], *ways, fmt):
+            return replace(chosen, factors=f"{every} are {words}")
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarse_paths import EXPLAINED
-from attn_diag.head.counterfactual import ALTERNATIVES
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.unfused import WORDS, named
 from attn_diag.reference import FloatFormat
@@ -60,7 +59,12 @@ def not_reproduced(
 
 
 def multiplied(
-    observed: Tensor, of: Callable[[str], Tensor], truth: Tensor, unfused: Sequence[str], fmt: FloatFormat
+    observed: Tensor,
+    of: Callable[[str], Tensor],
+    truth: Tensor,
+    published: Sequence[str],
+    unfused: Sequence[str],
+    fmt: FloatFormat,
 ) -> str:
     """By what a tensor is multiplied that a well-rounded kernel or plain torch reproduces but for that, in words.
 
@@ -68,12 +72,13 @@ def multiplied(
         observed: What a kernel returned, [n, D].
         of: What it would be by a recipe, or a way of plain torch.
         truth: What is true.
+        published: These recipes, which round as well as each other.
         unfused: These ways.
         fmt: The format in which it was stored: a constant that is rounded to it, as alpha or 1 / l, is a factor too,
             and none that is told.
     """
     found = dict[str, tuple[float, float]]()
-    for way in (*ALTERNATIVES, *unfused):
+    for way in (*published, *unfused):
         known = _common_factor(observed, of(way), truth)
         if known is not None and abs(known[0] - 1) > 2.0**-fmt.precision:
             found[way] = known
@@ -82,7 +87,7 @@ def multiplied(
     least = min(left for _, left in found.values())
     # The first that is about as near: a well-rounded kernel claims least.
     way, factor = next((way, factor) for way, (factor, left) in found.items() if left <= _AS_NEAR * least)
-    by = "the true ones" if way in ALTERNATIVES else f"those of a kernel where {WORDS[named(way)]}"
+    by = "the true ones" if way in published else f"those of a kernel where {WORDS[named(way)]}"
     return f"{factor:.4g} times {by}"
 
 
