@@ -490,7 +490,9 @@ def test_kernels_that_round_everything_to_16_bits_agree(tmp_path: Path, kernel: 
         o = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
     else:
         heads = [
-            AttentionHead(*(x[0, h].double() for x in (q, k, v)), None, q.shape[3] ** -0.5, Masking("top-left"))
+            AttentionHead(
+                q[0, h].double(), k[0, h].double(), v[0, h].double(), None, q.shape[3] ** -0.5, Masking("top-left")
+            )
             for h in range(2)
         ]
         o = torch.stack([emulate_head(preset(kernel, "bf16", 16), head).o for head in heads])[None].bfloat16()
