@@ -34,6 +34,8 @@ _NO_KEY = "rows to which the mask leaves no key have a gradient"
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
+    "e5m2": "P and dS are cast to E5M2 in the backward",
+    "e4m3": "P and dS are cast to E4M3 in the backward",
     block_sums.SITE: block_sums.WORDS,
     **WORDS,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED, explained
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
-from attn_diag.head.counterfactual import ALTERNATIVES, FROM_CAST_P, RECIPE, Counterfactuals
+from attn_diag.head.counterfactual import ALTERNATIVES, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -59,7 +59,8 @@ def beside_well_rounded(
     """Compare one quantity with what well-rounded kernels return for it.
 
     The recipe "fa2" alone where the error is no larger than its own; else whichever of the ``alternatives`` is furthest
-    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding.
+    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding; so
+    is how one errs in dQ, dK and dV whose backward casts P and dS to 8 bits.
 
     Args:
         quantity: o, dq, dk or dv.
@@ -118,14 +119,16 @@ def beside_well_rounded(
         found = chosen.ratio()
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     coarse = above or (found is not None and found.high > AS_GOOD) or stands_out
-    if quantity in ("dq", "dk") and found is not None and coarse:
-        for recipe in FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None]:
+    if quantity != "o" and found is not None and coarse:
+        from_cast = FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None] if quantity != "dv" else ()
+        for recipe in (*from_cast, *(CASTS if stands_out else ())):
             casting = beside(recipe)
             same = casting.ratio()
             pairs = zip(left(recipe), left(ALTERNATIVES[0]), strict=True)
             nearer = any(one < EXPLAINED * other for one, other in pairs)
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
-                return replace(casting, site="dscores_from", counterfactual=chosen.counterfactual)
+                site = recipe if recipe in CASTS else "dscores_from"
+                return replace(casting, site=site, counterfactual=chosen.counterfactual)
     if coarse and max(c.scores for c in published) <= MOST_SCORES:
 
         def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:

@@ -44,6 +44,8 @@ ALTERNATIVES = (RECIPE, "cudnn", "flex")
 SINK_FIRST = "sink-first"
 # Those whose dS multiplies the cast P: torch's, which casts alpha dS, and one that multiplies by alpha afterwards.
 FROM_CAST_P = ("efficient", "efficient:after-product")
+# Formats to which the backward alone may cast P and dS as they are: the smallest become 0, and so rows of dV and dK.
+CASTS = ("e5m2", "e4m3")
 FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
@@ -72,7 +74,7 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways`` (also ``FUSED``), of ``coarser``'s,
-            ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
+            ``CASTS``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -114,6 +116,8 @@ def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | N
 def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
     if recipe == ROUNDED_DROPOUT:
         return preset("efficient", fmt, head_dim)
+    if recipe in CASTS:
+        return replace(preset(RECIPE, fmt, head_dim), backward_probs=recipe, dscores=recipe)
     if recipe == SINK_FIRST:
         return replace(preset(RECIPE, fmt, head_dim), sink_joins="first")
     name, _, alpha = recipe.partition(":")
