@@ -1,4 +1,4 @@
-"""Kernels whose maximum starts at an attention sink, as the Triton kernels of vLLM and gpt-oss have it."""
+"""Kernels whose maximum starts at an attention sink, as the Triton kernel of vLLM has it."""
 
 from __future__ import annotations
 
