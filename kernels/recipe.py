@@ -162,7 +162,8 @@ class Recipe:
     """The least that a key range adds to l."""
     sink_joins: Literal["last", "first"] = "last"
     """Where an attention sink s joins: "last": l, after the last range; "first": m starts at s and l at 1, so that
-    P_bar is cast under a maximum that may be s (the Triton kernels of vLLM and gpt-oss)."""
+    P_bar is cast under a maximum that may be s (vLLM's Triton kernel).
+    gpt-oss's casts no P_bar: its bits do not tell the two apart."""
     pv_sums: Format = "fp32"
     """The tensor core's own sums of P_bar V, every instruction's; with other accumulation every key range's."""
     pv_levels: Literal["one", "two"] = "one"

@@ -43,6 +43,7 @@ def diagnosed(fmt: str, *, fault: str = "", spread: float = 12.0, seed: int = 0)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_they_are_lossy_and_the_cast_is_named(fmt: str, seed: int) -> None:
     head = diagnosed(fmt, seed=seed).heads[0]
+    assert head.verdict is not None
     assert head.verdict.labels == ("lossy",)
     found = {q.quantity: q for q in head.quantities}
     assert found["dv"].site == fmt
@@ -52,4 +53,6 @@ def test_they_are_lossy_and_the_cast_is_named(fmt: str, seed: int) -> None:
 @pytest.mark.parametrize("fault", ["key lost", "tile lost", "rows of zeros"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_faults_beside_such_casts_stay_wrong(fmt: str, fault: str) -> None:
-    assert "wrong" in diagnosed(fmt, fault=fault).heads[0].verdict.labels
+    verdict = diagnosed(fmt, fault=fault).heads[0].verdict
+    assert verdict is not None
+    assert "wrong" in verdict.labels
