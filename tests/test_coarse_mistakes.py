@@ -120,3 +120,50 @@ def test_a_truncated_p_makes_a_factor_of_truncation() -> None:
     x["dv"] = round_to(probs_of(x), parse(f"bf16:{Mode.TOWARD_ZERO}")).mT @ x["do"]
     (words,) = [q.words for q in heads(x)[0].quantities if q.quantity == "dv"]
     assert "all keys are 0.99722 times the true ones, as a cast that truncates makes them" in words
+
+
+def _said_of_o(times: float, seed: int, softcap: float | None = None, **fault: float | str) -> list[str]:
+    """What is said of O of two heads of a fused kernel with other scores."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 256, 32, generator=generator) for _ in range(3))
+    q, k, v = ((times * q).bfloat16(), k.bfloat16(), v.bfloat16())
+    scores = q.double() @ k.double().mT / 32**0.5 * float(fault.get("factor", 1.0))
+    if "rounded" in fault:
+        scores = round_to(scores, parse(str(fault["rounded"])))
+    scores = scores.masked_fill(torch.ones(256, 256).triu(1) > 0, -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = (weights.bfloat16().double() @ v.double() / weights.sum(-1, keepdim=True)).bfloat16()
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, softcap=softcap, device="cpu")
+    heads = [h for h in found.captures[0].observations[0].heads if h.head is not None]
+    return [quantity.words for h in heads for quantity in h.quantities if quantity.quantity == "o"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "constant"),
+    [(1.4453125 / 1.4426950408889634, "log2(e) in BF16 makes 1.00181"), (1.004, ""), (0.9975, "truncates")],
+    ids=["log2(e) in BF16", "larger", "smaller"],
+)
+def test_a_scale_that_is_a_little_off_is_measured(factor: float, constant: str) -> None:
+    """It was lossy, with the advice to look for a rounding; a truncation that may make it too is told."""
+    for words in _said_of_o(2, 1, factor=factor):
+        said = re.search(
+            r"a softmax scale ([\d.]+) \(± ([\d.e-]+)\) times the stated one gives(.*), and but for", words
+        )
+        assert said is not None, words
+        assert float(said[1]) == pytest.approx(factor, abs=float(said[2]))
+        assert constant in said[3]
+
+
+def test_a_softcap_that_hardly_shows_is_named() -> None:
+    for words in _said_of_o(1.0, 3, softcap=30.0):
+        assert "times a well-rounded kernel's error" in words
+        assert "; all rows are what attention without the softcap gives, and but for that" in words
+
+
+@pytest.mark.parametrize("rounded", ["bf16", f"bf16:{Mode.TOWARD_ZERO}"])
+@pytest.mark.parametrize("times", [1.0, 3.0])
+def test_rounded_scores_are_no_other_scale(times: float, rounded: str) -> None:
+    """Truncated ones are smaller, too; where nothing tells them apart, that is said."""
+    for words in _said_of_o(times, 3, rounded=rounded):
+        assert "softcap" not in words
+        assert "softmax scale" not in words or "truncates" in words

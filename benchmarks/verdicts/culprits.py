@@ -110,12 +110,17 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
             if pattern.kind in SHARED_ERRORS and rounds:
                 # What all numbers share of a rounding is told as such; that it is the last one must be so.
                 last = q.quantity == defect.site.lower() or " or " in pattern.words
-                if pattern.kind == "last rounding" and not last:
+                # A truncation may look like a scale, and is then told beside it; no rounding makes another softcap.
+                other = pattern.kind == "shared softcap" or (
+                    pattern.kind == "shared scale" and "truncates" not in pattern.words
+                )
+                if other or (pattern.kind == "last rounding" and not last):
                     false.append(f"{q.quantity}: {pattern.words}")
                 continue
-            if pattern.kind not in PLACES or pattern.kind in KINDS.get(defect.pattern, ()):
-                of_forward = defect.where == "forward" and pattern.kind in _CONSEQUENCES
-                fits = of_forward or pattern.kind in KINDS.get(defect.pattern, ())
+            kind = pattern.kind.removeprefix("shared ")
+            if kind not in PLACES or kind in KINDS.get(defect.pattern, ()):
+                of_forward = defect.where == "forward" and kind in _CONSEQUENCES
+                fits = of_forward or kind in KINDS.get(defect.pattern, ())
                 right = right or (fits and bool(defect.pattern))
                 if not fits:
                     false.append(f"{q.quantity}: {pattern.kind}: {pattern.words}")

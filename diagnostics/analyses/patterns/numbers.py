@@ -24,6 +24,18 @@ def scales(stated: float, head_dim: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if abs(value - stated) > 1e-9 * abs(stated)}
 
 
+def rounded_scales(stated: float) -> dict[str, float]:
+    """What the softmax scale is where a constant of it is rounded to 16 bits, by name."""
+    import ml_dtypes
+
+    found = {}
+    for fmt, dtype in (("BF16", ml_dtypes.bfloat16), ("FP16", np.float16)):
+        for name, value in (("log2(e)", math.log2(math.e)), ("the scale times log2(e)", stated * math.log2(math.e))):
+            found[f"{name} in {fmt}"] = stated * float(np.array(value).astype(dtype)) / value
+        found[f"the scale in {fmt}"] = float(np.array(stated).astype(dtype))
+    return found
+
+
 def factors(alpha: float, *, scaled: bool, dropped: float = 0.0) -> dict[str, float]:
     """Factors by which a quantity may be off, by name; ``scaled``: it contains alpha once, as dQ and dK do.
 

@@ -1,22 +1,28 @@
 """An error that all numbers share and that is all that is wrong.
 
-A factor near 1, as of a constant that is off by 1/256 or a 1/(1-p) in 16 bits; or half an ulp in one direction, which a
-cast leaves that truncates, rounds up or down.
+A factor near 1, as of a constant that is off by 1/256 or a 1/(1-p) in 16 bits; half an ulp in one direction, which a
+cast leaves that truncates, rounds up or down; of O a softmax scale that is a little off, as one times log2(e) in 16
+bits is, or another softcap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.numbers import rounded_scales
+from attn_diag.analyses.patterns.readings import other_softcap
 from attn_diag.head.counterfactual import FORMATS
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.kernels.formats import Mode, parse, round_to
-from attn_diag.reference import ulp
+from attn_diag.reference import AttentionHead, ulp
+from attn_diag.reference.fused import reference_of
+from attn_diag.reference.masking import adds
 from attn_diag.results.quality import Pattern
 
 _SAMPLE = 64
@@ -25,6 +31,12 @@ _NATS = 7.0
 _FAR_BELOW = 1e-3
 # A factor further from 1 is no constant that is a little off.
 _NEAR = 0.5
+# O's derivative by its scale is a difference over so much: its own error, of second order, is far below the cast's.
+_STEP = 1e-3
+# Eight passes of a longer head would take minutes.
+_MOST_SCORES = 2**27
+# What is said to be open of a scale, in standard deviations of its fit.
+_SIGMAS = 4.0
 
 
 def shared_error(evidence: Evidence, factor: float) -> Pattern | None:
@@ -71,6 +83,8 @@ def _shared(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor
         truncates = 0.5 <= -own * 2.0 ** (evidence.fmt.precision + 1) <= 1
         how = ", as a cast that truncates makes them" if truncates else ""
         yield "shared factor", f"{1 + own:.5g} times the true ones{how}", own * truth
+    if evidence.quantity == "o":
+        yield from _other_scores(evidence, rows)
     if evidence.fmt.name not in FORMATS:
         return
     half = ulp(truth, evidence.fmt) / 2
@@ -83,3 +97,37 @@ def _shared(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor
         yield "last rounding", words, direction * half
         # Without noise that moves numbers by more than an ulp, what each of them loses is known: of fp32 sums.
         yield "last rounding", words, round_to(truth.float().double(), parse(f"{evidence.fmt.name}:{mode}")) - truth
+
+
+def _other_scores(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """What another softcap makes of O, or a scale that is a little off: along one derivative in every row."""
+    head = replace(evidence.heads[0], do=None)
+    adding = head.masking.mask is not None and adds(head.masking.mask)
+    if not head.scale > 0 or adding or len(head.q) * len(head.k) > _MOST_SCORES:
+        return
+    truth, noise = evidence.truth[rows], evidence.noise[rows].clamp(min=1e-300)[:, None]
+
+    def out(other: AttentionHead) -> Tensor:
+        return reference_of(other).out[rows]
+
+    for reading in other_softcap(head):
+        yield "shared softcap", f"what {reading.words} gives", out(reading.head) - truth
+    more, less = (out(replace(head, scale=factor * head.scale)) for factor in (1 + _STEP, 1 - _STEP))
+    slope = (more - less) / (2 * _STEP)
+    size = float((slope.square() / noise).sum())
+    off = float((evidence.error[rows] * slope / noise).sum()) / size if size > 0 else math.inf
+    if abs(off) < _NEAR:
+        within = _SIGMAS / size**0.5
+        words = f"what a softmax scale {1 + off:.5f} (± {within:.1g}) times the stated one gives"
+        made = out(replace(head, scale=(1 + off) * head.scale)) - truth
+        yield "shared scale", words + _also(head.scale, evidence.fmt.precision, off, within), made
+
+
+def _also(scale: float, precision: int, off: float, within: float) -> str:
+    """What is known to make such a scale: a constant in 16 bits; or scores, q or k that a cast truncates."""
+    made = {name: value / scale - 1 for name, value in rounded_scales(scale).items()}
+    known = [f"{name} makes {1 + by:.5f}" for name, by in made.items() if abs(by - off) <= within <= abs(by) / 4]
+    # A cast that truncates shrinks numbers as in ``_shared``: once the scores, q or k, twice q and k.
+    if 0.5 <= -off * 2.0 ** (precision + 1) <= 2:
+        known.append("a cast of scores, q or k that truncates makes one like it")
+    return f" ({'; '.join(known)})" if known else ""
