@@ -489,17 +489,8 @@ def test_kernels_that_round_everything_to_16_bits_agree(tmp_path: Path, kernel: 
         hidden = torch.ones(96, 96, dtype=torch.bool).triu(1)
         o = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
     else:
-<<<<<<< HEAD
-        heads = [
-            AttentionHead(
-                q[0, h].double(), k[0, h].double(), v[0, h].double(), None, q.shape[3] ** -0.5, Masking("top-left")
-            )
-            for h in range(2)
-        ]
-=======
         wide, masking = [x[0].double() for x in (q, k, v)], Masking("top-left")
         heads = [AttentionHead(q_, k_, v_, None, q.shape[3] ** -0.5, masking) for q_, k_, v_ in zip(*wide, strict=True)]
->>>>>>> helperA
         o = torch.stack([emulate_head(preset(kernel, "bf16", 16), head).o for head in heads])[None].bfloat16()
     assert "O agrees within" in notes_of(tmp_path, named((q, k, v, o), *QKVO), **STATED)
 

@@ -28,12 +28,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: float, tile: int = 32, window:
     hidden = (places > places[:, None]) | (places <= places[:, None] - window)
     m, row_sum = torch.full((LENGTH, 1), sink), torch.ones(LENGTH, 1)
     out = torch.zeros(LENGTH, v.shape[1])
-<<<<<<< HEAD
-    for keys in torch.split(torch.arange(LENGTH), tile):
-=======
     for start in range(0, LENGTH, tile):
         keys = slice(start, start + tile)
->>>>>>> helperA
         scores = (q.float() @ k[keys].float().T * q.shape[1] ** -0.5).masked_fill(hidden[:, keys], -math.inf)
         top = torch.maximum(m, scores.amax(1, keepdim=True))
         probs, rescale = (scores - top).exp(), (m - top).exp()
@@ -74,14 +70,7 @@ def test_identify_names_it_and_accuses_nobody(spread: float, sink: float, window
     out, _ = attend(q, k, v, sink, window=window)
     q, k, v, out = (x[None, None] for x in (q, k, v, out))
     seen = None if window == LENGTH else (window - 1, 0)
-<<<<<<< HEAD
-    capture = Capture.from_tensors(
-        {"q": q, "k": k, "v": v, "o": out, "sinks": torch.tensor([sink])}, causal="top-left", window=seen
-    )
-    found = attn_diag.identify(capture, device="cpu")
-=======
     found = attn_diag.identify(q, k, v, o=out, sinks=torch.tensor([sink]), causal="top-left", device="cpu", window=seen)
->>>>>>> helperA
     assert found.outcome == "unnamed"
     assert found.flaw is None
     assert "fa2 with m starting at the sink" in found.verdict
