@@ -165,11 +165,9 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        every, ways = (
-            "all keys" if quantity in ("dk", "dv") else "all rows",
-            (published[0].alternatives, published[0].unfused),
-        )
+        ways = published[0].alternatives, published[0].unfused
         if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], *ways, fmt):
+            every = "all keys" if quantity in ("dk", "dv") else "all rows"
             return replace(chosen, factors=f"{every} are {words}")
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
