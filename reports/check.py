@@ -164,10 +164,13 @@ def _patterns(found: CheckReport, failure: Failure) -> tuple[Pattern, ...]:
 
 
 def _shared_error(found: CheckReport, first: Failure) -> str | None:
-    """What ails all numbers of a quantity alike; None where something else does, or other quantities fail too."""
-    if {f.quantity for f in found.failures} != {first.quantity}:
-        return None
-    return next((p.words for p in _patterns(found, first) if p.kind in SHARED_ERRORS), None)
+    """What ails all numbers of a quantity alike; None where something else does.
+
+    Where other quantities fail too, only other scores than the stated ones, of which these are made as well.
+    """
+    alone = {f.quantity for f in found.failures} == {first.quantity}
+    kinds = SHARED_ERRORS if alone else ("shared scale", "shared softcap")
+    return next((p.words for p in _patterns(found, first) if p.kind in kinds), None)
 
 
 def _longer(found: CheckReport, first: Failure) -> str | None:

@@ -238,6 +238,11 @@ def test_a_factor_that_is_all_that_is_wrong_stands_in_the_first_line(failed: Che
     assert f"FAIL fn (sure): of dQ {words}" in " ".join(found.report(80).split())
     both = replace(found, failures=(coarse, replace(coarse, quantity="o")))
     assert "1.0039" not in both.report(80).partition("check of")[0]
+    # Other scores are what gradients are made of as well.
+    scale = QuantityVerdict("o", "lossy", "", patterns=(Pattern("shared scale", "all rows are what a scale gives"),))
+    coarser = (replace(coarse, quantity="o"), replace(coarse, quantity="dv"))
+    scaled = replace(found, failures=coarser, cases=(replace(case, quantities=(scale,)),))
+    assert "of O all rows are what a scale gives" in " ".join(scaled.report(80).split())
 
 
 def test_a_report_that_passes_says_what_was_run() -> None:
