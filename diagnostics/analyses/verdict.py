@@ -121,8 +121,8 @@ def judge(
     reasons: list[str] = []
     if answers["lossy"] or answers["undecided"]:
         labels.append("lossy" if answers["lossy"] else "undecided")
-        # What no known rounding explains comes first.
-        lossy = sorted(answers["lossy"], key=lambda q: q.site is not None)
+        # What no known rounding explains, nor the forward, comes first.
+        lossy = sorted(answers["lossy"], key=lambda q: bool(q.site or [p for p in q.patterns if p.kind == "forward"]))
         reasons += [q.words for q in (*lossy, *answers["undecided"])]
     if (fragile := _fragile(propagation, quantities, noise_factor, conditioning)) is not None and "lossy" not in labels:
         labels.append("ill_conditioned")

@@ -121,7 +121,9 @@ def beside_well_rounded(
     coarse = above or (found is not None and found.high > AS_GOOD) or stands_out
     if quantity != "o" and found is not None and coarse:
         from_cast = FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None] if quantity != "dv" else ()
-        for recipe in (*from_cast, *(CASTS if stands_out else ())):
+        # Zeros show no bits: gradients that were never written are as if all of dS had become 0.
+        written = 2 * int((observed[rows] != 0).any(1).sum()) > len(rows)
+        for recipe in (*from_cast, *(CASTS if stands_out and written else ())):
             casting = beside(recipe)
             same = casting.ratio()
             pairs = zip(left(recipe), left(ALTERNATIVES[0]), strict=True)
@@ -166,7 +168,7 @@ def beside_well_rounded(
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
         ways = published[0].alternatives, published[0].unfused
-        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], *ways, fmt):
+        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], expected(), *ways, fmt):
             every = "all keys" if quantity in ("dk", "dv") else "all rows"
             return replace(chosen, factors=f"{every} are {words}")
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.

@@ -18,6 +18,8 @@ from attn_diag.reference import FloatFormat
 _REPRODUCED, _MOST = 1 / 16, 3 / 4
 # Of fewer rows no common factor is told; of several roundings that leave up to so many times the least, the first is.
 _ROWS, _AS_NEAR = 8, 2.0
+# A row whose square is so many times its noise's is clear.
+_CLEAR = 25.0
 
 
 def not_reproduced(
@@ -62,6 +64,7 @@ def multiplied(
     observed: Tensor,
     of: Callable[[str], Tensor],
     truth: Tensor,
+    expected: Tensor,
     published: Sequence[str],
     unfused: Sequence[str],
     fmt: FloatFormat,
@@ -72,14 +75,19 @@ def multiplied(
         observed: What a kernel returned, [n, D].
         of: What it would be by a recipe, or a way of plain torch.
         truth: What is true.
+        expected: The squared error that a well-rounded kernel is expected to leave: of rows that are not clearly larger
+            all of it may be noise, which is no factor of anything.
         published: These recipes, which round as well as each other.
         unfused: These ways.
         fmt: The format in which it was stored: a constant that is rounded to it, as alpha or 1 / l, is a factor too,
             and none that is told.
     """
     found = dict[str, tuple[float, float]]()
+    clear = truth.square().sum(1) > _CLEAR * expected.sum(1)
+    if int(clear.sum()) < _ROWS:
+        return ""
     for way in (*published, *unfused):
-        known = _common_factor(observed, of(way), truth)
+        known = _common_factor(observed[clear], of(way)[clear], truth[clear])
         if known is not None and abs(known[0] - 1) > 2.0**-fmt.precision:
             found[way] = known
     if not found:
@@ -97,14 +105,9 @@ def _common_factor(observed: Tensor, made: Tensor, truth: Tensor) -> tuple[float
     In most rows the factor leaves little of the difference from what is made, and in all little of the one that is
     left of the truth with it.
     """
-    sizes = made.square().sum(1)
-    there = sizes > 0
-    if int(there.sum()) < _ROWS:
-        return None
-    factor = float(((observed * made).sum(1)[there] / sizes[there]).median())
-    left, without, unrounded = (
-        (observed - other)[there].square().sum(1) for other in (factor * made, made, factor * truth)
-    )
+    sizes = made.square().sum(1).clamp(min=1e-300)
+    factor = float(((observed * made).sum(1) / sizes).median())
+    left, without, unrounded = ((observed - other).square().sum(1) for other in (factor * made, made, factor * truth))
     needed = (left <= _REPRODUCED * without).sum() >= _MOST * len(left)
     rounded = float(left.sum()) < EXPLAINED * float(unrounded.sum())
     return (factor, float(left.sum())) if needed and rounded else None
