@@ -25,12 +25,18 @@ def diagnosed(fmt: str, *, fault: str = "", spread: float = 12.0, seed: int = 0)
     o = ((powers.bfloat16().float() @ v.float()) / powers.sum(-1, keepdim=True)).bfloat16()
     delta = (do.float() * o.float()).sum(-1, keepdim=True)
     dscores = probs * (do.float() @ v.float().mT - delta)
-    probs, dscores = (x.to(FORMATS[fmt]).float() for x in (probs, dscores))
+    fine, low = ([x.to(dtype).float() for x in (probs, dscores)] for dtype in (torch.bfloat16, FORMATS[fmt]))
+    probs, dscores = low
     if fault == "key lost":
         probs[..., 5], dscores[..., 5] = 0, 0
     if fault == "tile lost":
         probs[..., 64:128, :64], dscores[..., 64:128, :64] = 0, 0
     dq, dk, dv = dscores @ k.float() / 8, dscores.mT @ q.float() / 8, probs.mT @ do.float()
+    if fault == "zeros alone":  # of a kernel that is well rounded else
+        lost_dk, lost_dv = ((x.bfloat16() == 0).all(3) for x in (dk, dv))
+        probs, dscores = fine
+        dq, dk, dv = dscores @ k.float() / 8, dscores.mT @ q.float() / 8, probs.mT @ do.float()
+        dk[lost_dk], dv[lost_dv] = 0, 0
     if fault == "rows of zeros":
         dq[:, :, 7], dk[:, :, 7], dv[:, :, 7] = 0, 0, 0
     return attn_diag.inspect(
@@ -50,7 +56,7 @@ def test_they_are_lossy_and_the_cast_is_named(fmt: str, seed: int) -> None:
     assert f"as where P and dS are cast to {fmt.upper()} in the backward" in found["dv"].words
 
 
-@pytest.mark.parametrize("fault", ["key lost", "tile lost", "rows of zeros"])
+@pytest.mark.parametrize("fault", ["key lost", "tile lost", "rows of zeros", "zeros alone"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_faults_beside_such_casts_stay_wrong(fmt: str, fault: str) -> None:
     verdict = diagnosed(fmt, fault=fault).heads[0].verdict

@@ -95,10 +95,11 @@ def beside_well_rounded(
     def expected() -> Tensor:
         return torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
 
-    def left(recipe: str) -> tuple[float, float]:
-        """The same of all rows, and in units of every row's noise."""
-        by_row = apart(recipe)
-        return float(by_row.sum()), float((by_row / np.maximum(chosen.expected, 1e-300)).sum())
+    def left(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
+        """The same of all rows, or of some, and in units of every row's noise."""
+        part = slice(None) if kept is None else kept
+        by_row = apart(recipe)[part]
+        return float(by_row.sum()), float((by_row / np.maximum(chosen.expected[part], 1e-300)).sum())
 
     if len(published) < len(counterfactuals):
         found_alone = replace(first or against(total([c.outputs() for c in counterfactuals])), compared=False)
@@ -121,12 +122,13 @@ def beside_well_rounded(
     coarse = above or (found is not None and found.high > AS_GOOD) or stands_out
     if quantity != "o" and found is not None and coarse:
         from_cast = FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None] if quantity != "dv" else ()
-        # Zeros show no bits: gradients that were never written are as if all of dS had become 0.
-        written = 2 * int((observed[rows] != 0).any(1).sum()) > len(rows)
-        for recipe in (*from_cast, *(CASTS if stands_out and written else ())):
+        # Rows of zeros show no bits: those that were never written are as if all of dS had become 0.
+        written = (observed[rows] != 0).any(1).cpu().numpy()
+        for recipe in (*from_cast, *(CASTS if stands_out else ())):
             casting = beside(recipe)
             same = casting.ratio()
-            pairs = zip(left(recipe), left(ALTERNATIVES[0]), strict=True)
+            kept = written if recipe in CASTS else None
+            pairs = zip(left(recipe, kept), left(ALTERNATIVES[0], kept), strict=True)
             nearer = any(one < EXPLAINED * other for one, other in pairs)
             if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
                 site = recipe if recipe in CASTS else "dscores_from"

@@ -10,6 +10,9 @@ from torch import Tensor
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, ulp
 from attn_diag.reference.rounding import BF16, FP16
 
+# Keys of the shortest range after which a kernel is taken to round its sums.
+_RANGE = 64
+
 
 def moved_by_scores(head: AttentionHead, block: RowBlock, fmt: FloatFormat) -> Tensor:
     """How far, at most, rows of O move where each step that makes a score is rounded to 16 bits.
@@ -62,10 +65,6 @@ def expected_by_scores(head: AttentionHead, block: RowBlock, fmt: FloatFormat) -
     terms = head.scale**2 * head.q[block.rows].square() @ k.square().T
     variance = unit**2 / 3 * (terms + 2 * block.scores.masked_fill(block.probs == 0, 0.0).square())
     return (block.probs.square() * variance * torch.cdist(block.out, v).square()).sum(1)
-
-
-# Keys of the shortest range after which a kernel is taken to round its sums.
-_RANGE = 64
 
 
 def expected_of_coarse_kernels(head: AttentionHead, block: RowBlock, fmt: FloatFormat, out: FloatFormat) -> Tensor:
