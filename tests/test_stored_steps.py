@@ -167,6 +167,20 @@ def scores_in_fp32(q: Tensor, k: Tensor, v: Tensor, do: Tensor, alpha: float) ->
     return {name: tensor.to(dtype) for name, tensor in made.items()}
 
 
+def test_scores_times_a_rounded_alpha_are_named() -> None:
+    q, k, v, do = inputs(0, 1.0, torch.bfloat16)
+    low = torch.tensor(0.1).bfloat16()
+    scores = ((q.float() @ k.float().mT).bfloat16() * low).float().requires_grad_()
+    probs = scores.softmax(-1)
+    o = (probs.bfloat16().float() @ v.float()).bfloat16()
+    dprobs = (do.float() @ v.float().mT).bfloat16().float()
+    dscores = torch.autograd.grad(probs, scores, dprobs)[0].bfloat16() * low
+    made = {"dq": dscores.float() @ k.float(), "dk": dscores.float().mT @ q.float()}
+    gradients: dict[str, Any] = {name: x.bfloat16() for name, x in made.items()}
+    head = only_head(attn_diag.inspect(q, k, v, o=o.detach(), do=do, **gradients, scale=0.1, device="cpu"))
+    assert sites(head) == {"o": "alpha", "dq": "alpha", "dk": "alpha"}
+
+
 def test_hot_rows_of_a_scaled_dscores_that_is_cast_once_are_not_accused() -> None:
     # Row 374 of dQ is 1.3 % off, of nearly one-hot rows: no kernel that casts dS before alpha makes that.
     generator = torch.Generator().manual_seed(1)

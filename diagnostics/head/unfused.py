@@ -1,12 +1,12 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
     S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
-                                      or the second, of cast(alpha), or of q / cast(1 / alpha), as in JAX and Flax;
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile),
                                       or cast(alpha cast(q kT) + B) of it, where Inductor stores what softmax reads;
-                                      or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
+                                      or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it;
+                                      or either of the first two of cast(alpha), or of q / cast(1 / alpha), as in JAX
                                       softcap c: t = cast(tanh(cast(S / c))), cast(c t), as Gemma 2 has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
@@ -20,8 +20,8 @@
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
-                                      or derived step by step, as in JAX 0.11: of r = cast(1 / cast(cast(l) cast(l))),
-                                      cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
+                                              or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
+                                              l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c); compiled in fp32, of
                                               t or of cast(t), which Inductor stores on a CPU
     dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32, and alpha dS cast (JAX)
@@ -82,6 +82,7 @@ WORDS = {
     "steps": "every step of softmax is stored in the inputs' format, as JAX's softmax of 16 bits does it",
     "derived": "every step of softmax and of its gradient is stored in the inputs' format, as JAX's softmax of 16 bits "
     "does it",
+    "alpha": "alpha, S and P are rounded to the inputs' format, as in JAX",
     "low": "alpha, and every step of softmax and of its gradient, is rounded to the inputs' format, as in Flax",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
@@ -90,8 +91,8 @@ WORDS = {
 }
 
 
-# Ways that store alpha, or its inverse, in the inputs' format.
-_LOW_ALPHA = ("low", "divided")
+# Ways that store alpha, or its inverse, in the inputs' format; the last one multiplies q kT by it.
+_LOW_ALPHA = ("low", "divided", "low-scores")
 # Ways whose alpha, mask and softmax are in fp32, behind a stored q kT.
 _COMPILED = ("compiled", "stored", "capped")
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
@@ -119,6 +120,9 @@ _OF_ALPHA = (
     "unfused:low:jitted",
     "unfused:divided:derived",
     "unfused:divided:jitted",
+    "unfused:low-scores:fp32",
+    "unfused:low-scores:derived",
+    "unfused:low-scores:jitted",
 )
 # Where a mask hides keys at most.
 _OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
@@ -166,7 +170,7 @@ def named(way: str) -> str:
     if way.endswith((":products", ":steps", ":saved")):
         return way.rpartition(":")[2]
     if way.split(":")[1] in _LOW_ALPHA:
-        return "low"
+        return "alpha" if way.endswith(":fp32") else "low"
     if way.endswith((":derived", ":jitted")):
         return "derived"
     if way in _OF_BIASED:
@@ -188,14 +192,15 @@ def _times_alpha(values: Tensor, alpha: float, fmt: FloatFormat, alpha_in: str) 
     """Numbers of a format times alpha, or what a way of ``_LOW_ALPHA`` has in its place."""
     if alpha_in not in _LOW_ALPHA:
         return _scaled(values, alpha, fmt)
-    stored = round_nearest_even(values.new_tensor(alpha if alpha_in == "low" else 1 / alpha), fmt)
-    return round_nearest_even(values * stored if alpha_in == "low" else values / stored, fmt)
+    divided = alpha_in == "divided"
+    stored = round_nearest_even(values.new_tensor(1 / alpha if divided else alpha), fmt)
+    return round_nearest_even(values / stored if divided else values * stored, fmt)
 
 
 def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
     """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
     alpha_in = way.split(":")[1]
-    if alpha_in in ("scores", *_COMPILED):
+    if alpha_in in ("scores", "low-scores", *_COMPILED):
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
@@ -232,8 +237,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         low_q, low_k = factors
         scores = cast(low_q @ low_k.T)
-        if alpha_in == "scores":
-            scores = _scaled(scores, head.scale, fmt)
+        if alpha_in in ("scores", "low-scores"):
+            scores = _times_alpha(scores, head.scale, fmt, alpha_in)
         elif alpha_in in _COMPILED:
             scores = scores * head.scale
     if head.softcap is not None:
@@ -299,14 +304,14 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         of_sink = cast(-cast((sink - lse).exp()) * delta)
         moved = cast(dscores.sum(1) + of_sink).where(by_key, 0.0)
         dscores = cast(dscores.scatter_add(1, top[:, None], -moved[:, None]))
-    if alpha_in in ("q", "shifted", *_LOW_ALPHA):
+    if alpha_in in ("q", "shifted", "low", "divided"):
         dq, dk = _times_alpha(cast(dscores @ head.k), head.scale, fmt, alpha_in), cast(dscores.T @ low_q)
     elif alpha_in == "root":
         root = abs(head.scale) ** 0.5
         dq = _scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
         dk = _scaled(cast(dscores.T @ low_q), root, fmt)
     else:
-        dscores = dscores * head.scale if in_fp32 else _scaled(dscores, head.scale, fmt)
+        dscores = dscores * head.scale if in_fp32 else _times_alpha(dscores, head.scale, fmt, alpha_in)
         dscores = dscores if probs_of == "uncast" else cast(dscores)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
