@@ -106,7 +106,8 @@ def main() -> None:
     parser = options_of(__doc__, device="cuda")
     parser.add_argument("--forms", nargs="*", choices=list(forms()))
     options = parser.parse_args()
-    found, healthy = [], Counter[str]()
+    result: dict[str, Any] = made_by(options.device) | {"jax": jax.__version__}
+    found, healthy = list[dict[str, Any]](), Counter[str]()
     for (form, run), dtype, causal, jitted in product(forms().items(), DTYPES.values(), (False, True), (True, False)):
         fused = form in ("dot_product_attention, cuDNN", "Pallas")
         if form not in (options.forms or forms()) or (fused and not jitted):
@@ -115,8 +116,8 @@ def main() -> None:
         print(found[-1], flush=True)
         for counts in found[-1]["said"].values():
             healthy.update(counts)
-    versions = made_by(options.device) | {"jax": jax.__version__}
-    save(versions | {"healthy heads": dict(healthy), "calls": found}, options.json)
+        # Each time: a lent machine may be taken away.
+        save(result | {"healthy heads": dict(healthy), "calls": found}, options.json)
 
 
 if __name__ == "__main__":
