@@ -160,7 +160,7 @@ def beside_well_rounded(
         way = min(published[0].unfused, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
-        if rounded and left(stored := min(rounded, key=left)) < left(way) and (known := as_good(stored)) is not None:
+        if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
             return known
         if explains_it(way):
             alike = beside(way)

@@ -68,9 +68,7 @@ UNFUSED = (
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
-    "unfused:scores:derived",
     "unfused:q:derived",
-    "unfused:scores:jitted",
     "unfused:q:jitted",
 )
 WORDS = {
