@@ -175,6 +175,21 @@ def test_a_lost_tile_of_query_rows_is_named(family: str) -> None:
     assert "miss query rows 128-191" in words_of(head, "dv", steps.outputs()["dv"])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantity", ["dq", "dk", "dv"])
+def test_a_tile_whose_accumulator_was_not_cleared_is_named(family: str, quantity: Quantity) -> None:
+    head = inputs(family, 5, masking=Masking("none"))
+    true = Steps(head).outputs()[quantity]
+    unit = "row" if quantity == "dq" else "key"
+    one = true.clone()
+    one[64:128] += true[:64]
+    words = words_of(head, quantity, rounded(one))
+    assert f"{unit}s 64-127" in words
+    assert f"hold their own sum and that of 64 {unit}s before, as where an accumulator is not cleared" in words
+    every = rounded(true.unflatten(0, (-1, 32)).cumsum(0).flatten(0, 1))
+    assert f"those of all tiles of 32 {unit}s before" in words_of(head, quantity, every)
+
+
 def test_one_key_too_many_in_one_row() -> None:
     head = inputs()
     head.q[100] = 4 * head.k[150]

@@ -15,6 +15,7 @@ from attn_diag.analyses.patterns import of_mistake, of_sink, of_softcap
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.not_cleared import not_cleared
 from attn_diag.analyses.patterns.other_scale import other_scale
 from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
@@ -57,8 +58,10 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from _other_tensor(evidence, rows)
     yield from _parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
+    yield from not_cleared(evidence, rows)
     yield from of_sink.of_gradient(evidence, rows)
     yield from of_mistake.of_gradient(evidence, rows)
+    yield from of_mistake.in_dscores(evidence, slabs, rows)
     yield from _other_reading(evidence, rows)
     if evidence.quantity == "dq":
         yield from _own_delta(evidence, slabs[0], rows)

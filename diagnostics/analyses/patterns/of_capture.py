@@ -16,7 +16,7 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
-from attn_diag.analyses.patterns.of_mistake import unseen_dropout
+from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -117,8 +117,9 @@ class CapturePatterns:
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
-        if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in MERE_PLACES):
-            patterns = unseen_dropout(evidence) or patterns
+        if bad and (not patterns or patterns[0].kind in MERE_PLACES):
+            at_random = unseen_dropout if verdict.quantity == "o" else redrawn_dropout
+            patterns = at_random(evidence) or patterns
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
