@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,15 @@ from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.not_cleared import not_cleared
 from attn_diag.analyses.patterns.other_scale import other_scale
-from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
+from attn_diag.analyses.patterns.readings import (
+    Reading,
+    first_features,
+    other_documents,
+    other_heads,
+    other_masks,
+    other_softcap,
+    shifted_keys,
+)
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_rows
 from attn_diag.reference.fused import reference_of
@@ -158,7 +166,7 @@ def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iter
         return
     parts = torch.stack([s.total(s.weights()) for s in slabs])
     yield from _parts_of_others(evidence, parts, rows)
-    rounded = _counts(evidence, parts, rows)
+    rounded = _counts(evidence, parts, rows, own=len(parts))
     if rounded is None:
         return
     said = []
@@ -183,23 +191,45 @@ def _parts_of_others(evidence: Evidence, parts: Tensor, rows: Tensor) -> Iterato
         return
     theirs = [slab_of(h, reference_of(h, key_gradients=False), evidence.quantity, rows) for _, h in read]
     every = torch.cat([parts, torch.stack([s.total(s.weights()) for s in theirs])])
-    counts = _counts(evidence, every, rows)
+    counts = _counts(evidence, every, rows, own=len(parts))
     if counts is None or not set(counts.tolist()) <= {0.0, 1.0} or not bool(counts[len(parts) :].any()):
         return
     names = [*evidence.names, *(name for name, _ in read)]
-    held = [name for name, c in zip(names, counts.tolist(), strict=True) if c]
-    words = f"hold the part{'s' if len(held) > 1 else ''} of {together(held)}, not of {together(evidence.names)}"
+    held = sorted((n for n, c in zip(names, counts.tolist(), strict=True) if c), key=_in_order(evidence))
+    more = [name for name in held if name not in evidence.names]
+    if len(held) - len(more) == len(parts):
+        words = f"hold the part{'s' if len(more) > 1 else ''} of {together(more)} besides their own"
+    elif key_head := _key_head(evidence, held):
+        own = _key_head(evidence, evidence.names)
+        words = f"hold what belongs in {key_head}, not in {own} ({together(evidence.names)})"
+    else:
+        words = f"hold the part{'s' if len(held) > 1 else ''} of {together(held)}, not of {together(evidence.names)}"
     yield Guess("heads", words, torch.einsum("h,hnd->nd", counts, every), 1, 2 ** len(names))
 
 
-def _counts(evidence: Evidence, parts: Tensor, rows: Tensor) -> Tensor | None:
-    """How many times the rows hold each of some parts, [heads, n, D]; None where not whole, or each once."""
+def _in_order(evidence: Evidence) -> Callable[[str], int]:
+    order = list(evidence.key_heads)
+    return lambda name: order.index(name) if name in order else len(order)
+
+
+def _key_head(evidence: Evidence, names: Sequence[str]) -> str:
+    """The key head of which these are all query heads; "" where there is none."""
+    found = {evidence.key_heads.get(name, "") for name in names}
+    one = found.pop() if len(found) == 1 else ""
+    return one if {n for n, key_head in evidence.key_heads.items() if key_head == one} == set(names) else ""
+
+
+def _counts(evidence: Evidence, parts: Tensor, rows: Tensor, own: int) -> Tensor | None:
+    """How many times the rows hold each of some parts, [heads, n, D]; None where not whole, or of their ``own`` first
+    each once, and no other.
+    """
     noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
     matrix = (parts / noise).flatten(1).T
     goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
     coefficients: Tensor = torch.linalg.lstsq(matrix, goal).solution[:, 0]
     rounded = coefficients.round()
-    if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
+    right = (torch.arange(len(parts), device=rows.device) < own).to(rounded)
+    if bool((coefficients - rounded).abs().max() > 0.05) or torch.equal(rounded, right):
         return None
     return rounded
 
@@ -207,11 +237,10 @@ def _counts(evidence: Evidence, parts: Tensor, rows: Tensor) -> Tensor | None:
 def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     """Another mask, softcap or head: in the backward alone (true O, L and delta), or throughout."""
     if len(evidence.heads) > 1:
+        yield from _shared_reading(evidence, rows)
         return
     head, reference = evidence.heads[0], evidence.references[0]
-    readings = chain(
-        other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence), other_documents(evidence)
-    )
+    readings = chain(_own_readings(head), other_heads(evidence), other_documents(evidence))
     for reading in readings:
         alone = _weighed(reading.head, evidence.quantity, rows, reference)
         # With one tensor of another head O is wrong as well, which says more than dK or dV would.
@@ -233,6 +262,24 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield from other_scale(evidence, rows, partial(_in_exponent, head, evidence.quantity, reference), where)
     if evidence.quantity == "dq":
         yield from other_scale(evidence, rows, lambda scale, at: _dq(replace(head, scale=scale), at))
+
+
+def _own_readings(head: AttentionHead) -> Iterator[Reading]:
+    return chain(other_masks(head), other_softcap(head), first_features(head), shifted_keys(head))
+
+
+def _shared_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Another reading of all query heads of a key head, in the backward alone."""
+    heads, references = evidence.heads, evidence.references
+
+    def total(changed: Sequence[AttentionHead]) -> Tensor:
+        parts = [_weighed(h, evidence.quantity, rows, r) for h, r in zip(changed, references, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    for readings in zip(*map(_own_readings, heads), strict=False):
+        if len({one.words for one in readings}) == 1:
+            words = f"are what {readings[0].words} in the backward alone gives"
+            yield Guess(readings[0].kind, words, total([one.head for one in readings]))
 
 
 def _weighed(head: AttentionHead, quantity: Quantity, rows: Tensor, reference: HeadReference) -> Tensor:

@@ -230,6 +230,7 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
+            key_heads=self._key_heads(batch) if len(heads) > 1 else {},
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h, sink) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
@@ -266,9 +267,30 @@ class CapturePatterns:
         return f"head {head + self._capture.metadata.head_offset}"
 
     def _elsewhere(self, batch: int, heads: Sequence[int]) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest query heads of other key heads."""
-        far = sorted(set(range(self._capture.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
-        return [(self._name(h), lambda h=h: read_head(self._capture, batch, h, self._device).head) for h in far]  # type: ignore[misc]
+        """The nearest query heads of other key heads, and the same ones of other sequences."""
+        c = self._capture
+        far = sorted(set(range(c.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
+        places = [(batch, h) for h in far]
+        places += [(b, h) for b in range(c.batch) if b != batch for h in heads][:_MOST_OTHERS]
+
+        def read(at: int, which: int) -> AttentionHead:
+            return read_head(c, at, which, self._device).head
+
+        return [(self._name(h) + self._elsewhen(b, batch), partial(read, b, h)) for b, h in places]
+
+    def _elsewhen(self, batch: int, own: int) -> str:
+        return "" if batch == own else f" of {item_of(self._capture.metadata, batch)[0]}"
+
+    def _key_heads(self, batch: int) -> dict[str, str]:
+        """By the query heads' names: their key head's."""
+        c, offset = self._capture, self._capture.metadata.head_offset
+        if offset % self._group:
+            return {}
+        return {
+            self._name(h) + where: f"key head {(h + offset) // self._group}{where}"
+            for where in (self._elsewhen(b, batch) for b in range(c.batch))
+            for h in range(c.q_heads)
+        }
 
     def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
         """The nearest other heads, one of each other key head first, and the same head of another sequence."""
