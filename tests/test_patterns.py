@@ -274,6 +274,38 @@ def test_tensors_of_another_head_are_named() -> None:
         assert found.words.endswith("are what V of head 3 gives")
 
 
+@pytest.mark.parametrize("family", ["gaussian", "low rank"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("l", "use L of head 3"), ("l of a tile", "use L of 64 rows before"), ("delta", "have the delta of head 3"),
+        ("first half", "have a delta of the first half of the features alone"),
+        ("unnormalised", "have a delta of O before its division by the row sum"),
+    ],
+)  # fmt: skip
+def test_a_row_sum_of_another_row_or_head_is_named(family: str, what: str, words: str) -> None:
+    """What dQ is with an L or a delta that belongs elsewhere."""
+    head = inputs(family, 14, masking=Masking("none"))
+    other = replace(head, q=inputs(family, 15).q, do=inputs(family, 15).do)
+    steps, theirs = Steps(head), Steps(other)
+    lse, delta = steps.m + steps.l.log(), steps.delta.clone()
+    if what == "l of a tile":
+        lse[64:128] = lse[:64].clone()
+    elif what == "l":
+        lse = theirs.m + theirs.l.log()
+    elif what == "delta":
+        delta = theirs.delta
+    elif what == "first half":
+        delta = (steps.do * steps.o)[:, :16].sum(1, keepdim=True)
+    else:
+        delta = delta * steps.l
+    scores = head.q @ head.k.T * head.scale
+    steps.ds = ((scores - lse).exp() * (steps.dp - delta)).bfloat16().double()
+    found, _ = named(head, "dq", steps.outputs()["dq"], (("head 3", lambda: other),))
+    assert found is not None
+    assert words in found.words
+
+
 def test_a_query_head_left_out_of_its_group() -> None:
     heads = [inputs(seed=11)]
     heads.append(replace(heads[0], q=inputs(seed=12).q, do=inputs(seed=12).do))

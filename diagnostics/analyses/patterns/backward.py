@@ -15,8 +15,10 @@ from attn_diag.analyses.patterns import of_mistake, of_sink, of_softcap
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.misread import nearest_shift, other_lse, other_references, rows_away
 from attn_diag.analyses.patterns.not_cleared import not_cleared
 from attn_diag.analyses.patterns.other_scale import other_scale
+from attn_diag.analyses.patterns.parts_of_heads import parts_of_heads
 from attn_diag.analyses.patterns.readings import (
     Reading,
     first_features,
@@ -30,7 +32,7 @@ from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_rows
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Quantity
-from attn_diag.results.wording import number, together
+from attn_diag.results.wording import number
 
 # A head is streamed again for another reading only if it has at most so many scores.
 _MOST_SCORES = 2**22
@@ -64,7 +66,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from _other_formula(evidence, slabs, rows)
     yield from of_softcap.of_gradient(evidence, slabs, rows)
     yield from _other_tensor(evidence, rows)
-    yield from _parts_of_heads(evidence, slabs, rows)
+    yield from parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
     yield from not_cleared(evidence, rows)
     yield from of_sink.of_gradient(evidence, rows)
@@ -72,6 +74,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from of_mistake.in_dscores(evidence, slabs, rows)
     yield from _other_reading(evidence, rows)
     if evidence.quantity == "dq":
+        yield from other_lse(evidence, rows)
         yield from _own_delta(evidence, slabs[0], rows)
 
 
@@ -158,80 +161,6 @@ def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     names = "O and LSE" if "lse" in evidence.captured[0] else "O"
     words = f"follow from the {names} that the kernel returned{FORWARD_BLAMED}"
     yield Guess("forward", words, torch.stack(parts).sum(0))
-
-
-def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
-    """Of the query heads that share a key head, some alone, or some left out or counted twice; or heads of others."""
-    if len(slabs) < 2:
-        return
-    parts = torch.stack([s.total(s.weights()) for s in slabs])
-    yield from _parts_of_others(evidence, parts, rows)
-    rounded = _counts(evidence, parts, rows, own=len(parts))
-    if rounded is None:
-        return
-    said = []
-    for times, words in ((0, "leave out"), (2, "count twice")):
-        named = [name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c == times]
-        if len(named) == len(slabs) - 1 and times == 0:
-            named = []
-            alone = next(name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c)
-            said.append(f"hold {alone}'s part alone")
-        elif named:
-            said.append(f"{words} {', '.join(named)}")
-    if said and set(rounded.tolist()) <= {0.0, 1.0, 2.0}:
-        prediction = torch.einsum("h,hnd->nd", rounded, parts)
-        yield Guess("heads", " and ".join(said), prediction, 1)
-
-
-def _parts_of_others(evidence: Evidence, parts: Tensor, rows: Tensor) -> Iterator[Guess]:
-    """Parts of query heads of which some belong to other key heads."""
-    read = [(name, head()) for name, head in evidence.others if len(rows) * len(evidence.truth) <= _MOST_SCORES]
-    read = [(n, h) for n, h in read if h.k.shape == evidence.heads[0].k.shape and h.do is not None]
-    if not read:
-        return
-    theirs = [slab_of(h, reference_of(h, key_gradients=False), evidence.quantity, rows) for _, h in read]
-    every = torch.cat([parts, torch.stack([s.total(s.weights()) for s in theirs])])
-    counts = _counts(evidence, every, rows, own=len(parts))
-    if counts is None or not set(counts.tolist()) <= {0.0, 1.0} or not bool(counts[len(parts) :].any()):
-        return
-    names = [*evidence.names, *(name for name, _ in read)]
-    held = sorted((n for n, c in zip(names, counts.tolist(), strict=True) if c), key=_in_order(evidence))
-    more = [name for name in held if name not in evidence.names]
-    if len(held) - len(more) == len(parts):
-        words = f"hold the part{'s' if len(more) > 1 else ''} of {together(more)} besides their own"
-    elif key_head := _key_head(evidence, held):
-        own = _key_head(evidence, evidence.names)
-        words = f"hold what belongs in {key_head}, not in {own} ({together(evidence.names)})"
-    else:
-        words = f"hold the part{'s' if len(held) > 1 else ''} of {together(held)}, not of {together(evidence.names)}"
-    yield Guess("heads", words, torch.einsum("h,hnd->nd", counts, every), 1, 2 ** len(names))
-
-
-def _in_order(evidence: Evidence) -> Callable[[str], int]:
-    order = list(evidence.key_heads)
-    return lambda name: order.index(name) if name in order else len(order)
-
-
-def _key_head(evidence: Evidence, names: Sequence[str]) -> str:
-    """The key head of which these are all query heads; "" where there is none."""
-    found = {evidence.key_heads.get(name, "") for name in names}
-    one = found.pop() if len(found) == 1 else ""
-    return one if {n for n, key_head in evidence.key_heads.items() if key_head == one} == set(names) else ""
-
-
-def _counts(evidence: Evidence, parts: Tensor, rows: Tensor, own: int) -> Tensor | None:
-    """How many times the rows hold each of some parts, [heads, n, D]; None where not whole, or of their ``own`` first
-    each once, and no other.
-    """
-    noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
-    matrix = (parts / noise).flatten(1).T
-    goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
-    coefficients: Tensor = torch.linalg.lstsq(matrix, goal).solution[:, 0]
-    rounded = coefficients.round()
-    right = (torch.arange(len(parts), device=rows.device) < own).to(rounded)
-    if bool((coefficients - rounded).abs().max() > 0.05) or torch.equal(rounded, right):
-        return None
-    return rounded
 
 
 def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
@@ -359,14 +288,15 @@ def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tenso
     # None, and the opposite, are guesses of their own.
     if abs(factor - 1) >= FACTOR_FROM and min(abs(factor), abs(factor + 1)) > 2 * FACTOR_FROM:
         yield f"have delta multiplied by {number(factor, 2)}", factor * true[rows]
-    count = len(true)
-    shifts = torch.arange(1 - count, count, device=rows.device)
-    index = rows[:, None] + shifts
-    inside = (index >= 0) & (index < count)
-    distance = (found[:, None] - true[index.clamp(0, count - 1)]).square()
-    own = (found - true[rows]).square()[:, None]
-    left = (torch.where(inside, distance, own) * weight[:, None]).sum(0)
-    shift = int(shifts[int(left.argmin())])
-    if shift:
-        way = "further on" if shift > 0 else "before"
-        yield f"have the delta of {abs(shift)} rows {way}", true[(rows + shift).clamp(0, count - 1)]
+    head, reference = evidence.heads[0], evidence.references[0]
+    assert head.do is not None
+    half = torch.arange(head.do.shape[1], device=rows.device) < head.do.shape[1] // 2
+    products = head.do[rows] * reference.out[rows]
+    yield "have a delta of the first half of the features alone", (products * half).sum(1)
+    yield "have a delta of the second half of the features alone", (products * ~half).sum(1)
+    yield "have a delta of O before its division by the row sum", true[rows] * reference.row_sum[rows]
+    for name, other in other_references(evidence):
+        if other.delta is not None:
+            yield f"have the delta of {name}", other.delta[rows]
+    if shift := nearest_shift(true, found, weight, rows):
+        yield f"have the delta {rows_away(shift)}", true[(rows + shift).clamp(0, len(true) - 1)]

@@ -293,7 +293,7 @@ class CapturePatterns:
         }
 
     def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest other heads, one of each other key head first, and the same head of another sequence."""
+        """The nearest other heads, one of each other key head first, and the same head of other sequences."""
         c = self._capture
         own = head // self._group
         keys = sorted((kv for kv in range(c.kv_heads) if kv != own), key=lambda kv: abs(kv - own))
@@ -301,12 +301,13 @@ class CapturePatterns:
         heads += sorted(
             (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
         )
+        heads = list(dict.fromkeys([*heads[:_MOST_OTHERS], *((head + by) % c.q_heads for by in (-1, 1))]))
 
         def read(at: int, which: int) -> AttentionHead:
             return read_head(c, at, which, self._device).head
 
         found: list[tuple[str, Callable[[], AttentionHead]]] = []
-        found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
+        found += [(self._name(h), partial(read, batch, h)) for h in heads if h != head]
         found += [(item_of(c.metadata, b)[0], partial(read, b, head)) for b in range(c.batch) if b != batch][
             :_MOST_OTHERS
         ]
