@@ -166,6 +166,39 @@ def test_a_lost_tile_of_keys_is_named(family: str) -> None:
     assert "count keys 64-127 twice in P V, though not in the row sum" in words_of(head, "o", rounded(steps.p @ head.v))
 
 
+@pytest.mark.parametrize("family", ["gaussian", "peaked"])
+def test_tiles_that_lost_different_parts_are_told_apart(family: str) -> None:
+    head = inputs(family, 3, masking=Masking("none"))
+    steps = Steps(head)
+    steps.ds[64:128, :64] = 0
+    steps.ds[128:192, 64:128] *= 2
+    words = words_of(head, "dq", steps.outputs()["dq"])
+    assert "rows 0-63 are right; rows 64-127" in words
+    assert "miss keys 0-63; rows 128-191" in words
+    assert words.endswith("count keys 64-127 twice")
+
+
+def test_rows_of_which_one_tile_alone_is_explained_leave_the_others_open() -> None:
+    head = inputs(seed=3, masking=Masking("none"))
+    steps = Steps(head)
+    steps.ds[64:128, :64] = 0
+    steps.ds[128:192] += steps.ds[128:192].roll(5, 1)
+    words = words_of(head, "dq", steps.outputs()["dq"])
+    assert "rows 64-127 miss keys 0-63; rows 128-191 are" in words
+    assert words.endswith(" % off")
+
+
+@pytest.mark.parametrize("left", [31, 64])
+def test_a_window_that_is_not_stated_is_named_where_the_backward_has_it(left: int) -> None:
+    head = inputs(seed=3)
+    steps = Steps(head)
+    hidden = torch.arange(192) < torch.arange(192)[:, None] - left
+    steps.ds, steps.p = steps.ds.masked_fill(hidden, 0.0), steps.p.masked_fill(hidden, 0.0)
+    for quantity in ("dq", "dk", "dv"):
+        words = words_of(head, quantity, steps.outputs()[quantity])
+        assert f"are what the window {left},0 in the backward alone gives" in words
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lost_tile_of_query_rows_is_named(family: str) -> None:
     head, steps = inputs(family, 4), Steps(inputs(family, 4))

@@ -27,6 +27,7 @@ from attn_diag.analyses.patterns.readings import (
     other_masks,
     other_softcap,
     shifted_keys,
+    unstated_windows,
 )
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_rows
@@ -194,7 +195,8 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
 
 
 def _own_readings(head: AttentionHead) -> Iterator[Reading]:
-    return chain(other_masks(head), other_softcap(head), first_features(head), shifted_keys(head))
+    masks = chain(other_masks(head), unstated_windows(head))
+    return chain(masks, other_softcap(head), first_features(head), shifted_keys(head))
 
 
 def _shared_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
