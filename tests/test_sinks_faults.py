@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import some
 from planted_sinks import Call, captured, computed, drawn
 from torch import Tensor
 
@@ -160,3 +161,38 @@ def test_a_small_gradient_is_not_called_zero(seed: int) -> None:
         found = inspected(call, {**outputs, "dsinks": part * outputs["dsinks"]}, masking)
         assert wrong(found)
         assert "is zero" not in named(found)
+
+
+def with_delta_of(power: int, seed: int) -> CaptureDiagnosis:
+    """Two heads whose delta is (sum with the sink / sum without) ** power times the true one, most in early rows."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(1, 2, 256, 64, generator=generator).bfloat16() for _ in range(4))
+    sinks = torch.ones(2)
+    hidden = torch.ones(256, 256, dtype=torch.bool).triu(1)
+    weights = (q.double() @ k.double().mT / 8).masked_fill(hidden, -torch.inf).exp()
+    keys = weights.sum(-1, keepdim=True)
+    whole = keys + sinks.double().exp()[:, None, None]
+    o = (weights / whole @ v.double()).bfloat16()
+    delta = (do.double() * o.double()).sum(-1, keepdim=True) * (whole / keys) ** power
+    dscores = weights / whole * (do.double() @ v.double().mT - delta)
+    dq = (dscores.bfloat16().double() @ k.double() / 8).bfloat16()
+    return attn_diag.inspect(q, k, v, sinks=sinks, o=o, do=do, dq=dq, causal=True).captures[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_delta_of_an_o_without_its_sink_is_named(seed: int) -> None:
+    """It was undecided: few rows have most of its error, and a coarse delta might make what stands out."""
+    for head in with_delta_of(1, seed).observations[0].heads:
+        (dq,) = (one for one in head.quantities if one.quantity == "dq")
+        assert dq.answer == "wrong"
+        assert "are what no sink (the sink dropped) in delta alone gives" in dq.words
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_many_rows_show_is_decided_though_few_have_most_of_it(seed: int) -> None:
+    """No known mistake; dozens of rows stand out, of which few have most of the error."""
+    assert {q.answer for h in with_delta_of(0, seed).observations[0].heads for q in h.quantities} <= {"good"}
+    found = [q for h in with_delta_of(2, seed).observations[0].heads for q in h.quantities if q.quantity == "dq"]
+    assert {q.answer for q in found} <= {"lossy", "wrong"}
+    assert any("counted as more than 4 times its noise" in q.words for q in found)
+    assert all(some(q.typical_factor_ci95)[0] > 1.25 for q in found if q.answer == "lossy")

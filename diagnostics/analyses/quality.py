@@ -10,12 +10,12 @@ from types import MappingProxyType
 import numpy as np
 
 from attn_diag.analyses.joined_samples import joined
-from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, too_few
+from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums
 from attn_diag.head.outlying import GROUP_LIMIT
-from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY, QuantitySample, within_last_rounding
+from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict
@@ -189,6 +189,12 @@ def judge_quantity(
     if typical.low > LOSSY and typical.groups >= MIN_GROUPS:
         each = f"{factor_words(typical)} times with all {unit} weighted alike"
         return verdict("lossy", f"{name} has {factor}, {each}{site}.")
+    limited = whole.limited_ratio() if outlying.any() else None
+    if limited is not None and limited.low > LOSSY and limited.groups >= MIN_GROUPS:
+        one = unit[:-1]
+        each = f"{factor_words(limited)} times with no {one} counted as more than {number(LIMITED)} times its noise"
+        found = verdict("lossy", f"{name} has {factor}, {each}{site}; {stand_out(int(outlying.sum()), one)}.")
+        return replace(found, typical_factor=limited.factor, typical_factor_ci95=(limited.low, limited.high))
     # Where few rows have most of the error the first says little; each row in units of its noise says what they share.
     as_good = ratio.high <= AS_GOOD or (ratio.factor <= AS_GOOD and typical.high <= AS_GOOD)
     # Hardly any error (exact on one-hot rows) has no interval worth the name.
@@ -204,7 +210,7 @@ def judge_quantity(
     if ratio.groups < MIN_GROUPS:
         few = too_few(whole, ratio.groups, quantity)
     for count, one in ((int(outlying.sum()), unit[:-1]), (columns.size, "feature")):
-        few += f"; {plural(count, one)} {'stands' if count == 1 else 'stand'} out" if count else ""
+        few += f"; {stand_out(count, one)}" if count else ""
     return verdict("undecided", f"{name} has {factor}{site}{few}.")
 
 

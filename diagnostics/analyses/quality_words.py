@@ -10,7 +10,7 @@ from attn_diag.captures.sources import KEYED
 from attn_diag.head.quality import AS_GOOD, QuantitySample
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import Quantity, QuantityVerdict
-from attn_diag.results.wording import number, percent, ranges, times
+from attn_diag.results.wording import number, percent, plural, ranges, times
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate
 
 AS_IN_BF16 = "as much as a kernel that multiplies in BF16"
@@ -35,6 +35,11 @@ def cost(error: float, truth: float, plain: float | None) -> str:
 def rows_named(rows: Sequence[int]) -> str:
     """ "row 7", "rows 7-9"."""
     return f"row{'s' if len(rows) > 1 else ''} {ranges(rows)}"
+
+
+def stand_out(count: int, one: str) -> str:
+    """ "8 rows stand out"."""
+    return f"{plural(count, one)} {'stands' if count == 1 else 'stand'} out"
 
 
 def left_with(way: str) -> str:

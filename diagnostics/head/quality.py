@@ -28,14 +28,13 @@ from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEs
 AS_GOOD, LOSSY = 1.1, 1.25
 # Healthy elements exceed the counterfactual's error by at most 5.3 standard deviations; their noise is bounded.
 ELEMENT_LIMIT = 8.0
-# Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost;
-# but nothing is forgiven that is more than such a part of the tensor's largest element.
+# Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost.
+# Nothing is forgiven that is more than such a part of the tensor's largest element.
 _FLUSHED, _NEXT_TO_NOTHING = 2.0**-116, 2.0**-20
 # fp32's smallest normal number: of every row's term, with the other operand about 1, so much may be lost in any case.
 _SMALLEST_NORMAL = 2.0**-126
 # No rounding leaves more than so many times the error of the coarsest sane kernel.
 BEYOND = 3.0
-
 # A row of zeros was not rounded to them where it is so many times what any sane kernel leaves; elements of a row of so
 # many do not all round to zero by chance.
 _LOST, _LOST_ELEMENTS = 16.0, 8
@@ -46,6 +45,8 @@ _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
 # A well-rounded kernel with so little of its expected error is exact by chance: equal tokens, a V without differences
 # and rows with one key leave it 0 to 0.013 times that, and healthy kernels up to 0.51; data without such, 0.16 to 1.5.
 _BY_CHANCE = 2.0**-6
+# Where few rows have most of an error none counts as more than so many times its noise.
+LIMITED = 4.0
 Array = npt.NDArray[np.float64]
 # Effective number of directions of the noise in some rows ([n] indices), [n].
 Directions = Callable[[Tensor], Tensor]
@@ -175,6 +176,10 @@ class QuantitySample:
         """The same with every row's errors in units of its own expected noise, so that no row outweighs the others."""
         return self._ratios[1]
 
+    def limited_ratio(self) -> RatioEstimate | None:
+        """``typical_ratio``, no row's error above ``LIMITED`` times its noise: too small, but carried by many rows."""
+        return paired_ratios(_typical_cases([self], LIMITED**2))[0]
+
     @property
     def counts_features(self) -> bool:
         """Whether ``ratio`` counts features: all rows copy few keys, and share their rounding."""
@@ -209,13 +214,13 @@ class QuantitySample:
         return RatioCase(self.error[part], yardstick[part], clusters, self.carriers)
 
 
-def _typical_cases(several: Sequence[QuantitySample]) -> list[RatioCase]:
-    """Of samples of as many rows each, errors in units of the row's own expected noise."""
+def _typical_cases(several: Sequence[QuantitySample], most: float = math.inf) -> list[RatioCase]:
+    """Of samples of as many rows each, errors in units of the row's own expected noise, none above ``most``."""
     error, other, floor, unit = (
         stacked([getattr(one, name) for one in several]) for name in ("error", "counterfactual", "floor", "expected")
     )
     unit = np.maximum(unit, 1e-300)
-    error, other, floor = error / unit, other / unit, floor / unit
+    error, other, floor = np.minimum(error / unit, most), other / unit, floor / unit
     larger = (other.sum(1) > floor.sum(1)).tolist()
     return [
         RatioCase(error[i], other[i] if larger[i] else floor[i], one.copied, one.carriers)

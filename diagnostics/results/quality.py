@@ -57,7 +57,8 @@ class QuantityVerdict:
     groups: Number | None = None
     """Effective number of rows (of O: of argmax keys) that carry the error; below 8 nothing is called lossy."""
     typical_factor: Number | None = None
-    """The factor with every row's errors in units of its own expected noise, so that no row outweighs the others."""
+    """The factor with every row's errors in units of its own expected noise, so that no row outweighs the others; where
+    few rows carry even that, and the others show it lossy, none counts as more than four times its noise."""
     typical_factor_ci95: tuple[Number, Number] | None = None
     """The interval of ``typical_factor``."""
     relative_error: Number | None = None

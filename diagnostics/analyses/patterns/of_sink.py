@@ -41,13 +41,15 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
             continue
         alone: list[Tensor] = []
         whole: list[Tensor] = []
+        in_delta: list[Tensor] = []
         for head, reference, lse, sinks in zip(evidence.heads, evidence.references, bare, evidence.sinks, strict=True):
             assert reference.delta is not None
             logit = sinks[place].logit
             other = lse if logit is None else torch.logaddexp(lse, lse.new_tensor(logit))
             delta = reference.delta * (reference.lse - other).exp().nan_to_num(0.0, 0.0, 0.0)  # O grows as P does
-            for found, own_delta in ((alone, reference.delta), (whole, delta)):
-                slab = open_slab(head, evidence.quantity, rows, other, own_delta)
+            ways = ((alone, other, reference.delta), (whole, other, delta), (in_delta, reference.lse, delta))
+            for found, own_lse, own_delta in ways:
+                slab = open_slab(head, evidence.quantity, rows, own_lse, own_delta)
                 found.append(slab.total(slab.weights()))
         where = "in the backward alone (O has the right one)"
         if words.startswith("no sink"):
@@ -56,3 +58,4 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield Guess("sink", f"are what {said} {where} gives", torch.stack(alone).sum(0))
         if evidence.quantity != "dv":
             yield Guess("sink", f"are what {said} throughout the backward gives", torch.stack(whole).sum(0))
+            yield Guess("sink", f"are what {said} in delta alone gives", torch.stack(in_delta).sum(0))
