@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,18 +29,19 @@ class OffBehind192Keys(torch.autograd.Function):
         return k.view_as(k)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, dk: Tensor) -> Tensor:  # type: ignore[override] # noqa: ARG004
+    def backward(ctx: torch.autograd.function.FunctionCtx, dk: Tensor) -> Tensor:  # noqa: ARG004
         return torch.cat([dk[:, :, :192], dk[:, :, 192:] * 0.9], 2)
 
 
 def off_behind_192_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k = OffBehind192Keys.apply(k)  # type: ignore[no-untyped-call]
     scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    o: Tensor = (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return o
 
 
 def test_a_kernel_of_whole_tiles_is_asked_with_a_length_that_it_takes() -> None:
-    options = {"causal": "top-left", "head_dim": 16, "device": "cpu", "backward": False}
+    options: dict[str, Any] = {"causal": "top-left", "head_dim": 16, "device": "cpu", "backward": False}
     refused = attn_diag.check(whole_tiles, cases=["normal"], **options)
     assert "T must be a multiple of 128" in refused.failures[0].message
     assert refused.notes == ("the suite has inputs of other lengths and head sizes too: --length, --head-dim",)
@@ -59,7 +61,7 @@ def test_a_fault_behind_the_usual_length_is_found_and_asked_about_again() -> Non
 
 def test_baselines_of_two_lengths_are_two(tmp_path: Path) -> None:
     file = tmp_path / "baseline.json"
-    options = {"baseline": file, "cases": ["ones"], "device": "cpu", "backward": False}
+    options: dict[str, Any] = {"baseline": file, "cases": ["ones"], "device": "cpu", "backward": False}
     for length in (192, 128):
         assert attn_diag.check(plain, length=length, save=True, **options).saved == "saved"
     for length in (192, 128):

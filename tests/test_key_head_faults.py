@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ def heads(batch: int = 1) -> list[AttentionHead]:
     return found
 
 
+def in_fours(tensors: list[Tensor]) -> Tensor:
+    """Of each query head one, [B, 4, T, D]."""
+    return torch.stack(tensors).view(-1, 4, *tensors[0].shape)
+
+
 def returned(found: list[AttentionHead], backward: Callable[[Steps], None] = lambda _: None) -> Outputs:
     """What a kernel returns whose backward has other steps."""
     made = []
@@ -33,21 +39,23 @@ def returned(found: list[AttentionHead], backward: Callable[[Steps], None] = lam
         steps = Steps(head)
         backward(steps)
         made.append(steps.outputs() | {"o": Steps(head).outputs()["o"]})
-    outputs = {n: torch.stack([m[n] for m in made]).unflatten(0, (-1, 4)) for n in ("o", "dq", "dk", "dv")}
+    outputs = {n: in_fours([m[n] for m in made]) for n in ("o", "dq", "dk", "dv")}
     for name in ("dk", "dv"):
-        outputs[name] = outputs[name].unflatten(1, (-1, _GROUP)).sum(2)
+        outputs[name] = outputs[name].reshape(-1, 4 // _GROUP, _GROUP, *outputs[name].shape[2:]).sum(2)
     return outputs
 
 
 def words(found: list[AttentionHead], outputs: Outputs) -> dict[tuple[int, str], str]:
     """By query head of the first item and quantity: what is said of those that are wrong."""
-    q, k, v, do = (torch.stack([getattr(h, n) for h in found]).unflatten(0, (-1, 4)) for n in ("q", "k", "v", "do"))
-    given = {n: t.bfloat16() for n, t in outputs.items()} | {"do": do.bfloat16()}
+    q, k, v, do = (in_fours([getattr(h, n) for h in found]) for n in ("q", "k", "v", "do"))
+    given: dict[str, Any] = {n: t.bfloat16() for n, t in outputs.items()} | {"do": do.bfloat16()}
     told = attn_diag.inspect(
         q.bfloat16(), k[:, ::_GROUP].bfloat16(), v[:, ::_GROUP].bfloat16(), causal=True, device="cpu", **given
     )
-    judged = [h for h in told.captures[0].observations[0].heads if h.head is not None]
-    return {(h.head, q.quantity): q.words for h in judged for q in h.quantities if q.answer == "wrong"}
+    judged = told.captures[0].observations[0].heads
+    return {
+        (h.head, q.quantity): q.words for h in judged if h.head is not None for q in h.quantities if q.answer == "wrong"
+    }
 
 
 def test_the_gradient_of_another_key_head_is_named_by_key_head() -> None:

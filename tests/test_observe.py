@@ -163,10 +163,10 @@ def test_heads_that_are_sequences(tmp_path: Path) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return plain(q, k, v, 0.25, ~mask)
 
-    inputs, mask = operands(6, 12, 8), torch.rand(6, 12, 12) < 0.7
+    (q, k, v), mask = operands(6, 12, 8), torch.rand(6, 12, 12) < 0.7
     mask |= torch.eye(12, dtype=torch.bool)
     with attn_diag.capture(None, tmp_path, batch=None) as recorder:
-        torch.autograd.backward(attend(*inputs, mask).square().sum())
+        torch.autograd.backward(attend(q, k, v, mask).square().sum())
     capture = only(recorder)
     assert capture.tensors["q"].shape == (6, 1, 12, 8)
     assert holds(capture)

@@ -219,7 +219,7 @@ def test_a_tile_whose_accumulator_was_not_cleared_is_named(family: str, quantity
     words = words_of(head, quantity, rounded(one))
     assert f"{unit}s 64-127" in words
     assert f"hold their own sum and that of 64 {unit}s before, as where an accumulator is not cleared" in words
-    every = rounded(true.unflatten(0, (-1, 32)).cumsum(0).flatten(0, 1))
+    every = rounded(true.view(-1, 32, true.shape[1]).cumsum(0).flatten(0, 1))
     assert f"those of all tiles of 32 {unit}s before" in words_of(head, quantity, every)
 
 

@@ -31,7 +31,7 @@ def in_tiles(evidence: Evidence, group: Group, how: Callable[[Evidence, Group], 
         return [(group, None)]
     for size in _SIZES:
         of_line = group.lines // size
-        tiles = of_line.unique().tolist()
+        tiles = torch.unique(of_line).tolist()
         if not 1 < len(tiles) <= _MOST_TILES:
             continue
         parts: dict[str, list[Explained]] = {}

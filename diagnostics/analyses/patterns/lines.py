@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -247,4 +248,4 @@ def off_by(observed: Tensor, truth: Tensor) -> str:
 
 
 def _relative(observed: Tensor, truth: Tensor) -> float:
-    return float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)) ** 0.5
+    return math.sqrt(float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)))

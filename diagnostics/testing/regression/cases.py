@@ -68,7 +68,7 @@ LENGTH = 192
 SHORTEST = 64
 
 
-def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, length: int) -> list[str]:
+def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, length: int = LENGTH) -> list[str]:
     """These cases in the suite's order; None: all of such a length that tell something of such a kernel.
 
     Raises InputError for unknown names, for a str, and for a length that the cases' patterns do not fit.

@@ -200,7 +200,7 @@ def _of_result(label: str, o: Tensor, q: Tensor, rows: torch.Size, layout: Layou
     if q.dim() != 4 and o.shape[:-1] == q.shape[:-1]:
         return with_four_axes
     if o.dim() == 3 and o.shape[:2] == (batch, length) and o.shape[2] % heads == 0:
-        return lambda t: t.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return lambda t: t.view(*t.shape[:2], heads, -1).transpose(1, 2)
     fitting = [name for name, lay_out in _LAYOUTS.items() if o.dim() == 4 and lay_out(o).shape[:3] == rows]
     if layout in fitting:
         return _LAYOUTS[layout]
