@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from study_verdicts import inspected
+from verdicts.defects import DEFECTS
+from verdicts.inputs import draw
 
 import attn_diag
 from attn_diag.results.diagnosis import HeadDiagnosis
@@ -72,3 +75,11 @@ def test_a_row_that_should_be_zero_is_still_told(rounded: str, words: str) -> No
     dq = next(q for q in found.quantities if q.quantity == "dq")
     said = f"as where {words} is rounded to the inputs' format; it should be zero in row 0: dP and delta do not cancel"
     assert (dq.answer, said in dq.words) == ("undecided", True)
+
+
+def test_a_rounding_that_few_heavy_keys_alone_resemble_is_not_named() -> None:
+    """An LSE with 12 bits of its logarithm: dK's two heaviest keys are nearer to those of a rounded delta by chance."""
+    call = draw("outliers", "plain", dtype=torch.float16)
+    found = inspected(call, DEFECTS["lse_12_bits_of_log"].run(call))
+    sites = {q.site for h in found.captures[0].observations[0].heads for q in h.quantities}
+    assert not sites & {"rounded-delta", "rounded-products", "rounded-dprobs"}
