@@ -480,6 +480,82 @@ def test_how_far_outputs_agree_is_said_where_all_is_stated(tmp_path: Path) -> No
     assert notes_of(tmp_path, content, **STATED, lse_base="e").count("LSE agrees within") == 1
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_an_lse_that_is_off_by_a_constant_is_not_passed(tmp_path: Path, stored: torch.dtype) -> None:
+    q, k, v = inputs(rows=96, keys=96)
+    o, lse = attention(q, k, v, "top-left")
+    for off, agrees in ((0.0, True), (0.1, False)):
+        content = {**named((q, k, v, o), *QKVO), "lse": (lse + off).to(stored)}
+        said = notes_of(tmp_path, content, **STATED, lse_base="e")
+        assert ("LSE agrees" in said) is agrees, said
+        assert ("LSE does not agree with attention on q, k and v to rounding: it is off by +0.1" in said) is not agrees
+
+
+def test_rows_of_o_that_are_zero_are_named(tmp_path: Path) -> None:
+    q, k, v = inputs(rows=96, keys=96)
+    v[:, :, 0] = 0.0  # what row 0 sees: its O is rightly zero
+    o, _ = attention(q, k, v, "top-left")
+    assert "zero" not in notes_of(tmp_path, named((q, k, v, o), *QKVO), **STATED)
+    o[0, 1, 50] = 0.0
+    said = notes_of(tmp_path, named((q, k, v, o), *QKVO), **STATED)
+    assert "row 50 of head 1 is zero in every element (1 of 2 rows of zeros that were tried)" in said
+    assert "0, " not in said.partition("O does not agree")[2].partition("of head")[0]
+
+
+def test_a_gradient_of_another_output_is_told_by_dq(tmp_path: Path) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(heads=2, kv_heads=2, rows=96, keys=96))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    do, other = (torch.randn(o.shape, generator=torch.Generator().manual_seed(n)).to(o) for n in (1, 2))
+    (dq,) = torch.autograd.grad(o, [q], do)
+    content = {**named(tuple(x.detach() for x in (q, k, v, o)), *QKVO), "dq": dq, "do": do}
+    assert "dQ is within 0.0" in notes_of(tmp_path, content, **STATED)
+    for wrong in (other, do.transpose(1, 2).reshape(do.shape)):
+        said = notes_of(tmp_path, {**content, "do": wrong}, **STATED)
+        assert "dQ does not agree with attention on q, k and v with dO (off by 1." in said
+    del content["dq"]
+    assert "dO is held against nothing" in notes_of(tmp_path, {**content, "do": other}, **STATED)
+
+
+def test_what_rounding_may_make_of_lse_is_of_keys_that_count_and_of_16_bits(tmp_path: Path) -> None:
+    q, k, v = inputs(rows=96, keys=96)
+    lowest = torch.zeros(96, 96).masked_fill(torch.ones(96, 96).triu(1) > 0, torch.finfo(torch.float32).min)
+    o, lse = attention(q, k, v, "top-left")
+    masked = {**named((q, k, v, o), *QKVO), "lse": lse + 0.1, "mask": lowest}
+    said = notes_of(tmp_path, masked, layout="BHTD", causal="none", lse_base="e")
+    assert "it is off by +0.1 in the middle row" in said
+    wide = [x.float() + 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in (8 * q, k, v)]
+    o, lse = attention(*(x.bfloat16() for x in wide), "top-left")  # in FP32, through BF16
+    assert "LSE agrees" in notes_of(tmp_path, {**named((*wide, o.float()), *QKVO), "lse": lse}, **STATED)
+
+
+def test_zeros_that_a_cast_of_p_makes_are_no_lost_rows(tmp_path: Path) -> None:
+    q, k, v = (x.to(torch.float16) for x in inputs(heads=1, kv_heads=1, rows=96, keys=96))
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    k[:, :, 0], v[:, :, 0] = 0.0, 0.0
+    k[:, :, 0, 0] = 5.25  # P of all others is about exp(-21), and 0 in FP16; V of this key is 0
+    v = 1e4 * v
+    o = torch.zeros_like(v)
+    assert (attention(q, k, v, "top-left")[0][:, :, 50:].abs().amax(3) > 2.0**-14).any()
+    bf16 = {n: x.bfloat16() for n, x in named((q, k, v, o), *QKVO).items()}
+    assert "zero in every element" not in notes_of(tmp_path, named((q, k, v, o), *QKVO), **STATED)
+    assert "zero in every element" in notes_of(tmp_path, bf16, **STATED)
+
+
+def test_do_is_blamed_of_no_dq_that_is_rounding_or_of_a_wrong_o(tmp_path: Path) -> None:
+    q, k, v = inputs(heads=2, kv_heads=2, rows=96, keys=96)
+    do, dq = v.flip(2), k.flip(2)
+    q_hot = 1000 * k
+    one_hot = named((q_hot, k, v, attention(q_hot, k, v, "none")[0]), *QKVO)
+    said = notes_of(tmp_path, {**one_hot, "do": do, "dq": dq}, layout="BHTD", causal="none")
+    assert "dO is held against nothing: rounding is expected to leave" in said
+    content = named((q, k, v, (1.3 * attention(q, k, v, "top-left")[0].float()).bfloat16()), *QKVO)
+    said = notes_of(tmp_path, {**content, "do": do, "dq": dq}, **STATED)
+    assert "O does not agree" in said
+    assert "dQ" not in said
+    wide = {n: x.float() for n, x in {**content, "o": attention(q, k, v, "top-left")[0], "do": do, "dq": dq}.items()}
+    assert "that is done of kernels in 16 bits alone" in notes_of(tmp_path, wide, **STATED)
+
+
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0, 15.0])
 @pytest.mark.parametrize("kernel", ["plain", "qiu2025", "bf16-forward"])
 def test_kernels_that_round_everything_to_16_bits_agree(tmp_path: Path, kernel: str, spread: float) -> None:
