@@ -10,6 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.small import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -49,6 +50,8 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             f"what rounding leaves there; {made}"
         )
         causes.append(_cause(found.layer, "unnamed-o", side, words, fitted=True))
+    elif found.stray is None:
+        causes += _small(found)
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words, place="projection"))
@@ -143,6 +146,15 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
         kind = "unnamed-o"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
+
+
+def _small(found: ComparedLayer) -> Iterator[MismatchCause]:
+    """What is less than its rounding, but many elements' alike."""
+    for which, side in enumerate(_RUNS):
+        if own := [one for one in found.small if one.side == which]:
+            first = max(own, key=lambda one: one.clear)
+            kind: CauseKind = "scale" if first.kind == "scale" else "unnamed-o"
+            yield _cause(found.layer, kind, side, words_of(own, side, len(found.heads)), fitted=True)
 
 
 def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:

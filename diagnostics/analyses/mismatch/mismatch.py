@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from attn_diag.analyses.mismatch.nonfinite import not_finite
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
+from attn_diag.analyses.mismatch.small import Seen
 from attn_diag.analyses.mismatch.sums import compare_sums, with_sums
 from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture
@@ -152,6 +154,8 @@ def compare_runs(
     repairs = [*repairs_of(compared, causes), *sums.repairs]
     identical = not any([one.difference for one in results] + [one.difference for one in sums.outputs])
     begins = causes[0] if causes else None
+    looked = [layer.seen for layer in compared]
+    unseen = "" if None in looked else reduce(Seen.beside, filter(None, looked)).words
     whole = Mismatch(
         tool=describe_tool(at),
         train=_side("train", sides[0], runs[0], train),
@@ -171,7 +175,9 @@ def compare_runs(
         sums=tuple(sums.sums),
         outputs=tuple(sums.outputs),
     )
-    return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared), sums.added)
+    return ComparedRuns(
+        replace(whole, headline=headline(whole, unseen)), runs, tuple(matched), tuple(compared), sums.added
+    )
 
 
 def read_runs(
@@ -211,8 +217,13 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
     )  # fmt: skip
 
 
-def headline(found: Mismatch) -> str:
-    """The result in a sentence."""
+def headline(found: Mismatch, unseen: str) -> str:
+    """The result in a sentence.
+
+    Args:
+        found: Without it.
+        unseen: What is too small to be seen in some head, in words; empty: that is not known.
+    """
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
     if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
         tokens = f"{fewest} to {tokens}"
@@ -232,10 +243,8 @@ def headline(found: Mismatch) -> str:
         if found.outputs:
             output = max(found.outputs, key=lambda one: one.difference)
             most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
-        return (
-            f"nothing beyond rounding and schedule is seen in attention: {most} in {where} (what moves it by less "
-            "than rounding is not told from that)"
-        )
+        unseen = f"not seen are {unseen}" if unseen else "what moves it by less than rounding is not told from that"
+        return f"nothing beyond rounding and schedule is seen in attention: {most} in {where} ({unseen})"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
     more = f"; also in {plural(len(others), 'later layer')}" if others else ""
