@@ -22,7 +22,17 @@ from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.output_fit import FitSubject, OutputFit, lse_fit, out_fit, times_coarse
+from attn_diag.head.output_fit import (
+    FitSubject,
+    OutputFit,
+    gradient_fit,
+    lse_fit,
+    lse_shift,
+    out_fit,
+    times_coarse,
+    zeroed_rows,
+)
+from attn_diag.results.wording import plural
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
@@ -33,6 +43,9 @@ UNCONFIRMED = " assumed, and nothing confirms it: "
 # How far an O may be off, in units of what is expected of a kernel that rounds all it stores to 16 bits: that is made
 # to first order, and takes its roundings to be independent.
 _TIMES = 2.0
+# A dQ of another dO is off by its own size. In ill-conditioned heads a sound one is far off too: so many times what
+# rounding is expected to make of it shows another dO.
+_UNRELATED, _BEYOND = 0.5, 8.0
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -198,6 +211,7 @@ def _captured(call: DumpedCall, wanted: Wanted, declared: str | None) -> tuple[C
             captures = [replace(c, metadata=c.metadata.override(declared=declared)) for c in captures]
         capture, chosen = _settled(captures, readings.bases, readings.layout_open, readings.causal_open)
         capture, based = _with_base(capture, readings.bases)
+        based += [*_lost_rows(capture), *_of_gradient(capture)]
     except InputError as error:
         raise InputError(f"{call.source}: {error}") from None
     if readings.layout_by_shape:
@@ -281,10 +295,45 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
     if known and not any(fit.ok for fit in fits if fit is not None):
         base = f"; lse_base={best.metadata.lse_base} is assumed" if len(bases) > 1 else ""
         return best, [f"LSE{MISFIT} (off by {min(known)[0]:.2g} or more{base})"]
+    # The norm of an LSE hides a constant that no rounding makes.
+    if known and (shift := lse_shift(FitSubject(best, DEFAULT_OBSERVATION), _CPU)) is not None:
+        base = f"; lse_base={best.metadata.lse_base} is nearest" if len(bases) > 1 else ""
+        off = f"off by {shift[0]:+.2g} in the middle row, where 16 bits leave {shift[1]:.2g} at most{base}"
+        return best, [f"LSE{MISFIT} to rounding: it is {off}"]
     if len(bases) == 1:
         return best, [f"LSE agrees within {min(known)[0]:.2g}"] if known else []
     how = f": LSE agrees within {min(known)[0]:.2g}" if known else f"{UNCONFIRMED}no row to check with"
     return best, [f"lse_base={best.metadata.lse_base}{how}"]
+
+
+def _lost_rows(capture: Capture) -> list[str]:
+    """That rows of O are zeros which attention makes none."""
+    if "o" not in capture.tensors or not (found := zeroed_rows(capture, _CPU)):
+        return []
+    item, head, rows = found[0]
+    named = ", ".join(map(str, rows[:4])) + (", …" if len(rows) > 4 else "")
+    where = f"head {head}" + (f" of batch item {item}" if capture.batch > 1 else "")
+    more = f", and of {plural(len(found) - 1, 'other head')}" if len(found) > 1 else ""
+    return [
+        f"O{MISFIT}: {'row' if len(rows) == 1 else 'rows'} {named} of {where} {'is' if len(rows) == 1 else 'are'} zero "
+        f"in every element ({plural(len(rows), 'row')}{more}): not written, or padding that no mask states?"
+    ]
+
+
+def _of_gradient(capture: Capture) -> list[str]:
+    """What is said of dO: dQ is made of it; the other gradients and O are not looked at."""
+    if "do" not in capture.tensors:
+        return []
+    found = gradient_fit(capture, _CPU) if "dq" in capture.tensors else None
+    if found is None:
+        return ["dO is held against nothing: there is no dQ to check it with"]
+    off, expected = found
+    if off <= max(_UNRELATED, _BEYOND * expected):
+        return [f"dQ agrees with dO within {off:.2g}"]
+    return [
+        f"dQ{MISFIT} with dO (off by {off:.2g}): dO of another step, call or layout, or dQ of another q (before "
+        "RoPE, or a factor)?"
+    ]
 
 
 def _detected(path: Path) -> Kind:
