@@ -23,6 +23,7 @@ from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.output_fit import (
+    TOLERANCE,
     FitSubject,
     OutputFit,
     gradient_fit,
@@ -43,9 +44,11 @@ UNCONFIRMED = " assumed, and nothing confirms it: "
 # How far an O may be off, in units of what is expected of a kernel that rounds all it stores to 16 bits: that is made
 # to first order, and takes its roundings to be independent.
 _TIMES = 2.0
-# A dQ of another dO is off by its own size. In ill-conditioned heads a sound one is far off too: so many times what
-# rounding is expected to make of it shows another dO.
-_UNRELATED, _BEYOND = 0.5, 8.0
+# dQ of another dO has nothing to do with it: ||a - b|| is ||b|| at least, but for chance. In ill-conditioned heads a sound
+# one is far off too: so many times what rounding is expected to make of it shows another dO.
+_UNRELATED, _BEYOND = 0.9, 8.0
+# Up to so many times that, or TOLERANCE, dQ is said to agree.
+_AGREES = 2.0
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -328,8 +331,10 @@ def _of_gradient(capture: Capture) -> list[str]:
     if found is None:
         return ["dO is held against nothing: there is no dQ to check it with"]
     off, expected = found
-    if off <= max(_UNRELATED, _BEYOND * expected):
+    if off <= max(TOLERANCE, _AGREES * expected):
         return [f"dQ agrees with dO within {off:.2g}"]
+    if off <= max(_UNRELATED, _BEYOND * expected):
+        return [f"dQ is {off:.2g} off what dO makes of it, where rounding is expected to leave {expected:.2g}"]
     return [
         f"dQ{MISFIT} with dO (off by {off:.2g}): dO of another step, call or layout, or dQ of another q (before "
         "RoPE, or a factor)?"
