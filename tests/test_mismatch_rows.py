@@ -97,10 +97,10 @@ EVERY = slice(None)
     ("engine", "words"),
     [
         (_times(1.005, 1, slice(64, 128)), "0.5 % (± 0.0"),
-        (_times(1.003, EVERY, slice(96, None)), "too large in head"),
-        (_times(1.02, 1, EVERY, 5), "too large in head 1 in feature 5; 1 of 2 heads show such"),
-        (_times(0.998, 0), "too small in head 0; 1 of 2 heads show such"),
-        (_of_scale(1.001), "as a softmax scale 0.1 % (± 0.0"),
+        (_times(1.003, EVERY, slice(96, None)), "too large, most clearly in head"),
+        (_times(1.01, 1, EVERY, 5), "too large, most clearly in head 1 in feature 5; 1 of 2 heads show such"),
+        (_times(0.998, 0), "too small, most clearly in head 0; 1 of 2 heads show such"),
+        (_of_scale(1.002), "many elements share it: rollout's O is as a softmax scale 0.21 % (± 0."),
     ],
     ids=["64 rows", "half of the rows", "feature", "head", "scale"],
 )

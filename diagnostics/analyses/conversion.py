@@ -16,39 +16,23 @@ from typing import Literal, get_args
 
 import torch
 
+from attn_diag.analyses.conversion_notes import MISFIT, lost_rows, of_gradient
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps import flashinfer, sglang, torch_save
 from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.output_fit import (
-    TOLERANCE,
-    FitSubject,
-    OutputFit,
-    gradient_fit,
-    lse_fit,
-    lse_shift,
-    out_fit,
-    times_coarse,
-    zeroed_rows,
-)
-from attn_diag.results.wording import plural
+from attn_diag.head.dumped import lse_shift
+from attn_diag.head.output_fit import FitSubject, OutputFit, lse_fit, out_fit, times_coarse
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
-# How the note begins of an output that does not fit q, k and v.
-MISFIT = " does not agree with attention on q, k and v"
 # And how one goes on of a guess that no output can confirm.
 UNCONFIRMED = " assumed, and nothing confirms it: "
 # How far an O may be off, in units of what is expected of a kernel that rounds all it stores to 16 bits: that is made
 # to first order, and takes its roundings to be independent.
 _TIMES = 2.0
-# dQ of another dO has nothing to do with it: ||a - b|| is ||b|| at least, but for chance. In ill-conditioned heads a sound
-# one is far off too: so many times what rounding is expected to make of it shows another dO.
-_UNRELATED, _BEYOND = 0.9, 8.0
-# Up to so many times that, or TOLERANCE, dQ is said to agree.
-_AGREES = 2.0
 _CPU = torch.device("cpu")
 _SUFFIX = ".safetensors"
 _Reader = Callable[[], Iterable[DumpedCall]]
@@ -214,7 +198,7 @@ def _captured(call: DumpedCall, wanted: Wanted, declared: str | None) -> tuple[C
             captures = [replace(c, metadata=c.metadata.override(declared=declared)) for c in captures]
         capture, chosen = _settled(captures, readings.bases, readings.layout_open, readings.causal_open)
         capture, based = _with_base(capture, readings.bases)
-        based += [*_lost_rows(capture), *_of_gradient(capture)]
+        based += [*lost_rows(capture), *of_gradient(capture)]
     except InputError as error:
         raise InputError(f"{call.source}: {error}") from None
     if readings.layout_by_shape:
@@ -307,38 +291,6 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
         return best, [f"LSE agrees within {min(known)[0]:.2g}"] if known else []
     how = f": LSE agrees within {min(known)[0]:.2g}" if known else f"{UNCONFIRMED}no row to check with"
     return best, [f"lse_base={best.metadata.lse_base}{how}"]
-
-
-def _lost_rows(capture: Capture) -> list[str]:
-    """That rows of O are zeros which attention makes none."""
-    if "o" not in capture.tensors or not (found := zeroed_rows(capture, _CPU)):
-        return []
-    item, head, rows = found[0]
-    named = ", ".join(map(str, rows[:4])) + (", …" if len(rows) > 4 else "")
-    where = f"head {head}" + (f" of batch item {item}" if capture.batch > 1 else "")
-    more = f", and of {plural(len(found) - 1, 'other head')}" if len(found) > 1 else ""
-    return [
-        f"O{MISFIT}: {'row' if len(rows) == 1 else 'rows'} {named} of {where} {'is' if len(rows) == 1 else 'are'} zero "
-        f"in every element ({plural(len(rows), 'row')}{more}): not written, or padding that no mask states?"
-    ]
-
-
-def _of_gradient(capture: Capture) -> list[str]:
-    """What is said of dO: dQ is made of it; the other gradients and O are not looked at."""
-    if "do" not in capture.tensors:
-        return []
-    found = gradient_fit(capture, _CPU) if "dq" in capture.tensors else None
-    if found is None:
-        return ["dO is held against nothing: there is no dQ to check it with"]
-    off, expected = found
-    if off <= max(TOLERANCE, _AGREES * expected):
-        return [f"dQ agrees with dO within {off:.2g}"]
-    if off <= max(_UNRELATED, _BEYOND * expected):
-        return [f"dQ is {off:.2g} off what dO makes of it, where rounding is expected to leave {expected:.2g}"]
-    return [
-        f"dQ{MISFIT} with dO (off by {off:.2g}): dO of another step, call or layout, or dQ of another q (before "
-        "RoPE, or a factor)?"
-    ]
 
 
 def _detected(path: Path) -> Kind:

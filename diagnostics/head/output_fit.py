@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.sources import DEFAULT_OBSERVATION
-from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.declared import declared_recipe
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of
 from attn_diag.head.rounded_scores import expected_of_coarse_kernels, moved_by_scores
 from attn_diag.head.stacks import numbers
 from attn_diag.kernels import Recipe, emulate_lse, emulate_rows
-from attn_diag.reference import FloatFormat, format_of, reference_rows, round_nearest_even, ulp
+from attn_diag.reference import FloatFormat, format_of, reference_rows, round_nearest_even
 from attn_diag.reference.heads import batches, out_and_lse, stacked
 
 # Rounding errors inside a kernel, even a failing one, stay well below this; a wrong mask or scale exceeds it at once.
 # O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
 # subnormal there) and 5.5 % in E5M2.
 TOLERANCE = 0.05
-_ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no quarter, show nothing
+MOST_ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no quarter, show nothing
 _HEADS = 4
 # Up to this size (T * D) the heads are read together.
 _SMALL = 2**20
@@ -56,7 +54,7 @@ class FitSubject(NamedTuple):
 
 
 @dataclass
-class _Sampled:
+class SampledOutput:
     """An output of one head in some rows."""
 
     asked: int
@@ -91,7 +89,7 @@ class _Sampled:
         return tuple(x[usable] for x in found)
 
 
-def _sample(number: int, asked: FitSubject, output: str, device: torch.device) -> Iterator[_Sampled]:
+def sampled_outputs(number: int, asked: FitSubject, output: str, device: torch.device) -> Iterator[SampledOutput]:
     """Some heads of one capture, one after the other."""
     capture, observation, known, chosen = asked
     places = list(sampled_heads(capture) if chosen is None else chosen)
@@ -103,20 +101,20 @@ def _sample(number: int, asked: FitSubject, output: str, device: torch.device) -
         some, census = places[start : start + step], NonFiniteCensus()
         tensors = known if known is not None and known.places.issuperset(some) else HeadTensors(capture, some, device)
         for batch, head in some:
-            rows = _rows(capture.lengths(batch)[0], device)
+            rows = sampled_rows(capture.lengths(batch)[0], device)
             inputs, stored = inputs_of(tensors, batch, head, census), tensors.read(key, batch, head)
             assert stored is not None
             inputs = replace(inputs, head=replace(inputs.head, do=None))
-            yield _Sampled(number, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
+            yield SampledOutput(number, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
 
 
 @lru_cache(maxsize=32)
-def _rows(length: int, device: torch.device) -> Tensor:
+def sampled_rows(length: int, device: torch.device) -> Tensor:
     """The rows that are looked at of a sequence of this length; not to be changed."""
-    return torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
+    return torch.linspace(0, length - 1, min(length, MOST_ROWS)).long().to(device)
 
 
-def _recomputed(some: Sequence[_Sampled], output: str) -> Iterator[Tensor]:
+def _recomputed(some: Sequence[SampledOutput], output: str) -> Iterator[Tensor]:
     """The output of heads that are alike in these rows; of sound ones side by side."""
     if len(some) > 1 and all(one.sound for one in some):
         out, lse = out_and_lse([one.inputs.head for one in some], some[0].rows)
@@ -128,7 +126,7 @@ def _recomputed(some: Sequence[_Sampled], output: str) -> Iterator[Tensor]:
         yield block.out if output == "o" else block.lse
 
 
-def _at_once(first: _Sampled) -> int:
+def _at_once(first: SampledOutput) -> int:
     """How many heads are recomputed side by side: on a CPU one, as more would leave its cache."""
     head = first.inputs.head
     side_by_side = head.q.is_cuda and head.dropout is None
@@ -142,7 +140,7 @@ def _sums(
 
     ``sums``: from format, observed, true and made values of H heads, [H, ...], several numbers of each, [H].
     """
-    sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, of_one, output, device))
+    sampled = (one for i, of_one in enumerate(asked) for one in sampled_outputs(i, of_one, output, device))
     alike: dict[tuple[int, torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for first in sampled:
         some = [first, *islice(sampled, _at_once(first) - 1)]
@@ -228,7 +226,7 @@ def out_fits(asked: Sequence[FitSubject], device: torch.device) -> list[OutputFi
 def _beyond_rounded_scores(asked: FitSubject, device: torch.device) -> float:
     """The square of O's error that scores in 16 bits cannot make of its rows."""
     inputs_format, found = format_of(asked.capture.tensors["q"].dtype), list[Tensor]()
-    for one in _sample(0, asked, "o", device):
+    for one in sampled_outputs(0, asked, "o", device):
         block = reference_rows(one.inputs.head, one.rows)
         one.inputs.mark_rows(block)
         moved = moved_by_scores(one.inputs.head, block, inputs_format)
@@ -245,7 +243,7 @@ def times_coarse(asked: FitSubject, device: torch.device) -> float | None:
     inputs_format, seen = format_of(asked.capture.tensors["q"].dtype), [0.0, 0.0]
     if inputs_format.name not in ("bf16", "fp16"):
         return None
-    for one in _sample(0, asked, "o", device):
+    for one in sampled_outputs(0, asked, "o", device):
         if one.recipe is not None or one.inputs.head.dropout is not None:
             return None
         block = reference_rows(one.inputs.head, one.rows)
@@ -281,81 +279,3 @@ def lse_fits(asked: Sequence[FitSubject], device: torch.device) -> list[OutputFi
         declared, size = declared_recipe(one.capture) is not None, max(right, 1.0)
         found.append(OutputFit(math.sqrt(wrong / size), math.sqrt(rounding / size), declared=declared))
     return found
-
-
-def lse_shift(asked: FitSubject, device: torch.device) -> tuple[float, float] | None:
-    """How far off half of LSE's rows are, at least, and the most that 16-bit kernels leave; None where it is within.
-
-    A kernel may sum the cast P and round scores: l is off by one part in 2^p then, and L by as much of the largest
-    score's size, and by half an ulp where it is stored. Given with the sign of the median error.
-    """
-    found = list[Tensor]()
-    fmt = format_of(asked.capture.tensors["q"].dtype)
-    unit = 2.0**-fmt.precision
-    for one in _sample(0, asked, "lse", device):
-        if one.recipe is not None:
-            return None
-        block = reference_rows(one.inputs.head, one.rows)
-        one.inputs.mark_rows(block)
-        largest = block.scores.masked_fill(block.scores == -torch.inf, 0.0).abs().amax(1)
-        most = unit * (1 + largest) + ulp(block.lse.nan_to_num(0.0, 0.0, 0.0), one.fmt) / 2
-        observed, truth, allowed = one.compared(block.lse, most)
-        found.append(torch.stack([observed - truth, allowed]))
-    if not found or not torch.cat(found, 1).numel():
-        return None
-    off, allowed = torch.cat(found, 1)
-    middle = float(off.median())
-    return (middle, float(allowed.max())) if bool((off.abs() > allowed).double().mean() > 1 / 2) else None
-
-
-def zeroed_rows(capture: Capture, device: torch.device) -> list[tuple[int, int, list[int]]]:
-    """Batch items and heads with rows of O that are zero in every element, where attention on q, k and v is not.
-
-    Rows that see no key are zero, and so are those that round to it. Of a head at most ``_ROWS`` of such are looked at.
-    """
-    found = []
-    key = capture.key(DEFAULT_OBSERVATION, "o")
-    fmt = format_of(capture.tensors[key].dtype)
-    for batch, head in product(range(capture.batch), range(capture.q_heads)):
-        tensors = HeadTensors(capture, [(batch, head)], device)
-        stored = tensors.read(key, batch, head)
-        assert stored is not None
-        count = capture.lengths(batch)[0]
-        zeros = (stored[0][:count] == 0).all(1).nonzero()[:, 0]
-        if not len(zeros):
-            continue
-        inputs = inputs_of(tensors, batch, head, NonFiniteCensus())
-        inputs = replace(inputs, head=replace(inputs.head, do=None))
-        at = zeros[torch.linspace(0, len(zeros) - 1, min(len(zeros), _ROWS)).long()]
-        block = reference_rows(inputs.head, at)
-        inputs.mark_rows(block)
-        lost = (round_nearest_even(block.out, fmt) != 0).any(1) & ~inputs.unusable[at] & ~block.fully_masked
-        if bool(lost.any()):
-            every = len(at) < len(zeros) and bool(lost.all())
-            found.append((batch, head, (zeros if every else at[lost]).tolist()))
-    return found
-
-
-def gradient_fit(capture: Capture, device: torch.device) -> tuple[float, float] | None:
-    """How far dQ is from what q, k, v and dO make of it in some rows, and how far rounding is expected to take it.
-
-    Both over its norm; None where no row can tell.
-    """
-    key, fmt = capture.key(DEFAULT_OBSERVATION, "dq"), format_of(capture.tensors["q"].dtype)
-    off = size = expected = 0.0
-    for batch, head in sampled_heads(capture):
-        tensors = HeadTensors(capture, [(batch, head)], device)
-        inputs, stored = inputs_of(tensors, batch, head, NonFiniteCensus()), tensors.read(key, batch, head)
-        assert stored is not None
-        rows = _rows(capture.lengths(batch)[0], device)
-        block = reference_rows(inputs.head, rows)
-        inputs.mark_rows(block)
-        if block.dq is None:
-            return None
-        noise = NoiseCollector(inputs.head, fmt, fmt)
-        noise.add(block)
-        good = ~inputs.unusable[rows] & stored[0][rows].isfinite().all(1) & block.dq.isfinite().all(1)
-        off += float((stored[0][rows] - block.dq)[good].square().sum())
-        size += float(block.dq[good].square().sum())
-        expected += float(noise.variance["dq"][rows][good].sum())
-    return (math.sqrt(off / size), math.sqrt(expected / size)) if size else None

@@ -10,7 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
-from attn_diag.analyses.mismatch.small import words_of
+from attn_diag.analyses.mismatch.small_words import shared_words, words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -39,9 +39,14 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     """
     causes = [*_semantics(found), *_positions(found)]
     if not alike(found):
-        for side, fit in zip(_RUNS, found.fits, strict=True):
-            causes += _of_fit(found.layer, side, fit)
-    if found.stray is not None and not any(fit.coarse for fit in found.fits):
+        for which, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
+            for cause in _of_fit(found.layer, side, fit):
+                shared = [one for one in found.small if one.side == which and one.kind != "rows"]
+                more = f"; many elements share it: {shared_words(shared, side, len(found.heads))}" if shared else ""
+                causes.append(replace(cause, words=cause.words + more))
+    small = list(_small(found))
+    causes += small
+    if found.stray is not None and not small and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
         made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
         made = "a fault, or a coarser rounding than a well-rounded kernel's" if row.coarse else made
@@ -50,8 +55,6 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             f"what rounding leaves there; {made}"
         )
         causes.append(_cause(found.layer, "unnamed-o", side, words, fitted=True))
-    elif found.stray is None:
-        causes += _small(found)
     if found.weights is not None:
         words = f"{found.weights.words} ({percent(found.weights.difference)} of w_q apart)"
         causes.append(_cause(found.layer, "weights", "both", words, place="projection"))
@@ -151,7 +154,9 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
 def _small(found: ComparedLayer) -> Iterator[MismatchCause]:
     """What is less than its rounding, but many elements' alike."""
     for which, side in enumerate(_RUNS):
-        if own := [one for one in found.small if one.side == which]:
+        # One row that is far off is a factor of that row too.
+        own = [one for one in found.small if one.side == which and not (found.stray and one.kind == "rows")]
+        if own and not found.fits[which].coarse:
             first = max(own, key=lambda one: one.clear)
             kind: CauseKind = "scale" if first.kind == "scale" else "unnamed-o"
             yield _cause(found.layer, kind, side, words_of(own, side, len(found.heads)), fitted=True)

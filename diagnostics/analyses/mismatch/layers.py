@@ -17,7 +17,8 @@ from attn_diag.analyses.mismatch.norms import NormFactor, find_norm
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
 from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows, with_scale_of
-from attn_diag.analyses.mismatch.small import Seen, SmallError, small_errors
+from attn_diag.analyses.mismatch.small import small_errors
+from attn_diag.analyses.mismatch.small_words import Seen, SmallError
 from attn_diag.analyses.mismatch.split import (
     PARTS,
     HeadSemantics,
@@ -182,7 +183,7 @@ def _small(
         [(h.sequence, h.head, h.rows, h.semantics) for h in heads],
         [split.errors for split in splits],
         [(format_of(c.tensors["q"].dtype), format_of(_out(c))) for c in captures],
-        [fit.best is None and not fit.coarse for fit in fits],
+        [fit.best is None and fit.site is None for fit in fits],
     )
 
 

@@ -20,7 +20,7 @@ from attn_diag.analyses.mismatch.nonfinite import not_finite
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
-from attn_diag.analyses.mismatch.small import Seen
+from attn_diag.analyses.mismatch.small_words import Seen
 from attn_diag.analyses.mismatch.sums import compare_sums, with_sums
 from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture

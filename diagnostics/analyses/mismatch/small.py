@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows
+from attn_diag.analyses.mismatch.small_words import FEW, Seen, SmallError
 from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of
 from attn_diag.head.counterfactual import covers
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.reference import FloatFormat, round_nearest_even
-from attn_diag.results.wording import number, percent, plural, together
 from attn_diag.statistics.ratios import paired_ratio
 
 # What healthy kernels share: the exponential of FlashAttention-4, a polynomial of degree 3, is up to 8.8e-5 off.
@@ -37,8 +37,8 @@ _CUT, _KEYS = 2.0**-23, 16
 _CHANCE = 1e-9
 # Standard errors beyond the limit from which nine in ten are seen; what emulations leave counts as two besides.
 _SEEN = 1.3 + 2.0
-# Rows of the smallest group; so many of a group are emulated.
-_FEW, _MOST = 16, 256
+# So many rows of a group are emulated.
+_MOST = 256
 # Places of P̄ between two powers of two that are tried.
 _PLACES = 8
 # Rows' factors are so many times those of well-rounded kernels, at least, where few of them are off: healthy ones
@@ -48,65 +48,6 @@ _SCATTERED = 2.0
 
 BothRows = tuple[RunRows, RunRows]
 BothSemantics = tuple[HeadSemantics, HeadSemantics]
-
-
-@dataclass(frozen=True)
-class SmallError:
-    """An error that a group of a head's elements shares."""
-
-    side: int
-    """0 train, 1 rollout."""
-    sequence: int
-    """Number of the pair of sequences."""
-    head: int
-    """Index of the query head."""
-    what: str
-    """Which elements of its O, in words; empty: all."""
-    off: float
-    """The relative error of their values, or of the scale; signed."""
-    error: float
-    """Its standard error."""
-    kind: Literal["factor", "scale", "either", "rows"]
-    """What it is a factor of: O, the softmax scale, not told which; or each row has its own."""
-    scale: float
-    """The stated softmax scale."""
-
-    @property
-    def clear(self) -> float:
-        """In standard errors."""
-        return abs(self.off) / self.error if self.error else math.inf
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The smallest errors of a kind that would have been told in whichever head, relative."""
-
-    head: float = 0.0
-    """A factor of all of a head's O."""
-    rows: float = 0.0
-    """Of the smallest group of its rows."""
-    feature: float = 0.0
-    """Of a feature."""
-    scale: float = 0.0
-    """Another softmax scale."""
-
-    def beside(self, other: Seen) -> Seen:
-        """The larger of each."""
-        return Seen(*(max(a, b) for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def words(self) -> str:
-        """What follows "not seen are"."""
-        named = (
-            (self.scale, "softmax scales", ""), (self.head, "factors of a head's O", ""),
-            (self.rows, "", f"in {_FEW} rows of it"), (self.feature, "", "in one feature"),
-        )  # fmt: skip
-        told = []
-        for least, of, where in named:
-            if 0 < least < 1:
-                size = f"less than {percent(least, '.2g')} off" if of else percent(least, ".2g")
-                told.append(" ".join(filter(None, (of, size, where))))
-        return together(told) if told else ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +69,11 @@ class _Mean:
         value = float(along.sum()) / total
         error = math.sqrt(float((along - value * size).square().sum()) * (freedom + 1) / freedom) / total
         return cls(value, error, error * _quantile(freedom))
+
+    @property
+    def seen(self) -> float:
+        """From where on nine in ten are seen where the other run is as uncertain, without what emulations share."""
+        return math.sqrt(2) * self.limit + _SEEN * self.error
 
     def differs(self, other: _Mean) -> bool:
         """Whether the other run's differs, beyond chance."""
@@ -165,12 +111,12 @@ def _groups(tokens: Tensor, usable: Tensor, features: int) -> Iterator[_Group]:
     """What is looked at of a head: all its rows, parts of them, and its features."""
     yield _Group("", usable)
     size = len(usable) // 2
-    while size >= _FEW:
+    while size >= FEW:
         for start in range(0, len(usable) - size + 1, size):
             part = usable[start : start + size]
             yield _Group(f" in tokens {int(tokens[part[0]])} to {int(tokens[part[-1]])}", part)
         size //= 2
-    if len(usable) >= 2 * _FEW:
+    if len(usable) >= 2 * FEW:
         for start in (0, 1):
             yield _Group(f" in every other token, from {int(tokens[usable[start]])} on", usable[start::2])
     for feature in range(features):
@@ -186,8 +132,8 @@ def _emulated(
         own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
         for at, head, block in blocks:
             bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
-            times = 2.0 ** (place or 0.0)
-            cast = bar if place is None else round_nearest_even(bar * times, fmt) / times
+            moved = 2.0 ** (place or 0.0)
+            cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
             product = cast @ head.v[block.keys]
             own[at] = product / row_sum
             of_cast[at] = product / (row_sum + (cast - bar).sum(1, keepdim=True))
@@ -208,7 +154,7 @@ def small_errors(
         heads: Of each the number of its sequences, its index, its rows in train and in rollout, and what either states.
         errors: Of each, O less float64, [n, Dv], in train and in rollout.
         formats: Of train and rollout, the inputs' and O's.
-        asked: Which of them are looked at: those whose error as a whole is a well-rounded kernel's.
+        asked: Which of them are looked at: those whose error as a whole has no name.
     """
     found: list[SmallError] = []
     seen: Seen | None = None
@@ -217,7 +163,7 @@ def small_errors(
             continue
         for (sequence, head, rows, stated), of_both in zip(heads, errors, strict=True):
             one = _Head(side, sequence, head, rows[side], stated[side], of_both, (fmt, out))
-            if len(one.usable) >= _FEW:
+            if len(one.usable) >= FEW:
                 largest, smallest = one.looked_at()
                 found += largest
                 seen = smallest if seen is None else seen.beside(smallest)
@@ -258,30 +204,34 @@ class _Head:
         for group in _groups(self.rows.tokens, self.usable, error.shape[1]):
             mean = group.mean(error, self.truth)
             kind = 2 if group.feature is not None else 1 if group.what else 0
-            if kind != 1 or len(group.rows) < 2 * _FEW:
-                smallest[kind] = max(smallest[kind], self.floor + mean.limit + _SEEN * mean.error)
+            if kind != 1 or len(group.rows) < 2 * FEW:
+                smallest[kind] = max(smallest[kind], self.floor + mean.seen)
             if abs(mean.value) > self.floor + mean.limit and mean.differs(group.mean(other, self.truth)):
                 best.append((abs(mean.value) / max(mean.error, 1e-300), group, mean))
         at = _some(self.usable)
         by_scale = _Slopes.of(self, at)
-        seen = Seen(*smallest, self.floor + by_scale.scale.limit + _SEEN * by_scale.scale.error)
+        seen = Seen(*smallest, self.floor + by_scale.scale.seen)
         best.sort(key=lambda one: -one[0])
         for _, group, mean in best:
-            if abs(mean.value) > self.floor + self._shared(group) + mean.limit:
+            shared = self._shared(group)
+            if abs(mean.value) > self.floor + shared + mean.limit:
                 if group.feature is None:
                     whole = self._by_scale(by_scale, "")
                     part = self._by_scale(_Slopes.of(self, _some(group.rows)), group.what)
                     if part is not None:
                         return [whole if whole is not None and whole.kind == part.kind else part], seen
-                return [self._small(group.what, mean, "factor")], seen
+                return [self._small(group.what, mean, "factor", shared)], seen
         if (cause := self._by_scale(by_scale, "")) is not None:
             return [cause], seen
-        made = list(self.emulated(at, _SOME))
+        made = list(self.emulated(at, _EVERY))
         shared = self._all_shared(at, made)
-        return self._scattered(at, made[::2]), Seen(*(a + b for a, b in zip(astuple(seen), shared, strict=True)))
+        return self._scattered(at, made[1::2]), Seen(*(a + b for a, b in zip(astuple(seen), shared, strict=True)))
 
-    def _small(self, what: str, mean: _Mean, kind: Literal["factor", "scale", "either", "rows"]) -> SmallError:
-        return SmallError(self.side, self.sequence, self.head, what, mean.value, mean.error, kind, self.stated.scale)
+    def _small(
+        self, what: str, mean: _Mean, kind: Literal["factor", "scale", "either", "rows"], shared: float = 0.0
+    ) -> SmallError:
+        error = math.hypot(mean.error, shared)
+        return SmallError(self.side, self.sequence, self.head, what, mean.value, error, kind, self.stated.scale)
 
     def emulated(self, at: Tensor, places: Sequence[float | None]) -> Iterator[Tensor]:
         """O of well-rounded kernels in some rows."""
@@ -305,14 +255,14 @@ class _Head:
         if not found.scale.differs(other.scale):
             return None
         both = abs(found.factor.value) > self.floor + shared[1] + found.factor.limit
-        return self._small(what, found.scale, "either" if both else "scale")
+        return self._small(what, found.scale, "either" if both else "scale", shared[0])
 
     def _all_shared(self, at: Tensor, made: Sequence[Tensor]) -> tuple[float, float, float, float]:
         """The largest errors that roundings share in these rows: of all, of 16 of them, of a feature, of a scale."""
         right = self.truth[at]
         size = right.square().sum(1).clamp(min=1e-300)
         by_row = [((o - right) * right).sum(1) / size for o in made]
-        in_few = [x.unfold(0, min(_FEW, len(x)), 1).mean(1).abs().max() for x in by_row]
+        in_few = [x.unfold(0, min(FEW, len(x)), 1).mean(1).abs().max() for x in by_row]
         by_feature = right.square().sum(0).clamp(min=1e-300)
         features = [(((o - right) * right).sum(0) / by_feature).abs().max() for o in made]
         scales = [abs(_Slopes.of(self, at, o).scale.value) for o in made]
@@ -339,8 +289,6 @@ class _Head:
 
 
 Array = npt.NDArray[np.float64]
-# Few of them: they only say what is usual.
-_SOME = (0.0, 1 / 3, 2 / 3)
 _EVERY = (None, *(place / _PLACES for place in range(_PLACES)))
 
 
@@ -388,37 +336,3 @@ class _Slopes:
 
 # Directions of which one is the other's by more than this cannot be told apart.
 _ALIKE = 1e-4
-
-
-def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:
-    """One run's in a sentence.
-
-    Args:
-        found: Those of one run, one at least.
-        run: Its name.
-        heads: How many heads were looked at.
-    """
-    first = max(found, key=lambda one: one.clear)
-    where = f"head {first.head}{first.what}"
-    size = f"{percent(abs(first.off), '.2g')} (± {percent(first.error, '.1g')})"
-    more = "" if heads == 1 else f"; {len(found)} of {plural(heads, 'head')} show such"
-    way = "small" if first.off < 0 else "large"
-    if first.kind == "scale":
-        scale = f"{number(first.scale * (1 + first.off), 6)} where {number(first.scale, 6)} is stated"
-        return (
-            f"{run}'s O is in {where} as a softmax scale {size} too {way} makes it, {scale}, or scores that are so "
-            f"much too {way}{more}"
-        )
-    if first.kind == "rows":
-        rms, times = map(float, first.what.split())
-        return (
-            f"{run}'s O is in rows of head {first.head} off by factors of their own, {percent(rms, '.2g')} (rms), "
-            f"{times:.3g} times what rounding leaves of that{more}; a fault, or a coarser rounding than "
-            "a well-rounded kernel's"
-        )
-    made = (
-        "a factor of O, or a cast that truncates"
-        if first.kind == "factor"
-        else "a factor of O, or another softmax scale besides"
-    )
-    return f"{run}'s O is {size} too {way} in {where}{more}: no rounding to nearest makes that ({made})"
