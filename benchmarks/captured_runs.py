@@ -149,6 +149,8 @@ class Process:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell put aside
                 os.close(reading)
+                # torch makes its pool of threads anew in a fork, and two threads that ask for it at once find none.
+                torch.set_num_threads(torch.get_num_threads())
                 work(lambda line: void(os.write(writing, f"{line}\n".encode())))
                 code = 0
             except BaseException:

@@ -427,7 +427,7 @@ def test_two_kernels_of_one_capture(captures: Path, tmp_path: Path, run: Run) ->
     text = file.read_text()
     assert "<h3><bdi>A: kernels_pair_T512.safetensors, flash</bdi></h3>" in text
     assert "<h3><bdi>B: kernels_pair_T512.safetensors, stable</bdi></h3>" in text
-    assert "1 became biased, 2 errors grew" in done.out
+    assert "1 became biased, 2 with larger errors" in done.out
     flat = " ".join(done.out.split())
     assert "observation flash, 2 heads judged: 2 ill_conditioned." in flat
     assert "observation stable, 2 heads judged: 2 lossy, 1 biased." in flat

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import Capture, InputError, Replay
+from attn_diag.captures.selection import Selection
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.replay import ReplayedCapture, ReplayedKernel, ReplayedQuantity
 from attn_diag.testing.case_inputs import CaseInputs
@@ -391,3 +392,12 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     assert "replayed_kernels:wrong_dq" in page.read_text()
     assert run("replay", capture, "--against", "sdpa:math", "--fail-on", "nonsense").code == 2
     assert run("replay", capture, "--against", "nonsense").code == 2
+
+
+def test_a_head_that_is_not_there_is_refused_before_any_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("a kernel was run")
+
+    monkeypatch.setattr("attn_diag.testing.replaying.replay.run_apart", never)
+    with pytest.raises(InputError, match=r"no head 9; the capture has 0 to 1"):
+        attn_diag.replay(drawn(), selection=Selection(heads=frozenset({9})), device="cpu")

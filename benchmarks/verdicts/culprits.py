@@ -65,7 +65,11 @@ _CONSEQUENCES = frozenset({"delta"})
 # A quantity within so much of the worst healthy kernel is right.
 _RIGHT = 1.1
 _ACCUSING = ("nonfinite", "wrong", "lossy")
-_SITES = {"dS": "dscores_from"} | dict.fromkeys(("dK accumulator", "dV accumulator"), "gradient_accumulator")
+_SITES: dict[str, tuple[str, ...]] = {
+    "dS": ("dscores_from",),
+    "delta": ("rounded-delta", "rounded-products"),
+    "dP": ("rounded-dprobs",),
+} | dict.fromkeys(("dK accumulator", "dV accumulator"), ("gradient_accumulator",))
 # What a recipe with O's bits calls the sites that are planted, where by another name.
 _IN_WORDS = {"row max": "maximum", "O accumulator": "O's accumulator", "PV": "PV of a range"}
 
@@ -131,7 +135,7 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
 
 def _names(said: str, site: str) -> bool:
     """Whether what is said to round is the planted site: by name, or in words that O's bits show."""
-    return said == _SITES.get(site) or _IN_WORDS.get(site, site) in re.split(", |; | in ", said)
+    return said in _SITES.get(site, ()) or _IN_WORDS.get(site, site) in re.split(", |; | in ", said)
 
 
 def _is_right(effect: Effect) -> bool:

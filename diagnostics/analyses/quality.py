@@ -36,6 +36,9 @@ SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
     "e5m2": "P and dS are cast to E5M2 in the backward",
     "e4m3": "P and dS are cast to E4M3 in the backward",
+    "rounded-delta": "delta is rounded to the inputs' format",
+    "rounded-products": "dO o O and its row sum, delta, are rounded to the inputs' format, as in JAX's Pallas kernel",
+    "rounded-dprobs": "dP is rounded to the inputs' format",
     block_sums.SITE: block_sums.WORDS,
     **WORDS,
 }
@@ -174,7 +177,8 @@ def judge_quantity(
     factor = f"{factor_words(ratio)} times {other}{cost(error, truth, plain)}"
     if quantity == "dq" and whole.not_zero.any() and ratio.low <= LOSSY:
         zeros = rows_named(sorted(set(whole.rows[whole.not_zero].tolist())))
-        site += f"; it should be zero in {zeros}: dP and delta do not cancel there, as where delta is rounded"
+        site += f"; it should be zero in {zeros}: dP and delta do not cancel there"
+        site += "" if known else ", as where delta is rounded"
     if ratio.low > _HUGE and whole.site is None:
         site += "; so large a factor need not be rounding, it may be wrong mathematics"
     if whole.beyond_backward:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.coarse_paths import EXPLAINED, explained
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
-from attn_diag.head.counterfactual import ALTERNATIVES, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
+from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -59,8 +59,8 @@ def beside_well_rounded(
     """Compare one quantity with what well-rounded kernels return for it.
 
     The recipe "fa2" alone where the error is no larger than its own; else whichever of the ``alternatives`` is furthest
-    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, is its rounding; so
-    is how one errs in dQ, dK and dV whose backward casts P and dS to 8 bits.
+    off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, or that rounds one of
+    ``BACKWARD``, is its rounding; so is how one errs in dQ, dK and dV whose backward casts P and dS to 8 bits.
 
     Args:
         quantity: o, dq, dk or dv.
@@ -101,6 +101,18 @@ def beside_well_rounded(
         by_row = apart(recipe)[part]
         return float(by_row.sum()), float((by_row / np.maximum(chosen.expected[part], 1e-300)).sum())
 
+    def as_good(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> QuantitySample | None:
+        """With this recipe's rounding as its site, where it makes most of the bits and nothing stands out beside it."""
+        casting = beside(recipe)
+        same = casting.ratio()
+        pairs = zip(left(recipe, kept), left(ALTERNATIVES[0], kept), strict=True)
+        nearer = any(one < EXPLAINED * other for one, other in pairs)
+        if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
+            return None
+        site = "dscores_from" if recipe in FROM_CAST_P else recipe
+        not_zero = chosen.not_zero if recipe in BACKWARD else casting.not_zero
+        return replace(casting, site=site, counterfactual=chosen.counterfactual, not_zero=not_zero)
+
     if len(published) < len(counterfactuals):
         found_alone = replace(first or against(total([c.outputs() for c in counterfactuals])), compared=False)
         way = _through_bf16(found_alone, quantity, observed, reference, total, counterfactuals, rows)
@@ -125,15 +137,10 @@ def beside_well_rounded(
         # Rows of zeros show no bits: those that were never written are as if all of dS had become 0.
         written = (observed[rows] != 0).any(1).cpu().numpy()
         for recipe in (*from_cast, *(CASTS if stands_out else ())):
-            casting = beside(recipe)
-            same = casting.ratio()
-            kept = written if recipe in CASTS else None
-            pairs = zip(left(recipe, kept), left(ALTERNATIVES[0], kept), strict=True)
-            nearer = any(one < EXPLAINED * other for one, other in pairs)
-            if nearer and same is not None and same.factor <= AS_GOOD and not casting.outlying.any():
-                site = recipe if recipe in CASTS else "dscores_from"
-                return replace(casting, site=site, counterfactual=chosen.counterfactual)
+            if (known := as_good(recipe, written if recipe in CASTS else None)) is not None:
+                return known
     if coarse and max(c.scores for c in published) <= MOST_SCORES:
+        rounded = tuple(BACKWARD) if quantity in ("dq", "dk") else ()
 
         def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:
             return all(one < EXPLAINED * other for one, other in zip(left(way), left(beside), strict=True))
@@ -141,7 +148,7 @@ def beside_well_rounded(
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
             marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
-            for way in published[0].unfused if any(one.any() for one in marked) else ():
+            for way in (*published[0].unfused, *rounded) if any(one.any() for one in marked) else ():
                 found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
                 if found is not None:
                     alike = beside(way)
@@ -153,6 +160,8 @@ def beside_well_rounded(
         way = min(published[0].unfused, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
+        if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
+            return known
         if explains_it(way):
             alike = beside(way)
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
@@ -169,7 +178,7 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        ways = published[0].alternatives, published[0].unfused
+        ways = (*published[0].alternatives, *rounded), published[0].unfused
         if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], expected(), *ways, fmt):
             every = "all keys" if quantity in ("dk", "dv") else "all rows"
             return replace(chosen, factors=f"{every} are {words}")

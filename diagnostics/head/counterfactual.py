@@ -46,6 +46,8 @@ SINK_FIRST = "sink-first"
 FROM_CAST_P = ("efficient", "efficient:after-product")
 # Formats to which the backward alone may cast P and dS as they are: the smallest become 0, and so rows of dV and dK.
 CASTS = ("e5m2", "e4m3")
+# What the backward alone may round to the inputs' format on the way to dS, by the recipe's fields.
+BACKWARD = {"rounded-delta": ("delta",), "rounded-products": ("delta_products", "delta"), "rounded-dprobs": ("dprobs",)}
 FORMATS = ("bf16", "fp16")
 # An fp32 score is off by about half a unit in its last place, and so by this times its size; P relatively as much.
 _FP32_SCORE = 2.0**-23
@@ -74,7 +76,7 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways`` (also ``FUSED``), of ``coarser``'s,
-            ``CASTS``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
+            ``CASTS``, ``BACKWARD``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -116,14 +118,13 @@ def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | N
 def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
     if recipe == ROUNDED_DROPOUT:
         return preset("efficient", fmt, head_dim)
-    if recipe in CASTS:
-        return replace(preset(RECIPE, fmt, head_dim), backward_probs=recipe, dscores=recipe)
-    if recipe == SINK_FIRST:
-        return replace(preset(RECIPE, fmt, head_dim), sink_joins="first")
-    name, _, alpha = recipe.partition(":")
+    changed: dict[str, Any] = {"sink_joins": "first"} if recipe == SINK_FIRST else {}
+    changed |= dict.fromkeys(("backward_probs", "dscores"), recipe) if recipe in CASTS else {}
+    changed |= dict.fromkeys(BACKWARD.get(recipe, ()), fmt)
+    name, _, alpha = (RECIPE if changed else recipe).partition(":")
     if name not in PRESETS:
         return None
-    changed: dict[str, Any] = {"dropout_factor": "fp32"} | ({"alpha_in_backward": alpha} if alpha else {})
+    changed |= {"dropout_factor": "fp32"} | ({"alpha_in_backward": alpha} if alpha else {})
     return replace(preset(name, fmt, head_dim), **changed)
 
 

@@ -5,11 +5,13 @@
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile),
                                       or cast(alpha cast(q kT) + B) of it, where Inductor stores what softmax reads;
-                                      or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it
+                                      or alpha's root on both, cast(cast(root q) cast(root k)T), as Whisper has it;
+                                      or either of the first two of cast(alpha), or of q / cast(1 / alpha), as in JAX
                                       softcap c: t = cast(tanh(cast(S / c))), cast(c t), as Gemma 2 has it
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
-                                      each step cast, e = cast(exp(cast(S - m))), cast(e / cast(rowsum(e))), as in JAX
+                                      each step cast, e = cast(exp(cast(S - m))), cast(e / l) of l = cast(rowsum(e)),
+                                      as in JAX; under jax.jit in BF16 of l = rowsum(e)
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP; under
                                               autocast cast(W o softmax(S)), and W o dP uncast
@@ -18,9 +20,12 @@
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g))))
+                                              or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
+                                              l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c); compiled in fp32, of
                                               t or of cast(t), which Inductor stores on a CPU
-    dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32
+    dQ = cast(cast(alpha dS) K), dK = cast(cast(alpha dS)T Q); dS uncast where it is in fp32, and alpha dS cast (JAX)
+                                      or not
 
 It stores more than a fused kernel does, so it is coarser, and it makes delta from P and dP, so its dQ may be better.
 A fused kernel may store S as it does (``FUSED``): O = cast(cast(exp(S - m)) V / l), and delta = rowsum(dO o O).
@@ -29,6 +34,7 @@ Sums are float64 here; torch's fp32 sums move the casts of few elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -62,6 +68,8 @@ UNFUSED = (
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
+    "unfused:q:derived",
+    "unfused:q:jitted",
 )
 WORDS = {
     "unfused": "S and P are stored in the inputs' format, as softmax(q k^T) v in plain torch does it",
@@ -70,6 +78,10 @@ WORDS = {
     "attention with a mask under torch.compile",
     "products": "S, P and P o dP are stored in the inputs' format, as in MLX",
     "steps": "every step of softmax is stored in the inputs' format, as JAX's softmax of 16 bits does it",
+    "derived": "every step of softmax and of its gradient is stored in the inputs' format, as JAX's softmax of 16 bits "
+    "does it",
+    "alpha": "alpha, S and P are rounded to the inputs' format, as in JAX",
+    "low": "alpha, and every step of softmax and of its gradient, is rounded to the inputs' format, as in Flax",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
@@ -77,6 +89,8 @@ WORDS = {
 }
 
 
+# Ways that store alpha, or its inverse, in the inputs' format; the last one multiplies q kT by it.
+_LOW_ALPHA = ("low", "divided", "low-scores")
 # Ways whose alpha, mask and softmax are in fp32, behind a stored q kT.
 _COMPILED = ("compiled", "stored", "capped")
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
@@ -97,10 +111,23 @@ _OF_BIASED = (
     "unfused:stored:cast:biased",
     "unfused:stored:fp32:biased",
 )
+# Where alpha is no power of two: cast dS once, or alpha too, or divide by its cast inverse (Flax).
+_OF_ALPHA = (
+    "unfused:fp32:scaled",
+    "unfused:low:derived",
+    "unfused:low:jitted",
+    "unfused:divided:derived",
+    "unfused:divided:jitted",
+    "unfused:low-scores:fp32",
+    "unfused:low-scores:derived",
+    "unfused:low-scores:jitted",
+)
 # Where a mask hides keys at most.
 _OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
 # Of a softcap: compiled for a CPU.
 _OF_CAPPED = ("unfused:capped:cast", "unfused:capped:fp32")
+# Ways whose softmax stores each step.
+_STEPS = ("steps", "derived", "jitted")
 # Behind a way: a fused kernel that stores the same scores.
 FUSED = ":fused"
 # Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
@@ -108,11 +135,13 @@ ROUNDED_DROPOUT = "rounded-dropout"
 
 
 def ways(head: AttentionHead) -> tuple[str, ...]:
-    """``UNFUSED``, and more with an additive mask or slopes; with dropout each also with a rounded 1 / (1 - p),
-    and those with a softmax in fp32 with dropout in fp32."""
+    """``UNFUSED``, and more with an additive mask or slopes, a softcap, or a scale that rounds; with dropout each also
+    with a rounded 1 / (1 - p), and those with a softmax in fp32 with dropout in fp32."""
     mask, biased = head.masking.mask, head.masking.alibi is not None
     biased |= mask is not None and adds(mask)
     found = (*UNFUSED, *(_OF_BIASED if biased else _OF_HIDDEN), *(_OF_CAPPED if head.softcap is not None else ()))
+    rounds = math.frexp(abs(head.scale))[0] not in (0.0, 0.5)
+    found = (*found, *_OF_ALPHA) if rounds else found
     if head.dropout is None:
         return found
     wide = (way + _WIDE for way in found if way.endswith((":fp32", ":uncast")))
@@ -121,7 +150,11 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
 
 def forwards(head: AttentionHead) -> tuple[str, ...]:
     """Of ``ways`` one for each O: which P, and in which steps, the backward is made of leaves O as it is."""
-    by_o = {(way.split(":")[1], ":steps" in way, *way.split(":")[3:]): way for way in reversed(ways(head))}
+    by_o = dict[tuple[str, ...], str]()
+    for way in reversed(ways(head)):
+        _, alpha_in, probs_of, *more = way.split(":")
+        softmax = "" if probs_of not in _STEPS else "steps" if probs_of == "derived" else probs_of
+        by_o[alpha_in, softmax, *more] = way
     return tuple(reversed(by_o.values()))
 
 
@@ -134,6 +167,10 @@ def named(way: str) -> str:
     way = way.removesuffix(_WIDE)
     if way.endswith((":products", ":steps", ":saved")):
         return way.rpartition(":")[2]
+    if way.split(":")[1] in _LOW_ALPHA:
+        return "alpha" if way.endswith(":fp32") else "low"
+    if way.endswith((":derived", ":jitted")):
+        return "derived"
     if way in _OF_BIASED:
         return "biased"
     return "normalised" if ":fp32:" in way else "unfused"
@@ -149,15 +186,24 @@ def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
     return round_nearest_even((values.float() * factor).double(), fmt)
 
 
+def _times_alpha(values: Tensor, alpha: float, fmt: FloatFormat, alpha_in: str) -> Tensor:
+    """Numbers of a format times alpha, or what a way of ``_LOW_ALPHA`` has in its place."""
+    if alpha_in not in _LOW_ALPHA:
+        return _scaled(values, alpha, fmt)
+    divided = alpha_in == "divided"
+    stored = round_nearest_even(values.new_tensor(1 / alpha if divided else alpha), fmt)
+    return round_nearest_even(values / stored if divided else values * stored, fmt)
+
+
 def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
     """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
     alpha_in = way.split(":")[1]
-    if alpha_in in ("scores", *_COMPILED):
+    if alpha_in in ("scores", "low-scores", *_COMPILED):
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
         return _scaled(head.q, root * sign, fmt), _scaled(head.k, root, fmt)
-    return None if alpha_in in ("fp32", "summed") else (_scaled(head.q, head.scale, fmt), head.k)
+    return None if alpha_in in ("fp32", "summed") else (_times_alpha(head.q, head.scale, fmt, alpha_in), head.k)
 
 
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
@@ -189,8 +235,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     else:
         low_q, low_k = factors
         scores = cast(low_q @ low_k.T)
-        if alpha_in == "scores":
-            scores = _scaled(scores, head.scale, fmt)
+        if alpha_in in ("scores", "low-scores"):
+            scores = _times_alpha(scores, head.scale, fmt, alpha_in)
         elif alpha_in in _COMPILED:
             scores = scores * head.scale
     if head.softcap is not None:
@@ -210,13 +256,15 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     lse = scores.logsumexp(1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
-    if probs_of == "steps":
+    if probs_of in _STEPS:
         powers, row_sum = _in_steps(scores, sink, cast)
+        low_sum = cast(row_sum)
+        row_sum = row_sum if probs_of == "jitted" else low_sum
         wide = cast(powers / row_sum)
     else:
         wide = (scores - _finite(lse)[:, None]).exp()
     if fused:
-        if probs_of != "steps":
+        if probs_of not in _STEPS:
             shift = _finite(scores.amax(1))
             powers, row_sum = cast((scores - shift[:, None]).exp()), (_finite(lse) - shift).exp()[:, None]
         slope = 1.0 if head.softcap is None else 1 - capped.square()
@@ -227,12 +275,16 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     if head.do is None:
         return found
     dprobs = dropped(cast(head.do @ head.v.T))
-    weights = wide if probs_of in ("fp32", "uncast") else probs
+    weights = wide if probs_of in ("fp32", "uncast", "scaled") else probs
     if probs_of == "saved":
         weights = (cast(scores) - _finite(lse)[:, None]).exp()
-    products = weights * dprobs if probs_of in ("fp32", "uncast", "cast", "saved") else cast(weights * dprobs)
+    products = weights * dprobs if probs_of not in ("cuda", "products", "steps") else cast(weights * dprobs)
     delta = products.sum(1)
-    if probs_of in ("products", "steps"):
+    if probs_of in ("derived", "jitted"):
+        inverse = cast(1 / cast(low_sum * low_sum))
+        delta = cast(cast(cast(inverse * dprobs) * powers).sum(1))
+        dscores = cast(powers * cast(cast(dprobs / row_sum) - delta[:, None]))
+    elif probs_of in ("products", "steps"):
         delta = cast(delta)
         dscores = cast(products - cast(weights * delta[:, None]))
     else:
@@ -243,21 +295,21 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
             dscores *= slope
         else:
             dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
-    in_fp32 = probs_of == "uncast" or alpha_in in _COMPILED
+    in_fp32 = probs_of in ("uncast", "scaled") or alpha_in in _COMPILED
     dscores = dscores if in_fp32 else cast(dscores)
     if alpha_in == "shifted" and sink is not None and by_key is not None:
         # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
         of_sink = cast(-cast((sink - lse).exp()) * delta)
         moved = cast(dscores.sum(1) + of_sink).where(by_key, 0.0)
         dscores = cast(dscores.scatter_add(1, top[:, None], -moved[:, None]))
-    if alpha_in in ("q", "shifted"):
-        dq, dk = _scaled(cast(dscores @ head.k), head.scale, fmt), cast(dscores.T @ low_q)
+    if alpha_in in ("q", "shifted", "low", "divided"):
+        dq, dk = _times_alpha(cast(dscores @ head.k), head.scale, fmt, alpha_in), cast(dscores.T @ low_q)
     elif alpha_in == "root":
         root = abs(head.scale) ** 0.5
         dq = _scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
         dk = _scaled(cast(dscores.T @ low_q), root, fmt)
     else:
-        dscores = dscores * head.scale if in_fp32 else _scaled(dscores, head.scale, fmt)
+        dscores = dscores * head.scale if in_fp32 else _times_alpha(dscores, head.scale, fmt, alpha_in)
         dscores = dscores if probs_of == "uncast" else cast(dscores)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
@@ -288,8 +340,8 @@ def _finite(of_rows: Tensor) -> Tensor:
 
 
 def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """exp(S - m), each step cast, and its cast sum [n, 1]; 1 in rows that see no key."""
+    """exp(S - m), each step cast, and its sum [n, 1]; 1 in rows that see no key."""
     shift = _finite(scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink))
     powers = cast(cast(scores - shift[:, None]).exp())
     row_sum = powers.sum(1) if sink is None else powers.sum(1) + cast(cast(sink - shift).exp())
-    return powers, cast(row_sum).masked_fill(row_sum == 0, 1.0)[:, None]
+    return powers, row_sum.masked_fill(row_sum == 0, 1.0)[:, None]

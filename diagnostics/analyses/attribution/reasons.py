@@ -65,20 +65,21 @@ def _cause(found: HeadAttribution, main: str) -> str:
         size += f" and dW_Q by {percent(found.totals['dw_q'].error)}"
     share = first.effects[main].share
     if share > CANCELLED:
-        cause = f"the errors of several sites cancel (the largest share is {share:.0%}), so that none makes it alone"
+        largest = percent(share, ".0f")
+        cause = f"the errors of several sites cancel (the largest share is {largest}), so that none makes it alone"
     elif share >= _CAUSE:
         reaches_dq = main == "dq" and first.site in ("out", "accumulator", "range_pv")
         way = ", through delta = rowsum(dO∘O)" if reaches_dq else ""
-        cause = f"the cause is the {first.words}{way} ({share:.0%} of the squared error)"
+        cause = f"the cause is the {first.words}{way} ({percent(share, '.0f')} of the squared error)"
         if second is not None and second.effects[main].share >= 0.05:
-            cause += f", next the {second.words} ({second.effects[main].share:.0%})"
+            cause += f", next the {second.words} ({percent(second.effects[main].share, '.0f')})"
     elif second is not None:
         cause = (
-            f"no site alone makes it: the {first.words} ({share:.0%} of the squared error) and "
-            f"the {second.words} ({second.effects[main].share:.0%}) come first"
+            f"no site alone makes it: the {first.words} ({percent(share, '.0f')} of the squared error) and "
+            f"the {second.words} ({percent(second.effects[main].share, '.0f')}) come first"
         )
     else:
-        cause = f"its largest part is the {first.words} ({share:.0%})"
+        cause = f"its largest part is the {first.words} ({percent(share, '.0f')})"
     return f"{size}; {cause}."
 
 
@@ -90,7 +91,7 @@ def _more_than_well_rounded(found: HeadAttribution, main: str) -> Iterator[str]:
     more = []
     for site in found.sites:
         if getattr(recipe, site.site) != getattr(usual, site.site):
-            shares = ", ".join(f"{site.effects[q].share:.0%} of {SYMBOLS[q]}'s" for q in quantities)
+            shares = ", ".join(f"{percent(site.effects[q].share, '.0f')} of {SYMBOLS[q]}'s" for q in quantities)
             more.append(f"the {site.words} ({shares} squared error)")
     if more:
         yield f"What a well-rounded kernel does not round: {'; '.join(more)}."
@@ -163,8 +164,8 @@ def _rows(found: HeadAttribution) -> Iterator[str]:
     if hot.error_share is not None and hot.reference_share is not None and hot.error_share >= _NO_PART:
         little = " (near one-hot rows have almost no dQ of their own)" if hot.reference_share < 0.1 else ""
         yield (
-            f"The {hot.rows} rows with less than 5 % of P outside the top key carry {hot.error_share:.0%} of dQ's "
-            f"squared error and {hot.reference_share:.1%} of its squared norm{little}."
+            f"The {hot.rows} rows with less than 5 % of P outside the top key carry {percent(hot.error_share, '.0f')} "
+            f"of dQ's squared error and {percent(hot.reference_share, '.1f')} of its squared norm{little}."
         )
     for kind, name in (("repeated_maximum", "Repeated row maxima"), ("swamped", "Swamped rows")):
         rows = found.row_kinds[kind]
@@ -173,13 +174,15 @@ def _rows(found: HeadAttribution) -> Iterator[str]:
         if rows.rows == 0:
             yield f"{name} have no part in it: there are none."
         elif rows.error_share < _NO_PART:
-            yield f"{name} have no part in it: {rows.rows} of {found.rows} rows, {rows.error_share:.2%} of the error."
+            part = percent(rows.error_share, ".2f")
+            yield f"{name} have no part in it: {rows.rows} of {found.rows} rows, {part} of the error."
         else:
             fraction = rows.rows / found.rows
+            carried = percent(rows.error_share, ".0f")
             compared = ", no more than their number lets expect" if rows.error_share <= 1.5 * fraction else ""
             yield (
-                f"{name}: {rows.rows} of {found.rows} rows ({fraction:.1%}) carry {rows.error_share:.0%} "
-                f"of dQ's squared error{compared}."
+                f"{name}: {rows.rows} of {found.rows} rows ({percent(fraction, '.1f')}) carry {carried} of dQ's "
+                f"squared error{compared}."
             )
 
 

@@ -278,10 +278,10 @@ PHRASES: dict[Outcome, str] = {
     "bias-reversed": "biased the other way",
     "bias-grew": "more biased than before",
     "bias-moved": "mean error moved",
-    "grew": "errors grew",
+    "grew": "with larger errors",
     "cured": "cured of bias",
     "bias-shrank": "less biased than before",
-    "shrank": "errors shrank",
+    "shrank": "with smaller errors",
     "relabelled": "labels alone differ",
 }
 

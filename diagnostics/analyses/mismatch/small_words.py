@@ -66,10 +66,11 @@ class Seen:
         )  # fmt: skip
         told = []
         for least, of, where in named:
-            if 0 < least < 1:
-                size = f"less than {percent(least, '.2g')} off" if of else percent(least, ".2g")
-                told.append(" ".join(filter(None, (of, size, where))))
-        return together(told) if told else ""
+            size = f"less than {percent(least, '.2g')} off" if of else percent(least, ".2g")
+            told.append(
+                " ".join(filter(None, (of, size, where))) if least < 1 else f"any {of or 'factor'} {where}".strip()
+            )
+        return together(told)
 
 
 def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:

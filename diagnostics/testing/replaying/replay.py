@@ -209,6 +209,7 @@ class _Job:
 
     def run(self, done: Callable[[int], None]) -> ReplayedCapture:
         """Run them all, judge what came back, and answer."""
+        select_heads(self.capture, self.selection)  # before any kernel runs: it raises for a head that is not there
         case = case_of_capture(self.capture)
         ran = self._captured()
         with tempfile.TemporaryDirectory(prefix="attn-diag-replay-") as folder:
