@@ -10,7 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
-from attn_diag.analyses.mismatch.small_words import shared_words, words_of
+from attn_diag.analyses.mismatch.small_words import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -41,8 +41,8 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if not alike(found):
         for which, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
             for cause in _of_fit(found.layer, side, fit):
-                shared = [one for one in found.small if one.side == which and one.kind != "rows"]
-                more = f"; many elements share it: {shared_words(shared, side, len(found.heads))}" if shared else ""
+                shared = [one for one in found.small if one.side == which]
+                more = f"; many elements share it: {words_of(shared, side, len(found.heads))}" if shared else ""
                 causes.append(replace(cause, words=cause.words + more))
     small = list(_small(found))
     causes += small
@@ -154,8 +154,7 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
 def _small(found: ComparedLayer) -> Iterator[MismatchCause]:
     """What is less than its rounding, but many elements' alike."""
     for which, side in enumerate(_RUNS):
-        # One row that is far off is a factor of that row too.
-        own = [one for one in found.small if one.side == which and not (found.stray and one.kind == "rows")]
+        own = [one for one in found.small if one.side == which]
         if own and not found.fits[which].coarse:
             first = max(own, key=lambda one: one.clear)
             kind: CauseKind = "scale" if first.kind == "scale" else "unnamed-o"

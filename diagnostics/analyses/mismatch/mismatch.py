@@ -243,7 +243,7 @@ def headline(found: Mismatch, unseen: str) -> str:
         if found.outputs:
             output = max(found.outputs, key=lambda one: one.difference)
             most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
-        unseen = f"not seen are {unseen}" if unseen else "what moves it by less than rounding is not told from that"
+        unseen = unseen or "what moves it by less than rounding is not told from that"
         return f"nothing beyond rounding and schedule is seen in attention: {most} in {where} ({unseen})"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})

@@ -1,20 +1,19 @@
 """What moves O by less than its rounding, but many elements alike: a factor of rows or features, another scale.
 
-Rounding moves elements this way and that. What all elements of a group share stands out of it, as the mean over n rows
-of a row's factor <O - R, R> / <R, R> is as uncertain as their spread over sqrt(n). Roundings of a healthy kernel share
-something too: where all scores are nearly equal, P̄ of all keys is rounded alike, and where V has a feature of one
-value, so is O. How much, emulations of well-rounded kernels on the same rows tell, for any place of P̄ between two
-powers of two: kernels subtract other maxima. What is left beside both, and beside what sums and exponentials of healthy
-kernels may share, no rounding to nearest makes.
+Rounding moves elements this way and that. What a group of n rows shares stands out of it: the mean of <e, d> / <d, d>
+is as uncertain as its spread over sqrt(n); e is a row's error, d the direction that is asked for, O or that in which
+another scale moves O. Roundings of a healthy kernel share something too: where all scores are nearly equal, P̄ of all
+keys is rounded alike, and where V has a feature of one value, so is O. How much, emulations of well-rounded kernels on
+the same rows tell, for any place of P̄ between two powers of two: kernels subtract other maxima. What is left beside
+both, and beside what sums and exponentials of healthy kernels may share, no rounding to nearest makes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cache, cached_property
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,124 +21,94 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.rows import RunRows
-from attn_diag.analyses.mismatch.small_words import FEW, Seen, SmallError
+from attn_diag.analyses.mismatch.small_words import FEW, Kind, Seen, SmallError
 from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of
 from attn_diag.head.counterfactual import covers
 from attn_diag.head.scale_fit import scale_derivative
 from attn_diag.reference import FloatFormat, round_nearest_even
-from attn_diag.statistics.ratios import paired_ratio
 
 # What healthy kernels share: the exponential of FlashAttention-4, a polynomial of degree 3, is up to 8.8e-5 off.
 _SHARED = 2.0**-13
 # And sums of a tensor core are cut after each 16 keys, by up to one unit of fp32.
 _CUT, _KEYS = 2.0**-23, 16
-# One of so many tests may err by chance: some 10^4 groups a layer and 100 layers are looked at.
+# One of so many tests may err by chance: some 10^4 groups a layer and 100 layers are looked at, so one report in 1000.
 _CHANCE = 1e-9
-# Standard errors beyond the limit from which nine in ten are seen; what emulations leave counts as two besides.
-_SEEN = 1.3 + 2.0
-# So many rows of a group are emulated.
-_MOST = 256
-# Places of P̄ between two powers of two that are tried.
-_PLACES = 8
-# Rows' factors are so many times those of well-rounded kernels, at least, where few of them are off: healthy ones
-# measure 0.5 to 1.3.
-_SCATTERED = 2.0
+# Standard errors beyond the limit from which nine in ten are seen: the normal distribution's quantile.
+_SEEN = 1.28
+# Of a group so many rows are emulated, and of a head whose limits are told.
+_MOST, _TOLD = 256, 64
+# Places of P̄ between two powers of two that are tried, besides no cast.
+_PLACES = (None, *(place / 8 for place in range(8)))
+# Of a head so many groups at most are held against emulations, the clearest first.
+_TRIED = 16
 
 
+Array = npt.NDArray[np.float64]
 BothRows = tuple[RunRows, RunRows]
 BothSemantics = tuple[HeadSemantics, HeadSemantics]
 
 
 @dataclass(frozen=True)
-class _Mean:
-    """The mean factor of a group, and how far off it may be."""
+class _Means:
+    """Of c groups of n rows each the mean error along a direction, and how far off it may be, [c] each."""
 
-    value: float
-    error: float
-    limit: float
+    value: Array
+    error: Array
+    limit: Array
     """Beyond chance, without what emulations share."""
 
     @classmethod
-    def of(cls, along: Tensor, size: Tensor) -> _Mean:
-        """sum(along) / sum(size) over rows, [n] each."""
-        total = float(size.sum())
-        freedom = int(total**2 / max(float(size.square().sum()), 1e-300)) - 1
-        if freedom < 1:
-            return cls(0.0, math.inf, math.inf)
-        value = float(along.sum()) / total
-        error = math.sqrt(float((along - value * size).square().sum()) * (freedom + 1) / freedom) / total
-        return cls(value, error, error * _quantile(freedom))
+    def of(cls, along: Array, size: Array) -> _Means:
+        """sum(along) / sum(size), [n, c] each: <e, d> and <d, d> of every row."""
+        from scipy.special import stdtrit
 
-    @property
-    def seen(self) -> float:
-        """From where on nine in ten are seen where the other run is as uncertain, without what emulations share."""
-        return math.sqrt(2) * self.limit + _SEEN * self.error
-
-    def differs(self, other: _Mean) -> bool:
-        """Whether the other run's differs, beyond chance."""
-        return abs(self.value - other.value) > _SHARED + math.hypot(self.limit, other.limit)
-
-
-@cache
-def _quantile(freedom: int) -> float:
-    """Of Student's t, two-sided."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 1 - _CHANCE / 2))
+        total, squares = size.sum(0), np.square(size).sum(0)
+        with np.errstate(all="ignore"):
+            freedom = np.square(total) / squares - 1  # of as many rows as carry the direction
+            value = along.sum(0) / total
+            spread = np.square(along - value * size).sum(0) * (freedom + 1) / freedom
+            error = np.sqrt(spread) / total
+            known = (freedom >= 1) & np.isfinite(error)
+            times = stdtrit(np.where(known, freedom, 1.0), 1 - _CHANCE / 2)
+        error = np.where(known, error, np.inf)
+        return cls(np.where(known, value, 0.0), error, error * times)
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Rows, or one feature, of a head."""
+class _Groups:
+    """Groups of a kind that are as large: of each its rows, [n, c] or [n, 1] for all the same, and its direction."""
 
-    what: str
+    kind: Kind
     rows: Tensor
-    feature: int | None = None
+    names: Sequence[str]
 
-    def mean(self, error: Tensor, truth: Tensor) -> _Mean:
-        """Of the factor of some values, [n, Dv]."""
-        e, r = error[self.rows], truth[self.rows]
-        if self.feature is not None:
-            e, r = e[:, self.feature, None], r[:, self.feature, None]
-            return _Mean.of((e * r).sum(1), r.square().sum(1))
-        size = r.square().sum(1)
-        counted = (size > 0).to(size)
-        return _Mean.of(counted * (e * r).sum(1) / size.clamp(min=1e-300), counted)
+    def means(self, error: Tensor, out: Tensor, slope: Tensor) -> _Means:
+        """Of an error; all three [n, Dv], over the norm of each row of O."""
+        if self.kind == "scale":
+            # What a factor of O does is taken out of the direction.
+            direction = slope - out * (slope * out).sum() / out.square().sum().clamp(min=1e-300)
+        else:
+            direction = out
+        along, size = error * direction, direction.square()
+        if self.kind == "feature":
+            return _Means.of(*(x[self.rows[:, 0]].cpu().numpy() for x in (along, size)))
+        return _Means.of(*(x.sum(1)[self.rows].cpu().numpy() for x in (along, size)))
 
 
-def _groups(tokens: Tensor, usable: Tensor, features: int) -> Iterator[_Group]:
-    """What is looked at of a head: all its rows, parts of them, and its features."""
-    yield _Group("", usable)
-    size = len(usable) // 2
+def _groups(tokens: Tensor, features: int, sloped: Tensor) -> Iterator[_Groups]:
+    """What is looked at of a head's rows: all, parts of them, its features, and another scale."""
+    every = torch.arange(len(tokens), device=tokens.device)
+    yield _Groups("head", every[:, None], [""])
+    size = len(every) // 2
     while size >= FEW:
-        for start in range(0, len(usable) - size + 1, size):
-            part = usable[start : start + size]
-            yield _Group(f" in tokens {int(tokens[part[0]])} to {int(tokens[part[-1]])}", part)
+        rows = every[: len(every) // size * size].view(-1, size).T
+        yield _Groups("rows", rows, [f" in tokens {int(tokens[a])} to {int(tokens[b])}" for a, b in rows[[0, -1]].T])
         size //= 2
-    if len(usable) >= 2 * FEW:
-        for start in (0, 1):
-            yield _Group(f" in every other token, from {int(tokens[usable[start]])} on", usable[start::2])
-    for feature in range(features):
-        yield _Group(f" in feature {feature}", usable, feature)
-
-
-def _emulated(
-    semantics: HeadSemantics, rows: RunRows, fmt: FloatFormat, out: FloatFormat, places: Sequence[float | None]
-) -> Iterator[Tensor]:
-    """O of well-rounded kernels, [n, Dv] each: P̄ cast at places between two powers of two, or not cast (None)."""
-    blocks = blocks_of(semantics, rows)
-    for place in places:
-        own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
-        for at, head, block in blocks:
-            bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
-            moved = 2.0 ** (place or 0.0)
-            cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
-            product = cast @ head.v[block.keys]
-            own[at] = product / row_sum
-            of_cast[at] = product / (row_sum + (cast - bar).sum(1, keepdim=True))
-        yield round_nearest_even(own, out)
-        if place is not None:
-            yield round_nearest_even(of_cast, out)
+    if len(every) >= 2 * FEW:
+        rows = every[: len(every) // 2 * 2].view(-1, 2)
+        yield _Groups("rows", rows, [f" in every other token, from {int(tokens[a])} on" for a in rows[0]])
+    yield _Groups("feature", every[:, None], [f" in feature {feature}" for feature in range(features)])
+    yield _Groups("scale", sloped[:, None], [""])
 
 
 def small_errors(
@@ -148,7 +117,7 @@ def small_errors(
     formats: Sequence[tuple[FloatFormat, FloatFormat]],
     asked: Sequence[bool],
 ) -> tuple[tuple[SmallError, ...], Seen | None]:
-    """What elements of a run share that the other's do not, and what of it would have been seen; None: not looked at.
+    """What elements of a run share that the other's do not, and what of it would have been seen; None: not known.
 
     Args:
         heads: Of each the number of its sequences, its index, its rows in train and in rollout, and what either states.
@@ -157,182 +126,132 @@ def small_errors(
         asked: Which of them are looked at: those whose error as a whole has no name.
     """
     found: list[SmallError] = []
-    seen: Seen | None = None
+    seen: Seen | None = Seen()
     for side, (fmt, out) in enumerate(formats):
         if not asked[side] or not covers(fmt) or out.name == "fp32":
+            seen = None
             continue
-        for (sequence, head, rows, stated), of_both in zip(heads, errors, strict=True):
-            one = _Head(side, sequence, head, rows[side], stated[side], of_both, (fmt, out))
-            if len(one.usable) >= FEW:
-                largest, smallest = one.looked_at()
-                found += largest
-                seen = smallest if seen is None else seen.beside(smallest)
+        for (sequence, index, rows, stated), of_both in zip(heads, errors, strict=True):
+            usable = (of_both[0].isfinite() & of_both[1].isfinite()).all(1).nonzero()[:, 0]
+            if len(usable) < FEW:
+                seen = None
+                continue
+            own, semantics = rows[side], stated[side]
+            if len(usable) < len(own.tokens):
+                own, semantics = own.select(usable), semantics.of_rows(usable)
+            head = _Head(own, semantics, (fmt, out), of_both[side][usable], of_both[1 - side][usable])
+            if (one := head.largest()) is not None:
+                kind, what, off, error = one
+                found.append(SmallError(side, sequence, index, what, off, error, kind, semantics.scale))
+            elif seen is not None:
+                seen = seen.beside(head.seen())
     return tuple(found), seen
 
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of one run."""
+    """One head of one run, in rows that can be compared."""
 
-    side: int
-    sequence: int
-    head: int
     rows: RunRows
     stated: HeadSemantics
-    errors: tuple[Tensor, Tensor]
     formats: tuple[FloatFormat, FloatFormat]
+    error: Tensor
+    """O less float64's, [n, Dv]."""
+    other: Tensor
+    """The same of the other run."""
 
-    @cached_property
-    def truth(self) -> Tensor:
-        """Float64's O."""
-        return self.rows.o - self.errors[self.side]
-
-    @cached_property
-    def usable(self) -> Tensor:
-        """Rows that are looked at."""
-        return (self.errors[0].isfinite() & self.errors[1].isfinite()).all(1).nonzero()[:, 0]
-
-    @cached_property
+    @property
     def floor(self) -> float:
         """What sums and exponentials of healthy kernels share."""
         return _SHARED + _CUT * float(self.stated.visible.sum(1).max()) / _KEYS
 
-    def looked_at(self) -> tuple[list[SmallError], Seen]:
-        """What is found, if anything, and what would have been seen."""
-        error, other = self.errors[self.side], self.errors[1 - self.side]
-        smallest, best = [0.0, 0.0, 0.0], list[tuple[float, _Group, _Mean]]()
-        for group in _groups(self.rows.tokens, self.usable, error.shape[1]):
-            mean = group.mean(error, self.truth)
-            kind = 2 if group.feature is not None else 1 if group.what else 0
-            if kind != 1 or len(group.rows) < 2 * FEW:
-                smallest[kind] = max(smallest[kind], self.floor + mean.seen)
-            if abs(mean.value) > self.floor + mean.limit and mean.differs(group.mean(other, self.truth)):
-                best.append((abs(mean.value) / max(mean.error, 1e-300), group, mean))
-        at = _some(self.usable)
-        by_scale = _Slopes.of(self, at)
-        seen = Seen(*smallest, self.floor + by_scale.scale.seen)
-        best.sort(key=lambda one: -one[0])
-        for _, group, mean in best:
-            shared = self._shared(group)
-            if abs(mean.value) > self.floor + shared + mean.limit:
-                if group.feature is None:
-                    whole = self._by_scale(by_scale, "")
-                    part = self._by_scale(_Slopes.of(self, _some(group.rows)), group.what)
-                    if part is not None:
-                        return [whole if whole is not None and whole.kind == part.kind else part], seen
-                return [self._small(group.what, mean, "factor", shared)], seen
-        if (cause := self._by_scale(by_scale, "")) is not None:
-            return [cause], seen
-        made = list(self.emulated(at, _EVERY))
-        shared = self._all_shared(at, made)
-        return self._scattered(at, made[1::2]), Seen(*(a + b for a, b in zip(astuple(seen), shared, strict=True)))
+    @cached_property
+    def norm(self) -> Tensor:
+        """Of each row of O, [n, 1]."""
+        return (self.rows.o - self.error).norm(dim=1, keepdim=True).clamp(min=1e-300)
 
-    def _small(
-        self, what: str, mean: _Mean, kind: Literal["factor", "scale", "either", "rows"], shared: float = 0.0
-    ) -> SmallError:
-        error = math.hypot(mean.error, shared)
-        return SmallError(self.side, self.sequence, self.head, what, mean.value, error, kind, self.stated.scale)
+    @cached_property
+    def out(self) -> Tensor:
+        """O in float64, over its norm."""
+        return (self.rows.o - self.error) / self.norm
 
-    def emulated(self, at: Tensor, places: Sequence[float | None]) -> Iterator[Tensor]:
-        """O of well-rounded kernels in some rows."""
-        return _emulated(self.stated.of_rows(at), self.rows.select(at), *self.formats, places)
+    @cached_property
+    def sloped(self) -> Tensor:
+        """Rows of which the slope is known."""
+        return _some(torch.arange(len(self.error), device=self.error.device), _MOST)
 
-    def _shared(self, group: _Group) -> float:
-        """The largest factor that roundings of a well-rounded kernel share there."""
-        at = _some(group.rows)
-        some, right = replace(group, rows=torch.arange(len(at), device=at.device)), self.truth[at]
-        return max(abs(some.mean(made - right, right).value) for made in self.emulated(at, _EVERY))
+    @cached_property
+    def slope(self) -> Tensor:
+        """What O changes by with the logarithm of the scale, over the norm."""
+        found, rows = torch.zeros_like(self.out), self.rows.select(self.sloped)
+        for part, inputs, block in blocks_of(self.stated.of_rows(self.sloped), rows):
+            found[self.sloped[part]] = scale_derivative(inputs, block)
+        return found / self.norm
 
-    def _by_scale(self, found: _Slopes, what: str) -> SmallError | None:
-        """Another scale, or either, where that stands out beside a factor."""
-        if abs(found.scale.value) <= self.floor + found.scale.limit:
-            return None
-        every = [_Slopes.of(self, found.rows, made) for made in self.emulated(found.rows, _EVERY)]
-        shared = [max(abs(one.value) for one in each) for each in ([s.scale for s in every], [s.factor for s in every])]
-        if abs(found.scale.value) <= self.floor + shared[0] + found.scale.limit:
-            return None
-        other = _Slopes.of(self, found.rows, self.truth[found.rows] + self.errors[1 - self.side][found.rows])
-        if not found.scale.differs(other.scale):
-            return None
-        both = abs(found.factor.value) > self.floor + shared[1] + found.factor.limit
-        return self._small(what, found.scale, "either" if both else "scale", shared[0])
+    def largest(self) -> tuple[Kind, str, float, float] | None:
+        """The clearest error that is shared and not the other run's: its kind, place, size and standard error."""
+        found = []
+        for groups in _groups(self.rows.tokens, self.out.shape[1], self.sloped):
+            own, its = (groups.means(x / self.norm, self.out, self.slope) for x in (self.error, self.other))
+            beyond = np.abs(own.value) > self.floor + own.limit
+            beyond &= np.abs(own.value - its.value) > _SHARED + np.hypot(own.limit, its.limit)
+            found += [
+                (abs(own.value[i]) / max(own.error[i], 1e-300), own, groups, i) for i in beyond.nonzero()[0].tolist()
+            ]
+        found.sort(key=lambda one: -one[0])
+        for _, own, groups, i in found[:_TRIED]:
+            rows = _some(groups.rows[:, min(i, groups.rows.shape[1] - 1)], _MOST)
+            alone = _Groups(groups.kind, torch.arange(len(rows), device=rows.device)[:, None], groups.names)
+            shared = self._shared([alone], rows)[0]
+            beside = float(shared[i if groups.kind == "feature" else 0])
+            if abs(own.value[i]) > self.floor + beside + own.limit[i]:
+                return groups.kind, groups.names[i], float(own.value[i]), math.hypot(own.error[i], beside)
+        return None
 
-    def _all_shared(self, at: Tensor, made: Sequence[Tensor]) -> tuple[float, float, float, float]:
-        """The largest errors that roundings share in these rows: of all, of 16 of them, of a feature, of a scale."""
-        right = self.truth[at]
-        size = right.square().sum(1).clamp(min=1e-300)
-        by_row = [((o - right) * right).sum(1) / size for o in made]
-        in_few = [x.unfold(0, min(FEW, len(x)), 1).mean(1).abs().max() for x in by_row]
-        by_feature = right.square().sum(0).clamp(min=1e-300)
-        features = [(((o - right) * right).sum(0) / by_feature).abs().max() for o in made]
-        scales = [abs(_Slopes.of(self, at, o).scale.value) for o in made]
-        return (
-            max(float(x.mean().abs()) for x in by_row), float(max(in_few)), float(max(features)), max(scales)
-        )  # fmt: skip
+    def seen(self) -> Seen:
+        """What would have been found."""
+        least: dict[Kind, float] = {}
+        for groups in _groups(self.rows.tokens, self.out.shape[1], self.sloped):
+            if groups.kind != "rows" or len(groups.rows) < 2 * FEW:
+                means = groups.means(self.error / self.norm, self.out, self.slope)
+                # The other run is as uncertain.
+                least[groups.kind] = self.floor + float((math.sqrt(2) * means.limit + _SEEN * means.error).max())
+        at = _some(self.sloped, _TOLD)
+        every = torch.arange(len(at), device=at.device)
+        some = [one for one in _groups(self.rows.tokens[at], self.out.shape[1], every) if one.kind in least]
+        shared: dict[Kind, float] = {}
+        for groups, most in zip(some, self._shared(some, at), strict=True):
+            shared[groups.kind] = max(shared.get(groups.kind, 0.0), float(most.max()))
+        return Seen(**{kind: size + shared.get(kind, 0.0) for kind, size in least.items()})
 
-    def _scattered(self, at: Tensor, made: Sequence[Tensor]) -> list[SmallError]:
-        """That rows here and there are off by factors of their own; ``made``: what well-rounded kernels return."""
-        right = self.truth[at]
+    def _shared(self, groups: Sequence[_Groups], at: Tensor) -> list[Array]:
+        """The largest errors that roundings of a well-rounded kernel share in groups of these rows."""
+        most = [np.zeros(1)] * len(groups)
+        for made in self._emulated(at):
+            error = made / self.norm[at] - self.out[at]
+            for i, one in enumerate(groups):
+                most[i] = np.maximum(most[i], np.abs(one.means(error, self.out[at], self.slope[at]).value))
+        return most
 
-        def squares(values: Tensor) -> Array:
-            size = right.square().sum(1).clamp(min=1e-300)
-            return ((values * right).sum(1) / size).square().cpu().numpy()
-
-        own, other = (squares(self.errors[side][at]) for side in (self.side, 1 - self.side))
-        usual = [squares(o - right) for o in made]
-        beyond, beside = paired_ratio(own, np.mean(usual, axis=0)), paired_ratio(own, other)
-        if beyond is None or beside is None or min(beyond.low, beside.low) < _SCATTERED:
-            return []
-        rms = math.sqrt(float(own.mean()))
-        what = f"{rms} {beyond.factor}"
-        return [self._small(what, _Mean(rms, rms / 2, 0.0), "rows")]
+    def _emulated(self, at: Tensor) -> Iterator[Tensor]:
+        """O of well-rounded kernels in some rows: P̄ cast at places between two powers of two, or not cast."""
+        fmt, stored = self.formats
+        rows = self.rows.select(at)
+        blocks = blocks_of(self.stated.of_rows(at), rows)
+        for place in _PLACES:
+            own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
+            for part, head, block in blocks:
+                bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
+                moved = 2.0 ** (place or 0.0)
+                cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
+                product = cast @ head.v[block.keys]
+                own[part] = product / row_sum
+                of_cast[part] = product / (row_sum + (cast - bar).sum(1, keepdim=True))
+            yield round_nearest_even(own, stored)
+            if place is not None:
+                yield round_nearest_even(of_cast, stored)
 
 
-Array = npt.NDArray[np.float64]
-_EVERY = (None, *(place / _PLACES for place in range(_PLACES)))
-
-
-def _some(rows: Tensor) -> Tensor:
-    """At most ``_MOST`` of some rows."""
-    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _MOST), device=rows.device).long()]
-
-
-@dataclass(frozen=True)
-class _Slopes:
-    """What an O's error is in the directions of O and of a softmax scale, by least squares of both together."""
-
-    rows: Tensor
-    factor: _Mean
-    scale: _Mean
-
-    @classmethod
-    def of(cls, head: _Head, at: Tensor, out: Tensor | None = None) -> _Slopes:
-        """In some rows, of what the run returned, or of another O."""
-        rows = head.rows.select(at)
-        slopes, right = torch.zeros_like(rows.o), head.truth[at]
-        for part, inputs, block in blocks_of(head.stated.of_rows(at), rows):
-            slopes[part] = scale_derivative(inputs, block)
-        error = (rows.o if out is None else out) - right
-        both = torch.stack([right, slopes], 1)  # [n, 2, Dv]
-        size = right.square().sum(1).clamp(min=1e-300)
-        products = both @ both.mT / size[:, None, None]
-        along = (both @ error[:, :, None])[:, :, 0] / size[:, None]
-        whole = products.sum(0)
-        nothing = _Mean(0.0, math.inf, math.inf)
-        if not float(torch.linalg.det(whole)) > _ALIKE * float(whole[0, 0] * whole[1, 1]):
-            return cls(at, nothing, nothing)
-        inverse = torch.linalg.inv(whole)
-        found = inverse @ along.sum(0)
-        left = (along - products @ found) @ inverse  # each row's part of the error
-        # As many rows as carry the scale's slope.
-        carried = products[:, 1, 1]
-        freedom = int(float(carried.sum()) ** 2 / max(float(carried.square().sum()), 1e-300)) - 2
-        if freedom < 1:
-            return cls(at, nothing, nothing)
-        errors = (left.square().sum(0).sqrt() * math.sqrt((freedom + 2) / freedom)).tolist()
-        values, times = found.tolist(), _quantile(freedom)
-        return cls(at, *(_Mean(v, e, e * times) for v, e in zip(values, errors, strict=True)))
-
-
-# Directions of which one is the other's by more than this cannot be told apart.
-_ALIKE = 1e-4
+def _some(rows: Tensor, most: int) -> Tensor:
+    """At most so many of some rows."""
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), most), device=rows.device).long()]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from attn_diag.results.wording import number, percent, plural, times, together
+from attn_diag.results.wording import number, percent, plural
 
+Kind = Literal["head", "rows", "feature", "scale"]
 FEW = 16
 """Rows of the smallest group that is looked at."""
 
@@ -29,8 +30,8 @@ class SmallError:
     """The relative error of their values, or of the scale; signed."""
     error: float
     """Its standard error, with what roundings share."""
-    kind: Literal["factor", "scale", "either", "rows"]
-    """What it is a factor of: O, the softmax scale, not told which; or each row has its own."""
+    kind: Kind
+    """What shares it; of another scale: all."""
     scale: float
     """The stated softmax scale."""
 
@@ -59,18 +60,12 @@ class Seen:
 
     @property
     def words(self) -> str:
-        """What follows "not seen are"."""
-        named = (
-            (self.scale, "softmax scales", ""), (self.head, "factors of a head's O", ""),
-            (self.rows, "", f"in {FEW} rows of it"), (self.feature, "", "in one feature"),
-        )  # fmt: skip
-        told = []
-        for least, of, where in named:
-            size = f"less than {percent(least, '.2g')} off" if of else percent(least, ".2g")
-            told.append(
-                " ".join(filter(None, (of, size, where))) if least < 1 else f"any {of or 'factor'} {where}".strip()
-            )
-        return together(told)
+        """What follows "not seen"."""
+        sizes = [percent(size, ".2g") if size < 1 else "any size" for size in astuple(self)]
+        return (
+            f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {FEW} neighbouring rows, "
+            f"{sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what single elements have alone"
+        )
 
 
 def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:
@@ -81,36 +76,18 @@ def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:
         run: Its name.
         heads: How many heads were looked at.
     """
-    first, more = _first(found, heads)
-    if first.kind == "rows":
-        rms, beyond = map(float, first.what.split())
-        return (
-            f"{run}'s O has an error that is a factor of each row, {percent(rms, '.2g')} (rms) in head {first.head}: "
-            f"{times(beyond)} times what rounding leaves of that{more}; a fault in some rows or all, or a coarser "
-            "rounding than a well-rounded kernel's"
-        )
-    if first.kind == "scale":
-        return shared_words(found, run, heads)
-    made = "a factor of O" + (", or a cast that truncates" if first.kind == "factor" else " and of its scores")
-    return f"{shared_words(found, run, heads)}: no rounding to nearest makes that ({made})"
-
-
-def shared_words(found: Sequence[SmallError], run: str, heads: int) -> str:
-    """The same of what elements share, without what makes it."""
-    first, more = _first(found, heads)
+    first = max(found, key=lambda one: one.clear)
+    more = "" if heads == 1 else f"; {len(found)} of {plural(heads, 'head')} show such"
     where = f"most clearly in head {first.head}{first.what}{more}"
     size = f"{percent(abs(first.off), '.2g')} (± {percent(first.error, '.1g')})"
     way = "small" if first.off < 0 else "large"
     if first.kind != "scale":
-        return f"{run}'s O is {size} too {way}, {where}"
+        return (
+            f"{run}'s O is {size} too {way}, {where}: no rounding to nearest makes that (a factor of O or of scores, "
+            "or a cast that truncates)"
+        )
     scale = f"{number(first.scale * (1 + first.off), 6)} where {number(first.scale, 6)} is stated"
     return (
         f"{run}'s O is as a softmax scale {size} too {way} makes it, {scale}, or scores that are so much "
         f"too {way}, {where}"
     )
-
-
-def _first(found: Sequence[SmallError], heads: int) -> tuple[SmallError, str]:
-    """The clearest, and how many heads show such."""
-    more = "" if heads == 1 else f"; {len(found)} of {plural(heads, 'head')} show such"
-    return max(found, key=lambda one: one.clear), more
