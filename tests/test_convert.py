@@ -508,7 +508,7 @@ def test_a_gradient_of_another_output_is_told_by_dq(tmp_path: Path) -> None:
     do, other = (torch.randn(o.shape, generator=torch.Generator().manual_seed(n)).to(o) for n in (1, 2))
     (dq,) = torch.autograd.grad(o, [q], do)
     content = {**named(tuple(x.detach() for x in (q, k, v, o)), *QKVO), "dq": dq, "do": do}
-    assert "dQ agrees with dO within 0.0" in notes_of(tmp_path, content, **STATED)
+    assert "dQ is within 0.0" in notes_of(tmp_path, content, **STATED)
     for wrong in (other, do.transpose(1, 2).reshape(do.shape)):
         said = notes_of(tmp_path, {**content, "do": wrong}, **STATED)
         assert "dQ does not agree with attention on q, k and v with dO (off by 1." in said

@@ -11,11 +11,10 @@ from attn_diag.results.wording import plural
 
 # How the note begins of an output that does not fit q, k and v.
 MISFIT = " does not agree with attention on q, k and v"
-# dQ of another dO has nothing to do with it: ||a - b|| is ||b|| at least, but for chance. In ill-conditioned heads a
-# sound one is far off too: so many times what rounding is expected to make of it shows another dO.
-_UNRELATED, _BEYOND = 0.9, 8.0
-# Up to so many times that, or TOLERANCE, dQ is said to agree.
-_AGREES = 2.0
+# So many times what is expected of a well-rounded kernel's dQ shows another dO, or a wrong backward. The coarsest kernel
+# of a real run that was measured (BF16 scores, sums and O, before its failure) leaves 11.3 times that, the published one
+# of arXiv 2510.04212 on repeated maxima 9.5, others that round all they store to 16 bits 7: sqrt(2) times the most.
+_BEYOND = 16.0
 
 
 def lost_rows(capture: Capture) -> list[str]:
@@ -36,15 +35,14 @@ def of_gradient(capture: Capture) -> list[str]:
     """What is said of dO: dQ is made of it; the other gradients and O are not looked at."""
     if "do" not in capture.tensors:
         return []
-    found = gradient_fit(capture, torch.device("cpu")) if "dq" in capture.tensors else None
-    if found is None:
+    if "dq" not in capture.tensors:
         return ["dO is held against nothing: there is no dQ to check it with"]
+    if (found := gradient_fit(capture, torch.device("cpu"))) is None:
+        return ["dO is held against nothing: no dQ of a kernel in 16 bits that could be compared"]
     off, expected = found
-    if off <= max(TOLERANCE, _AGREES * expected):
-        return [f"dQ agrees with dO within {off:.2g}"]
-    if off <= max(_UNRELATED, _BEYOND * expected):
-        return [f"dQ is {off:.2g} off what dO makes of it, where rounding is expected to leave {expected:.2g}"]
+    if off <= max(TOLERANCE, _BEYOND * expected):
+        return [f"dQ is within {off:.2g} of what dO makes of it, where rounding is expected to leave {expected:.2g}"]
     return [
-        f"dQ{MISFIT} with dO (off by {off:.2g}): dO of another step, call or layout, or dQ of another q (before "
-        "RoPE, or a factor)?"
+        f"dQ{MISFIT} with dO (off by {off:.2g}): dO of another step, call or layout, dQ of another q (before RoPE, or "
+        "a factor), or a wrong backward?"
     ]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
-from attn_diag.head.counterfactual import NoiseCollector
+from attn_diag.head.counterfactual import NoiseCollector, covers
+from attn_diag.head.declared import declared_recipe
 from attn_diag.head.output_fit import MOST_ROWS, FitSubject, sampled_heads, sampled_outputs, sampled_rows
 from attn_diag.head.read import HeadTensors, NonFiniteCensus, inputs_of
 from attn_diag.reference import format_of, reference_rows, round_nearest_even, ulp
@@ -73,9 +74,11 @@ def zeroed_rows(capture: Capture, device: torch.device) -> list[tuple[int, int, 
 def gradient_fit(capture: Capture, device: torch.device) -> tuple[float, float] | None:
     """How far dQ is from what q, k, v and dO make of it in some rows, and how far rounding is expected to take it.
 
-    Both over its norm; None where no row can tell.
+    Both over its norm; None where no row can tell, where a recipe is declared, and of inputs not in 16 bits.
     """
     key, fmt = capture.key(DEFAULT_OBSERVATION, "dq"), format_of(capture.tensors["q"].dtype)
+    if not covers(fmt) or declared_recipe(capture) is not None:
+        return None
     off = size = expected = 0.0
     for batch, head in sampled_heads(capture):
         tensors = HeadTensors(capture, [(batch, head)], device)

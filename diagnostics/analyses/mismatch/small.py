@@ -127,24 +127,24 @@ def small_errors(
     """
     found: list[SmallError] = []
     seen: Seen | None = Seen()
-    for side, (fmt, out) in enumerate(formats):
-        if not asked[side] or not covers(fmt) or out.name == "fp32":
+    sides = [at for at, (fmt, out) in enumerate(formats) if asked[at] and covers(fmt) and out.name != "fp32"]
+    for (sequence, index, rows, stated), of_both in zip(heads, errors, strict=True):
+        usable = (of_both[0].isfinite() & of_both[1].isfinite()).all(1).nonzero()[:, 0]
+        shared: dict[Kind, float] | None = None
+        if len(sides) < len(formats) or len(usable) < FEW:
             seen = None
-            continue
-        for (sequence, index, rows, stated), of_both in zip(heads, errors, strict=True):
-            usable = (of_both[0].isfinite() & of_both[1].isfinite()).all(1).nonzero()[:, 0]
-            if len(usable) < FEW:
-                seen = None
-                continue
+        for side in sides if len(usable) >= FEW else ():
             own, semantics = rows[side], stated[side]
             if len(usable) < len(own.tokens):
                 own, semantics = own.select(usable), semantics.of_rows(usable)
-            head = _Head(own, semantics, (fmt, out), of_both[side][usable], of_both[1 - side][usable])
+            head = _Head(own, semantics, formats[side], of_both[side][usable], of_both[1 - side][usable])
             if (one := head.largest()) is not None:
                 kind, what, off, error = one
                 found.append(SmallError(side, sequence, index, what, off, error, kind, semantics.scale))
             elif seen is not None:
-                seen = seen.beside(head.seen())
+                # Runs of which nothing is found have nearly the same inputs, and share as much.
+                shared = head.shared() if shared is None or formats[0] != formats[1] else shared
+                seen = seen.beside(Seen(**{kind: size + shared.get(kind, 0.0) for kind, size in head.least().items()}))
     return tuple(found), seen
 
 
@@ -160,7 +160,7 @@ class _Head:
     other: Tensor
     """The same of the other run."""
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """What sums and exponentials of healthy kernels share."""
         return _SHARED + _CUT * float(self.stated.visible.sum(1).max()) / _KEYS
@@ -188,16 +188,22 @@ class _Head:
             found[self.sloped[part]] = scale_derivative(inputs, block)
         return found / self.norm
 
+    @cached_property
+    def groups(self) -> list[tuple[_Groups, _Means]]:
+        """What is looked at, and its mean errors."""
+        every = _groups(self.rows.tokens, self.out.shape[1], self.sloped)
+        return [(groups, groups.means(self.error / self.norm, self.out, self.slope)) for groups in every]
+
     def largest(self) -> tuple[Kind, str, float, float] | None:
         """The clearest error that is shared and not the other run's: its kind, place, size and standard error."""
         found = []
-        for groups in _groups(self.rows.tokens, self.out.shape[1], self.sloped):
-            own, its = (groups.means(x / self.norm, self.out, self.slope) for x in (self.error, self.other))
+        for groups, own in self.groups:
             beyond = np.abs(own.value) > self.floor + own.limit
-            beyond &= np.abs(own.value - its.value) > _SHARED + np.hypot(own.limit, its.limit)
-            found += [
-                (abs(own.value[i]) / max(own.error[i], 1e-300), own, groups, i) for i in beyond.nonzero()[0].tolist()
-            ]
+            if beyond.any():
+                its = groups.means(self.other / self.norm, self.out, self.slope)
+                beyond &= np.abs(own.value - its.value) > _SHARED + np.hypot(own.limit, its.limit)
+            clear = np.abs(own.value) / np.maximum(own.error, 1e-300)
+            found += [(clear[i], own, groups, i) for i in beyond.nonzero()[0].tolist()]
         found.sort(key=lambda one: -one[0])
         for _, own, groups, i in found[:_TRIED]:
             rows = _some(groups.rows[:, min(i, groups.rows.shape[1] - 1)], _MOST)
@@ -208,21 +214,23 @@ class _Head:
                 return groups.kind, groups.names[i], float(own.value[i]), math.hypot(own.error[i], beside)
         return None
 
-    def seen(self) -> Seen:
-        """What would have been found."""
-        least: dict[Kind, float] = {}
-        for groups in _groups(self.rows.tokens, self.out.shape[1], self.sloped):
+    def least(self) -> dict[Kind, float]:
+        """From where on nine in ten are found where roundings share nothing; the other run is as uncertain."""
+        found: dict[Kind, float] = {"rows": math.inf if len(self.error) < 2 * FEW else 0.0}
+        for groups, means in self.groups:
             if groups.kind != "rows" or len(groups.rows) < 2 * FEW:
-                means = groups.means(self.error / self.norm, self.out, self.slope)
-                # The other run is as uncertain.
-                least[groups.kind] = self.floor + float((math.sqrt(2) * means.limit + _SEEN * means.error).max())
+                size = self.floor + float((math.sqrt(2) * means.limit + _SEEN * means.error).max())
+                found[groups.kind] = max(found.get(groups.kind, 0.0), size)
+        return found
+
+    def shared(self) -> dict[Kind, float]:
+        """What roundings share, by kind of group."""
         at = _some(self.sloped, _TOLD)
         every = torch.arange(len(at), device=at.device)
-        some = [one for one in _groups(self.rows.tokens[at], self.out.shape[1], every) if one.kind in least]
-        shared: dict[Kind, float] = {}
+        some, found = list(_groups(self.rows.tokens[at], self.out.shape[1], every)), dict[Kind, float]()
         for groups, most in zip(some, self._shared(some, at), strict=True):
-            shared[groups.kind] = max(shared.get(groups.kind, 0.0), float(most.max()))
-        return Seen(**{kind: size + shared.get(kind, 0.0) for kind, size in least.items()})
+            found[groups.kind] = max(found.get(groups.kind, 0.0), float(most.max()))
+        return found
 
     def _shared(self, groups: Sequence[_Groups], at: Tensor) -> list[Array]:
         """The largest errors that roundings of a well-rounded kernel share in groups of these rows."""

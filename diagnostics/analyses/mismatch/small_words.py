@@ -48,7 +48,7 @@ class Seen:
     head: float = 0.0
     """A factor of all of a head's O."""
     rows: float = 0.0
-    """Of the smallest group of its rows."""
+    """Of the smallest group of its rows; any 64 neighbouring ones hold one."""
     feature: float = 0.0
     """Of a feature."""
     scale: float = 0.0
@@ -63,7 +63,7 @@ class Seen:
         """What follows "not seen"."""
         sizes = [percent(size, ".2g") if size < 1 else "any size" for size in astuple(self)]
         return (
-            f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {FEW} neighbouring rows, "
+            f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {4 * FEW} neighbouring rows, "
             f"{sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what single elements have alone"
         )
 
