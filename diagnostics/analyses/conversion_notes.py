@@ -11,9 +11,9 @@ from attn_diag.results.wording import plural
 
 # How the note begins of an output that does not fit q, k and v.
 MISFIT = " does not agree with attention on q, k and v"
-# So many times what is expected of a well-rounded kernel's dQ shows another dO, or a wrong backward. The coarsest kernel
-# of a real run that was measured (BF16 scores, sums and O, before its failure) leaves 11.3 times that, the published one
-# of arXiv 2510.04212 on repeated maxima 9.5, others that round all they store to 16 bits 7: sqrt(2) times the most.
+# So many times what is expected of a well-rounded kernel's dQ shows another dO, or a wrong backward: sqrt(2) times the
+# most that a coarse kernel leaves. One of a real run (scores, sums and O in BF16, before its failure) leaves 11.3 times
+# that, the published one of arXiv 2510.04212 on repeated maxima 9.5, others that round all they store to 16 bits 7.
 _BEYOND = 16.0
 
 

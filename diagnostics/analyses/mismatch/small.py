@@ -142,9 +142,11 @@ def small_errors(
                 kind, what, off, error = one
                 found.append(SmallError(side, sequence, index, what, off, error, kind, semantics.scale))
             elif seen is not None:
-                # Runs of which nothing is found have nearly the same inputs, and share as much.
+                # Runs of which nothing is found have nearly the same inputs, and share as much. It counts twice: the
+                # kernel's own may be of the other sign.
                 shared = head.shared() if shared is None or formats[0] != formats[1] else shared
-                seen = seen.beside(Seen(**{kind: size + shared.get(kind, 0.0) for kind, size in head.least().items()}))
+                least = {kind: size + 2 * shared.get(kind, 0.0) for kind, size in head.least().items()}
+                seen = seen.beside(Seen(**least))
     return tuple(found), seen
 
 
@@ -219,7 +221,7 @@ class _Head:
         found: dict[Kind, float] = {"rows": math.inf if len(self.error) < 2 * FEW else 0.0}
         for groups, means in self.groups:
             if groups.kind != "rows" or len(groups.rows) < 2 * FEW:
-                size = self.floor + float((math.sqrt(2) * means.limit + _SEEN * means.error).max())
+                size = self.floor + math.sqrt(2) * float((means.limit + _SEEN * means.error).max())
                 found[groups.kind] = max(found.get(groups.kind, 0.0), size)
         return found
 
@@ -235,29 +237,28 @@ class _Head:
     def _shared(self, groups: Sequence[_Groups], at: Tensor) -> list[Array]:
         """The largest errors that roundings of a well-rounded kernel share in groups of these rows."""
         most = [np.zeros(1)] * len(groups)
-        for made in self._emulated(at):
+        for made in emulated(self.stated.of_rows(at), self.rows.select(at), *self.formats):
             error = made / self.norm[at] - self.out[at]
             for i, one in enumerate(groups):
                 most[i] = np.maximum(most[i], np.abs(one.means(error, self.out[at], self.slope[at]).value))
         return most
 
-    def _emulated(self, at: Tensor) -> Iterator[Tensor]:
-        """O of well-rounded kernels in some rows: P̄ cast at places between two powers of two, or not cast."""
-        fmt, stored = self.formats
-        rows = self.rows.select(at)
-        blocks = blocks_of(self.stated.of_rows(at), rows)
-        for place in _PLACES:
-            own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
-            for part, head, block in blocks:
-                bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
-                moved = 2.0 ** (place or 0.0)
-                cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
-                product = cast @ head.v[block.keys]
-                own[part] = product / row_sum
-                of_cast[part] = product / (row_sum + (cast - bar).sum(1, keepdim=True))
-            yield round_nearest_even(own, stored)
-            if place is not None:
-                yield round_nearest_even(of_cast, stored)
+
+def emulated(semantics: HeadSemantics, rows: RunRows, fmt: FloatFormat, stored: FloatFormat) -> Iterator[Tensor]:
+    """O of well-rounded kernels, [n, Dv] each: P̄ cast at places between two powers of two, or not cast."""
+    blocks = blocks_of(semantics, rows)
+    for place in _PLACES:
+        own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
+        for part, head, block in blocks:
+            bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
+            moved = 2.0 ** (place or 0.0)
+            cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
+            product = cast @ head.v[block.keys]
+            own[part] = product / row_sum
+            of_cast[part] = product / (row_sum + (cast - bar).sum(1, keepdim=True))
+        yield round_nearest_even(own, stored)
+        if place is not None:
+            yield round_nearest_even(of_cast, stored)
 
 
 def _some(rows: Tensor, most: int) -> Tensor:

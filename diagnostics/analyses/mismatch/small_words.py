@@ -63,8 +63,8 @@ class Seen:
         """What follows "not seen"."""
         sizes = [percent(size, ".2g") if size < 1 else "any size" for size in astuple(self)]
         return (
-            f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {4 * FEW} successive rows, "
-            f"{sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what single elements have alone"
+            f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {4 * FEW} successive "
+            f"rows, {sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what single elements have alone"
         )
 
 
