@@ -37,8 +37,10 @@ _CHANCE = 1e-9
 _SEEN = 1.28
 # Of a group so many rows are emulated, and of a head whose limits are told.
 _MOST, _TOLD = 256, 64
-# Places of P̄ between two powers of two that are tried, besides no cast.
-_PLACES = (None, *(place / 8 for place in range(8)))
+# Places of P̄ between two powers of two that are tried.
+_PLACES = 8
+# And a little below and above the tie where all of a row's P̄ that are equal are rounded furthest, in half spacings.
+_TIES = (15 / 16, 17 / 16)
 # Of a head so many groups at most are held against emulations, the clearest first.
 _TRIED = 16
 
@@ -245,13 +247,16 @@ class _Head:
 
 
 def emulated(semantics: HeadSemantics, rows: RunRows, fmt: FloatFormat, stored: FloatFormat) -> Iterator[Tensor]:
-    """O of well-rounded kernels, [n, Dv] each: P̄ cast at places between two powers of two, or not cast."""
+    """O of well-rounded kernels, [n, Dv] each: P̄ not cast, or at places between two powers of two."""
     blocks = blocks_of(semantics, rows)
-    for place in _PLACES:
+    half = 2.0 ** -(fmt.precision + 1)  # of the spacing at 1
+    for place in (None, *range(_PLACES), *_TIES):
         own, of_cast = torch.zeros_like(rows.o), torch.zeros_like(rows.o)
         for part, head, block in blocks:
             bar, row_sum = block.unnormalised_probs, 1 / block.inverse_row_sum[:, None]
-            moved = 2.0 ** (place or 0.0)
+            usual = bar.square().sum(1, keepdim=True) / bar.sum(1, keepdim=True)
+            tie = torch.nan_to_num((1 + (place or 0) * half) / usual, 1.0, 1.0)
+            moved = tie if isinstance(place, float) else 2.0 ** ((place or 0) / _PLACES)
             cast = bar if place is None else round_nearest_even(bar * moved, fmt) / moved
             product = cast @ head.v[block.keys]
             own[part] = product / row_sum
