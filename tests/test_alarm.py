@@ -172,7 +172,7 @@ def test_facts_that_need_no_statistics() -> None:
     found = replay(checks(np.arange(5.0) * 50, dw_q_share=share, nonfinite_rate=broken))
     assert [(a.kind, a.step, a.head) for a in found] == [("overwhelmed", 150, 1), ("nonfinite", 150, 0)]
     assert "more than the gradient itself" in found[0].reason
-    assert "50.0%" in found[1].reason
+    assert "50.0 %" in found[1].reason
 
 
 def test_an_alarm_says_what_where_and_what_to_do(tmp_path: Any) -> None:

@@ -36,6 +36,7 @@ UNREAD = {
     "check --exact": (["check", "sdpa", "--exact"], "exact compares with the bits of a baseline: name its file"),
     "check --head-dim": (["check", "sdpa", "--head-dim", "0"], "head_dim must be at least 8, got 0"),
     "hunt --exact": (["check", "sdpa", "--hunt", "--exact", "--save"], "--hunt has no --save, --exact"),
+    "hunt --length": (["check", "sdpa", "--hunt", "--length", "256"], "--hunt has no --length"),
     "hunt --no-backward": (["check", "sdpa", "--hunt", "--no-backward"], "--hunt has no --backward or --no-backward"),
     "replay --out": (
         ["replay", "--example", "--out", "cases"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,12 @@ def kept(change: Any) -> Change:
 
 def same(d: Dropout) -> Dropout | None:
     return d
+
+
+def anew(d: Dropout) -> Dropout | None:
+    """Another mask of the same p, another one for every mask."""
+    draw = torch.Generator().manual_seed(int(d.kept[:4].double().cumsum(1).sum()))
+    return replace(d, kept=torch.rand(d.kept.shape, generator=draw) >= d.p)
 
 
 # What the forward and the backward make of the dropout, other arguments, and the words.
@@ -91,6 +98,67 @@ def test_faults_are_wrong_by_name(fault: str, seed: int) -> None:
     found = inspected(call, computed(call, masking, forward, backward, **options), masking)
     assert "wrong" in labels(found)
     assert words in named(found)
+
+
+@pytest.mark.parametrize("parts", [("dq", "dk", "dv"), ("dq", "dk"), ("dv",)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mask_drawn_anew_in_the_backward_is_told_by_the_size_of_its_error(seed: int, parts: tuple[str, ...]) -> None:
+    call, masking = setting(seed)
+    found = inspected(call, computed(call, masking, same, anew, parts=parts), masking)
+    told = [q for h in found.observations[0].heads for q in h.quantities if q.answer == "wrong"]
+    assert {q.quantity for q in told} == set(parts)
+    assert sum("another dropout mask of the same p" in q.words for q in told) >= 0.5 * len(told)
+
+
+@pytest.mark.parametrize("change", ["one head of a group", "half of the keys", "another p"])
+def test_a_mask_that_is_wrong_in_a_part_is_not_called_another_one(change: str) -> None:
+    call = drawn(2, p=0.25, batch=1, rows=128, heads=2, kv_heads=1 if change == "one head of a group" else 2)
+
+    def changed(d: Dropout) -> Dropout | None:
+        if change == "one head of a group" and torch.equal(d.kept, call.kept[0, 0]):
+            return d
+        other = anew(replace(d, p=0.4) if change == "another p" else d)
+        assert other is not None
+        if change == "half of the keys":
+            return replace(d, kept=torch.where(torch.arange(d.kept.shape[1]) < 64, d.kept, other.kept))
+        return other
+
+    found = inspected(call, computed(call, Masking(), same, changed), Masking())
+    told = {
+        (h.head, q.quantity): "another dropout mask of the same p" in q.words
+        for h in found.observations[0].heads if h.head is not None
+        for q in h.quantities if q.answer == "wrong"
+    }  # fmt: skip
+    assert told
+    whole = {(1, "dq")} if change == "one head of a group" else set()
+    assert {where for where, said in told.items() if said} <= whole
+
+
+# What takes the place of dS = P o (W o dP - delta), with P o W, dP without W, O without dropout, and the words.
+PLACES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "on P": (lambda p, w, dp, delta, _: p * w * (w * dp - delta), "use P after dropout in dS = P o (dP - delta)"),
+    "on dS": (lambda p, w, dp, delta, _: p * w * (dp - delta), "have delta dropped with dP"),
+    "not on O": (lambda p, w, dp, _, bare: p * (w * dp - bare), "have the delta of an O without dropout"),
+    "right": (lambda p, w, dp, delta, _: p * (w * dp - delta), ""),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_dropout_in_another_place_of_ds_is_named(place: str) -> None:
+    call = drawn(6, p=0.1, batch=1, rows=128)
+    made, words = PLACES[place]
+    k, v = (x.double().repeat_interleave(2, 1) for x in (call.k, call.v))
+    q, do = call.q.double(), call.do.double()
+    probs, kept = (q @ k.mT * 32**-0.5).softmax(-1), call.kept / (1 - call.p)
+    deltas = [(do * (weights @ v)).sum(-1, keepdim=True) for weights in (probs * kept, probs)]
+    ds = made(probs, kept, do @ v.mT, *deltas).bfloat16().double() * 32**-0.5
+    dk = (ds.mT @ q).unflatten(1, (2, 2)).sum(2)
+    outputs = computed(call, Masking()) | {"dq": (ds @ k).bfloat16(), "dk": dk.bfloat16()}
+    found = inspected(call, outputs, Masking())
+    assert ("wrong" in labels(found)) == bool(words)
+    wrong = [q for h in found.observations[0].heads for q in h.quantities if q.answer == "wrong"]
+    assert all(words in q.words for q in wrong)
+    assert {q.quantity for q in wrong} == ({"dq", "dk"} if words else set())
 
 
 def test_dropout_that_the_kernel_ignored_is_told_in_the_assumptions() -> None:

@@ -36,7 +36,7 @@ FACTS = {
     ("failing_step500_L2H7", 7, "observed"): (
         "layer 2 head 7: lossy", "at step 500", "Yes: O has 6.83 ", "No bias,", "62 of 1023 rows",
         "up to 3 times", "a count does not show that it did", "dQ is 14.8 % off", "would put it 14.3 % off",
-        "dW_Q is 7.17 % off", "would put it 6.92 % off", "942 (30%)", "that of recipe bf16-forward is used",
+        "dW_Q is 7.17 % off", "would put it 6.92 % off", "942 (30 %)", "that of recipe bf16-forward is used",
     ),
     ("kernels_pair_T512", 0, "paper"): (
         "paper, head 0: lossy", "The yardstick is a well-rounded kernel", "Yes: ", "126 of 511 rows",

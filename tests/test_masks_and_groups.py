@@ -56,7 +56,7 @@ def test_the_mask_that_a_head_had_is_named(fault: Callable[[Tensor], Tensor], wo
     ("order", "words"),
     [
         ((0, 2, 1, 3), "hold the parts of head 0 and head 2, not of head 0 and head 1"),
-        ((2, 3, 0, 1), "hold the parts of head 2 and head 3, not of head 0 and head 1"),
+        ((2, 3, 0, 1), "hold what belongs in key head 1, not in key head 0 (head 0 and head 1)"),
         ((0, 1, 2, 3), None),
     ],
     ids=["mixed", "swapped", "right"],

@@ -100,7 +100,7 @@ EVERY = slice(None)
         (_times(1.003, EVERY, slice(96, None)), "too large, most clearly in head"),
         (_times(1.01, 1, EVERY, 5), "too large, most clearly in head 1 in feature 5; 1 of 2 heads show such"),
         (_times(0.998, 0), "too small, most clearly in head 0; 1 of 2 heads show such"),
-        (_of_scale(1.002), "rollout's O is as a softmax scale 0.21 % (± 0."),
+        (_of_scale(1.002), "many elements share it: rollout's O is as a softmax scale 0.21 % (± 0."),
     ],
     ids=["64 rows", "half of the rows", "feature", "head", "scale"],
 )
@@ -120,23 +120,6 @@ def test_what_healthy_kernels_share_is_no_fault(recipe: Recipe, scale: float, tm
     case = replace(case, q=scale * case.q, v=case.v.index_fill(3, torch.tensor([3]), 1.7))
     said = mismatch(tmp_path, case, lambda c: emulate(recipe, c, CPU)["o"])
     assert said.startswith(("OK nothing beyond rounding", "OK train and rollout are bit")), said
-
-
-@pytest.mark.parametrize(("dtype", "half"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
-def test_kernels_that_subtract_another_maximum_are_no_fault(dtype: torch.dtype, half: float) -> None:
-    """All scores are 0: whether P is 1 or, where a sink is subtracted, close to a tie, is the kernel's choice."""
-    k, v = torch.randn(2, 1, 1, 96, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
-    probs = torch.tensor(1 + 9 / 8 * half, dtype=torch.float64)
-    summed, seen = v.double().cumsum(2), torch.arange(1.0, 97.0)[:, None]
-    outs = [(p * summed / (1 + seen * probs)).to(dtype) for p in (probs, probs.to(dtype).double())]
-    both = [
-        attn_diag.Capture.from_tensors(
-            {"q": torch.zeros_like(k), "k": k, "v": v, "o": o, "sinks": -probs.log()[None].float()},
-            causal="top-left", layer=0,
-        )
-        for o in outs
-    ]  # fmt: skip
-    assert attn_diag.mismatch(*both).outcome == "rounding"
 
 
 def test_what_is_too_small_to_be_seen_is_said(tmp_path: Path) -> None:

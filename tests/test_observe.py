@@ -115,3 +115,58 @@ def test_what_cannot_be_observed_says_what_is_missing() -> None:
         attn_diag.observe(layout="HTD")(of_heads)  # type: ignore[call-overload]
     with pytest.raises(attn_diag.InputError, match="causal must be"):
         attn_diag.observe(causal="left")(of_heads)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "returned"),
+    [({"returns_layout": "BTHD"}, "bhtd", "bthd"), ({}, "bhtd", "bt(hd)"), ({"layout": "BTHD"}, "bthd", "bt(hd)"),
+     ({"layout": "BTHD", "returns_layout": "BHTD"}, "bthd", "bhtd")],
+)  # fmt: skip
+def test_o_is_laid_out_otherwise(options: dict[str, Any], given: str, returned: str, tmp_path: Path) -> None:
+    """As where heads are put side by side before the output projection (nanoGPT), or turned (transformers, litgpt)."""
+
+    @attn_diag.observe(**options, scale=0.25)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t if given == "bhtd" else t.transpose(1, 2) for t in (q, k, v))
+        o = plain(q, k, v, 0.25, torch.zeros(12, 12, dtype=torch.bool))
+        if returned == "bhtd":
+            return o
+        return o.transpose(1, 2) if returned == "bthd" else o.transpose(1, 2).flatten(2)
+
+    inputs = operands(*((2, 4, 12, 8) if given == "bhtd" else (2, 12, 4, 8)))
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        torch.autograd.backward(attend(*inputs).square().sum())
+    capture = only(recorder)
+    assert capture.tensors["o"].shape == capture.tensors["do"].shape == (2, 4, 12, 8)
+    assert holds(capture)
+
+
+def test_an_o_that_fits_no_layout_says_what_was_expected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @attn_diag.observe
+    def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q, k, v, 1, torch.zeros(12, 12, dtype=torch.bool)).transpose(1, 2)
+
+    with attn_diag.capture(None, tmp_path) as recorder:
+        turned(*operands(2, 4, 12, 8))
+    assert list(recorder.dropped.values()) == [1]
+    assert [one.getMessage() for one in caplog.records] == [
+        f"a call was not recorded: {turned.__module__}.{turned.__qualname__} returned O of shape [2, 12, 4, 8] for q "
+        "of [2, 4, 12, 8]; expected [B, H, Tq, Dv] or [B, Tq, H * Dv]; "
+        'state returns_layout="BTHD"'
+    ]
+
+
+def test_heads_that_are_sequences(tmp_path: Path) -> None:
+    """[B * H, T, D], as for torch.bmm, with a mask each."""
+
+    @attn_diag.observe(scale=0.25)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return plain(q, k, v, 0.25, ~mask)
+
+    inputs, mask = operands(6, 12, 8), torch.rand(6, 12, 12) < 0.7
+    mask |= torch.eye(12, dtype=torch.bool)
+    with attn_diag.capture(None, tmp_path, batch=None) as recorder:
+        torch.autograd.backward(attend(*inputs, mask).square().sum())
+    capture = only(recorder)
+    assert capture.tensors["q"].shape == (6, 1, 12, 8)
+    assert holds(capture)

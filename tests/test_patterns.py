@@ -166,6 +166,39 @@ def test_a_lost_tile_of_keys_is_named(family: str) -> None:
     assert "count keys 64-127 twice in P V, though not in the row sum" in words_of(head, "o", rounded(steps.p @ head.v))
 
 
+@pytest.mark.parametrize("family", ["gaussian", "peaked"])
+def test_tiles_that_lost_different_parts_are_told_apart(family: str) -> None:
+    head = inputs(family, 3, masking=Masking("none"))
+    steps = Steps(head)
+    steps.ds[64:128, :64] = 0
+    steps.ds[128:192, 64:128] *= 2
+    words = words_of(head, "dq", steps.outputs()["dq"])
+    assert "rows 0-63 are right; rows 64-127" in words
+    assert "miss keys 0-63; rows 128-191" in words
+    assert words.endswith("count keys 64-127 twice")
+
+
+def test_rows_of_which_one_tile_alone_is_explained_leave_the_others_open() -> None:
+    head = inputs(seed=3, masking=Masking("none"))
+    steps = Steps(head)
+    steps.ds[64:128, :64] = 0
+    steps.ds[128:192] += steps.ds[128:192].roll(5, 1)
+    words = words_of(head, "dq", steps.outputs()["dq"])
+    assert "rows 64-127 miss keys 0-63; rows 128-191 are" in words
+    assert words.endswith(" % off")
+
+
+@pytest.mark.parametrize("left", [31, 64])
+def test_a_window_that_is_not_stated_is_named_where_the_backward_has_it(left: int) -> None:
+    head = inputs(seed=3)
+    steps = Steps(head)
+    hidden = torch.arange(192) < torch.arange(192)[:, None] - left
+    steps.ds, steps.p = steps.ds.masked_fill(hidden, 0.0), steps.p.masked_fill(hidden, 0.0)
+    for quantity in ("dq", "dk", "dv"):
+        words = words_of(head, quantity, steps.outputs()[quantity])
+        assert f"are what the window {left},0 in the backward alone gives" in words
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lost_tile_of_query_rows_is_named(family: str) -> None:
     head, steps = inputs(family, 4), Steps(inputs(family, 4))
@@ -173,6 +206,21 @@ def test_a_lost_tile_of_query_rows_is_named(family: str) -> None:
     steps.p[128:192] = 0
     assert "miss query rows 64-95" in words_of(head, "dk", steps.outputs()["dk"])
     assert "miss query rows 128-191" in words_of(head, "dv", steps.outputs()["dv"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantity", ["dq", "dk", "dv"])
+def test_a_tile_whose_accumulator_was_not_cleared_is_named(family: str, quantity: Quantity) -> None:
+    head = inputs(family, 5, masking=Masking("none"))
+    true = Steps(head).outputs()[quantity]
+    unit = "row" if quantity == "dq" else "key"
+    one = true.clone()
+    one[64:128] += true[:64]
+    words = words_of(head, quantity, rounded(one))
+    assert f"{unit}s 64-127" in words
+    assert f"hold their own sum and that of 64 {unit}s before, as where an accumulator is not cleared" in words
+    every = rounded(true.unflatten(0, (-1, 32)).cumsum(0).flatten(0, 1))
+    assert f"those of all tiles of 32 {unit}s before" in words_of(head, quantity, every)
 
 
 def test_one_key_too_many_in_one_row() -> None:
@@ -257,6 +305,38 @@ def test_tensors_of_another_head_are_named() -> None:
         found, _ = named(head, "o", mixed, others)
         assert found is not None
         assert found.words.endswith("are what V of head 3 gives")
+
+
+@pytest.mark.parametrize("family", ["gaussian", "low rank"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("l", "use L of head 3"), ("l of a tile", "use L of 64 rows before"), ("delta", "have the delta of head 3"),
+        ("first half", "have a delta of the first half of the features alone"),
+        ("unnormalised", "have a delta of O before its division by the row sum"),
+    ],
+)  # fmt: skip
+def test_a_row_sum_of_another_row_or_head_is_named(family: str, what: str, words: str) -> None:
+    """What dQ is with an L or a delta that belongs elsewhere."""
+    head = inputs(family, 14, masking=Masking("none"))
+    other = replace(head, q=inputs(family, 15).q, do=inputs(family, 15).do)
+    steps, theirs = Steps(head), Steps(other)
+    lse, delta = steps.m + steps.l.log(), steps.delta.clone()
+    if what == "l of a tile":
+        lse[64:128] = lse[:64].clone()
+    elif what == "l":
+        lse = theirs.m + theirs.l.log()
+    elif what == "delta":
+        delta = theirs.delta
+    elif what == "first half":
+        delta = (steps.do * steps.o)[:, :16].sum(1, keepdim=True)
+    else:
+        delta = delta * steps.l
+    scores = head.q @ head.k.T * head.scale
+    steps.ds = ((scores - lse).exp() * (steps.dp - delta)).bfloat16().double()
+    found, _ = named(head, "dq", steps.outputs()["dq"], (("head 3", lambda: other),))
+    assert found is not None
+    assert words in found.words
 
 
 def test_a_query_head_left_out_of_its_group() -> None:

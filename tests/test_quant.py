@@ -115,7 +115,7 @@ def test_one_in_bf16_arithmetic_is_named_and_passes_with_such_scales() -> None:
     values = ((groups * (1 / scale)).round().clamp(-8, 7) * scale).view(w.shape)
     found = attn_diag.quant(w, "int4-half-range", observed=values)
     assert found.outcome == "fail"
-    assert "but with scales and arithmetic in bf16: 100.00%" in found.headline
+    assert "but with scales and arithmetic in bf16: 100.00 %" in found.headline
     declared = attn_diag.quantizer("int4-half-range", scale="bf16")
     assert attn_diag.quant(w, declared, observed=values).outcome == "pass"
     # Drawn rounding on the same grid is neither.
@@ -178,7 +178,7 @@ def test_blocks_down_the_columns_are_found_out() -> None:
     w = weight(7)
     found = attn_diag.quant(w, "int4", observed=attn_diag.quantize(w.T.contiguous(), "int4").values.T)
     assert found.outcome == "fail"
-    assert "with blocks of 32 down the columns: 100.00%" in found.headline
+    assert "with blocks of 32 down the columns: 100.00 %" in found.headline
 
 
 @pytest.mark.parametrize("values", ["noise", "shuffled"])
@@ -456,6 +456,6 @@ def test_a_division_in_bf16_is_named_and_passes_with_such_scales(name: str, larg
     codes = (w / scale).round().clamp(-127, 127) if name == "int8" else (w / scale).to(torch.float8_e4m3fn).to(w.dtype)
     found = attn_diag.quant(w, name, observed=codes * scale)
     assert found.outcome == "fail"
-    assert "but with scales and arithmetic in bf16, dividing: 100.00%" in found.headline
+    assert "but with scales and arithmetic in bf16, dividing: 100.00 %" in found.headline
     declared = attn_diag.quantizer(name, scale="bf16")
     assert attn_diag.quant(w, declared, observed=codes * scale).outcome == "pass"

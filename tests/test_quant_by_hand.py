@@ -59,7 +59,7 @@ class TestPrunedGroups:
     def test_zeros_make_no_quantizer_near(self) -> None:
         w = weight(22) * (torch.rand(64, 256, generator=torch.Generator().manual_seed(1)) < 0.3)
         found = attn_diag.quant(w, "int4", observed=w * 1.5 + w**2)
-        assert "which gives 0.0% of the values" in found.headline or "which gives 0.1% of" in found.headline
+        assert "which gives 0.0 % of the values" in found.headline or "which gives 0.1 % of" in found.headline
         assert "the nearest" not in found.headline
 
 
@@ -77,7 +77,7 @@ class TestLearnedScales:
         w, (fake, _) = weight(23), learned(INT4)
         found = attn_diag.quant(w, "int4", observed=fake(w))
         assert found.outcome == "fail"
-        assert "times those of the weight's own amax: 100.00%" in found.headline
+        assert "times those of the weight's own amax: 100.00 %" in found.headline
         assert "amax=" in (found.next or "")
         assert attn_diag.quant(w, observed=fake(w)).outcome == "undecided"
 
@@ -86,9 +86,9 @@ class TestLearnedScales:
         groups, scale = INT4.grouped(w), amax(w)[..., None] / 7
         floor = ((groups / scale).floor().clamp(-7, 7) * scale).reshape(w.shape)
         found = attn_diag.quant(w, "int4", observed=floor, amax=amax(w))
-        assert "but with elements rounded down: 100.00%" in found.headline
+        assert "but with elements rounded down: 100.00 %" in found.headline
         own = attn_diag.quant(w, "int4", observed=INT4(w), amax=amax(w))
-        assert "but with scales of the weight's own amax: 100.00%" in own.headline
+        assert "but with scales of the weight's own amax: 100.00 %" in own.headline
 
     @pytest.mark.parametrize(
         ("by", "amax", "said"),

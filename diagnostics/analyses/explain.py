@@ -305,8 +305,8 @@ def _trigger(observation: ObservationDiagnosis, head: HeadDiagnosis) -> Iterator
             )
     top = sum(row.share for row in head.top_rows)
     if head.top_rows and top >= _FEW_ROWS:
-        rows = ", ".join(f"{row.row} ({row.share:.0%})" for row in head.top_rows)
-        yield f"The error sits in few rows: of delta's squared error, {top:.0%} is in rows {rows}."
+        rows = ", ".join(f"{row.row} ({percent(row.share, '.0f')})" for row in head.top_rows)
+        yield f"The error sits in few rows: of delta's squared error, {percent(top, '.0f')} is in rows {rows}."
     if head.swamped is not None and head.swamped.rows:
         yield (
             f"{head.swamped.rows} rows of O equal V of their top key exactly though they should not: the other keys "

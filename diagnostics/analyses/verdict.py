@@ -148,7 +148,7 @@ def judge(
     delta = tests.get("delta")
     if delta is not None and sequences < MIN_SEQUENCES and leans_on_few(delta, level):
         labels.append("undecided")
-        listed = together([f"row {r.row} ({r.share:.0%})" for r in top_rows[:3]])
+        listed = together([f"row {r.row} ({percent(r.share, '.0f')})" for r in top_rows[:3]])
         reasons.append(
             "Too few independent rows to test for a bias: rows that attend most to the same key err together, and "
             f"only about {delta.n_eff:.2g} groups of such rows make delta's error (at least {MIN_EFFECTIVE} are needed)"
@@ -214,7 +214,7 @@ def _blurred(tests: dict[str, BiasEstimate], in_doubt: int) -> Iterator[str]:
             if (name in halfway) is of_rounding
         )
         if listed:
-            yield f"{why}{REFERENCE_BELOW:.0%} of the standard error): {listed}."
+            yield f"{why}{percent(REFERENCE_BELOW, '.0f')} of the standard error): {listed}."
 
 
 def _violated(certificate: Certificate) -> Verdict:

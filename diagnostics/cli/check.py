@@ -49,6 +49,7 @@ def check(
     head_dim: Annotated[
         int | None, typer.Option(help="D of the suite's inputs (default 64, of linear attention 32).")
     ] = None,
+    length: Annotated[int | None, typer.Option(help="T of the suite's inputs (default 192).")] = None,
     scale: Annotated[float | None, typer.Option(help="What the kernel uses (default 1/sqrt(D)).")] = None,
     backward: Annotated[
         bool | None,
@@ -71,6 +72,7 @@ def check(
     """
     import torch
 
+    from attn_diag.testing.regression.cases import LENGTH
     from attn_diag.testing.regression.check import check as run
 
     if dtype not in _DTYPES:
@@ -83,7 +85,7 @@ def check(
         from attn_diag.testing.linear.check import check_linear
 
         softmax = {"--causal": causal != "none", "--scale": scale, "--declared": declared, "--out": hunting.out}
-        refuse_softmax(softmax | {"--hunt": hunting.hunt})
+        refuse_softmax(softmax | {"--length": length, "--hunt": hunting.hunt})
         with progress_bar("cases") as progress:
             found = check_linear(
                 linear_captures([target]) or target, operator, baseline=baseline, save=save, update=update,
@@ -99,7 +101,8 @@ def check(
 
         refuse_beside_hunt(
             {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit, "--save": save,
-             "--update": update, "--exact": exact, "--backward or --no-backward": backward is not None}
+             "--update": update, "--exact": exact, "--length": length,
+             "--backward or --no-backward": backward is not None}
         )  # fmt: skip
         drawn = drawn_capture(causal, scale, dtype=kind, head_dim=head_dim, seed=seed)
         started = [declaring(capture, declared) for capture in inputs or [drawn]]
@@ -108,9 +111,9 @@ def check(
     with progress_bar("cases") as progress:
         found = run(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
-            observation=observation, exact=exact, dtype=kind,
-            causal=causal, head_dim=head_dim, scale=scale, backward=backward, seed=seed, level=level, device=device,
-            declared=declared, folder=hunting.out, progress=progress,
+            observation=observation, exact=exact, dtype=kind, causal=causal, head_dim=head_dim,
+            length=LENGTH if length is None else length, scale=scale, backward=backward, seed=seed, level=level,
+            device=device, declared=declared, folder=hunting.out, progress=progress,
         )  # fmt: skip
     return _told(found, delivery, junit, github=github)
 

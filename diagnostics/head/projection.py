@@ -18,6 +18,7 @@ from attn_diag.head.pullback.jacobian import Formats, MapRows, Pullback
 from attn_diag.head.pullback.rotation import ALL_ROWS, half_ulp_square
 from attn_diag.head.read import read_float64
 from attn_diag.reference import FloatFormat, Rows, format_of
+from attn_diag.results.wording import percent
 
 # q = x w_q^T in BF16 leaves about half a percent; RoPE, QK-norm or a bias in between leaves of the order of 1.
 _TOLERANCE = 0.05
@@ -114,9 +115,9 @@ def _find(capture: Capture, batches: Sequence[int], heads: Sequence[int], device
             return Projection(found.note, reader, found.fits)
         tried.append(found.failure)
     if plain:
-        gap = f"q is x w_q^T (up to {misfit:.1%}), but dq_pre is not dq"
+        gap = f"q is x w_q^T (up to {percent(misfit, '.1f')}), but dq_pre is not dq"
     else:
-        gap = f"q is not x w_q^T (off by {misfit:.0%}): RoPE, QK-norm or a bias lies between"
+        gap = f"q is not x w_q^T (off by {percent(misfit, '.0f')}): RoPE, QK-norm or a bias lies between"
     hint = "" if reader.observation is not None else "; capture dq_pre (and dq) to see through RoPE and QK-norm"
     return Projection(f"dW_Q: not computed, {gap}; tried: {'; '.join(tried)}{hint}")
 

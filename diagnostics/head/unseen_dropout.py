@@ -167,17 +167,30 @@ def in_size(head: AttentionHead, o: Tensor, rows: Tensor) -> float | None:
     """
     rows = rows[torch.linspace(0, len(rows) - 1, min(_ROWS, len(rows)), device=rows.device).long()]
     block = reference_rows(head, rows)
-    truth, probs = block.out, block.probs
-    error, size = o[rows] - truth, truth.square().sum(1)
+    found = drawn_size(o[rows] - block.out, block.out, block.probs, head.v[block.keys])
+    return None if found is None else found[0] / (1 + found[0])
+
+
+def drawn_size(error: Tensor, truth: Tensor, weights: Tensor, values: Tensor) -> tuple[float, float] | None:
+    """p / (1 - p) of the dropout that would make the errors of rows of any sum, and its standard error; None where they
+    are no such errors.
+
+    Args:
+        error: Of n rows, [n, D].
+        truth: The rows without dropout.
+        weights: [n, m], what dropout multiplies in each.
+        values: [m, D], what these weigh.
+    """
+    size = truth.square().sum(1)
     along = (error * truth).sum(1)
-    expected = probs.square() @ head.v[block.keys].square().sum(1)
-    if len(rows) < _ROWS // 2 or not bool((expected > 0).all()) or not bool(error.isfinite().all()):
+    expected = weights.square() @ values.square().sum(1)
+    if len(error) < _ROWS // 2 or not bool((expected > 0).all()) or not bool(error.isfinite().all()):
         return None
     ratios = error.square().sum(1) / expected
     p = float(ratios.mean() / (1 + ratios.mean()))
     if not _LEAST <= p <= _LARGEST:
         return None
-    variances = _variances(probs, head.v[block.keys], p)
+    variances = _variances(weights, values, p)
     # A row whose mass is on one key is off by p / (1 - p) of it at least; where few keys have it, sizes tell nothing.
     everywhere = (ratios > p * ratios.mean() / 10).double().mean() >= _MOST
     if not everywhere or float(variances.median()) > _TELLING:
@@ -186,23 +199,23 @@ def in_size(head: AttentionHead, o: Tensor, rows: Tensor) -> float | None:
     spread = float(((ratios / mean - 1).square() / variances).mean())
     shift = float(along.sum() / size.sum())
     uncertainty = float((along - shift * size).square().sum().sqrt() / size.sum())
-    together = float((error / error.norm(dim=1, keepdim=True).clamp(min=1e-300)).sum(0).square().sum()) / len(rows)
+    together = float((error / error.norm(dim=1, keepdim=True).clamp(min=1e-300)).sum(0).square().sum()) / len(error)
     if abs(shift) > _CHANCE * uncertainty or not _LOW <= spread <= _HIGH or together > _TOGETHER:
         return None
-    return mean / (1 + mean)
+    return mean, float(variances.reciprocal().sum() ** -0.5) * mean
 
 
-def _variances(probs: Tensor, values: Tensor, p: float) -> Tensor:
-    """[n], the relative variance of |e_t|^2, e_t = sum_j xi_j x_j with x_j = P_tj v_j.
+def _variances(weights: Tensor, values: Tensor, p: float) -> Tensor:
+    """[n], the relative variance of |e_t|^2, e_t = sum_j xi_j x_j with x_j what it weighs.
 
     (kappa - 1) sum |x_j|^4 + 2 sum_{i != j} (x_i . x_j)^2 over (sum |x_j|^2)^2, kappa the kurtosis of xi, which is -1
     with probability p, else p / (1 - p).
     """
     kurtosis = (1 - p) ** 2 / p + p**2 / (1 - p)
     found = []
-    for row in probs:
+    for row in weights:
         parts = row[:, None] * values
         sizes = parts.square().sum(1)
         fourths, products = float(sizes.square().sum()), float((parts.T @ parts).square().sum())
         found.append(((kurtosis - 1) * fourths + 2 * (products - fourths)) / float(sizes.sum()) ** 2)
-    return torch.tensor(found, dtype=probs.dtype, device=probs.device)
+    return torch.tensor(found, dtype=weights.dtype, device=weights.device)

@@ -34,6 +34,7 @@ class CheckOptions(TypedDict, total=False):
     dtype: torch.dtype
     causal: bool | str
     head_dim: int
+    length: int
     scale: float | None
     backward: bool | None
     level: float

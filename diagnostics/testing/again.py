@@ -27,6 +27,8 @@ class Again:
     """[B, H, T, D] of one call."""
     slopes: tuple[float, ...] = ()
     """ALiBi's, one a head; none."""
+    check_length: int | None = None
+    """T of check's inputs, where it is another than by default."""
 
     def command(self, name: str, also: Sequence[str] = ()) -> str:
         """A command, or the call in Python, about the same kernel and inputs, with further options."""
@@ -40,6 +42,8 @@ class Again:
             own["--alibi-slopes"] = ",".join(f"{slope:.9g}" for slope in self.slopes)
         if name == "check":
             own["--head-dim"] = "" if self.shape[3] == USUAL_SHAPE[3] else str(self.shape[3])
+            hunts = "--hunt" in given  # it tries lengths of its own
+            own["--length"] = "" if self.check_length is None or hunts else str(self.check_length)
         elif self.shape != USUAL_SHAPE:
             own["--shape"] = ",".join(map(str, self.shape))
         options = [f"{option} {value}" for option, value in own.items() if value and option not in given]

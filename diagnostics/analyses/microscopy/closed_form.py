@@ -40,6 +40,7 @@ from attn_diag.kernels import Recipe, emulate_head, preset, score_rounding
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, row_blocks
 from attn_diag.results.microscope import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
+from attn_diag.results.wording import percent
 
 
 @dataclass(frozen=True)
@@ -376,13 +377,13 @@ def _statement(t: ClosedFormTotals) -> str:
         return "O is equal to the reference: there is no error to explain."
     covered = t.error_share["tie"] + t.error_share["swamped"]
     text = (
-        f"Ties and swamping of {t.site} cover {said / count:.1%} of the elements, which carry {covered:.1%} of O's "
-        f"squared error; the closed form explains {share:.1%} of the whole"
+        f"Ties and swamping of {t.site} cover {percent(said / count, '.1f')} of the elements, which carry "
+        f"{percent(covered, '.1f')} of O's squared error; the closed form explains {percent(share, '.1f')} of the whole"
     )
     if share >= 0.5:
         text += ": most of this head's error in O is of this kind."
     elif (t.before.share or 0.0) > 0.5:
-        text += f". What was lost before that rounding (scores, P_bar, l) explains {t.before.share:.1%}."
+        text += f". What was lost before that rounding (scores, P_bar, l) explains {percent(t.before.share, '.1f')}."
     else:
         text += ": most of it is ordinary rounding."
     if t.site == "O":

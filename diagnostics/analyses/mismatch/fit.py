@@ -11,9 +11,7 @@ from torch import Tensor
 from attn_diag.analyses.mismatch.coarse import CoarseSite, coarse_site, well_rounded_square
 from attn_diag.analyses.mismatch.hypotheses import OtherComputation, Stated, hypotheses
 from attn_diag.analyses.mismatch.rows import RunRows
-from attn_diag.analyses.mismatch.small import emulated
 from attn_diag.analyses.mismatch.split import expected_square, out_of_few
-from attn_diag.head.counterfactual import covers
 from attn_diag.head.quality import LOSSY
 from attn_diag.reference import FloatFormat
 from attn_diag.results.wording import percent, times
@@ -112,12 +110,6 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
         nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
     found = coarse_site(chosen, fmt, out) if against.factor > lossy and not named else None
-    if coarse and found is None and not named and covers(fmt):
-        # Where scores are nearly equal every P̄ is rounded alike; how, the maximum decides that a kernel subtracts.
-        made = [torch.cat(each) for each in zip(*(list(emulated(s, r, fmt, out)) for r, s in chosen), strict=True)]
-        squares = [(each - truth).square().sum(1)[usable] for each in made]
-        widest = _ratio(kept, max(squares, key=lambda square: float(square.sum())))
-        coarse = widest is None or widest.low > lossy
     return LayerFit(
         factor=against.factor,
         # A rounding that explains it is sure where the interval is wide.

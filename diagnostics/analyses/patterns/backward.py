@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,13 +15,25 @@ from attn_diag.analyses.patterns import of_mistake, of_sink, of_softcap
 from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess, row_limit
 from attn_diag.analyses.patterns.lines import FACTOR_FROM
 from attn_diag.analyses.patterns.lost_parts import lost_parts
+from attn_diag.analyses.patterns.misread import nearest_shift, other_lse, other_references, rows_away
+from attn_diag.analyses.patterns.not_cleared import not_cleared
 from attn_diag.analyses.patterns.other_scale import other_scale
-from attn_diag.analyses.patterns.readings import other_documents, other_heads, other_masks, other_softcap, shifted_keys
+from attn_diag.analyses.patterns.parts_of_heads import parts_of_heads
+from attn_diag.analyses.patterns.readings import (
+    Reading,
+    first_features,
+    other_documents,
+    other_heads,
+    other_masks,
+    other_softcap,
+    shifted_keys,
+    unstated_windows,
+)
 from attn_diag.analyses.patterns.slab import Slab, open_slab, slab_of
 from attn_diag.reference import AttentionHead, HeadReference, reference_rows
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import Quantity
-from attn_diag.results.wording import number, together
+from attn_diag.results.wording import number
 
 # A head is streamed again for another reading only if it has at most so many scores.
 _MOST_SCORES = 2**22
@@ -55,12 +67,15 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield from _other_formula(evidence, slabs, rows)
     yield from of_softcap.of_gradient(evidence, slabs, rows)
     yield from _other_tensor(evidence, rows)
-    yield from _parts_of_heads(evidence, slabs, rows)
+    yield from parts_of_heads(evidence, slabs, rows)
     yield from lost_parts(evidence, slabs, rows)
+    yield from not_cleared(evidence, rows)
     yield from of_sink.of_gradient(evidence, rows)
     yield from of_mistake.of_gradient(evidence, rows)
+    yield from of_mistake.in_dscores(evidence, slabs, rows)
     yield from _other_reading(evidence, rows)
     if evidence.quantity == "dq":
+        yield from other_lse(evidence, rows)
         yield from _own_delta(evidence, slabs[0], rows)
 
 
@@ -149,66 +164,13 @@ def _of_captured(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield Guess("forward", words, torch.stack(parts).sum(0))
 
 
-def _parts_of_heads(evidence: Evidence, slabs: list[Slab], rows: Tensor) -> Iterator[Guess]:
-    """Of the query heads that share a key head, some alone, or some left out or counted twice; or heads of others."""
-    if len(slabs) < 2:
-        return
-    parts = torch.stack([s.total(s.weights()) for s in slabs])
-    yield from _parts_of_others(evidence, parts, rows)
-    rounded = _counts(evidence, parts, rows)
-    if rounded is None:
-        return
-    said = []
-    for times, words in ((0, "leave out"), (2, "count twice")):
-        named = [name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c == times]
-        if len(named) == len(slabs) - 1 and times == 0:
-            named = []
-            alone = next(name for name, c in zip(evidence.names, rounded.tolist(), strict=True) if c)
-            said.append(f"hold {alone}'s part alone")
-        elif named:
-            said.append(f"{words} {', '.join(named)}")
-    if said and set(rounded.tolist()) <= {0.0, 1.0, 2.0}:
-        prediction = torch.einsum("h,hnd->nd", rounded, parts)
-        yield Guess("heads", " and ".join(said), prediction, 1)
-
-
-def _parts_of_others(evidence: Evidence, parts: Tensor, rows: Tensor) -> Iterator[Guess]:
-    """Parts of query heads of which some belong to other key heads."""
-    read = [(name, head()) for name, head in evidence.others if len(rows) * len(evidence.truth) <= _MOST_SCORES]
-    read = [(n, h) for n, h in read if h.k.shape == evidence.heads[0].k.shape and h.do is not None]
-    if not read:
-        return
-    theirs = [slab_of(h, reference_of(h, key_gradients=False), evidence.quantity, rows) for _, h in read]
-    every = torch.cat([parts, torch.stack([s.total(s.weights()) for s in theirs])])
-    counts = _counts(evidence, every, rows)
-    if counts is None or not set(counts.tolist()) <= {0.0, 1.0} or not bool(counts[len(parts) :].any()):
-        return
-    names = [*evidence.names, *(name for name, _ in read)]
-    held = [name for name, c in zip(names, counts.tolist(), strict=True) if c]
-    words = f"hold the part{'s' if len(held) > 1 else ''} of {together(held)}, not of {together(evidence.names)}"
-    yield Guess("heads", words, torch.einsum("h,hnd->nd", counts, every), 1, 2 ** len(names))
-
-
-def _counts(evidence: Evidence, parts: Tensor, rows: Tensor) -> Tensor | None:
-    """How many times the rows hold each of some parts, [heads, n, D]; None where not whole, or each once."""
-    noise = evidence.noise[rows].clamp(min=1e-300).sqrt()[None, :, None]
-    matrix = (parts / noise).flatten(1).T
-    goal = (evidence.observed[rows] / noise[0]).flatten()[:, None]
-    coefficients: Tensor = torch.linalg.lstsq(matrix, goal).solution[:, 0]
-    rounded = coefficients.round()
-    if bool((coefficients - rounded).abs().max() > 0.05) or bool((rounded == 1).all()):
-        return None
-    return rounded
-
-
 def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     """Another mask, softcap or head: in the backward alone (true O, L and delta), or throughout."""
     if len(evidence.heads) > 1:
+        yield from _shared_reading(evidence, rows)
         return
     head, reference = evidence.heads[0], evidence.references[0]
-    readings = chain(
-        other_masks(head), other_softcap(head), shifted_keys(head), other_heads(evidence), other_documents(evidence)
-    )
+    readings = chain(_own_readings(head), other_heads(evidence), other_documents(evidence))
     for reading in readings:
         alone = _weighed(reading.head, evidence.quantity, rows, reference)
         # With one tensor of another head O is wrong as well, which says more than dK or dV would.
@@ -230,6 +192,25 @@ def _other_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield from other_scale(evidence, rows, partial(_in_exponent, head, evidence.quantity, reference), where)
     if evidence.quantity == "dq":
         yield from other_scale(evidence, rows, lambda scale, at: _dq(replace(head, scale=scale), at))
+
+
+def _own_readings(head: AttentionHead) -> Iterator[Reading]:
+    masks = chain(other_masks(head), unstated_windows(head))
+    return chain(masks, other_softcap(head), first_features(head), shifted_keys(head))
+
+
+def _shared_reading(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """Another reading of all query heads of a key head, in the backward alone."""
+    heads, references = evidence.heads, evidence.references
+
+    def total(changed: Sequence[AttentionHead]) -> Tensor:
+        parts = [_weighed(h, evidence.quantity, rows, r) for h, r in zip(changed, references, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    for readings in zip(*map(_own_readings, heads), strict=False):
+        if len({one.words for one in readings}) == 1:
+            words = f"are what {readings[0].words} in the backward alone gives"
+            yield Guess(readings[0].kind, words, total([one.head for one in readings]))
 
 
 def _weighed(head: AttentionHead, quantity: Quantity, rows: Tensor, reference: HeadReference) -> Tensor:
@@ -309,14 +290,15 @@ def _known_deltas(evidence: Evidence, found: Tensor, weight: Tensor, rows: Tenso
     # None, and the opposite, are guesses of their own.
     if abs(factor - 1) >= FACTOR_FROM and min(abs(factor), abs(factor + 1)) > 2 * FACTOR_FROM:
         yield f"have delta multiplied by {number(factor, 2)}", factor * true[rows]
-    count = len(true)
-    shifts = torch.arange(1 - count, count, device=rows.device)
-    index = rows[:, None] + shifts
-    inside = (index >= 0) & (index < count)
-    distance = (found[:, None] - true[index.clamp(0, count - 1)]).square()
-    own = (found - true[rows]).square()[:, None]
-    left = (torch.where(inside, distance, own) * weight[:, None]).sum(0)
-    shift = int(shifts[int(left.argmin())])
-    if shift:
-        way = "further on" if shift > 0 else "before"
-        yield f"have the delta of {abs(shift)} rows {way}", true[(rows + shift).clamp(0, count - 1)]
+    head, reference = evidence.heads[0], evidence.references[0]
+    assert head.do is not None
+    half = torch.arange(head.do.shape[1], device=rows.device) < head.do.shape[1] // 2
+    products = head.do[rows] * reference.out[rows]
+    yield "have a delta of the first half of the features alone", (products * half).sum(1)
+    yield "have a delta of the second half of the features alone", (products * ~half).sum(1)
+    yield "have a delta of O before its division by the row sum", true[rows] * reference.row_sum[rows]
+    for name, other in other_references(evidence):
+        if other.delta is not None:
+            yield f"have the delta of {name}", other.delta[rows]
+    if shift := nearest_shift(true, found, weight, rows):
+        yield f"have the delta {rows_away(shift)}", true[(rows + shift).clamp(0, len(true) - 1)]

@@ -71,6 +71,8 @@ class Evidence:
     """Of each of the heads, o and lse as the kernel returned them."""
     others: Sequence[tuple[str, Callable[[], AttentionHead]]] = ()
     """Other heads of the capture by name, read when they are needed."""
+    key_heads: Mapping[str, str] = field(default_factory=dict)
+    """By the names of these heads and the others, in their order: what their key head is called."""
     cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = ()
     """Of packed sequences: these rows in documents that are cut in another way, read likewise."""
     sinks: Sequence[Sequence[OtherSink]] = ()

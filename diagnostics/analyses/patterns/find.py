@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.backward import of_gradient
+from attn_diag.analyses.patterns.by_tiles import in_tiles, of_tile
 from attn_diag.analyses.patterns.evidence import EXPLAINS, LEAVES, Evidence, Fit, Guess, row_limit
 from attn_diag.analyses.patterns.forward import of_out
 from attn_diag.analyses.patterns.lines import Group
@@ -41,6 +43,7 @@ _GUESSES, _NATS = 100, 7.0
 _MORE_THAN_ONE = 2.0
 # What O must show of it is so many times its last rounding.
 _CLEARLY = 6.0
+Guesses = Callable[[Evidence, Tensor], Iterator[Guess]]
 _OPEN = ("factors", "unrelated", "off")
 
 
@@ -82,7 +85,11 @@ def _ways(evidence: Evidence, place: Place) -> list[tuple[Group, Fit | None]]:
         whole, fit = _how(evidence, Group(lines, "off", "are off"))
         if fit is not None and fit.remaining <= LEAVES:
             return [(whole, fit)]
-    return _absorbed(evidence, [_how(evidence, group) for group in place.groups])
+    found = _absorbed(evidence, [_how(evidence, group) for group in place.groups])
+    if not bool(evidence.outlying.any()):
+        return found
+    how = partial(_how, guesses=of_tile)
+    return [one for group, fit in found for one in ([(group, fit)] if fit else in_tiles(evidence, group, how))]
 
 
 def _told(evidence: Evidence, groups: Sequence[Group]) -> list[Group]:
@@ -183,7 +190,7 @@ def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield Guess("features", words, moved[best], 1)
 
 
-def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
+def _how(evidence: Evidence, group: Group, guesses: Guesses = _guesses) -> tuple[Group, Fit | None]:
     """The group with the way in which its rows came about, if one fits and no other does; and how well it fits."""
     head = evidence.heads[0]
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
@@ -195,7 +202,7 @@ def _how(evidence: Evidence, group: Group) -> tuple[Group, Fit | None]:
     found, numbers = [], evidence.dimensions(rows)
     if float(evidence.error[rows].square().sum()) <= float(evidence.noise[rows].sum()):
         return group, None  # what is off is in rows between these
-    for guess in _guesses(evidence, rows):
+    for guess in guesses(evidence, rows):
         if not bool(guess.prediction.isfinite().all()):
             continue
         fit = evidence.fit(rows, guess.prediction)

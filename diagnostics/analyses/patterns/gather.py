@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ class HeadTruths:
         *,
         chosen: int = 0,
         others: Sequence[tuple[str, Callable[[], AttentionHead]]] = (),
+        key_heads: Mapping[str, str] = MappingProxyType({}),
         captured: Sequence[Mapping[str, Tensor]] = (),
         cuts: Sequence[tuple[str, Callable[[], AttentionHead | None]]] = (),
         sinks: Sequence[Sequence[OtherSink]] = (),
@@ -82,6 +84,7 @@ class HeadTruths:
             features: Features that do.
             chosen: Which of the heads it belongs to; of dK and dV all do.
             others: Other heads of the capture.
+            key_heads: By the heads' names and theirs, what their key head is called.
             captured: o and lse of each head as the kernel returned them; kept where one of them is off.
             cuts: The head in documents that are cut in another way.
             sinks: Of each head, the sinks that a faulty kernel may have given it.
@@ -105,7 +108,8 @@ class HeadTruths:
             _marked(truth[:, 0], outlying), _marked(truth[0], features),
             tuple(self.inputs[h].head for h in heads), references, tuple(self.names[h] for h in heads),
             self._tensors(heads), [captured[h] for h in heads] if self._forward_off(heads, captured) else (), others,
-            cuts, [sinks[h] for h in heads] if sinks else (), [mistakes[h] for h in heads] if mistakes else (),
+            key_heads, cuts, [sinks[h] for h in heads] if sinks else (),
+            [mistakes[h] for h in heads] if mistakes else (),
         )  # fmt: skip
 
     def _forward_off(self, heads: Sequence[int], captured: Sequence[Mapping[str, Tensor]]) -> bool:
@@ -126,9 +130,10 @@ class HeadTruths:
         return False
 
     def _tensors(self, heads: Sequence[int]) -> dict[str, Tensor]:
-        """The true tensors of a head by name; of several heads none is the quantity's like."""
+        """The true tensors of a head by name; of several heads the sums of their dK and dV."""
         if len(heads) > 1:
-            return {}
+            sums = {"dK": [self.references[h].dk for h in heads], "dV": [self.references[h].dv for h in heads]}
+            return {name: torch.stack([t for t in of if t is not None]).sum(0) for name, of in sums.items()}
         head, reference = self.inputs[heads[0]].head, self.references[heads[0]]
         found = {
             "Q": head.q, "K": head.k, "V": head.v, "dO": head.do, "O": reference.out,

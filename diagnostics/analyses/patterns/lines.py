@@ -227,15 +227,24 @@ class Lines:
         cosine = float((observed * truth).sum()) / sizes if sizes else 0.0
         if float(truth.square().sum()) <= 1e-6 * float(self.noise[left].sum()):
             return Group(left, "off", "should be zero")
-        off = float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)) ** 0.5
+        off = _relative(observed, truth)
         if abs(cosine) < UNRELATED and off > UNRELATED and self.truth.shape[1] > 1:
             return Group(left, "unrelated", "are unrelated to the true ones")
         if self.truth.shape[1] == 1:
             return Group(left, "off", f"are off by up to {number(float((observed - truth).abs().max()))}")
-        return Group(left, "off", f"are {percent(off, '.2g')} off")
+        return Group(left, "off", off_by(observed, truth))
 
     def _within(self, lines: Tensor, prediction: Tensor, factor: Tensor | float) -> Tensor:
         """bool [n], whether a guess of these lines leaves their noise, which grows with the factor."""
         left = (self.observed[lines] - prediction).square().sum(1)
         grown = torch.as_tensor(factor, dtype=left.dtype, device=left.device).square().clamp(min=1.0)
         return left <= self._limit * self.noise[lines] * grown
+
+
+def off_by(observed: Tensor, truth: Tensor) -> str:
+    """What is said of lines of which nothing else can be."""
+    return f"are {percent(_relative(observed, truth), '.2g')} off"
+
+
+def _relative(observed: Tensor, truth: Tensor) -> float:
+    return float((observed - truth).square().sum() / truth.square().sum().clamp(min=1e-300)) ** 0.5

@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.slab import Slab
 
-_TILES = (16, 32, 64, 128, 256)
+TILES = (16, 32, 64, 128, 256)
 # A place that leaves more of the squared error, in units of the noise, is not looked at further.
 _PROMISING = 0.5
 # In O a tile can be lost from both sums, or from one.
@@ -47,15 +47,15 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
     mass = _padded(slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)).sum(2)
     whole_row = _WholeRow(slabs[0], search.truth) if evidence.quantity == "dq" else None
     count, noun = weights[0].shape[1], _noun(evidence)
-    for size, (tiles, of_head) in product(_TILES, bases):
-        parts, masses = _coarser(tiles, size // _TILES[0]), _coarser(mass, size // _TILES[0])
+    for size, (tiles, of_head) in product(TILES, bases):
+        parts, masses = _coarser(tiles, size // TILES[0]), _coarser(mass, size // TILES[0])
         if parts.shape[1] < 2:
             break
         for where in _WHERE.get(evidence.quantity, ("both",)):
             for sign, verb in ((-1.0, "miss"), (1.0, "count twice")):
                 if where == "throughout":
                     assert whole_row is not None
-                    change = whole_row.change(size // _TILES[0], sign)
+                    change = whole_row.change(size // TILES[0], sign)
                 else:
                     change = _change(evidence, parts, masses, search.truth, sign, where)
                 for place, relative, found in search.best(change, size):
@@ -66,11 +66,11 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
                         f"{words}{_SUMS[where]}",
                         search.truth + found,
                         1 + (where != "both"),
-                        3 * len(_TILES) * len(bases) * parts.shape[1],
+                        3 * len(TILES) * len(bases) * parts.shape[1],
                     )
-    if evidence.quantity == "o" and count > _TILES[0]:
+    if evidence.quantity == "o" and count > TILES[0]:
         # The last few keys, which a load of whole vectors cuts off.
-        end = slice(count - _TILES[0] + 1, count)
+        end = slice(count - TILES[0] + 1, count)
         last = weights[0][:, end, None] * slabs[0].vectors[end]
         takes = slabs[0].probs.masked_fill(~slabs[0].visible, 0.0)[:, end]
         last, takes = (t.flip(1).cumsum(1).flip(1) for t in (last, takes))
@@ -83,9 +83,9 @@ def lost_parts(evidence: Evidence, slabs: Sequence[Slab], rows: Tensor) -> Itera
     behind = base.flip(1).cumsum(1).flip(1)[:, 1:], mass.flip(1).cumsum(1).flip(1)[:, 1:]
     for (part, whole), words in ((before, "before {}"), (behind, "from {} on")):
         change = _change(evidence, part, whole, search.truth, -1.0, "both")
-        for place, relative, found in search.best(change, _TILES[0]):
+        for place, relative, found in search.best(change, TILES[0]):
             if not relative:
-                words_ = words.format((place + 1) * _TILES[0])
+                words_ = words.format((place + 1) * TILES[0])
                 yield Guess("part", f"miss all {noun}s {words_}", search.truth + found, 2, base.shape[1])
 
 
@@ -194,8 +194,8 @@ def _change(evidence: Evidence, parts: Tensor, masses: Tensor, truth: Tensor, si
 
 def _padded(weights: Tensor) -> Tensor:
     """[n, m] as [n, tiles of 16, 16]."""
-    short = -weights.shape[1] % _TILES[0]
-    return torch.nn.functional.pad(weights, (0, short)).reshape(len(weights), -1, _TILES[0])
+    short = -weights.shape[1] % TILES[0]
+    return torch.nn.functional.pad(weights, (0, short)).reshape(len(weights), -1, TILES[0])
 
 
 def _tiles(weights: Tensor, vectors: Tensor) -> Tensor:

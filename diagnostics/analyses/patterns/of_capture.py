@@ -16,7 +16,7 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
-from attn_diag.analyses.patterns.of_mistake import unseen_dropout
+from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -117,8 +117,9 @@ class CapturePatterns:
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
-        if bad and verdict.quantity == "o" and (not patterns or patterns[0].kind in MERE_PLACES):
-            patterns = unseen_dropout(evidence) or patterns
+        if bad and (not patterns or patterns[0].kind in MERE_PLACES):
+            at_random = unseen_dropout if verdict.quantity == "o" else redrawn_dropout
+            patterns = at_random(evidence) or patterns
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
@@ -229,6 +230,7 @@ class CapturePatterns:
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
             others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
+            key_heads=self._key_heads(batch) if len(heads) > 1 else {},
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h, sink) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
@@ -265,12 +267,33 @@ class CapturePatterns:
         return f"head {head + self._capture.metadata.head_offset}"
 
     def _elsewhere(self, batch: int, heads: Sequence[int]) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest query heads of other key heads."""
-        far = sorted(set(range(self._capture.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
-        return [(self._name(h), lambda h=h: read_head(self._capture, batch, h, self._device).head) for h in far]  # type: ignore[misc]
+        """The nearest query heads of other key heads, and the same ones of other sequences."""
+        c = self._capture
+        far = sorted(set(range(c.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
+        places = [(batch, h) for h in far]
+        places += [(b, h) for b in range(c.batch) if b != batch for h in heads][:_MOST_OTHERS]
+
+        def read(at: int, which: int) -> AttentionHead:
+            return read_head(c, at, which, self._device).head
+
+        return [(self._name(h) + self._elsewhen(b, batch), partial(read, b, h)) for b, h in places]
+
+    def _elsewhen(self, batch: int, own: int) -> str:
+        return "" if batch == own else f" of {item_of(self._capture.metadata, batch)[0]}"
+
+    def _key_heads(self, batch: int) -> dict[str, str]:
+        """By the query heads' names: their key head's."""
+        c, offset = self._capture, self._capture.metadata.head_offset
+        if offset % self._group:
+            return {}
+        return {
+            self._name(h) + where: f"key head {(h + offset) // self._group}{where}"
+            for where in (self._elsewhen(b, batch) for b in range(c.batch))
+            for h in range(c.q_heads)
+        }
 
     def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest other heads, one of each other key head first, and the same head of another sequence."""
+        """The nearest other heads, one of each other key head first, and the same head of other sequences."""
         c = self._capture
         own = head // self._group
         keys = sorted((kv for kv in range(c.kv_heads) if kv != own), key=lambda kv: abs(kv - own))
@@ -278,12 +301,13 @@ class CapturePatterns:
         heads += sorted(
             (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
         )
+        heads = list(dict.fromkeys([*heads[:_MOST_OTHERS], *((head + by) % c.q_heads for by in (-1, 1))]))
 
         def read(at: int, which: int) -> AttentionHead:
             return read_head(c, at, which, self._device).head
 
         found: list[tuple[str, Callable[[], AttentionHead]]] = []
-        found += [(self._name(h), partial(read, batch, h)) for h in heads[:_MOST_OTHERS]]
+        found += [(self._name(h), partial(read, batch, h)) for h in heads if h != head]
         found += [(item_of(c.metadata, b)[0], partial(read, b, head)) for b in range(c.batch) if b != batch][
             :_MOST_OTHERS
         ]

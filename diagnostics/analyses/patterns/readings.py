@@ -104,6 +104,13 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             yield reading("the mask of the wrong sign", replace(masking, mask=_negative(masking.mask)))
 
 
+def unstated_windows(head: AttentionHead) -> Iterator[Reading]:
+    """Windows that models use, of a causal head without one."""
+    masking = _as_band(head)
+    for left in usual_windows(len(head.k)) if masking.causal != "none" and masking.window is None else ():
+        yield Reading("mask", f"the window {left},0", replace(head, masking=replace(masking, window=(left, 0))))
+
+
 def _negative(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.isinf(), mask, -mask)
 

@@ -14,7 +14,7 @@ from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Integers, Quantizer, name_changed
 from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
-from attn_diag.results.wording import runs_of
+from attn_diag.results.wording import percent, runs_of
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.quantizing.blocks import beyond_ties, by_blocks
 from attn_diag.testing.quantizing.candidates import identify
@@ -245,20 +245,20 @@ def _verdict(
         return "undecided", f"what {declared.name} does to this weight; no observed values to judge", None
     if made is None:
         best = matches[0]
-        near = f"the nearest, {best.quantizer} ({best.words}), gives {best.equal:.1%} of the values"
+        near = f"the nearest, {best.quantizer} ({best.words}), gives {percent(best.equal, '.1f')} of the values"
         if declared is None:
             return "undecided", f"no quantizer that is known here made these values: {near}", None
         own = next(m for m in matches if m.words.startswith(DECLARED))
         if declared.parsed_elements.mode is Mode.STOCHASTIC and own.equal >= _MOSTLY:
             return (
                 "fail",
-                f"not {declared.name}: {own.equal:.2%} of the values are one of the two numbers next to w, but the "
-                "rest are other ones",
+                f"not {declared.name}: {percent(own.equal, '.2f')} of the values are one of the two numbers next to "
+                "w, but the rest are other ones",
                 "look at how draws are added: none takes w past the number next to it, or off a number of the grid",
             )
         return (
             "fail",
-            f"not {declared.name}, which gives {own.equal:.1%} of the values, nor one that is near it"
+            f"not {declared.name}, which gives {percent(own.equal, '.1f')} of the values, nor one that is near it"
             + ("" if best is own or best.equal < _NEAR else f": {near}"),
             "declare the quantizer as it was meant, field by field: attn_diag.quantizer(…)",
         )
@@ -267,8 +267,8 @@ def _verdict(
         own = next(m for m in matches if m.words.startswith(DECLARED))
         return (
             "fail",
-            f"not {declared.name}, which gives {own.equal:.1%} of the values, but "
-            f"{'' if made.words.startswith('with') else 'with '}{made.words}: {matches[0].equal:.2%}",
+            f"not {declared.name}, which gives {percent(own.equal, '.1f')} of the values, but "
+            f"{'' if made.words.startswith('with') else 'with '}{made.words}: {percent(matches[0].equal, '.2f')}",
             _declaring(made) or _declaring_scales(made),
         )
     if drawn:
@@ -277,14 +277,15 @@ def _verdict(
                 return "fail", f"dithered values are biased: {what} {_signed(found)}", None
         return "pass", f"the values are {made.by.name}'s, each next to w, and no bias is found in them", None
     share = next(m.equal for m in matches if m.words == made.words)
+    equal = percent(share, ".2f")
     if declared is None and not made.declarable:
         return (
             "fail" if made.at_fault else "undecided" if made.other_scales else "pass",
-            f"the values are {made.by.name}'s with {made.words.partition(', ')[2] or made.words}: {share:.2%}",
+            f"the values are {made.by.name}'s with {made.words.partition(', ')[2] or made.words}: {equal}",
             _declaring_scales(made),
         )
     arithmetic = made.words.partition(DECLARED)[2]
-    return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {share:.2%}"), None
+    return "pass", f"the values are {made.by.name}'s{arithmetic}" + ("" if share == 1 else f": {equal}"), None
 
 
 def _with_place(apart: Tensor, headline: str, following: str | None) -> tuple[str, str | None]:

@@ -64,18 +64,23 @@ _SINK = 4.0
 SECOND = ", second run"
 # Two 128-key tiles, the second half full: the order of keys matters, and so does what a kernel does at an edge.
 LENGTH = 192
+# A block of the tails' keys, each of which has a leader.
+SHORTEST = 64
 
 
-def choose(names: Iterable[str] | None, kernel: Target, declared: str | None) -> list[str]:
-    """These cases in the suite's order; None: all that tell something of such a kernel.
+def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, length: int) -> list[str]:
+    """These cases in the suite's order; None: all of such a length that tell something of such a kernel.
 
-    Raises InputError for unknown names, and for a str.
+    Raises InputError for unknown names, for a str, and for a length that the cases' patterns do not fit.
     """
+    if length < SHORTEST:
+        raise InputError(f"length must be at least {SHORTEST}, got {length}")
     found = choose_names("case", names, (*NAMES, *OF_PARAMETERS, ARRANGED))
     if names is not None:
         return found
+    found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
-        return list(OF_DECLARED)
+        return [name for name in found if name in OF_DECLARED]
     told = [name for name in found if name not in OF_PARAMETERS or OF_PARAMETERS[name] in kernel.takes]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
@@ -86,10 +91,10 @@ def draw(
 ) -> CaseInputs:
     """A case of the suite; every (seed, name) has draws of its own. dO from N(0,1) in ``dtype``.
 
-    The real head is one sequence of its own length, the same for every seed.
+    The real head is one sequence, the same for every seed. Raises InputError where it has less rows than ``length``.
     """
     if name == REAL_HEAD:
-        return _real_head(dtype, causal, head_dim, scale)
+        return _real_head(dtype, causal, head_dim, scale, length)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
     how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, scale, causal != "none", generator)
     made = BUILDERS.get(name, drawn.normal)(how)
@@ -102,14 +107,16 @@ def draw(
     return case
 
 
-def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float) -> CaseInputs:
+def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float, length: int) -> CaseInputs:
     """The head's first rows, which see one another alone; in its own 64 features bit for bit where BF16 is asked for.
 
     Fewer features are those of most energy, in q and k and in V and dO; more are a rotation into the larger space. Both
     keep the scores and dP, as far as they can be kept.
     """
     stored = load(_REAL_HEAD_FILE)
-    q, k, v, do = (stored.tensors[n][...].double() for n in ("q", "k", "v", "do"))
+    if length > LENGTH:
+        raise InputError(f"{REAL_HEAD} has {LENGTH} rows, and no {length}: leave it out")
+    q, k, v, do = (stored.tensors[n][:, :, :length].double() for n in ("q", "k", "v", "do"))
     q = q * (stored.scale / scale)
     if head_dim != q.shape[3]:
         (q, k), (v, do) = (_turned(pair, head_dim) for pair in ((q, k), (v, do)))
@@ -210,6 +217,15 @@ class Asked:
     """alpha."""
     seed: int
     """Where the draws start."""
+    length: int = LENGTH
+    """T, of rows and keys."""
+
+    def draw(self, name: str) -> CaseInputs:
+        """A case of the suite."""
+        return draw(
+            name, self.seed, dtype=self.dtype, causal=self.causal, head_dim=self.head_dim, scale=self.scale,
+            length=self.length,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,11 +291,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     Raises InputError for captures of another mask or scale than fn is said to have, for two cases of one name, and for
     none.
     """
-    own = [
-        draw(n, asked.seed, dtype=asked.dtype, causal=asked.causal, head_dim=asked.head_dim, scale=asked.scale)
-        for n in names
-        if n != ARRANGED
-    ]
+    own = [asked.draw(n) for n in names if n != ARRANGED]
     for case in captures:
         same = case.causal == asked.causal and abs(case.scale - asked.scale) <= 1e-6 * asked.scale
         if kernel.fixed and not same:
@@ -304,6 +316,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
         return [first] if same else [first, again], same, notes
 
     options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, causal {asked.causal}, scale {asked.scale:g}"
+    options += "" if asked.length == LENGTH else f", T {asked.length}"
     source = _text(kernel.name)
     return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs, kernel=kernel)
 
@@ -326,6 +339,7 @@ def capture_of_case(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool | str = "none",
     head_dim: int = 64,
+    length: int = LENGTH,
     scale: float | None = None,
     backward: bool | None = None,
     seed: int = 0,
@@ -351,7 +365,7 @@ def capture_of_case(
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
         if case in NAMES or case in OF_PARAMETERS:
-            inputs = draw(case, seed, dtype=dtype, causal=causal_of(causal), head_dim=head_dim, scale=alpha)
+            inputs = Asked(dtype, causal_of(causal), head_dim, alpha, seed, length).draw(case)
         else:
             (inputs,) = (c for c in of_captures(captures) if c.name == case)
         outputs, _notes = kernel.run(inputs, backward=backward)

@@ -72,6 +72,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool | str = "none",
     head_dim: int = 64,
+    length: int = suite.LENGTH,
     scale: float | None = None,
     backward: bool | None = None,
     level: float = 0.01,
@@ -88,7 +89,7 @@ def check(
         assert attn_diag.check(my_attention, baseline="attention.json", causal=True).passed
 
     The statistics are described in ``attn_diag.testing.regression``. The suite has one head and Tq = Tk: GQA, several
-    heads and other lengths are checked through ``captures``.
+    heads and Tq other than Tk are checked through ``captures``.
 
     Args:
         target: fn(q, k, v) -> o, or (o, lse, …), with q, k, v [B, H, T, D] in ``dtype``, differentiable where its
@@ -107,6 +108,8 @@ def check(
         dtype: torch.bfloat16 or torch.float16.
         causal: What fn masks: "none" or False; "top-left" or True; "bottom-right".
         head_dim: D of the suite's inputs.
+        length: T of the suite's inputs, for a kernel that takes some lengths alone; the real head has 192 rows, and is
+            left out of longer ones.
         scale: What fn multiplies scores by; by default 1/sqrt(head_dim).
         backward: None checks gradients where autograd gives them, True demands them, False leaves them out.
         level: Chance of a false alarm of bias in a run.
@@ -126,7 +129,8 @@ def check(
     require_level(level)
     require_declarable(declared)
     require_consistent(baseline, dtype, head_dim, save=save, update=update, exact=exact)
-    asked = suite.Asked(dtype, causal_of(causal), head_dim, head_dim**-0.5 if scale is None else scale, seed)
+    alpha = head_dim**-0.5 if scale is None else scale
+    asked = suite.Asked(dtype, causal_of(causal), head_dim, alpha, seed, length)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
     arranging = None
@@ -139,7 +143,7 @@ def check(
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(cases, kernel, declared)
+        names = suite.choose(cases, kernel, declared, length)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
         if ARRANGED in names:
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
@@ -234,6 +238,8 @@ class _Check:
         try:
             runs, deterministic, notes = self.subject.outputs(inputs)
         except MisfitError as error:
+            if error.__cause__ is not None and inputs.capture is None:
+                self.notes.append("the suite has inputs of other lengths and head sizes too: --length, --head-dim")
             return [_misfit(inputs, case, str(error))]
         self.notes += notes
         case = replace(case, deterministic=deterministic)
@@ -299,8 +305,10 @@ class _Check:
     def _asked_again(self) -> Again:
         asked, source = self.asked, self.subject.source
         named = source in PRESETS or source.partition(":")[0] == "sdpa" or ":" in source
-        shape = (*USUAL_SHAPE[:3], asked.head_dim)
-        return Again(source if named else None, DTYPES[asked.dtype], asked.causal, asked.scale, shape)
+        length = None if asked.length == suite.LENGTH else asked.length
+        shape = (*USUAL_SHAPE[:2], length or USUAL_SHAPE[2], asked.head_dim)
+        target = source if named else None
+        return Again(target, DTYPES[asked.dtype], asked.causal, asked.scale, shape, check_length=length)
 
     def _name_culprits(self, ran: list[_Ran]) -> None:
         """Fill in ``suspect`` and ``look_closer``."""

@@ -14,15 +14,17 @@ from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
 from attn_diag.watching.live import intercept
+from attn_diag.watching.live.axes import mask_with_four_axes, with_four_axes
 from attn_diag.watching.live.declared import declare_operator
 from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.rings import WINDOW, Order, merged
-from attn_diag.watching.live.sites import AttentionSite, Fields, gradients, turned, unchanged
+from attn_diag.watching.live.sites import AttentionSite, Fields, LayOut, gradients, turned, unchanged
 from attn_diag.watching.live.tap import Tap
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Layout = Literal["BHTD", "BTHD"]
+_LAYOUTS: dict[Layout, LayOut] = {"BHTD": unchanged, "BTHD": turned}
 _RETURNS, _GRADIENTS = ("o", "lse"), ("dq", "dk", "dv")
 # What functions call these -> what we do.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -49,8 +51,9 @@ def observe(
 ) -> None: ...  # fmt: skip
 @overload
 def observe(
-    *, layout: Layout = ..., causal: Causal | bool | None = ..., scale: float | None = ...,
-    window: tuple[int, int] | None = ..., softcap: float | None = ..., ring: Order | None = ...,
+    *, layout: Layout = ..., returns_layout: Layout | None = ..., causal: Causal | bool | None = ...,
+    scale: float | None = ..., window: tuple[int, int] | None = ..., softcap: float | None = ...,
+    ring: Order | None = ...,
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...  # fmt: skip
 def observe(
     function: Callable[Given, Result] | str | None = None,
@@ -61,6 +64,7 @@ def observe(
     returns: Sequence[str | None] = _RETURNS,
     backward_returns: Sequence[str | None] = _GRADIENTS,
     layout: Layout = "BHTD",
+    returns_layout: Layout | None = None,
     causal: Causal | bool | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
@@ -72,12 +76,12 @@ def observe(
         @attn_diag.observe(causal=True)
         def my_attention(q, k, v): ...
 
-    Its arguments q, k and v (or query, key and value) are the operands, and it returns O, or a tuple that begins with
-    O; an LSE [B, H, Tq] in fp32 may follow. What it is given under their usual names (mask or attn_mask, causal or
-    is_causal, scale, softmax_scale or sm_scale, window, softcap) is read off each call; what it fixes itself is stated
-    here. Where several fused operators or known functions run inside, those are told of instead. The function and its
-    gradients keep their bits; while nothing listens a call costs a microsecond. Inside a compiled graph it is a part of
-    that graph, and not seen.
+    Its arguments q, k and v (or query, key and value) are the operands, and it returns O, or a tuple that begins
+    with O, its heads apart or side by side ([B, Tq, H * Dv]); an LSE [B, H, Tq] in fp32 may follow. What it is
+    given under their usual names (mask or attn_mask, causal or is_causal, scale, softmax_scale or sm_scale, window,
+    softcap) is read off each call; what it fixes itself is stated here. Where several fused operators or known
+    functions run inside, those are told of instead. The function and its gradients keep their bits; while nothing
+    listens a call costs a microsecond. Inside a compiled graph it is a part of that graph, and not seen.
 
     A registered operator (``torch.library.custom_op``) is seen there too, by its name:
 
@@ -95,7 +99,8 @@ def observe(
             "window", "softcap" or "dropout_p", where it has another name: {"q": "queries"}.
         returns: Of an operator: its results in their order, by name ("o", "lse") or None; the LSE may be left out.
         backward_returns: Of its backward: likewise, of "dq", "dk" and "dv".
-        layout: Of q, k, v and O: "BHTD" or "BTHD".
+        layout: Of q, k, v and O: "BHTD" or "BTHD"; of a function's, three axes [N, T, D] are N sequences of one head.
+        returns_layout: Of a function's O, where it has another: "BTHD" of one that is given "BHTD", say.
         causal: "none", "top-left" or "bottom-right"; True is "top-left". Of an operator with an argument for it also
             what True means there.
         scale: alpha; None: 1 / sqrt(D).
@@ -115,15 +120,19 @@ def observe(
             argument or result that is named; or an option is not one of those.
     """
     of_operators = {"backward": backward, "arguments": arguments}
+    if isinstance(function, str) and returns_layout:
+        raise InputError("returns_layout is of functions: an operator's layout is that of its O too")
     if given := [name for name, value in of_operators.items() if value and not isinstance(function, str)]:
         raise InputError(f"{' and '.join(given)} are of operators, which are observed by name")
     if function is None:
         return functools.partial(
             observe,
-            **{"layout": layout, "causal": causal, "scale": scale, "window": window, "softcap": softcap, "ring": ring},
-        )
-    if layout not in get_args(Layout):
-        raise InputError(f'layout must be "BHTD" or "BTHD", got {layout!r}')
+            **{"layout": layout, "returns_layout": returns_layout, "causal": causal, "scale": scale, "window": window,
+               "softcap": softcap, "ring": ring},
+        )  # fmt: skip
+    for name, stated_layout in (("layout", layout), ("returns_layout", returns_layout or layout)):
+        if stated_layout not in get_args(Layout):
+            raise InputError(f'{name} must be "BHTD" or "BTHD", got {stated_layout!r}')
     if ring is not None and ring not in get_args(Order):
         raise InputError(f"ring must be one of {', '.join(get_args(Order))}, or None, got {ring!r}")
     stated = {"causal": _alignment(causal), "scale": scale, "window": window, "softcap": softcap}
@@ -135,7 +144,6 @@ def observe(
             function, backward=backward, arguments=arguments or {}, layout=layout, stated=stated, **results
         )
     names = _names_of(function)
-    lay_out = unchanged if layout == "BHTD" else turned
     label = f"{function.__module__}.{function.__qualname__}"
 
     def read(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
@@ -143,13 +151,18 @@ def observe(
         o, *more = result if isinstance(result, tuple) else (result,)
         q, k, v = (given.pop(name) for name in "qkv")
         group = given.pop("group", None)
+        lay_out = _of_operands(label, q, layout)
         rows = lay_out(q).shape[:3]
+        lay_out_result = _of_result(label, o, q, rows, returns_layout or layout)
         lse = next((t for t in more if isinstance(t, Tensor) and t.shape == rows and t.dtype == torch.float32), None)
         if "causal" in given:
             given["causal"] = _alignment(given["causal"])
+        if "mask" in given:
+            given["mask"] = mask_with_four_axes(given["mask"], q)
         options = {name: value for name, value in (stated | given).items() if value is not None}
-        tensors = {"q": lay_out(q), "k": lay_out(k), "v": lay_out(v), "o": lay_out(o), "lse": lse}
-        found = {"kernel": label, "graph": gradients(o, q, k, v, lay_out)} | tensors | options
+        tensors = {"q": lay_out(q), "k": lay_out(k), "v": lay_out(v), "o": lay_out_result(o), "lse": lse}
+        graph = gradients(o, q, k, v, lay_out) | {"do": (o, lay_out_result)}
+        found = {"kernel": label, "graph": graph} | tensors | options
         if ring is not None:
             causal = options.get("causal", "none") != "none"
             refused = WINDOW if "window" in options else "a mask in ring attention" if "mask" in options else None
@@ -170,6 +183,32 @@ def observe(
         return cast(Result, intercept.passed_on(site, function, args, kwargs))
 
     return observed
+
+
+def _of_operands(label: str, q: Tensor, layout: Layout) -> LayOut:
+    """What makes [B, H, T, D] of q, k and v; InputError where nothing does."""
+    if q.dim() == 4:
+        return _LAYOUTS[layout]
+    if layout == "BTHD":
+        raise InputError(f"{label} was given q of shape {list(q.shape)}; expected [B, T, H, D]")
+    return with_four_axes
+
+
+def _of_result(label: str, o: Tensor, q: Tensor, rows: torch.Size, layout: Layout) -> LayOut:
+    """What makes [B, H, Tq, Dv] of a function's O; InputError where nothing does. ``rows``: B, H and Tq."""
+    batch, heads, length = rows
+    if q.dim() != 4 and o.shape[:-1] == q.shape[:-1]:
+        return with_four_axes
+    if o.dim() == 3 and o.shape[:2] == (batch, length) and o.shape[2] % heads == 0:
+        return lambda t: t.unflatten(-1, (heads, -1)).transpose(1, 2)
+    fitting = [name for name, lay_out in _LAYOUTS.items() if o.dim() == 4 and lay_out(o).shape[:3] == rows]
+    if layout in fitting:
+        return _LAYOUTS[layout]
+    expected = "B, H, Tq, Dv" if layout == "BHTD" else "B, Tq, H, Dv"
+    raise InputError(
+        f"{label} returned O of shape {list(o.shape)} for q of {list(q.shape)}; expected [{expected}] or "
+        "[B, Tq, H * Dv]" + (f'; state returns_layout="{fitting[0]}"' if fitting else "")
+    )
 
 
 def _names_of(function: Callable[..., Any]) -> dict[str, str]:

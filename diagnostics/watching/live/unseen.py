@@ -113,13 +113,14 @@ class Unseen:
 
     Attributes:
         passed: Whether a forward pass of the model has come to its end.
+        failed: Whether a call was met that could not be recorded; its own warning says why.
     """
 
     def __init__(self, model: nn.Module | None, places: CallPlaces, warn: Callable[[str], None]) -> None:
         self._model, self._places, self._warn = model, places, warn
         self._blind_steps = self._judged = 0
         self._said = self._blind = False
-        self.passed = False
+        self.passed = self.failed = False
         self._handled = 0
         self._flex_calls: int | None = intercept.flex_calls
         # Gradients that were there before the first step: where each is, and its version.
@@ -183,7 +184,7 @@ class Unseen:
 
     def nothing(self) -> None:
         """Say that no call was seen."""
-        if not self._blind:
+        if not self._blind and not self.failed:
             self._blind = True
             engines = [words for name, words in ENGINES.items() if name in sys.modules]
             self._warn(". ".join([NOTHING, *engines, *self._words()]))

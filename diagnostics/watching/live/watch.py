@@ -317,6 +317,7 @@ class Watch:
     def failed(self, error: Exception) -> None:
         """Warn of our own failure; it is never an exception in somebody's training."""
         self.warn_once(f"a call was not recorded: {reason_of(error)}")
+        self._unseen.failed = True
         self.listener.failed(error)
 
     def finished(self, pending: Pending) -> None:

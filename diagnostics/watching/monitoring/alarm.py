@@ -77,7 +77,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_diag.printing import printable
-from attn_diag.results.wording import ranges
+from attn_diag.results.wording import percent, ranges
 from attn_diag.watching.monitoring.error_words import error_words
 from attn_diag.watching.monitoring.made_here import SCALER_STEPS, MadeHere
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, MEASURED, LayerCheck, MonitorCheck, Values
@@ -285,7 +285,7 @@ class LayerState:
             "witness_threshold": self.odds,
         }
         if kind == "nonfinite":
-            where = f"in {values['nonfinite_rate']:.1%} of sampled rows"
+            where = f"in {percent(values['nonfinite_rate'], '.1f')} of sampled rows"
             reason = f"NaN or Inf in q, o, dO or what follows from them, {where}"
             if values.get("came_nonfinite"):
                 reason = f"NaN or Inf came in with q, k, v or dO, {where}: made by another call, or by an earlier step"
