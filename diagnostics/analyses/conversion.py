@@ -16,18 +16,18 @@ from typing import Literal, get_args
 
 import torch
 
-from attn_diag.analyses.conversion_notes import MISFIT, lost_rows, of_gradient
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dumps import flashinfer, sglang, torch_save
 from attn_diag.captures.dumps.call import DumpedCall, Wanted
 from attn_diag.captures.metadata import LseBase
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
-from attn_diag.head.dumped import lse_shift
 from attn_diag.head.output_fit import FitSubject, OutputFit, lse_fit, out_fit, times_coarse
 from attn_diag.work import Progress
 
 Kind = Literal["auto", "flashinfer", "sglang", "torch"]
+# How the note begins of an output that does not fit q, k and v.
+MISFIT = " does not agree with attention on q, k and v"
 # And how one goes on of a guess that no output can confirm.
 UNCONFIRMED = " assumed, and nothing confirms it: "
 # How far an O may be off, in units of what is expected of a kernel that rounds all it stores to 16 bits: that is made
@@ -198,7 +198,6 @@ def _captured(call: DumpedCall, wanted: Wanted, declared: str | None) -> tuple[C
             captures = [replace(c, metadata=c.metadata.override(declared=declared)) for c in captures]
         capture, chosen = _settled(captures, readings.bases, readings.layout_open, readings.causal_open)
         capture, based = _with_base(capture, readings.bases)
-        based += [*lost_rows(capture), *of_gradient(capture)]
     except InputError as error:
         raise InputError(f"{call.source}: {error}") from None
     if readings.layout_by_shape:
@@ -282,11 +281,6 @@ def _with_base(capture: Capture, bases: tuple[LseBase, ...]) -> tuple[Capture, l
     if known and not any(fit.ok for fit in fits if fit is not None):
         base = f"; lse_base={best.metadata.lse_base} is assumed" if len(bases) > 1 else ""
         return best, [f"LSE{MISFIT} (off by {min(known)[0]:.2g} or more{base})"]
-    # The norm of an LSE hides a constant that no rounding makes.
-    if known and (shift := lse_shift(FitSubject(best, DEFAULT_OBSERVATION), _CPU)) is not None:
-        base = f"; lse_base={best.metadata.lse_base} is nearest" if len(bases) > 1 else ""
-        off = f"off by {shift[0]:+.2g} in the middle row, where 16 bits leave {shift[1]:.2g} at most{base}"
-        return best, [f"LSE{MISFIT} to rounding: it is {off}"]
     if len(bases) == 1:
         return best, [f"LSE agrees within {min(known)[0]:.2g}"] if known else []
     how = f": LSE agrees within {min(known)[0]:.2g}" if known else f"{UNCONFIRMED}no row to check with"

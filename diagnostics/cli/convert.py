@@ -54,9 +54,8 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
 ) -> int:
     """Convert dumps of FlashInfer, SGLang or torch.save to captures that inspect reads; every guess is printed."""
-    from attn_diag.analyses.conversion import UNCONFIRMED
+    from attn_diag.analyses.conversion import MISFIT, UNCONFIRMED
     from attn_diag.analyses.conversion import convert as run
-    from attn_diag.analyses.conversion_notes import MISFIT
     from attn_diag.captures.dumps.names import parse_map
     from attn_diag.errors import InputError
     from attn_diag.printing import printable, say

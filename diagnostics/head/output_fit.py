@@ -26,7 +26,7 @@ from attn_diag.reference.heads import batches, out_and_lse, stacked
 # O's own format comes on top: one correct rounding makes 0.17 % in BF16, but 2.6 % in E4M3 (far more where O is
 # subnormal there) and 5.5 % in E5M2.
 TOLERANCE = 0.05
-MOST_ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no quarter, show nothing
+_ROWS, _FEW = 48, 8  # rows that are compared; of these so few in effect, and no quarter, show nothing
 _HEADS = 4
 # Up to this size (T * D) the heads are read together.
 _SMALL = 2**20
@@ -54,7 +54,7 @@ class FitSubject(NamedTuple):
 
 
 @dataclass
-class SampledOutput:
+class _Sampled:
     """An output of one head in some rows."""
 
     asked: int
@@ -89,7 +89,7 @@ class SampledOutput:
         return tuple(x[usable] for x in found)
 
 
-def sampled_outputs(number: int, asked: FitSubject, output: str, device: torch.device) -> Iterator[SampledOutput]:
+def _sample(number: int, asked: FitSubject, output: str, device: torch.device) -> Iterator[_Sampled]:
     """Some heads of one capture, one after the other."""
     capture, observation, known, chosen = asked
     places = list(sampled_heads(capture) if chosen is None else chosen)
@@ -101,20 +101,20 @@ def sampled_outputs(number: int, asked: FitSubject, output: str, device: torch.d
         some, census = places[start : start + step], NonFiniteCensus()
         tensors = known if known is not None and known.places.issuperset(some) else HeadTensors(capture, some, device)
         for batch, head in some:
-            rows = sampled_rows(capture.lengths(batch)[0], device)
+            rows = _rows(capture.lengths(batch)[0], device)
             inputs, stored = inputs_of(tensors, batch, head, census), tensors.read(key, batch, head)
             assert stored is not None
             inputs = replace(inputs, head=replace(inputs.head, do=None))
-            yield SampledOutput(number, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
+            yield _Sampled(number, inputs, rows, stored[0][rows], fmt, inputs.sound and stored[1], recipe)
 
 
 @lru_cache(maxsize=32)
-def sampled_rows(length: int, device: torch.device) -> Tensor:
+def _rows(length: int, device: torch.device) -> Tensor:
     """The rows that are looked at of a sequence of this length; not to be changed."""
-    return torch.linspace(0, length - 1, min(length, MOST_ROWS)).long().to(device)
+    return torch.linspace(0, length - 1, min(length, _ROWS)).long().to(device)
 
 
-def _recomputed(some: Sequence[SampledOutput], output: str) -> Iterator[Tensor]:
+def _recomputed(some: Sequence[_Sampled], output: str) -> Iterator[Tensor]:
     """The output of heads that are alike in these rows; of sound ones side by side."""
     if len(some) > 1 and all(one.sound for one in some):
         out, lse = out_and_lse([one.inputs.head for one in some], some[0].rows)
@@ -126,7 +126,7 @@ def _recomputed(some: Sequence[SampledOutput], output: str) -> Iterator[Tensor]:
         yield block.out if output == "o" else block.lse
 
 
-def _at_once(first: SampledOutput) -> int:
+def _at_once(first: _Sampled) -> int:
     """How many heads are recomputed side by side: on a CPU one, as more would leave its cache."""
     head = first.inputs.head
     side_by_side = head.q.is_cuda and head.dropout is None
@@ -140,7 +140,7 @@ def _sums(
 
     ``sums``: from format, observed, true and made values of H heads, [H, ...], several numbers of each, [H].
     """
-    sampled = (one for i, of_one in enumerate(asked) for one in sampled_outputs(i, of_one, output, device))
+    sampled = (one for i, of_one in enumerate(asked) for one in _sample(i, of_one, output, device))
     alike: dict[tuple[int, torch.Size, FloatFormat], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for first in sampled:
         some = [first, *islice(sampled, _at_once(first) - 1)]
@@ -226,7 +226,7 @@ def out_fits(asked: Sequence[FitSubject], device: torch.device) -> list[OutputFi
 def _beyond_rounded_scores(asked: FitSubject, device: torch.device) -> float:
     """The square of O's error that scores in 16 bits cannot make of its rows."""
     inputs_format, found = format_of(asked.capture.tensors["q"].dtype), list[Tensor]()
-    for one in sampled_outputs(0, asked, "o", device):
+    for one in _sample(0, asked, "o", device):
         block = reference_rows(one.inputs.head, one.rows)
         one.inputs.mark_rows(block)
         moved = moved_by_scores(one.inputs.head, block, inputs_format)
@@ -243,7 +243,7 @@ def times_coarse(asked: FitSubject, device: torch.device) -> float | None:
     inputs_format, seen = format_of(asked.capture.tensors["q"].dtype), [0.0, 0.0]
     if inputs_format.name not in ("bf16", "fp16"):
         return None
-    for one in sampled_outputs(0, asked, "o", device):
+    for one in _sample(0, asked, "o", device):
         if one.recipe is not None or one.inputs.head.dropout is not None:
             return None
         block = reference_rows(one.inputs.head, one.rows)

@@ -61,10 +61,12 @@ class Seen:
     @property
     def words(self) -> str:
         """What follows "not seen"."""
-        sizes = [percent(size, ".2g") if size < 1 else "any size" for size in astuple(self)]
+        # From a factor of two on it is not computed: what is so far off may be seen as another computation.
+        sizes = [percent(size, ".2g") if size < 1 else "an unknown size" for size in astuple(self)]
         return (
             f"not seen are errors below {sizes[0]} that all of a head's O shares, {sizes[1]} in {4 * FEW} successive "
-            f"rows, {sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what single elements have alone"
+            f"rows, {sizes[2]} in a feature, {sizes[3]} of the softmax scale, and what only single elements or rows "
+            "here and there have"
         )
 
 
