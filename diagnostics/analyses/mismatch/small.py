@@ -5,7 +5,7 @@ is as uncertain as its spread over sqrt(n); e is a row's error, d the direction 
 another scale moves O. Roundings of a healthy kernel share something too: where all scores are nearly equal, P̄ of all
 keys is rounded alike, and where V has a feature of one value, so is O. How much, emulations of well-rounded kernels on
 the same rows tell, for any place of P̄ between two powers of two: kernels subtract other maxima. What is left beside
-both, and beside what sums and exponentials of healthy kernels may share, no rounding to nearest makes.
+both, and beside what sums and exponentials of healthy kernels may share, no rounding of P̄ and O to nearest makes.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:
     way = "small" if first.off < 0 else "large"
     if first.kind != "scale":
         return (
-            f"{run}'s O is {size} too {way}, {where}: no rounding to nearest makes that (a factor of O or of scores, "
-            "or a cast that truncates)"
+            f"{run}'s O is {size} too {way}, {where}: roundings of P and O to nearest do not make that (a factor "
+            "of O or of scores, another value rounded coarsely, or a cast that truncates)"
         )
     scale = f"{number(first.scale * (1 + first.off), 6)} where {number(first.scale, 6)} is stated"
     return (
