@@ -154,8 +154,6 @@ def compare_runs(
     repairs = [*repairs_of(compared, causes), *sums.repairs]
     identical = not any([one.difference for one in results] + [one.difference for one in sums.outputs])
     begins = causes[0] if causes else None
-    looked = [layer.seen for layer in compared]
-    unseen = "" if None in looked else reduce(Seen.beside, filter(None, looked)).words
     whole = Mismatch(
         tool=describe_tool(at),
         train=_side("train", sides[0], runs[0], train),
@@ -176,7 +174,7 @@ def compare_runs(
         outputs=tuple(sums.outputs),
     )
     return ComparedRuns(
-        replace(whole, headline=headline(whole, unseen)), runs, tuple(matched), tuple(compared), sums.added
+        replace(whole, headline=headline(whole, compared)), runs, tuple(matched), tuple(compared), sums.added
     )
 
 
@@ -217,12 +215,12 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
     )  # fmt: skip
 
 
-def headline(found: Mismatch, unseen: str) -> str:
+def headline(found: Mismatch, layers: Sequence[ComparedLayer]) -> str:
     """The result in a sentence.
 
     Args:
         found: Without it.
-        unseen: What is too small to be seen in some head, in words; empty: that is not known.
+        layers: Those that were compared, one at least.
     """
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
     if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
@@ -243,7 +241,11 @@ def headline(found: Mismatch, unseen: str) -> str:
         if found.outputs:
             output = max(found.outputs, key=lambda one: one.difference)
             most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
-        unseen = unseen or "what moves it by less than rounding is not told from that"
+        seen = [layer.seen for layer in layers]
+        known = [one for one in seen if one is not None]
+        unseen = "what moves it by less than rounding is not told from that"
+        if len(known) == len(seen):
+            unseen = reduce(Seen.beside, known).words
         return f"nothing beyond rounding and schedule is seen in attention: {most} in {where} ({unseen})"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
