@@ -39,11 +39,11 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     """
     causes = [*_semantics(found), *_positions(found)]
     if not alike(found):
-        for which, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
+        for index, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
             for cause in _of_fit(found.layer, side, fit):
-                shared = [one for one in found.small if one.side == which]
-                more = f"; many elements share it: {words_of(shared, side, len(found.heads))}" if shared else ""
-                causes.append(replace(cause, words=cause.words + more))
+                shared = [one for one in found.small if one.side == index]
+                by_many = f"; many elements share it: {words_of(shared, side, len(found.heads))}" if shared else ""
+                causes.append(replace(cause, words=cause.words + by_many))
     small = list(_small(found))
     causes += small
     if found.stray is not None and not small and not any(fit.coarse for fit in found.fits):

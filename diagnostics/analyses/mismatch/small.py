@@ -172,7 +172,8 @@ class _Head:
     @cached_property
     def norm(self) -> Tensor:
         """Of each row of O, [n, 1]."""
-        return (self.rows.o - self.error).norm(dim=1, keepdim=True).clamp(min=1e-300)
+        norm: Tensor = (self.rows.o - self.error).norm(dim=1, keepdim=True)
+        return norm.clamp(min=1e-300)
 
     @cached_property
     def out(self) -> Tensor:
