@@ -75,6 +75,60 @@ def test_one_row_that_is_two_per_cent_too_large_is_found(spread: float, tmp_path
     assert said.endswith("a fault, or a coarser rounding than a well-rounded kernel's."), said
 
 
+def _times(factor: float, *place: slice | int) -> Callable[[CaseInputs], Tensor]:
+    """A kernel that multiplies a part of its O before it rounds that."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        o = emulate(replace(FA2, out="fp32"), case, CPU)["o"].clone()
+        o[(0, *place)] *= factor
+        return o.bfloat16()
+
+    return engine
+
+
+def _of_scale(factor: float) -> Callable[[CaseInputs], Tensor]:
+    return lambda case: emulate(FA2, replace(case, scale=factor * case.scale), CPU)["o"]
+
+
+EVERY = slice(None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (_times(1.005, 1, slice(64, 128)), "0.5 % (± 0.0"),
+        (_times(1.003, EVERY, slice(96, None)), "too large, most clearly in head"),
+        (_times(1.01, 1, EVERY, 5), "too large, most clearly in head 1 in feature 5; 1 of 2 heads show such"),
+        (_times(0.998, 0), "too small, most clearly in head 0; 1 of 2 heads show such"),
+        (_of_scale(1.002), "many elements share it: rollout's O is as a softmax scale 0.21 % (± 0."),
+    ],
+    ids=["64 rows", "half of the rows", "feature", "head", "scale"],
+)
+def test_what_many_elements_share_is_found_below_rounding(
+    engine: Callable[[CaseInputs], Tensor], words: str, tmp_path: Path
+) -> None:
+    said = mismatch(tmp_path, normal(0), engine)
+    assert said.startswith("FAIL the runs part in layer 0: rollout's O is"), said
+    assert words in said, said
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.02, 4.0])
+@pytest.mark.parametrize("recipe", [replace(FA2, row_sum_of="cast-probs"), replace(FA2, probs="fp32")])
+def test_what_healthy_kernels_share_is_no_fault(recipe: Recipe, scale: float, tmp_path: Path) -> None:
+    """Nearly equal scores: every P is rounded alike; a feature of one value, so is O."""
+    case = normal(0)
+    case = replace(case, q=scale * case.q, v=case.v.index_fill(3, torch.tensor([3]), 1.7))
+    said = mismatch(tmp_path, case, lambda c: emulate(recipe, c, CPU)["o"])
+    assert said.startswith(("OK nothing beyond rounding", "OK train and rollout are bit")), said
+
+
+def test_what_is_too_small_to_be_seen_is_said(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, normal(0), _of_scale(1.0001))
+    assert said.startswith("OK nothing beyond rounding and schedule is seen"), said
+    assert "(not seen are errors below 0." in said
+    assert "% of the softmax scale, and what only single elements or rows here and there have)" in said
+
+
 @pytest.mark.parametrize("recipe", [replace(FA2, scores="bf16"), replace(FA2, row_sum="bf16")], ids=["scores", "l"])
 def test_a_rounding_in_all_rows_is_none_of_few(recipe: Recipe, tmp_path: Path) -> None:
     case = normal(0)

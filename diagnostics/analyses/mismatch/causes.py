@@ -10,6 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.small_words import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -38,9 +39,14 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     """
     causes = [*_semantics(found), *_positions(found)]
     if not alike(found):
-        for side, fit in zip(_RUNS, found.fits, strict=True):
-            causes += _of_fit(found.layer, side, fit)
-    if found.stray is not None and not any(fit.coarse for fit in found.fits):
+        for index, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
+            for cause in _of_fit(found.layer, side, fit):
+                shared = [one for one in found.small if one.side == index]
+                by_many = f"; many elements share it: {words_of(shared, side, len(found.heads))}" if shared else ""
+                causes.append(replace(cause, words=cause.words + by_many))
+    small = list(_small(found))
+    causes += small
+    if found.stray is not None and not small and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
         made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
         made = "a fault, or a coarser rounding than a well-rounded kernel's" if row.coarse else made
@@ -143,6 +149,16 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
         kind = "unnamed-o"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
+
+
+def _small(found: ComparedLayer) -> Iterator[MismatchCause]:
+    """What is less than its rounding, but many elements' alike."""
+    for which, side in enumerate(_RUNS):
+        own = [one for one in found.small if one.side == which]
+        if own and not found.fits[which].coarse:
+            first = max(own, key=lambda one: one.clear)
+            kind: CauseKind = "scale" if first.kind == "scale" else "unnamed-o"
+            yield _cause(found.layer, kind, side, words_of(own, side, len(found.heads)), fitted=True)
 
 
 def _semantics(found: ComparedLayer) -> Iterator[MismatchCause]:

@@ -17,6 +17,8 @@ from attn_diag.analyses.mismatch.norms import NormFactor, find_norm
 from attn_diag.analyses.mismatch.pairing import SequencePair
 from attn_diag.analyses.mismatch.rotation import PositionShift, find_rotations, without
 from attn_diag.analyses.mismatch.rows import RunRows, observation_of, stream_rows, with_scale_of
+from attn_diag.analyses.mismatch.small import small_errors
+from attn_diag.analyses.mismatch.small_words import Seen, SmallError
 from attn_diag.analyses.mismatch.split import (
     PARTS,
     HeadSemantics,
@@ -74,6 +76,10 @@ class ComparedLayer:
     """That q, k or v of one run alone are stored below 16 bits."""
     stray: StrayRow | None
     """The row that strays furthest, where O fits rounding as a whole."""
+    small: tuple[SmallError, ...]
+    """What a run's O has less than its rounding off, but many elements alike."""
+    seen: Seen | None
+    """What of that would have been seen; None: it was not looked for."""
     entering: tuple[tuple[Tensor, Tensor] | None, ...]
     """By pair of sequences x of both, [T, C] each, NaN in rows that not both have; None: not captured."""
     stream: float | None
@@ -139,11 +145,12 @@ def compare_layer(
         for pair in matched
     )
     streams = [(a[a[:, 0].isfinite()], b[b[:, 0].isfinite()]) for a, b in filter(None, entering)]
+    small, seen = _small(captures, heads, splits, fits)
     units = tuple(2.0 ** -(format_of(capture.tensors["q"].dtype).precision + 1) for capture in captures)
     return ComparedLayer(
         layer, tuple(found), tuple(splits), sums, (fits[0], fits[1]), rotations, weights,
         find_norm(streams, [h.rows for h in heads], max(units)), _storage(heads), _stray(captures, found, splits),
-        entering, _stream(streams), (units[0], units[1]),
+        small, seen, entering, _stream(streams), (units[0], units[1]),
     )  # fmt: skip
 
 
@@ -167,6 +174,17 @@ def _storage(heads: Sequence[HeadOfBoth]) -> CoarseStorage | None:
 def _stray(captures: Sequence[Capture], heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead]) -> StrayRow | None:
     both = [(h.head, h.rows, h.semantics, split) for h, split in zip(heads, splits, strict=True)]
     return find_stray(both, [(format_of(c.tensors["q"].dtype), format_of(_out(c))) for c in captures])
+
+
+def _small(
+    captures: Sequence[Capture], heads: Sequence[HeadOfBoth], splits: Sequence[SplitHead], fits: Sequence[LayerFit]
+) -> tuple[tuple[SmallError, ...], Seen | None]:
+    return small_errors(
+        [(h.sequence, h.head, h.rows, h.semantics) for h in heads],
+        [split.errors for split in splits],
+        [(format_of(c.tensors["q"].dtype), format_of(_out(c))) for c in captures],
+        [fit.best is None and fit.site is None for fit in fits],
+    )
 
 
 def _out(capture: Capture) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from attn_diag.analyses.mismatch.nonfinite import not_finite
 from attn_diag.analyses.mismatch.pairing import SequencePair, pairs
 from attn_diag.analyses.mismatch.repairs import repairs_of
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
+from attn_diag.analyses.mismatch.small_words import Seen
 from attn_diag.analyses.mismatch.sums import compare_sums, with_sums
 from attn_diag.analyses.mismatch.tokens import TokenRun, by_layer, read_run
 from attn_diag.captures.capture import Capture
@@ -171,7 +173,9 @@ def compare_runs(
         sums=tuple(sums.sums),
         outputs=tuple(sums.outputs),
     )
-    return ComparedRuns(replace(whole, headline=headline(whole)), runs, tuple(matched), tuple(compared), sums.added)
+    return ComparedRuns(
+        replace(whole, headline=headline(whole, compared)), runs, tuple(matched), tuple(compared), sums.added
+    )
 
 
 def read_runs(
@@ -211,8 +215,13 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
     )  # fmt: skip
 
 
-def headline(found: Mismatch) -> str:
-    """The result in a sentence."""
+def headline(found: Mismatch, layers: Sequence[ComparedLayer]) -> str:
+    """The result in a sentence.
+
+    Args:
+        found: Without it.
+        layers: Those that were compared, one at least.
+    """
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
     if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
         tokens = f"{fewest} to {tokens}"
@@ -232,10 +241,12 @@ def headline(found: Mismatch) -> str:
         if found.outputs:
             output = max(found.outputs, key=lambda one: one.difference)
             most += f", its output projection by up to {percent(output.difference)} (layer {output.layer})"
-        return (
-            f"nothing beyond rounding and schedule is seen in attention: {most} in {where} (what moves it by less "
-            "than rounding is not told from that)"
-        )
+        seen = [layer.seen for layer in layers]
+        known = [one for one in seen if one is not None]
+        unseen = "what moves it by less than rounding is not told from that"
+        if len(known) == len(seen):
+            unseen = reduce(Seen.beside, known).words
+        return f"nothing beyond rounding and schedule is seen in attention: {most} in {where} ({unseen})"
     first = found.causes[0]
     others = sorted({cause.layer for cause in found.causes} - {first.layer})
     more = f"; also in {plural(len(others), 'later layer')}" if others else ""
