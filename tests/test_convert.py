@@ -524,7 +524,8 @@ def test_what_rounding_may_make_of_lse_is_of_keys_that_count_and_of_16_bits(tmp_
     said = notes_of(tmp_path, masked, layout="BHTD", causal="none", lse_base="e")
     assert "it is off by +0.1 in the middle row" in said
     wide = [x.float() + 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in (8 * q, k, v)]
-    o, lse = attention(*(x.bfloat16() for x in wide), "top-left")  # in FP32, through BF16
+    q, k, v = (x.bfloat16() for x in wide)  # in FP32, through BF16
+    o, lse = attention(q, k, v, "top-left")
     assert "LSE agrees" in notes_of(tmp_path, {**named((*wide, o.float()), *QKVO), "lse": lse}, **STATED)
 
 
