@@ -199,3 +199,12 @@ class SglangDumper:
 
 def named(tensors: tuple[Tensor, ...], *names: str) -> dict[str, Any]:
     return dict(zip(names, tensors, strict=True))
+
+
+QKVO = ("q", "k", "v", "o")
+
+
+def converted(folder: Path, content: Any, **options: Any) -> Capture:
+    """The capture made of what was given to ``torch.save``, in folder / "dump.pt"."""
+    torch.save(content, folder / "dump.pt")
+    return only(convert(folder / "dump.pt", folder / "captures", force=True, **options))

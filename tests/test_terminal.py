@@ -17,6 +17,7 @@ from command_line import Run, program
 from rich.cells import cell_len
 
 import attn_diag
+from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.reports import story
 from attn_diag.reports.head_map import log_levels
 from attn_diag.reports.layout import ASCII, BLOCKS, bar_line, spark
@@ -395,7 +396,11 @@ def test_levels_of_a_map() -> None:
     assert log_levels([None]) == [None]
 
 
-def test_failed_assumptions_come_first() -> None:
+def test_failed_assumptions_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sought(*_: object) -> None:
+        raise AssertionError("patterns of what is wrong are sought beside another function's truth")
+
+    monkeypatch.setattr(CapturePatterns, "explain", sought)
     capture = attn_diag.load(CAPTURES / "gqa_T200.safetensors", causal="none")
     text = attn_diag.inspect_captures([capture], device="cpu").report(80)
     assert text.startswith("MASK OR SCALE NOT AS STATED: all 8 heads (judged as causal=none, O fits")

@@ -345,8 +345,8 @@ class CaptureJob:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients = head // self.group, self.key_sums.get(name, {})
         found, coarse = list[QuantityVerdict](), coarse_words(self._recipe(name))
-        # Where and how a captured quantity is wrong; what a recipe made is not asked.
-        explain = partial(self.patterns.explain, name, head) if name in self.capture.observations else None
+        asked = name in self.capture.observations and not self.assumptions.refused  # no recipe's, no other function's
+        explain = partial(self.patterns.explain, name, head) if asked else None
         for quantity in CAPTURED:
             if quantity in KEYED:
                 known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
