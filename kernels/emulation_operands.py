@@ -227,8 +227,8 @@ class Operands:
         return recipe.alpha in ("in-exponent", "in-q") and self.head.softcap is None and not self.has_bias
 
 
-def multiply(recipe: Recipe, a: Factor, b: Factor, accumulator: Tensor | None = None) -> Tensor:
-    """``a @ b`` (+ ``accumulator``, in the unit of the codes) as the recipe's hardware adds, times both scales."""
+def multiply(recipe: Recipe, a: Factor, b: Factor) -> Tensor:
+    """``a @ b`` as the recipe's hardware adds, times both scales."""
     if a.scale is None and a.elements == "" and b.elements != "":
         b = Factor(b.whole)
     elif b.scale is None and b.elements == "" and a.elements != "":
@@ -239,7 +239,7 @@ def multiply(recipe: Recipe, a: Factor, b: Factor, accumulator: Tensor | None = 
     elif a.elements == b.elements and a.elements in _FP8:
         operands = a.elements
     core = core_of(recipe) if operands == recipe.input else None
-    found = matmul(a.values, b.values, model, accumulator, operands=operands, core=core)
+    found = matmul(a.values, b.values, model, operands=operands, core=core)
     for scale in (a.scale, b.scale):
         found = found if scale is None else found * scale
     return found

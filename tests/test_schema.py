@@ -167,13 +167,13 @@ def test_version_2_is_read_and_shown() -> None:
 def test_in_parts_it_is_the_same(count: int) -> None:
     """A capture at a time, whatever stands in names and however long the summary is."""
     found = inspected("gpt2_step637_L2H6")
-    hostile = 'a\n  "captures": []\n  ]'
+    hostile = 'a"captures":[]'
     captures = tuple(replace(found.captures[0], source=f"{hostile}{number}") for number in range(count))
     summary = replace(found.summary, sentence=hostile, warnings=(hostile,) * 3)
     found = replace(found, captures=captures, summary=summary, tool=replace(found.tool, device=hostile))
     parts = list(found.json_parts())
-    assert b"".join(parts) == found.to_json_bytes()
-    assert count < 3 or max(map(len, parts)) < len(found.to_json_bytes()) / 2
+    assert b"".join(parts) == found.to_json_bytes(indent=None)
+    assert count < 3 or max(map(len, parts)) < len(found.to_json_bytes(indent=None)) / 2
 
 
 @pytest.mark.parametrize("place", ["figures", "attribution", "microscope", "bias"])

@@ -130,9 +130,8 @@ def _integer(value: object) -> object:
     return value
 
 
-# In the JSON of a diagnosis, by its indentation, and the end of a list of them; only its own key stands behind a line
-# break and two spaces, or has quotation marks without a backslash.
-_NO_CAPTURES = {2: (b'\n  "captures": []', b"\n  ]"), None: (b'"captures":[]', b"]")}
+# In the JSON of a diagnosis; in a string its quotation marks have a backslash.
+_NO_CAPTURES = b'"captures":[]'
 
 
 # What heads share follows from them where it is not given, as by documents that are older than it.
@@ -169,25 +168,20 @@ class Diagnosis(Result):
             object.__setattr__(self, "findings", findings)
             object.__setattr__(self, "undecided", undecided)
 
-    def json_parts(self, *, indent: int | None = 2) -> Iterator[bytes]:
-        """What ``to_json_bytes()`` returns, a capture at a time: of thousands of heads it is a gigabyte.
-
-        Args:
-            indent: 2, or None for no blanks at all.
-        """
-        nothing, closing = _NO_CAPTURES[indent]
-        start, place, end = replace(self, captures=()).to_json_bytes(indent=indent).partition(nothing)
+    def json_parts(self) -> Iterator[bytes]:
+        """What ``to_json_bytes(indent=None)`` returns, a capture at a time: of thousands of heads it is a gigabyte."""
+        start, place, end = replace(self, captures=()).to_json_bytes(indent=None).partition(_NO_CAPTURES)
         if not self.captures:
             yield start + place + end
             return
-        # Each capture in a document of its own, which has the same indentation; the summary may be long.
+        # Each capture in a document of its own; the summary may be long.
         small = replace(self, captures=(), summary=Summary("", {}))
-        before, _, after = small.to_json_bytes(indent=indent).partition(nothing)
-        around = slice(len(before) + len(nothing) - 1, -len(after) - len(closing))
+        before, _, after = small.to_json_bytes(indent=None).partition(_NO_CAPTURES)
+        around = slice(len(before) + len(_NO_CAPTURES) - 1, -len(after) - 1)
         for number, capture in enumerate(self.captures):
-            yield b"," if number else start + nothing[:-1]
-            yield replace(small, captures=(capture,)).to_json_bytes(indent=indent)[around]
-        yield closing + end
+            yield b"," if number else start + _NO_CAPTURES[:-1]
+            yield replace(small, captures=(capture,)).to_json_bytes(indent=None)[around]
+        yield b"]" + end
 
     def saved_parts(self, *, full: bool = False) -> Iterator[bytes]:
         """The JSON that a command writes: heads in tables, without running sums and figures (version 4).
@@ -196,7 +190,7 @@ class Diagnosis(Result):
             full: Write everything, as ``to_json`` does, but without blanks.
         """
         if full or self.schema_version < compact.WHOLE:
-            yield from self.json_parts(indent=None)
+            yield from self.json_parts()
         else:
             short = replace(self, captures=compact.without_details(self.captures), left_out=compact.LEFT_OUT)
             yield from compact.folded(short.to_json_bytes(indent=None))

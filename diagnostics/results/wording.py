@@ -179,11 +179,11 @@ def runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def ranges(numbers: Sequence[int], most: int = 4) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers in ascending order, neighbours together: "0-63, 128 and 5 more"."""
     found = runs(numbers)
-    named = [str(first) if first == last else f"{first}-{last}" for first, last in found[:most]]
-    left = sum(last - first + 1 for first, last in found[most:])
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in found[:4]]
+    left = sum(last - first + 1 for first, last in found[4:])
     return ", ".join(named) + (f" and {left} more" if left else "")
 
 

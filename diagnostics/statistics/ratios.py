@@ -40,7 +40,10 @@ class RatioEstimate:
 
 @dataclass(frozen=True)
 class Carriers:
-    """What rows share: query rows whose delta's error reaches every key of dK."""
+    """What rows share: query rows whose delta's error reaches every key of dK.
+
+    It adds to the variance that of the log ratio of two sums of so many squares, share^2 (1 - correlation^2) / count.
+    """
 
     count: float
     """Effective number of these query rows."""
@@ -75,7 +78,6 @@ def paired_ratio(
     observed: Array,
     yardstick: Array,
     clusters: npt.NDArray[np.int64] | None = None,
-    carriers: Carriers | None = None,
 ) -> RatioEstimate | None:
     """The factor between two root-mean-square errors, by a delete-one jackknife of its logarithm (Efron & Stein 1981).
 
@@ -83,14 +85,12 @@ def paired_ratio(
         observed: [n], squared errors by row.
         yardstick: [n], those that they are compared with.
         clusters: [n], group of every row, from 0 without gaps; None: every row its own.
-        carriers: What rows share, which the jackknife over them does not see. It adds to the variance that of the log
-            ratio of two sums of so many squares, share^2 (1 - correlation^2) / count.
 
     Returns:
         None where the yardstick is 0 or there are fewer than two groups. Where all groups are copies of one, which is
         one independent sample, the interval tells nothing.
     """
-    return paired_ratios([RatioCase(observed, yardstick, clusters, carriers)])[0]
+    return paired_ratios([RatioCase(observed, yardstick, clusters)])[0]
 
 
 def paired_ratios(cases: Sequence[RatioCase]) -> list[RatioEstimate | None]:

@@ -72,10 +72,10 @@ def with_low(recipe: Recipe, sites: Collection[RoundingSite], low: Collection[st
     return replace(recipe, **undone)
 
 
-def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode, seed: int = 0) -> Recipe:
+def with_mode(recipe: Recipe, sites: Collection[RoundingSite], mode: Mode) -> Recipe:
     """The recipe with these sites' roundings in another mode; sites without a format stay."""
     changes: dict[str, Any] = {site.name: in_mode(site.format, mode) for site in sites if site.format is not None}
-    return replace(recipe, seed=seed, **changes)
+    return replace(recipe, seed=0, **changes)
 
 
 def _acts(recipe: Recipe, name: str) -> bool:

@@ -204,23 +204,20 @@ class Evidence:
         """[n, D], observed - true."""
         return self.observed - self.truth
 
-    def fit(self, index: Tensor, prediction: Tensor, columns: Tensor | None = None) -> Fit:
+    def fit(self, index: Tensor, prediction: Tensor) -> Fit:
         """How well a guess of some rows fits.
 
         Args:
             index: Which n rows.
             prediction: The guess, [n, D].
-            columns: Features that count; None for all.
         """
-        part = slice(None) if columns is None else columns
-        left = (self.observed[index] - prediction)[:, part].square()
-        before = self.error[index][:, part].square()
+        left, before = (self.observed[index] - prediction).square(), self.error[index].square()
         true = self.truth[index]
         # A larger quantity is rounded as much more coarsely.
         grown = (prediction.square().sum(1) - true.square().sum(1)).clamp(min=0.0) * self.relative_noise
         noise = self.variance[index] + (grown / true.shape[1])[:, None]
         noise = torch.maximum(noise, ulp(prediction, self.fmt).square() / 12)
-        noise = torch.maximum(noise, ulp(true, self.fmt).square() / 12)[:, part]
+        noise = torch.maximum(noise, ulp(true, self.fmt).square() / 12)
         total = float(noise.sum().clamp(min=1e-300))
         return Fit(float(before.sum()), float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))
 

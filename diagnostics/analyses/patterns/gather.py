@@ -66,7 +66,6 @@ class HeadTruths:
         outlying: Collection[int] = (),
         features: Collection[int] = (),
         *,
-        chosen: int = 0,
         others: Sequence[tuple[str, Callable[[], AttentionHead]]] = (),
         key_heads: Mapping[str, str] = MappingProxyType({}),
         captured: Sequence[Mapping[str, Tensor]] = (),
@@ -82,7 +81,6 @@ class HeadTruths:
             fmt: The format in which it was stored.
             outlying: Rows that stand out.
             features: Features that do.
-            chosen: Which of the heads it belongs to; of dK and dV all do.
             others: Other heads of the capture.
             key_heads: By the heads' names and theirs, what their key head is called.
             captured: o and lse of each head as the kernel returned them; kept where one of them is off.
@@ -91,18 +89,18 @@ class HeadTruths:
             mistakes: Likewise other mistakes: in its ALiBi slope, in its dropout.
         """
         by_key = quantity in ("dk", "dv")
-        heads = range(len(self.inputs)) if by_key else (chosen,)
+        heads = range(len(self.inputs)) if by_key else range(1)
         references = tuple(self.references[h] for h in heads)
         true = {"o": "out"}.get(quantity, quantity)
         truth = torch.stack([getattr(r, true) for r in references]).sum(0)
         if quantity == "lse":
-            variance = (_LSE_NOISE * (1 + truth.abs())).square() + self.variances[chosen].get("lse", 0.0)
+            variance = (_LSE_NOISE * (1 + truth.abs())).square() + self.variances[0].get("lse", 0.0)
         else:
             variance = torch.stack([self.variances[h][quantity] for h in heads]).sum(0)
         truth, variance, observed = (t[:, None] if t.ndim == 1 else t for t in (truth, variance, observed))
         usable = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         if not by_key:
-            usable = ~self.inputs[chosen].unusable & ~references[0].fully_masked
+            usable = ~self.inputs[0].unusable & ~references[0].fully_masked
         return Evidence(
             quantity, observed, truth.nan_to_num(0.0, 0.0, 0.0), variance.nan_to_num(0.0, 0.0, 0.0), fmt, usable,
             _marked(truth[:, 0], outlying), _marked(truth[0], features),

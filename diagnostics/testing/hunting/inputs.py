@@ -116,7 +116,7 @@ class Material:
             head_dim=q.shape[3], causal=self.case.causal, dtype=_NAMES[q.dtype],  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def build(self, variant: Variant, seed: int = 0) -> CaseInputs:
+    def build(self, variant: Variant) -> CaseInputs:
         """The inputs of a variant, contiguous. Raises InputError where its numbers do not fit its format."""
         case, (b, hk, d) = self.case, (variant.batch, variant.key_heads, variant.head_dim)
         hq, dv = hk * variant.group, case.v.shape[3] if d == case.q.shape[3] else d
@@ -125,8 +125,8 @@ class Material:
         # The usual scale goes with the head size; another is the user's.
         usual = math.isclose(case.scale, case.q.shape[3] ** -0.5, rel_tol=1e-6)
         scale = d**-0.5 if usual else case.scale
-        tensors = {n: self._drawn(n, shapes[n], variant, seed) for n in TENSORS}
-        generator = torch.Generator().manual_seed(seed)
+        tensors = {n: self._drawn(n, shapes[n], variant) for n in TENSORS}
+        generator = torch.Generator().manual_seed(0)
         if variant.values != "plain":
             CHANGES[variant.values](tensors, scale, generator)
         tensors = fitted(variant.layout, tensors)
@@ -139,7 +139,7 @@ class Material:
             variant.words, q, k, v, do, scale, variant.causal, window=case.window, softcap=case.softcap,
             alibi_slopes=self._slopes(b, hq), alibi_origin=case.alibi_origin,
             sinks=None if case.sinks is None else case.sinks[torch.arange(hq) % len(case.sinks)],
-            dropout_mask=self._kept((b, hq, variant.rows, variant.keys), seed), dropout_p=case.dropout_p,
+            dropout_mask=self._kept((b, hq, variant.rows, variant.keys)), dropout_p=case.dropout_p,
         )  # fmt: skip
 
     def _slopes(self, batch: int, heads: int) -> Tensor | None:
@@ -147,19 +147,19 @@ class Material:
         slopes = self.case.alibi_slopes
         return None if slopes is None else slopes[0, torch.arange(heads) % slopes.shape[1]].repeat(batch, 1)
 
-    def _kept(self, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    def _kept(self, shape: tuple[int, ...]) -> Tensor | None:
         """Which probabilities are kept: the capture's, and beyond it as many in the mean."""
         given, p = self.case.dropout_mask, self.case.dropout_p
         if given is None or p is None:
             return None
-        generator = torch.Generator().manual_seed(zlib.crc32(f"dropout {seed}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(b"dropout 0"))
         found = torch.rand(shape, generator=generator) >= p
         common = _common(given.shape, shape)
         found[common] = given[common]
         return found
 
-    def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+    def _drawn(self, name: str, shape: tuple[int, ...], variant: Variant) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} 0".encode()))
         if variant.source == "integers":
             return torch.randint(-2, 3, shape, generator=generator).float()
         drawn = torch.randn(shape, generator=generator)

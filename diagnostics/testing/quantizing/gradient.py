@@ -69,8 +69,8 @@ def spacing_of(w: Tensor, by: Quantizer, amax: Tensor | None = None) -> Tensor:
 
 
 def straight_through(
-    w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, draws: int = DRAWS, seed: int = 0,
-    progress: Progress = silent, amax: Tensor | None = None,
+    w: Tensor, by: Quantizer, x: Tensor, dy: Tensor, *, values: Values | None = None, progress: Progress = silent,
+    amax: Tensor | None = None,
 ) -> StraightThrough:  # fmt: skip
     """Compare them.
 
@@ -80,8 +80,6 @@ def straight_through(
         x: Inputs, [N, C] float64.
         dy: The gradient of y = x Q(w)ᵀ, [N, R] float64.
         values: The fake quantiser as a function, differentiable by its own rule; None: ``by`` and dy xᵀ as it is.
-        draws: Of the dither.
-        seed: Starts them.
         progress: Called with (done, total) after each draw.
         amax: What the scales are made of, for each block; None: w's own.
     """
@@ -102,19 +100,19 @@ def straight_through(
     inside = counted & ~clipped
     clipped = counted & clipped
     step = spacing * _REACH * gradient / gradient.abs().amax().clamp(min=1e-300)
-    generator = torch.Generator(w.device).manual_seed(seed)
+    generator = torch.Generator(w.device).manual_seed(0)
     said = given * step * counted
     moved = torch.zeros_like(w)
     gains = []
     whole = float(said.sum())
-    for draw in range(draws):
-        progress(draw, draws)
+    for draw in range(DRAWS):
+        progress(draw, DRAWS)
         u = (torch.rand(w.shape, generator=generator, device=w.device, dtype=torch.float64) - 0.5) * spacing
         with torch.no_grad():
             difference = counted * (values(w + u + step).double() - values(w + u - step).double()) / 2
-        moved += gradient * difference / draws
+        moved += gradient * difference / DRAWS
         gains.append(float((gradient * difference).sum()) / whole if whole else math.nan)
-    gain, error = float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(draws))
+    gain, error = float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(DRAWS))
     of_clipped = float(said[clipped].sum()) / whole if whole else 0.0
     own, of_inside = float(said[clipped].sum()), float(said[inside].sum())
     same = _SAME if isinstance(by.parsed_elements, Integers) else _SAME_FLOAT
@@ -138,7 +136,7 @@ def straight_through(
         inner_right=inner_right,
         clipped=of_clipped,
         clipped_gain=float(moved[clipped].sum()) / own if own else None,
-        draws=draws,
+        draws=DRAWS,
         apart=_lines_apart(given, gradient, inside, by) or at_ends,
     )
 
