@@ -39,14 +39,11 @@ def adjusted(found: Sequence[LinearDiagnosedCapture], level: float) -> tuple[lis
         The captures, and how many tests there were.
     """
     quantities = [q for c in found for o in c.observations for h in o.heads for q in h.quantities]
-    tested = [q.p_adjusted for q in quantities if q.p_adjusted is not None]
-    new = iter(adjust(tested))
-
-    def of_quantity(q: LinearQuantity) -> LinearQuantity:
-        return q if q.p_adjusted is None else replace(q, p_adjusted=next(new))
+    p_values = adjust([q.p_adjusted for q in quantities])
+    new = iter(p_values)
 
     def of_head(head: LinearHead) -> LinearHead:
-        own = tuple(map(of_quantity, head.quantities))
+        own = tuple(replace(q, p_adjusted=next(new)) for q in head.quantities)
         biased = [
             q for q in own
             if q.p_adjusted is not None and q.p_adjusted < level
@@ -68,7 +65,8 @@ def adjusted(found: Sequence[LinearDiagnosedCapture], level: float) -> tuple[lis
     def of_observation(o: LinearObservation) -> LinearObservation:
         return replace(o, heads=tuple(map(of_head, o.heads)))
 
-    return [replace(c, observations=tuple(map(of_observation, c.observations))) for c in found], len(tested)
+    captures = [replace(c, observations=tuple(map(of_observation, c.observations))) for c in found]
+    return captures, sum(p is not None for p in p_values)
 
 
 def findings_of(found: Sequence[LinearDiagnosedCapture]) -> tuple[LinearFinding, ...]:

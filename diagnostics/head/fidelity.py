@@ -130,7 +130,7 @@ def _differences(
     )
     widths = [pair.exact[0].numel() for _, pair in pairs]
     cases = [
-        _case(sums, width, labels)
+        BiasCase(SignedErrors.of_sums(sums, width), labels, with_drift=False)
         for one, width, labels in zip(summed, widths, clusters, strict=True)
         for sums in one.signed
     ]
@@ -234,15 +234,6 @@ def _said(
         name = "ulp away from zero" if clustered else "noise floors"
         said.append(f"its mean is {mine.mean or 0.0:+.2g} {name}, the recipe's {theirs.mean or 0.0:+.2g}")
     return said
-
-
-def _case(sums: np.ndarray, count: int, clusters: np.ndarray) -> BiasCase:
-    """Signed errors of which the sums by row are known."""
-    errors = SignedErrors(
-        total=sums, square=float(np.square(sums).sum()), positive=int((sums > 0).sum()),
-        nonzero=int((sums != 0).sum()), unit_total=float(sums.sum()), unit_scale=1.0, count=count,
-    )  # fmt: skip
-    return BiasCase(errors, clusters, with_drift=False)
 
 
 def _other_lse(head: OpenHead, captured: Tensor, emulated: Tensor) -> str:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from attn_diag.statistics.drift import each_drift
 from attn_diag.statistics.mean_tests import MeanTest, Moments, Shares, both_ways, moments
 
 Array = npt.NDArray[np.float64]
+_P = TypeVar("_P", float, float | None)
 
 PRIMARY = ("delta", "delta_excess", "o_away_excess", "o_excess")
 # Below this many effective terms a test that finds nothing says nothing: its standard error rests on less than
@@ -115,6 +116,12 @@ class SignedErrors:
     """Elements of a row."""
     features: FeatureSums | None = None
     """Where rounding is shared by features, too."""
+
+    @classmethod
+    def of_sums(cls, total: Array, count: int) -> SignedErrors:
+        """Errors of which only the sums by row, of ``count`` elements each, are known; a unit is 1."""
+        square, positive, nonzero = float(np.square(total).sum()), int((total > 0).sum()), int((total != 0).sum())
+        return cls(total, square, positive, nonzero, float(total.sum()), 1.0, count)
 
     @classmethod
     def join(cls, parts: Sequence[SignedErrors], groups: Sequence[object] | None = None) -> SignedErrors:
@@ -285,24 +292,26 @@ def require_level(level: float) -> None:
         raise InputError(f"level must lie between 0 and 1, got {level}; 0.01 is usual")
 
 
-def adjust(p_values: Sequence[float]) -> list[float]:
-    """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289).
+def adjust(p_values: Sequence[_P]) -> list[_P]:
+    """Benjamini-Hochberg adjusted p-values (J. R. Stat. Soc. B 57 (1995) 289); None, which is no test, stays None.
 
     As ``scipy.stats.false_discovery_control`` has them, whose import takes a sixth of a short command.
     """
-    order = np.argsort(p_values)[::-1]
-    scaled = np.asarray(p_values)[order] * (len(order) / np.arange(len(order), 0, -1))
+    known = np.array([p for p in p_values if p is not None], dtype=np.float64)
+    order = np.argsort(known)[::-1]
+    scaled = known[order] * (len(order) / np.arange(len(order), 0, -1))
     adjusted = np.empty(len(order))
     adjusted[order] = np.minimum(np.minimum.accumulate(scaled), 1.0)
-    return adjusted.tolist()
+    found = iter(adjusted.tolist())
+    return [p if p is None else next(found) for p in p_values]
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+def holm(p_values: Sequence[_P]) -> list[_P]:
+    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other; None stays."""
+    tested = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    adjusted, largest = list(p_values), 0.0
+    for rank, (p, i) in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - rank) * p))
         adjusted[i] = largest
     return adjusted
 

@@ -136,10 +136,10 @@ def tensor_bias(
     tests = {
         direction: _estimate(v, float(spacing.sum()), keys, level / len(values)) for direction, v in values.items()
     }
-    known = {direction: t.p_value for direction, t in tests.items() if t.p_value is not None}
-    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
-    estimates = {direction: replace(t, p_adjusted=adjusted.get(direction)) for direction, t in tests.items()}
-    worst = min(adjusted, key=lambda direction: adjusted[direction], default="upward")
+    adjusted = dict(zip(tests, holm([t.p_value for t in tests.values()]), strict=True))
+    estimates = {direction: replace(t, p_adjusted=adjusted[direction]) for direction, t in tests.items()}
+    known = {direction: p for direction, p in adjusted.items() if p is not None}
+    worst = min(known, key=lambda direction: known[direction], default="upward")
     return TensorBias(
         **{f.name: getattr(estimates["upward"], f.name) for f in fields(BiasEstimate)},
         away=estimates.get("away"),

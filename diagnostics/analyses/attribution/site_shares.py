@@ -213,16 +213,7 @@ class _Game:
         count, unit = self.by_row[quantity]
         cases = []
         for value in values:
-            rows = self._rows(quantity, value)
-            errors = SignedErrors(
-                total=rows,
-                square=float(np.square(rows).sum()),
-                positive=int((rows > 0).sum()),
-                nonzero=int((rows != 0).sum()),
-                unit_total=float(rows.sum()),
-                unit_scale=1.0,
-                count=count,
-            )
+            errors = SignedErrors.of_sums(self._rows(quantity, value), count)
             cases.append(BiasCase(errors, None if quantity == "dq" else self.clusters, with_drift=False))
         return [
             MeanError(
@@ -243,10 +234,8 @@ class _Game:
     ) -> dict[str, MeanError]:
         """Every site's contribution to the mean signed error."""
         found = self.means(quantity, [phi for phi, _ in contributions.values()], level)
-        means = dict(zip(contributions, found, strict=True))
-        tested = {name: m.p_value for name, m in means.items() if m.p_value is not None}
-        adjusted = dict(zip(tested, adjust(list(tested.values())), strict=True))
-        return {name: replace(m, p_adjusted=adjusted.get(name)) for name, m in means.items()}
+        adjusted = adjust([m.p_value for m in found])
+        return {n: replace(m, p_adjusted=p) for n, m, p in zip(contributions, found, adjusted, strict=True)}
 
 
 def _shares(

@@ -247,15 +247,10 @@ def judged(changes: Sequence[MeanChange], level: float) -> list[MeanChange]:
 
     Benjamini & Hochberg, J. R. Stat. Soc. B 57 (1995) 289, over all differences tested.
     """
-    adjusted = iter(adjust([c.p_value for c in changes if c.p_value is not None]))
-    result = []
-    for change in changes:
-        if change.p_value is None:
-            result.append(change)
-            continue
-        p = next(adjusted)
-        result.append(replace(change, p_adjusted=p, outcome=_outcome(change) if p <= level else "none"))
-    return result
+    adjusted = zip(changes, adjust([c.p_value for c in changes]), strict=True)
+    return [
+        c if p is None else replace(c, p_adjusted=p, outcome=_outcome(c) if p <= level else "none") for c, p in adjusted
+    ]
 
 
 def _outcome(change: MeanChange) -> MeanOutcome:

@@ -71,8 +71,8 @@ def find_trends(
         for name, seen in figures.items()
         if len({one.step for one in seen}) == len(seen) >= _FEWEST_STEPS
     ]
-    adjusted = iter(adjust([t.p_value for t in trends if t.p_value is not None]))
-    judged = [_judged(t if t.p_value is None else replace(t, p_adjusted=next(adjusted)), level) for t in trends]
+    adjusted = zip(trends, adjust([t.p_value for t in trends]), strict=True)
+    judged = [_judged(replace(t, p_adjusted=p), level) for t, p in adjusted]
     return tuple(sorted(judged, key=_clarity))
 
 

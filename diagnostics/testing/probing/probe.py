@@ -284,9 +284,8 @@ def _judge(findings: Sequence[ProbeFinding], level: float) -> tuple[tuple[ProbeF
     """Labels and words, after Benjamini-Hochberg over every p-value of the run; and how many there were."""
     every: list[SignedTest | LseTest] = [t for f in findings for t in f.tests]
     every += [f.lse for f in findings if f.lse is not None]
-    p_values = [t.p_value for t in every if t.p_value is not None]
-    adjusted = iter(adjust(p_values))
-    by_test = {id(t): next(adjusted) for t in every if t.p_value is not None}
+    adjusted = zip(every, adjust([t.p_value for t in every]), strict=True)
+    by_test = {id(t): p for t, p in adjusted if p is not None}
 
     def decided(test: _Test) -> _Test:
         p_value = by_test.get(id(test))
@@ -301,7 +300,7 @@ def _judge(findings: Sequence[ProbeFinding], level: float) -> tuple[tuple[ProbeF
             found = replace(found, labels=_accuracy_labels(found))
             found = replace(found, words=verdict.accuracy_words(found, level))
         judged.append(found)
-    return tuple(judged), len(p_values)
+    return tuple(judged), len(by_test)
 
 
 def _accuracy_labels(found: ProbeFinding) -> tuple[Label, ...]:

@@ -114,8 +114,8 @@ def means_of(errors: QuantizationErrors, by: Quantizer, level: float) -> Means:
     for values in (errors.error, errors.error * errors.w.sign()):
         sums, sizes = _clusters(values, by)
         found.append(_tested(sums.reshape(-1), sizes.reshape(-1), level, unit))
-    adjusted = iter(adjust([p for *_, p in found if p is not None]))
-    mean, away = (MeanOfErrors(m, se, None if p is None else next(adjusted), n) for m, se, n, p in found)
+    adjusted = adjust([p for *_, p in found])
+    mean, away = (MeanOfErrors(m, se, p, n) for (m, se, n, _), p in zip(found, adjusted, strict=True))
     sums, sizes = _clusters(errors.error, by, by_row=True)
     tested = biased = 0
     if sums.shape[1] >= MIN_CLUSTERS and len(sums):

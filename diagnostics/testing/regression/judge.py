@@ -144,13 +144,14 @@ def sizes_of(measured: Measured, known: BaselineCase | None, *, same_inputs: boo
 def adjusted(cases: Sequence[CheckedCase]) -> tuple[list[CheckedCase], int]:
     """The cases with Holm's p-values over all tests of the run, of biases and of growth, and the number of tests."""
     every: list[Any] = [test for case in cases for test in (*case.biases.values(), *case.sizes.values())]
-    p_values: list[float] = [test.p_value for test in every if test.p_value is not None]
-    found = iter(holm(p_values))
+    p_values: list[float | None] = holm([test.p_value for test in every])
+    found = iter(p_values)
 
     def corrected(tests: dict[str, Any]) -> dict[str, Any]:
-        return {n: t if t.p_value is None else replace(t, p_adjusted=next(found)) for n, t in tests.items()}
+        return {n: replace(t, p_adjusted=next(found)) for n, t in tests.items()}
 
-    return [replace(c, biases=corrected(c.biases), sizes=corrected(c.sizes)) for c in cases], len(p_values)
+    cases = [replace(c, biases=corrected(c.biases), sizes=corrected(c.sizes)) for c in cases]
+    return cases, sum(p is not None for p in p_values)
 
 
 def failures_of(case: CheckedCase, level: float) -> list[Failure]:

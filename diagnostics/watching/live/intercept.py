@@ -346,7 +346,7 @@ def _forward(call: OperatorCall) -> None:
 
 
 def _ran(call: OperatorCall) -> list[tuple[Observer, Any]]:
-    met = _met(call.module, None, call)
+    met = _met(call.module, operator=call)
     call.sequences = _sequences(met)
     _tell(met, lambda: {**call.fields(), "operator": call}, None)
     return met
