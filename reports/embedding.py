@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from attn_diag.results.compact import without_curves
+from attn_diag.results.compact import bare_json, without_curves
 from attn_diag.results.diagnosis import Bias, BiasEstimate, Diagnosis, Drift, HeadDiagnosis, RoundingBias, severity
 from attn_diag.results.figures import HeadFigures, PredictedError, RowRuns, RowStrip, UnitPositions
 from attn_diag.results.packing import packed
@@ -72,7 +72,7 @@ def _written(diagnosis: Diagnosis, detail: Detail, limit: float) -> tuple[Any, i
     """The data with so much detail, figures as far as ``limit`` goes, and its size in bytes."""
     if not detail.compressed:
         data = _as_data(thinned(diagnosis, detail.points), detail)
-        return data, len(_text(data))
+        return data, len(bare_json(data))
     whole = _as_data(thinned(diagnosis, 0), detail)
     observations = [o for capture in whole["captures"] for o in capture["observations"]]
     beside: dict[str, list[Any]] = {"heads": [], "kv_heads": []}
@@ -116,13 +116,9 @@ def _as_data(diagnosis: Diagnosis, detail: Detail) -> Any:
     return json.loads(whole, parse_float=cache(lambda number: float(format(float(number), digits))))
 
 
-def _text(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
 def _packed_text(data: Any) -> str:
     # The time of making is left out, so that the same diagnosis gives the same page.
-    return base64.b64encode(gzip.compress(_text(data), 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(bare_json(data), 6, mtime=0)).decode()
 
 
 def _only(diagnosis: Diagnosis, heads: list[HeadDiagnosis]) -> Diagnosis:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from attn_diag.results.figures import (
     UlpHistogram,
     UnitPositions,
 )
+from attn_diag.statistics.arrays import end_to_end
 
 Ints = npt.NDArray[np.int64]
 
@@ -151,7 +151,6 @@ def _nearest(index: int, factor: int) -> int:
 
 
 Floats = npt.NDArray[np.float64]
-_Number = TypeVar("_Number", np.int32, np.float64)
 
 _STRIP_GROUPS = 512
 _POSITIONS = 512
@@ -302,7 +301,7 @@ def _group_starts(count: int, most: int) -> tuple[Ints, tuple[int, ...]]:
 
 
 def _strip(parts: Sequence[FigureSums]) -> RowStrip:
-    exact, unit = _joined([p.exact for p in parts]), _joined([p.unit for p in parts])
+    exact, unit = end_to_end([p.exact for p in parts]), end_to_end([p.unit for p in parts])
     starts, first = _group_starts(len(exact), _STRIP_GROUPS)
     if not first:
         return RowStrip((), (), ())
@@ -350,16 +349,12 @@ def _dq_errors(parts: Sequence[_RowNorms | None]) -> PredictedError | None:
     if len(norms) < len(parts):
         return None
     observed, predicted = _all_known([n.observed for n in norms]), _all_known([n.predicted for n in norms])
-    return _grouped(_RowNorms(observed, predicted, _joined([n.reference for n in norms])))
+    return _grouped(_RowNorms(observed, predicted, end_to_end([n.reference for n in norms])))
 
 
 def _all_known(arrays: Sequence[Floats | None]) -> Floats | None:
     known = [a for a in arrays if a is not None]
-    return _joined(known) if len(known) == len(arrays) else None
-
-
-def _joined(arrays: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
-    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    return end_to_end(known) if len(known) == len(arrays) else None
 
 
 def _grouped(norms: _RowNorms) -> PredictedError:

@@ -41,8 +41,8 @@ def folded(text: bytes) -> Iterator[bytes]:
         document[kind] = packed_table(cls, records[kind])
     start = b"{"
     for key, value in document.items():
-        yield start + _text(key) + b":"
-        yield from _lines(value) if key in ("captures", *_TABLES) else [_text(value)]
+        yield start + bare_json(key) + b":"
+        yield from _lines(value) if key in ("captures", *_TABLES) else [bare_json(value)]
         start = b",\n"
     yield b"}"
 
@@ -155,15 +155,18 @@ def without_curves(figures: HeadFigures) -> HeadFigures:
 def _lines(value: Any) -> Iterator[bytes]:
     """A list or an object, an item a line."""
     if not value:
-        yield _text(value)
+        yield bare_json(value)
         return
-    items = [(b"", v) for v in value] if isinstance(value, list) else [(_text(k) + b":", v) for k, v in value.items()]
+    items = (
+        [(b"", v) for v in value] if isinstance(value, list) else [(bare_json(k) + b":", v) for k, v in value.items()]
+    )
     opened, closed = (b"[", b"]") if isinstance(value, list) else (b"{", b"}")
     yield opened
     for number, (key, item) in enumerate(items):
-        yield (b",\n" if number else b"\n") + key + _text(item)
+        yield (b",\n" if number else b"\n") + key + bare_json(item)
     yield b"\n" + closed
 
 
-def _text(value: Any) -> bytes:
+def bare_json(value: Any) -> bytes:
+    """JSON without blanks."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_Number = TypeVar("_Number", bound=np.generic)
 
 # Up to so many times as many numbers as labels are counted instead of sorted, which takes a few times as long.
 _SPARSE = 16
@@ -53,6 +55,11 @@ def padded(array: Array | Ints) -> Array:
 def stacked(arrays: Sequence[Array]) -> Array:
     """Arrays [n] as one, [m, n]; a single one is not copied."""
     return np.concatenate(arrays).reshape(len(arrays), -1) if len(arrays) > 1 else arrays[0][None]
+
+
+def end_to_end(arrays: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+    """Arrays [n] one behind the other; a single one is not copied."""
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def in_parts(n: int, sets: int = 1) -> Iterator[slice]:

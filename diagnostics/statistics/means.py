@@ -307,7 +307,7 @@ def adjust(p_values: Sequence[_P]) -> list[_P]:
 
 
 def holm(p_values: Sequence[_P]) -> list[_P]:
-    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however the tests depend on each other; None stays."""
+    """Holm's adjusted p-values (Scand. J. Stat. 6 (1979) 65): valid however tests depend on each other; None stays."""
     tested = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     adjusted, largest = list(p_values), 0.0
     for rank, (p, i) in enumerate(tested):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from attn_diag.head.measurement import HeadMeasurement
-from attn_diag.statistics.arrays import dense
-
-_Number = TypeVar("_Number", np.int64, np.bool_)
+from attn_diag.statistics.arrays import dense, end_to_end
 
 # What needs dO: tested over the rows that have a gradient.
 NEED_GRADIENT = ("delta", "delta_excess", "rounding_delta", "dq")
@@ -56,12 +53,12 @@ class Clusters:
         sequences: Sequence[int] | None = None,
         with_gradient: Sequence[npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        chosen = None if with_gradient is None else _joined(with_gradient)
+        chosen = None if with_gradient is None else end_to_end(with_gradient)
         self._with_gradient = None if chosen is None or chosen.all() else chosen
         most = max(int(rows.max(initial=0)) for rows in alike) + 1
         self._labels = {
-            "keys": _joined(top_keys),
-            "rows": _joined([rows + number * most if number else rows for number, rows in enumerate(alike)]),
+            "keys": end_to_end(top_keys),
+            "rows": end_to_end([rows + number * most if number else rows for number, rows in enumerate(alike)]),
         }
         if sequences is not None:
             self._labels["sequences"] = np.repeat(sequences, [len(keys) for keys in top_keys])
@@ -97,7 +94,3 @@ class Clusters:
                     found = None
             self._found[what, chosen is None] = found
         return self._found[what, chosen is None]
-
-
-def _joined(arrays: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
-    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

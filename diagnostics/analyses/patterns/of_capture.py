@@ -272,11 +272,10 @@ class CapturePatterns:
         far = sorted(set(range(c.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
         places = [(batch, h) for h in far]
         places += [(b, h) for b in range(c.batch) if b != batch for h in heads][:_MOST_OTHERS]
+        return [(self._name(h) + self._elsewhen(b, batch), partial(self._read, b, h)) for b, h in places]
 
-        def read(at: int, which: int) -> AttentionHead:
-            return read_head(c, at, which, self._device).head
-
-        return [(self._name(h) + self._elsewhen(b, batch), partial(read, b, h)) for b, h in places]
+    def _read(self, batch: int, head: int) -> AttentionHead:
+        return read_head(self._capture, batch, head, self._device).head
 
     def _elsewhen(self, batch: int, own: int) -> str:
         return "" if batch == own else f" of {item_of(self._capture.metadata, batch)[0]}"
@@ -302,16 +301,9 @@ class CapturePatterns:
             (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
         )
         heads = list(dict.fromkeys([*heads[:_MOST_OTHERS], *((head + by) % c.q_heads for by in (-1, 1))]))
-
-        def read(at: int, which: int) -> AttentionHead:
-            return read_head(c, at, which, self._device).head
-
-        found: list[tuple[str, Callable[[], AttentionHead]]] = []
-        found += [(self._name(h), partial(read, batch, h)) for h in heads if h != head]
-        found += [(item_of(c.metadata, b)[0], partial(read, b, head)) for b in range(c.batch) if b != batch][
-            :_MOST_OTHERS
-        ]
-        return found
+        others = [b for b in range(c.batch) if b != batch][:_MOST_OTHERS]
+        found = [(self._name(h), partial(self._read, batch, h)) for h in heads if h != head]
+        return [*found, *((item_of(c.metadata, b)[0], partial(self._read, b, head)) for b in others)]
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:

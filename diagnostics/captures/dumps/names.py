@@ -140,6 +140,13 @@ def matches(leaf: Leaf, key: str) -> bool:
     return key in (leaf.path, plain) or leaf.path.endswith(f".{key}") or fnmatchcase(leaf.path, key)
 
 
+def require_matching(leaves: Sequence[Leaf], names: Mapping[str, str]) -> None:
+    """Raise InputError for a mapping that no tensor matches."""
+    for role, key in names.items():
+        if not any(matches(leaf, key) for leaf in leaves):
+            raise ambiguous(f"no tensor matches {role}={key}", leaves)
+
+
 def ambiguous(what: str, leaves: Sequence[Leaf]) -> InputError:
     """An error that lists tensors with their shapes, and says how to map them."""
     listed = [f"{leaf.path} {_shape(leaf)}" for leaf in leaves[:_LISTED]]

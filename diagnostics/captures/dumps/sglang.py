@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
-from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed
+from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, refuse_packed, require_matching
 from attn_diag.captures.dumps.scalars import shown
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.pickles import unpickle
@@ -237,7 +237,4 @@ def _refuse_packed(files: Sequence[DumpFile]) -> None:
 
 def require_matches(groups: Sequence[Sequence[DumpFile]], names: Mapping[str, str]) -> None:
     """Raise InputError for a mapping that no tensor of the whole dump matches."""
-    leaves = _leaves([file for files in groups for file in files])
-    for role, key in names.items():
-        if not any(matches(leaf, key) for leaf in leaves):
-            raise ambiguous(f"no tensor matches {role}={key}", leaves)
+    require_matching(_leaves([file for files in groups for file in files]), names)

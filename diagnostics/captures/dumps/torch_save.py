@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_diag.captures.dumps.call import DumpedCall
-from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, matches, refuse_packed, role_of
+from attn_diag.captures.dumps.names import Leaf, ambiguous, choose, refuse_packed, require_matching, role_of
 from attn_diag.captures.dumps.scalars import scalar
 from attn_diag.captures.files import named_errors
 from attn_diag.captures.loading import dense, require_regular_file
@@ -199,9 +199,7 @@ def _folder(leaf: Leaf) -> tuple[str, ...]:
 
 def _calls(leaves: list[Leaf], names: Mapping[str, str]) -> dict[tuple[str, ...], dict[str, Leaf]]:
     """The tensors of every call. Raises InputError where none has q, k and v, or two tensors claim one place."""
-    for role, key in names.items():
-        if not any(matches(leaf, key) for leaf in leaves):
-            raise ambiguous(f"no tensor matches {role}={key}", leaves)
+    require_matching(leaves, names)
     try:
         calls = _grouped(leaves, names, lambda leaf: leaf.call)
     except InputError as by_number:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_diag.kernels.formats import Mode, round_steps
 from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
 from attn_diag.kernels.quantizers import PRESETS, Integers, Quantizer
+from attn_diag.testing.quantizing.scales import per_block
 
 # Relative: a quotient in fp32 is off by less.
 _TIE = 2.0**-20
@@ -339,7 +340,4 @@ def _ends(by: Quantizer) -> tuple[int, int]:
 
 def extremes(w: Tensor, by: Quantizer) -> tuple[Tensor, Tensor]:
     """The smallest and the largest number of every block, and 0, [R / r, C / c]; not for groups of rows."""
-    r, c = by.block_shape((w.shape[0], w.shape[1]))
-    filled = torch.nn.functional.pad(w, (0, -w.shape[1] % c, 0, -w.shape[0] % r))
-    blocks = filled.reshape(filled.shape[0] // r, r, filled.shape[1] // c, c)
-    return blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+    return per_block(w, by, torch.amin).clamp(max=0), per_block(w, by).clamp(min=0)

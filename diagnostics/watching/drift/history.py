@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from attn_diag.captures.validity import short
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
@@ -251,11 +252,6 @@ def expected_dtype(dtypes: Sequence[torch.dtype], regime: torch.dtype | None) ->
     if regime is not None and regime in dtypes:
         return regime
     return min(dtypes, key=lambda d: (d.itemsize, -dtypes.count(d)))
-
-
-def short(dtype: torch.dtype) -> str:
-    """Name a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 def short_or_none(dtype: torch.dtype | None) -> str | None:

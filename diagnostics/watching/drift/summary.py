@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 import torch
 
+from attn_diag.captures.validity import short
 from attn_diag.head.machine import describe_tool
 from attn_diag.results.dtypes import (
     DtypeDrift,
@@ -17,7 +18,7 @@ from attn_diag.results.dtypes import (
     TracedOperand,
 )
 from attn_diag.watching.drift.calls import Call, CallLog
-from attn_diag.watching.drift.history import DtypeChange, History, short, short_or_none
+from attn_diag.watching.drift.history import DtypeChange, History, short_or_none
 from attn_diag.watching.drift.source import operation_name
 
 _ORDER: tuple[Severity, ...] = ("mixed", "alike", "elsewhere")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attn_diag.captures.validity import short
 from attn_diag.errors import InputError
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, Step
 from attn_diag.watching.drift.calls import CallLog
-from attn_diag.watching.drift.history import History, autocast_dtype, expected_dtype, short
+from attn_diag.watching.drift.history import History, autocast_dtype, expected_dtype
 from attn_diag.watching.drift.summary import event_of, listed, summarise
 
 _ACTIVE = threading.local()

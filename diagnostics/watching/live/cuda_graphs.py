@@ -23,6 +23,7 @@ from attn_diag.watching.live.frames import in_cuda_graphs_memory
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.stream_capture import in_cuda_graph, stay_out_of_graphs
+from attn_diag.watching.live.whole_copies import unrepeated
 
 _METHODS = ("capture_begin", "capture_end", "replay")
 # The attribute of a graph that was recorded while we were there: what to do after a replay, in the order of its calls.
@@ -222,9 +223,7 @@ class _Copies:
 
     def whole(self, t: Tensor) -> Tensor:
         """Where the copy of all of it will be."""
-        part = t.detach()
-        for axis in range(part.dim()):  # what is repeated along an axis is there once
-            part = part.narrow(axis, 0, 1) if part.stride(axis) == 0 and part.shape[axis] else part
+        part = unrepeated(t.detach())
         copy = _outside_the_graphs_memory(part)
         copies, parts = self._pairs.setdefault(part.dtype, ([], []))
         copies.append(copy)

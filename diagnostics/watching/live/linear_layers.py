@@ -110,10 +110,7 @@ class Projections:
     def watch(self, model: nn.Module, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Begin."""
         self.watching = True
-        fast = [m for m in model.modules() if isinstance(m, FAST_PATHS) or (m is not model and is_compiled(m))]
-        # A hook below one of these would take inference off its fast path, and the sites know their projections; or
-        # have it compiled anew.
-        left_out = {layer for module in fast for layer in module.modules()}
+        left_out = unhooked(model)
         self._names = {
             layer: clean(name) for name, layer in model.named_modules() if is_linear(layer) and layer not in left_out
         }
@@ -248,6 +245,12 @@ class MadeWithLayer(MadeWith):
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it, or compiled it in place."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def unhooked(model: nn.Module) -> set[nn.Module]:
+    """Modules that have no hooks: one would take inference off its fast path (sites know these), or compile anew."""
+    closed = [m for m in model.modules() if isinstance(m, FAST_PATHS) or (m is not model and is_compiled(m))]
+    return {inner for module in closed for inner in module.modules()}
 
 
 def is_run_compiled(model: nn.Module) -> bool:

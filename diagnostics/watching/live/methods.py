@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_diag.reference import Masking, hides
 from attn_diag.watching.live.kernels import loaded, operators
-from attn_diag.watching.live.sites import AttentionSite, Fields, Function, with_dropout
+from attn_diag.watching.live.sites import AttentionSite, Fields, Function, of_products
 from attn_diag.watching.live.tap import Tap
 
 
@@ -52,7 +52,7 @@ def _read_bloom(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  
     module, alibi = a["self"], a["alibi"]
     heads = module.num_heads
     dropout = module.attention_dropout.p if module.training else 0.0
-    found = _of_products(tap, len(a["hidden_states"]), heads, "transformers BLOOM eager", dropout)
+    found = of_products(tap, len(a["hidden_states"]), heads, "transformers BLOOM eager", dropout)
     if found is None:
         return None
     bias = alibi.detach().reshape(-1, heads, 1, alibi.shape[-1])
@@ -62,7 +62,7 @@ def _read_bloom(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  
 def _read_mpt(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     module, bias, mask = a["self"], a["position_bias"], a["attention_mask"]
     dropout = module.attn_dropout_p if module.training else 0.0
-    found = _of_products(tap, len(a["hidden_states"]), module.n_heads, "transformers MPT eager", dropout)
+    found = of_products(tap, len(a["hidden_states"]), module.n_heads, "transformers MPT eager", dropout)
     if found is None:
         return None
     q, k = found["q"], found["k"]
@@ -80,29 +80,6 @@ def _read_mpt(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # 
             "pad on the right"
         )
     return found | masked
-
-
-def _of_products(tap: Tap, batch: int, heads: int, kernel: str, dropout: float) -> Fields | None:
-    """q, k, v and o of two batched products around a softmax, and where their gradients arrive."""
-    if len(tap.products_seen) < 2:
-        return None
-    (q, k_t, _), (_, v, o) = tap.products_seen[0], tap.products_seen[-1]
-
-    def spread(x: Tensor) -> Tensor:
-        return x.reshape(batch, heads, *x.shape[1:])
-
-    def turned(x: Tensor) -> Tensor:
-        return spread(x.transpose(1, 2))
-
-    found: Fields = {
-        "kernel": kernel,
-        "q": spread(q),
-        "k": turned(k_t),
-        "v": spread(v),
-        "o": spread(o),
-        "graph": {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)},
-    }
-    return with_dropout(found, dropout, tap)
 
 
 def _masked(bias: Tensor, mask: Tensor | None, q: Tensor, combined: Callable[[Tensor, Tensor], Tensor]) -> Fields:

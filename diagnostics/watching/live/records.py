@@ -19,7 +19,7 @@ from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.sites import SDPA, Fields, bind
 from attn_diag.watching.live.tap import Tap
 from attn_diag.watching.live.untraced import passed_by, untraced
-from attn_diag.watching.live.whole_copies import copied_on, stream_now, whole
+from attn_diag.watching.live.whole_copies import copied_on, stream_now, unrepeated, whole
 
 COPIED = frozenset({"q", "k", "v", "o", "lse", "mask", "x", "w_q"})
 
@@ -225,8 +225,7 @@ class RecordedBackward:
 
 def _copied(t: Tensor, sequences: int | None, batch: int) -> Tensor:
     """A copy of the first sequences of a mask; what is repeated along an axis is there once."""
-    for axis in range(t.dim()):
-        t = t.narrow(axis, 0, 1) if t.stride(axis) == 0 and t.shape[axis] else t
+    t = unrepeated(t)
     if sequences is not None and t.dim() > 2 and t.shape[0] == batch > sequences:
         t = t[:sequences]
     return t.clone(memory_format=whole)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from attn_diag.captures.sums import BIAS, BY, DTYPE, MODULE, OUTPUT, PART, RANKS, TOTAL, TURNED, W_O
 from attn_diag.watching.live.call import AttentionCall, Part
-from attn_diag.watching.live.linear_layers import FAST_PATHS, clean, is_compiled, is_run_compiled, own_weight
+from attn_diag.watching.live.linear_layers import clean, is_run_compiled, own_weight, unhooked
 
 # Tensors that run collectives when they are unwrapped, which is left to them.
 _UNWRAPPED = ("DTensor", "AsyncCollectiveTensor")
@@ -180,8 +180,7 @@ class OutputSums:
         """Begin. Compiled modules are left alone: a hook would have them compiled anew."""
         if is_run_compiled(model):
             return
-        closed = [m for m in model.modules() if isinstance(m, FAST_PATHS) or (m is not model and is_compiled(m))]
-        left_out = {inner for module in closed for inner in module.modules()}
+        left_out = unhooked(model)
         for name, module in model.named_modules():
             weight = getattr(module, "weight", None)
             if module in left_out or not isinstance(weight, Tensor) or weight.dim() != 2:

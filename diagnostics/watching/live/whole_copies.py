@@ -18,6 +18,13 @@ def stream_now(t: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(t.get_device()))
 
 
+def unrepeated(t: Tensor) -> Tensor:
+    """What is repeated along an axis (expanded) is there once."""
+    for axis in range(t.dim()):
+        t = t.narrow(axis, 0, 1) if t.stride(axis) == 0 and t.shape[axis] else t
+    return t
+
+
 def copied_on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
     """Be on the stream on which something was copied."""
     if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index) == stream:
