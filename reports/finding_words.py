@@ -12,7 +12,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import MASK_UNSEEN, Quantity
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -23,9 +23,8 @@ NAMES: dict[Kind, str] = {
 """What the findings of a label are called."""
 # Of dW_Q in the worst head: training runs that blew up had 11 to 42 % 100 to 200 steps before (benchmarks/failing_run).
 _LITTLE, _LARGE = 0.01, 0.1
-# Lossy is what has its whole 95 % interval above it; of LSE and delta the factor itself, which is that of the dQ that
+# Lossy is what has its whole 95 % interval above ``LOSSY``; of these the factor itself, which is that of the dQ that
 # their error makes.
-_LOSSY = 1.25
 _BY_EFFECT = ("lse", "delta")
 # One sound run in a hundred has a bias by chance at level 0.01; an adjusted p below this is not explained by that.
 _HARDLY_CHANCE = 1e-4
@@ -363,7 +362,7 @@ def _interval(finding: SharedFinding) -> tuple[float, float] | None:
 def _by_all_rows(finding: SharedFinding) -> bool:
     """Whether few rows have most of the error, and only all rows weighted alike show it lossy."""
     whole, each = finding.factor_ci95, finding.typical_factor_ci95
-    return whole is not None and each is not None and whole[0] <= _LOSSY < each[0]
+    return whole is not None and each is not None and whole[0] <= LOSSY < each[0]
 
 
 def sure(finding: SharedFinding) -> str:
@@ -382,7 +381,7 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
         alike = ", with all rows weighted alike" if _by_all_rows(finding) else ""
-        rule = "lossy: above 1.25" if low > _LOSSY else "lossy: a factor above 1.25"
+        rule = "lossy: above 1.25" if low > LOSSY else "lossy: a factor above 1.25"
         whose = (
             "FlashAttention-2's (the well-rounded kernel's)" if finding.declared is None else "the declared recipe's"
         )

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_monitor_metrics import made_call
+from test_monitor_metrics import head_metrics, made_call
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag.reference import AttentionHead, Masking, reference_head
 from attn_diag.results.diagnosis import HeadDiagnosis
-from attn_diag.watching.monitoring.metrics import head_metrics
 
 
 def inspected(tensors: dict[str, Tensor]) -> tuple[attn_diag.Diagnosis, list[HeadDiagnosis]]:

@@ -81,7 +81,7 @@ def traces() -> list[str]:
             if key.startswith("_global_") and "hooks" in key and value:
                 found.append(key)
     found += [thread.name for thread in threading.enumerate() if "attn-diag" in thread.name]
-    found += ["operators"] if intercept._overrides._kernels.there or products.are_met() else []
+    found += ["operators"] if intercept._overrides._kernels.there or products._kernels.there else []
     found += ["observer"] * len(intercept._observers) + ["open capture"] * len(recorder._open)
     return found
 

@@ -24,8 +24,8 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.pending import TOTALS
 from attn_diag.watching.monitoring import rows as rows_module
 from attn_diag.watching.monitoring.figures import METRICS, HeadMetrics
-from attn_diag.watching.monitoring.metrics import head_metrics, head_sums, sketch
-from attn_diag.watching.monitoring.rows import dense_clusters
+from attn_diag.watching.monitoring.metrics import head_sums, sketch
+from attn_diag.watching.monitoring.rows import TEMPORARIES, dense_clusters
 from attn_diag.watching.monitoring.sample import Sample, spectral_norms
 
 # Both are sums of at most 2**20 float64 terms (2**20 * 2**-53 = 1e-10) of which some cancel.
@@ -37,6 +37,18 @@ CASES = [
     ("kernels_pair_T512", "paper"),
     ("gqa_T200", "observed"),
 ]
+
+
+def head_metrics(
+    call: AttentionCall,
+    *,
+    sequences: int = 1,
+    rows: int = 1024,
+    past: Tensor | None = None,
+    temporaries: int = TEMPORARIES,
+) -> HeadMetrics:
+    """The figures of one call, on its first ``sequences`` and up to ``rows`` evenly spaced query rows."""
+    return head_sums(Sample.of(call, sequences, rows), past, temporaries=temporaries).metrics(past)
 
 
 def call_of(tensors: Mapping[str, Tensor], **options: Any) -> AttentionCall:

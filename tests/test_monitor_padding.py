@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from planted_operators import replaced
-from test_monitor_metrics import made_call
+from test_monitor_metrics import head_metrics, made_call
 from test_monitor_wrong import QUANTITIES, Layer, Two, trained
 from tiny_models import tokens
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from attn_diag import Monitor
 from attn_diag.reference import absorbed_rows
-from attn_diag.watching.monitoring.metrics import head_metrics
 
 FEWER = 12
 LOWEST = torch.finfo(torch.bfloat16).min

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from planted_operators import replaced
+from test_monitor_metrics import head_metrics
 from tiny_models import nano_gpt, next_token_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +24,6 @@ from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.pending import TOTALS
 from attn_diag.watching.monitoring.alarm import AlarmState, replay
 from attn_diag.watching.monitoring.made_here import SCALER_STEPS
-from attn_diag.watching.monitoring.metrics import head_metrics
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, read_log
 from attn_diag.watching.monitoring.second_looks import SecondLooks
 from attn_diag.watching.monitoring.standing_out import standing_out

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from attn_diag.analyses.means import beyond_reference, excuse
-from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, LOSSY_ABOVE, ROUNDS_ELSEWHERE_ABOVE
+from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, NOISY_ABOVE, ROUNDS_ELSEWHERE_ABOVE
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import (
     BiasEstimate,
@@ -195,8 +195,8 @@ def _size(head: HeadDiagnosis) -> Iterator[str]:
         "Rounding O once, to the format in which it is returned, already moves delta by a known amount, the noise "
         f"floor. The noise factor is the rms of delta's error over that floor: {noise:.3g}{between}."
     )
-    passes = f"up to {LOSSY_ABOVE:g} passes for correct rounding"
-    if noise <= LOSSY_ABOVE:
+    passes = f"up to {NOISY_ABOVE:g} passes for correct rounding"
+    if noise <= NOISY_ABOVE:
         answer = "Not in the finite rows" if head.rows_nonfinite else "No"
         yield f"{answer}: {passes}, and a perfect kernel with this output format would leave about 1."
     elif "lossy" in head.verdict.labels:

@@ -30,7 +30,7 @@ from attn_diag.results.wording import SYMBOLS, chance, in_units, percent, plural
 from attn_diag.statistics.means import MIN_EFFECTIVE, MIN_SEQUENCES, PRIMARY
 
 # A noise factor above which O was not rounded well; production kernels have 0.98 to 1.9 in BF16.
-LOSSY_ABOVE = 2.0
+NOISY_ABOVE = 2.0
 # Relative error of dQ from which a head is called ill-conditioned, where a well-rounded kernel has it too.
 DQ_ERROR_ABOVE = 0.02
 # Unexplained part of dQ's error: at most 0.03 for fused backwards that cast dS and dQ, 0.14 and more for others.
@@ -265,7 +265,7 @@ def _fragile(
             return None  # not judged, and not what the rounding of O makes
         # dQ is predicted, from delta alone.
         o = known.get("o")
-        fine = o.answer == "good" if o is not None else noise_factor is not None and noise_factor <= LOSSY_ABOVE
+        fine = o.answer == "good" if o is not None else noise_factor is not None and noise_factor <= NOISY_ABOVE
         return f"{words}, through the rounding of O in delta; {fragility}." if fine else None
     other = dq.relative_error_well_rounded if dq.declared is None else dq.relative_error_16_bit
     if other is None or other <= DQ_ERROR_ABOVE or dq.factor is None or not 1 / LOSSY <= dq.factor <= LOSSY:

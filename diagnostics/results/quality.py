@@ -10,7 +10,8 @@ from attn_diag.results.base import Number
 
 Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q"]
 Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
-
+# Above it a kernel is worse than a well-rounded one; real ones: 0.93 to 1.07.
+LOSSY = 1.25
 
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""

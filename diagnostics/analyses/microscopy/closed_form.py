@@ -37,6 +37,7 @@ from attn_diag.head.open import OpenCapture, OpenHead
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import site_format
 from attn_diag.kernels import Recipe, emulate_head, preset, score_rounding
+from attn_diag.kernels.emulation_softmax import own_maximum
 from attn_diag.kernels.formats import Format, Mode, Rounding, parse, round_to
 from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, format_of, row_blocks
 from attn_diag.results.microscope import ClosedForm, ClosedFormRows, ClosedFormTotals, Explained
@@ -236,11 +237,7 @@ def _recipe_probs(recipe: Recipe, scale: float, exact: Tensor, sink: float | Non
     if recipe.alpha == "in-exponent":
         scores = scores * scale
     scores = scores.masked_fill(exact == -torch.inf, -torch.inf)
-    row_max = scores.amax(1, keepdim=True) if scores.shape[1] else scores.new_full((len(scores), 1), -torch.inf)
-    rule = recipe.softmax
-    if rule.kind == "stabilised" and rule.beta is not None:
-        repeated = (scores >= row_max - rule.epsilon).sum(1, keepdim=True) > 1
-        row_max = torch.where(repeated, torch.where(row_max > 0, rule.beta * row_max, row_max.clamp(min=0.0)), row_max)
+    row_max = own_maximum(recipe, scores) if scores.shape[1] else scores.new_full((len(scores), 1), -torch.inf)
     if sink is not None and recipe.sink_joins == "first":
         row_max = row_max.clamp(min=sink)
     row_max = round_to(row_max, parse(recipe.row_max)).masked_fill(row_max == -torch.inf, 0.0)

@@ -48,8 +48,6 @@ class LayerFit:
     """What is named; None where nothing is."""
     explained: float
     """The part of the squared error that the best hypothesis takes away, named or not; 0 where none was tried."""
-    factor_left: float | None
-    """As ``factor``, under it."""
     nearest: str
     """Why the best hypothesis is not named though it comes near, in words; empty: none comes near."""
     runner_up: str
@@ -73,7 +71,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     usable = before.isfinite() & expected.isfinite()
     against = _ratio(before[usable], (expected if well is None else well)[usable])
     if against is None:
-        return LayerFit(0.0, False, None, 0.0, 0.0, None, 0.0, None, "", "")
+        return LayerFit(0.0, False, None, 0.0, 0.0, None, 0.0, "", "")
     lossy = _FP32_LOSSY if out.name == "fp32" else LOSSY
     coarse = against.low > lossy
     size = float(torch.cat([r.o.square().sum(1) for r, _ in chosen])[usable].sum())
@@ -81,7 +79,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     # Where O is as near as a well-rounded kernel's there is nothing to explain: on saturated rows, of which O is a row
     # of V to the last bit, a larger scale is nearer still.
     if against.factor <= 1:
-        return LayerFit(against.factor, False, None, 0.0, relative, None, 0.0, None, "", "")
+        return LayerFit(against.factor, False, None, 0.0, relative, None, 0.0, "", "")
     tried = []
     for hypothesis, outs in hypotheses(chosen):
         left = torch.cat([_square(r, out) for (r, _), out in zip(chosen, outs, strict=True)])
@@ -91,7 +89,6 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     total, best, left = tried[0]
     others = [t for t in tried if t[1].kind != best.kind]
     kept, wanted = before[usable], expected[usable]
-    factor_left = math.sqrt(total / float(wanted.sum()))
     over = _ratio(left, wanted)
     explains = total <= _EXPLAINS * float(kept.sum()) or (
         # What leaves most of the error is not what makes it: a truncated O is a little smaller, as by another scale.
@@ -107,8 +104,9 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
     if not named and _beyond(kept, left) and explains:
         nearest = f"{best.words} would explain it, but {runner_up}"
     elif not named and _beyond(kept, left) and total <= _MOST * float(kept.sum()):
+        factor = times(math.sqrt(total / float(wanted.sum())))
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
-        nearest = f"{part}, but leaves {times(factor_left)} times the rounding, so that it is not all of it"
+        nearest = f"{part}, but leaves {factor} times the rounding, so that it is not all of it"
     found = coarse_site(chosen, fmt, out) if against.factor > lossy and not named else None
     return LayerFit(
         factor=against.factor,
@@ -119,7 +117,6 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         relative=relative,
         best=best if named else None,
         explained=1 - total / float(kept.sum()),
-        factor_left=factor_left,
         nearest=nearest,
         runner_up=runner_up,
     )

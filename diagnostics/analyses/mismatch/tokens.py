@@ -198,13 +198,8 @@ def _unfolded(capture: Capture, q_heads: int) -> Capture:
     return replace(capture, tensors=tensors)
 
 
-def bias_of(capture: Capture, item: int, head: int, device: torch.device) -> Tensor:
-    """What is added to the scaled scores of one head, -inf where a key is hidden; float64 [Tq, Tk]."""
-    return own_bias(capture, item, head, read_head(capture, item, head, device).head)
-
-
 def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Tensor:
-    """The same of a head that was read."""
+    """What is added to the scaled scores of one head, -inf where a key is hidden; float64 [Tq, Tk]."""
     q_length, k_length = len(read.q), len(read.k)
     bias = torch.zeros(q_length, k_length, dtype=torch.float64, device=read.q.device)
     read.apply_mask(bias, slice(0, q_length), slice(0, k_length))
@@ -215,7 +210,7 @@ def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Ten
 
 def _parts(capture: Capture, key: CallKey, item: int, device: torch.device) -> Iterator[SequencePart]:
     """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart."""
-    visible = bias_of(capture, item, 0, device) > -torch.inf
+    visible = own_bias(capture, item, 0, read_head(capture, item, 0, device).head) > -torch.inf
     seen = visible.any(1)
     if not bool(seen.any()):
         return

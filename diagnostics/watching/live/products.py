@@ -80,11 +80,6 @@ def listen(told: Told, passes: Passes = _never, *, wanted: bool) -> None:
             _kernels.put((name, key, _makes(first)) for name, first in PRODUCTS.items() for key in _KEYS)
 
 
-def are_met() -> bool:
-    """Whether products are met now."""
-    return _kernels.there
-
-
 def _makes(first: int) -> Makes:
     def makes(kernel: Any, arguments: Arguments) -> Callable[..., Any]:  # noqa: ARG001 - as of all kernels
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.reference import format_of
-from attn_diag.watching.live.call import AttentionCall
-from attn_diag.watching.monitoring.figures import NONFINITE, NORMS, SUMS, HeadMetrics, HeadSums
+from attn_diag.watching.monitoring.figures import NONFINITE, NORMS, SUMS, HeadSums
 from attn_diag.watching.monitoring.key_gradients import COLUMNS, ForwardSketch, GradientFit
 from attn_diag.watching.monitoring.nonfinite import broken_rows
 from attn_diag.watching.monitoring.rows import (
@@ -31,18 +30,6 @@ from attn_diag.watching.monitoring.sample import LayerProjection, Sample, by_lay
 
 # Columns to which x is projected for what must be kept or sent between ranks.
 SKETCH = 256
-
-
-def head_metrics(
-    call: AttentionCall,
-    *,
-    sequences: int = 1,
-    rows: int = 1024,
-    past: Tensor | None = None,
-    temporaries: int = TEMPORARIES,
-) -> HeadMetrics:
-    """The figures of one call, on its first ``sequences`` and up to ``rows`` evenly spaced query rows."""
-    return head_sums(Sample.of(call, sequences, rows), past, temporaries=temporaries).metrics(past)
 
 
 def head_sums(
