@@ -20,7 +20,7 @@ import attn_diag
 from attn_diag.head.assumptions import check_assumptions
 from attn_diag.head.read import NonFiniteCensus, read_head
 from attn_diag.kernels import Recipe, emulate_head
-from attn_diag.reference import Masking
+from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head
 from attn_diag.results.diagnosis import CaptureDiagnosis, HeadDiagnosis
 
 T = TypeVar("T")
@@ -99,6 +99,18 @@ def rounded_dq(given: dict[str, Tensor]) -> Tensor:
 def first_head(diagnosis: attn_diag.Diagnosis) -> HeadDiagnosis:
     """The first head of the first observation."""
     return diagnosis.captures[0].observations[0].heads[0]
+
+
+def with_bounds(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
+    """The float64 reference of a head, streamed in blocks of five rows, and how far it may be off."""
+    bounds = BoundCollector(head)
+    found = reference_head(head, bounds.add, gradient_sums=True, block_rows=5)
+    return found, bounds.bounds(found)
+
+
+def labels_of(found: CaptureDiagnosis) -> set[str]:
+    """The labels of all heads of the first observation."""
+    return {label for head in found.observations[0].heads if head.verdict for label in head.verdict.labels}
 
 
 def visible_pairs(masking: Masking, queries: int, keys: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import labels_of
 from planted_slopes import Call, Change, captured, computed, drawn
 from torch import Tensor
 
@@ -37,10 +38,6 @@ def inspected(
     return attn_diag.inspect_captures([capture], device="cpu").captures[0]
 
 
-def labels(found: CaptureDiagnosis) -> set[str]:
-    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
-
-
 def named(found: CaptureDiagnosis) -> str:
     heads = found.observations[0].heads
     return "; ".join(p.words for h in heads for q in h.quantities for p in q.patterns if p.kind == "alibi")
@@ -50,7 +47,7 @@ def named(found: CaptureDiagnosis) -> str:
 def test_healthy_kernels_are_not_accused(seed: int) -> None:
     call, masking, origin = setting(seed)
     found = inspected(call, computed(call, call.slopes, call.slopes, masking, origin=origin), masking, origin)
-    assert labels(found) <= {"clean", "undecided"}
+    assert labels_of(found) <= {"clean", "undecided"}
     assert not named(found)
     answers = {q.quantity: q.answer for q in found.observations[0].heads[0].quantities}
     assert (answers["o"], answers["lse"]) == ("good", "good")
@@ -64,14 +61,14 @@ def test_faults_are_wrong_by_name(fault: str, seed: int) -> None:
     made = forward(call.slopes)
     other = made if backward is None else backward(call.slopes)
     found = inspected(call, computed(call, made, other, masking, origin=origin), masking, origin)
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     assert words in named(found)
 
 
 def test_slopes_that_are_not_stated_are_named() -> None:
     call, masking, _ = setting(2)
     found = inspected(call, computed(call, call.slopes, call.slopes, masking), masking, "row", slopes=False)
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     assert "ALiBi's usual slopes, which the capture does not state" in found.assumptions.message
     assert "ALiBi's usual slopes, which are not stated" in named(found)
 
@@ -99,5 +96,5 @@ def test_a_softmax_without_bias_gets_none() -> None:
     outputs = computed(call, None, None, Masking("bottom-right"))
     found = inspected(call, {**outputs, "o": outputs["o"] * torch.tensor(0.75)}, Masking("bottom-right"), "row",
                       slopes=False)  # fmt: skip
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     assert "ALiBi" not in found.assumptions.message + named(found)

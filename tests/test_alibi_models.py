@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BATCH, HEADS, LENGTH, Tiny, padding, tokens, transformers_model, written
+from tiny_models import BATCH, HEADS, LENGTH, Tiny, captured, healthy, padding, tokens, transformers_model, written
 
 import attn_diag
-from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import load
 
 pytest.importorskip("transformers")
@@ -22,17 +21,6 @@ def made(kind: str, how: str = "fp32", *, padded: bool = False) -> Tiny:
     tiny = transformers_model(kind, "eager", padded=padded)
     tiny.model.to(torch.bfloat16 if how == "bf16" else torch.float32)
     return tiny
-
-
-def captured(tiny: Tiny, folder: Path, *, autocast: bool = False) -> list[Capture]:
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
-    with attn_diag.capture(tiny.model, folder, batch=None) as recorder:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = tiny.loss(tiny.model)
-        torch.autograd.backward(loss)
-        optimizer.step()
-    assert not recorder.dropped
-    return written(recorder)
 
 
 @pytest.mark.parametrize("how", ["fp32", "autocast", "bf16", "padded"])
@@ -121,15 +109,5 @@ def test_dropout_is_captured(kind: str, tmp_path: Path) -> None:
 def test_a_short_healthy_training_raises_no_alarm(kind: str) -> None:
     """200 steps of each, by hand: none either, in autocast and in pure BF16."""
     tiny = made(kind)
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
-        for _ in range(8):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = tiny.loss(tiny.model)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    figures = monitor.metrics(wait=True)
-    assert not monitor.alarms
+    monitor = healthy(tiny, 8)
     assert {layer.module for check in monitor.history for layer in check.layers} == set(tiny.attentions)
-    assert figures["attn/nonfinite_rate/max"] == 0

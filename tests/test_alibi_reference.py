@@ -7,10 +7,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from builders import with_bounds
 from torch import Tensor
 
 from attn_diag.kernels import emulate_head, preset
-from attn_diag.reference import Alibi, AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head
+from attn_diag.reference import Alibi, AttentionHead, Masking, reference_head
 from attn_diag.reference.certify import check_rows
 from attn_diag.reference.masking import AlibiOrigin
 
@@ -38,12 +39,6 @@ def drawn(masking: Masking, dtype: torch.dtype = torch.bfloat16, **options: Any)
     shapes = ((ROWS, D), (KEYS, D), (KEYS, D), (ROWS, D))
     q, k, v, do = (torch.randn(shape, generator=g).to(dtype).double() for shape in shapes)
     return AttentionHead(2 * q, k, v, do, D**-0.5, masking, **options)
-
-
-def computed(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
-    bounds = BoundCollector(head)
-    found = reference_head(head, bounds.add, gradient_sums=True, block_rows=5)
-    return found, bounds.bounds(found)
 
 
 def bias(case: dict[str, Any], slope: float, origin: AlibiOrigin) -> Tensor:
@@ -85,7 +80,7 @@ def by_autograd(head: AttentionHead, added: Tensor) -> dict[str, Tensor]:
 def test_reference_is_what_autograd_makes_of_the_bias_written_out(case: str, origin: AlibiOrigin) -> None:
     for slope in SLOPES:
         head = drawn(Masking(**CASES[case], alibi=Alibi(slope, origin)), softcap=3.0 if slope == 0.5 else None)
-        found, expected = computed(head)[0], by_autograd(head, bias(CASES[case], slope, origin))
+        found, expected = with_bounds(head)[0], by_autograd(head, bias(CASES[case], slope, origin))
         for name, values in expected.items():
             torch.testing.assert_close(getattr(found, name), values, rtol=1e-10, atol=1e-12, msg=f"{name} {slope}")
 
@@ -96,7 +91,7 @@ def test_reference_is_within_its_bounds_of_the_oracle(case: str, dtype: torch.dt
     origins: tuple[AlibiOrigin, ...] = ("row", "first-key", "row", "last-key", "row")
     for slope, origin in zip(SLOPES, origins, strict=True):
         head = drawn(Masking(**CASES[case], alibi=Alibi(slope, origin)), dtype)
-        found, bounds = computed(head)
+        found, bounds = with_bounds(head)
         rows = check_rows(head, found, bounds, [0, 3, 5, 11])
         assert all(row.held for row in rows)
         assert bool((bounds.out[found.lse.isfinite()] < 1e-8).all())
@@ -104,7 +99,7 @@ def test_reference_is_within_its_bounds_of_the_oracle(case: str, dtype: torch.dt
 
 def test_origins_are_one_softmax_under_causality() -> None:
     heads = [drawn(Masking("bottom-right", alibi=Alibi(0.5, origin))) for origin in get_args(AlibiOrigin)]
-    by_row, by_first, by_last = (computed(head)[0] for head in heads)
+    by_row, by_first, by_last = (with_bounds(head)[0] for head in heads)
     for other in (by_first, by_last):
         for name in ("out", "dq", "dk", "dv"):
             torch.testing.assert_close(getattr(other, name), getattr(by_row, name), rtol=1e-11, atol=1e-13)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import labels_of
 from planted_dropouts import Call, Change, captured, computed, drawn, memory_efficient, with_lost_keys
 from torch import Tensor
 
@@ -69,10 +70,6 @@ def inspected(call: Call, outputs: dict[str, Tensor], masking: Masking) -> Captu
     return attn_diag.inspect_captures([capture], device="cpu").captures[0]
 
 
-def labels(found: CaptureDiagnosis) -> set[str]:
-    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
-
-
 def named(found: CaptureDiagnosis) -> str:
     heads = found.observations[0].heads
     return "; ".join(
@@ -84,7 +81,7 @@ def named(found: CaptureDiagnosis) -> str:
 def test_healthy_kernels_are_not_accused(seed: int) -> None:
     call, masking = setting(seed)
     found = inspected(call, computed(call, masking), masking)
-    assert labels(found) <= {"clean", "undecided"}
+    assert labels_of(found) <= {"clean", "undecided"}
     assert not named(found)
     answers = {q.quantity: q.answer for q in found.observations[0].heads[0].quantities}
     assert (answers["o"], answers["lse"]) == ("good", "good")
@@ -96,7 +93,7 @@ def test_faults_are_wrong_by_name(fault: str, seed: int) -> None:
     forward, backward, options, words = FAULTS[fault]
     call, masking = setting(seed)
     found = inspected(call, computed(call, masking, forward, backward, **options), masking)
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     assert words in named(found)
 
 
@@ -155,7 +152,7 @@ def test_dropout_in_another_place_of_ds_is_named(place: str) -> None:
     dk = (ds.mT @ q).unflatten(1, (2, 2)).sum(2)
     outputs = computed(call, Masking()) | {"dq": (ds @ k).bfloat16(), "dk": dk.bfloat16()}
     found = inspected(call, outputs, Masking())
-    assert ("wrong" in labels(found)) == bool(words)
+    assert ("wrong" in labels_of(found)) == bool(words)
     wrong = [q for h in found.observations[0].heads for q in h.quantities if q.answer == "wrong"]
     assert all(words in q.words for q in wrong)
     assert {q.quantity for q in wrong} == ({"dq", "dk"} if words else set())
@@ -174,7 +171,7 @@ def test_a_row_of_which_nothing_is_kept_is_right() -> None:
     call = drawn(3, p=0.9, rows=16)
     call.kept[:, :, 5] = False
     found = inspected(call, computed(call, Masking()), Masking())
-    assert labels(found) <= {"clean", "undecided"}
+    assert labels_of(found) <= {"clean", "undecided"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -189,9 +186,9 @@ def test_other_dtypes_are_judged(dtype: torch.dtype) -> None:
     dq, dk, dv = torch.autograd.grad(o, leaves, call.do.to(dtype))
     given = replace(call, q=q.detach(), k=k.detach(), v=v.detach(), do=call.do.to(dtype))
     outputs = {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
-    assert not labels(inspected(given, outputs, Masking())) & {"wrong", "lossy"}
+    assert not labels_of(inspected(given, outputs, Masking())) & {"wrong", "lossy"}
     found = inspected(given, {**outputs, "dv": dv * 0.75}, Masking())
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     assert "without the factor" in named(found)
 
 
@@ -206,7 +203,7 @@ def test_plain_torch_in_bf16_is_lossy_by_its_casts(p: float) -> None:
     o = (probs * (call.kept * factor)) @ v
     dq, dk, dv = torch.autograd.grad(o, leaves, call.do)
     found = inspected(call, {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}, Masking())
-    assert "wrong" not in labels(found)
+    assert "wrong" not in labels_of(found)
     words = " ".join(q.words for q in found.observations[0].heads[0].quantities)
     assert ("1 / (1 - p) of dropout are rounded" if p < 0.5 else "S and P are stored") in words
 
@@ -217,12 +214,12 @@ def test_a_rounded_factor_in_a_fused_kernel_is_named(p: float, rounded: bool, ca
     """1 / 0.9 in BF16 is 0.16 % too small; 1 / 0.8 and 2 it holds exactly."""
     call = drawn(3, p=p, batch=1, heads=2, kv_heads=2, rows=256, keys=256, d=64)
     found = inspected(call, memory_efficient(call, causal=causal), Masking("bottom-right" if causal else "none"))
-    assert "wrong" not in labels(found)
+    assert "wrong" not in labels_of(found)
     quantities = [q for h in found.observations[0].heads for q in h.quantities if q.answer == "lossy"]
     named = ["1 / (1 - p) of dropout is rounded to the inputs' format" in q.words for q in quantities]
     assert bool(named) == rounded
     assert all(named)
-    assert ("biased" in labels(found)) == rounded
+    assert ("biased" in labels_of(found)) == rounded
 
 
 # Which keys are counted how often in P V and in the row sum, and the words.
@@ -248,10 +245,10 @@ def lost(fault: str, seed: int) -> tuple[CaptureDiagnosis, str]:
 @pytest.mark.parametrize("fault", ["a tile", "a tile of the row sum", "all from 48 on", "a key twice"])
 def test_lost_keys_are_named_under_dropout(fault: str) -> None:
     found, words = lost(fault, 1)
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     said = [p.words for h in found.observations[0].heads for q in h.quantities for p in q.patterns if p.kind == "part"]
     assert any(words in one for one in said), said
 
 
 def test_whole_keys_are_not_called_lost() -> None:
-    assert labels(lost("none", 5)[0]) <= {"clean", "undecided"}
+    assert labels_of(lost("none", 5)[0]) <= {"clean", "undecided"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import labels_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,8 +27,7 @@ FLASH, EFFICIENT, CUDNN = (
 
 
 def inspected(capture: Capture) -> set[str]:
-    found = attn_diag.inspect_captures([capture], device="cuda").captures[0]
-    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
+    return labels_of(attn_diag.inspect_captures([capture], device="cuda").captures[0])
 
 
 def only(folder: Path) -> Capture:

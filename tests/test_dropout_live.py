@@ -8,6 +8,7 @@ from typing import Any
 import dropout_functions as dropouts
 import pytest
 import torch
+from builders import labels_of
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +20,7 @@ from attn_diag.captures.loading import load
 
 
 def inspected(capture: Capture) -> set[str]:
-    found = attn_diag.inspect_captures([capture], device="cpu").captures[0]
-    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
+    return labels_of(attn_diag.inspect_captures([capture], device="cpu").captures[0])
 
 
 def only(folder: Path) -> Capture:

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from builders import with_bounds
 from torch import Tensor
 
 from attn_diag.reference import (
     AttentionHead,
-    BoundCollector,
     Dropout,
-    HeadBounds,
-    HeadReference,
     Masking,
-    reference_head,
     reference_rows,
 )
 from attn_diag.reference.bias_gradient import bias_gradient
@@ -46,12 +43,6 @@ def drawn(p: float, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Atte
     return AttentionHead(2 * q, k, v, do, D**-0.5, dropout=Dropout(kept, p), **options)
 
 
-def computed(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
-    bounds = BoundCollector(head)
-    found = reference_head(head, bounds.add, gradient_sums=True, block_rows=5)
-    return found, bounds.bounds(found)
-
-
 def by_autograd(head: AttentionHead) -> dict[str, Tensor]:
     """As torch's own math path has it: softmax over all keys, then the mask and 1 / (1 - p)."""
     leaves = [t.clone().requires_grad_() for t in (head.q, head.k, head.v)]
@@ -75,7 +66,7 @@ def by_autograd(head: AttentionHead) -> dict[str, Tensor]:
 def test_reference_is_what_autograd_makes_of_dropped_probabilities(case: str) -> None:
     for p in PS:
         head = drawn(p, **CASES[case])
-        found = computed(head)[0]
+        found = with_bounds(head)[0]
         for name, values in by_autograd(head).items():
             torch.testing.assert_close(getattr(found, name), values, rtol=1e-10, atol=1e-12, msg=f"{name} {p}")
         # rowsum(dO o O) is the sum over keys of P o dP still, as both have W.
@@ -89,7 +80,7 @@ def test_reference_is_what_autograd_makes_of_dropped_probabilities(case: str) ->
 def test_reference_is_within_its_bounds_of_the_oracle(case: str, dtype: torch.dtype) -> None:
     for p in PS:
         head = drawn(p, dtype, **CASES[case])
-        found, bounds = computed(head)
+        found, bounds = with_bounds(head)
         assert all(row.held for row in check_rows(head, found, bounds, [0, 2, 3, 11]))
         assert bool((bounds.out < 1e-11).all())
 
@@ -100,28 +91,28 @@ def test_a_wrong_dropout_is_outside_the_bounds(fault: str) -> None:
     assert head.dropout is not None
     kept = head.dropout.kept
     if fault == "no factor":
-        wrong = computed(replace(head, dropout=Dropout(kept, 0.0)))[0]
+        wrong = with_bounds(replace(head, dropout=Dropout(kept, 0.0)))[0]
     elif fault == "another mask":
-        wrong = computed(replace(head, dropout=Dropout(kept.roll(1, 0), 0.1)))[0]
+        wrong = with_bounds(replace(head, dropout=Dropout(kept.roll(1, 0), 0.1)))[0]
     else:  # l sums what is kept alone
-        wrong = computed(replace(head, dropout=None, masking=Masking(mask=kept)))[0]
-    bounds = computed(head)[1]
+        wrong = with_bounds(replace(head, dropout=None, masking=Masking(mask=kept)))[0]
+    bounds = with_bounds(head)[1]
     assert not any(row.held for row in check_rows(head, wrong, bounds, [0, 11]))
 
 
 def test_nothing_dropped_is_no_dropout() -> None:
     head = replace(drawn(0.5), dropout=Dropout(torch.ones(ROWS, KEYS, dtype=torch.bool), 0.0))
     for name in ("out", "lse", "delta", "dq", "dk", "dv"):
-        assert torch.equal(getattr(computed(head)[0], name), getattr(computed(replace(head, dropout=None))[0], name)), (
-            name
-        )
+        assert torch.equal(
+            getattr(with_bounds(head)[0], name), getattr(with_bounds(replace(head, dropout=None))[0], name)
+        ), name
 
 
 def test_the_gradient_of_a_bias_holds_its_bound() -> None:
     """Its rows are those of dS, which the oracle has."""
     for p in PS:
         head = drawn(p, torch.float64)
-        bounds = computed(head)[1]
+        bounds = with_bounds(head)[1]
         found, bound = bias_gradient(head, bounds, reference_rows(head, torch.arange(ROWS)))
         oracle = HeadOracle(head)
         for t in (0, 2, 11):

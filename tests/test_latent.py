@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import labels_of
 from torch import Tensor
 
 import attn_diag
@@ -64,10 +65,6 @@ def inspected(call: Call, dkv: Tensor) -> CaptureDiagnosis:
     return attn_diag.inspect_captures([capture], device="cpu").captures[0]
 
 
-def labels(found: CaptureDiagnosis) -> set[str]:
-    return {label for h in found.observations[0].heads if h.verdict for label in h.verdict.labels}
-
-
 def of_latent(found: CaptureDiagnosis) -> Any:
     return next(q for q in found.observations[0].heads[0].quantities if q.quantity == "dkv")
 
@@ -77,7 +74,7 @@ def of_latent(found: CaptureDiagnosis) -> Any:
 def test_a_healthy_gradient_is_good(seed: int, sizes: dict[str, int]) -> None:
     call = drawn(seed, **sizes)
     found = inspected(call, call.dk + padded(call.dv, call.dk))
-    assert not labels(found) & {"wrong", "lossy", "nonfinite"}
+    assert not labels_of(found) & {"wrong", "lossy", "nonfinite"}
     assert of_latent(found).answer == "good"
     # Of two gradients that are each rounded before they are added, as autograd does.
     found = inspected(call, call.dk.bfloat16() + padded(call.dv, call.dk).bfloat16())
@@ -102,7 +99,7 @@ def test_faults_are_wrong_by_name(fault: str, seed: int) -> None:
     change, words = FAULTS[fault]
     call = drawn(10 + seed)
     found = inspected(call, change(call.dk, padded(call.dv, call.dk)))
-    assert "wrong" in labels(found)
+    assert "wrong" in labels_of(found)
     verdict = of_latent(found)
     assert verdict.answer == "wrong"
     assert words in verdict.words

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import holds, some
-from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, transformers_model, written
+from tiny_models import HEADS, TRANSFORMERS, WIDTH, Tiny, captured, transformers_model, written
 from torch import Tensor, nn
 
 import attn_diag
@@ -21,19 +21,6 @@ from attn_diag.captures.loading import find_captures
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
-
-
-def captured(tiny: Tiny, folder: Path, *, autocast: bool = False, steps: int = 1, **options: Any) -> list[Capture]:
-    """The files of a short training run, in order of step and layer."""
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
-    with attn_diag.capture(tiny.model, folder, **{"batch": None, **options}) as recorder:
-        for _ in range(steps):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = tiny.loss(tiny.model)
-            torch.autograd.backward(loss)
-            optimizer.step()
-    assert not recorder.dropped
-    return written(recorder)
 
 
 def witnessed(tiny: Tiny, implementation: str, *, autocast: bool = False) -> list[dict[str, Tensor]]:

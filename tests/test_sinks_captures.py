@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import labels_of
 from planted_sinks import Call, captured, computed, drawn
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -38,10 +39,6 @@ def whole(**more: Any) -> Capture:
 
 def found(capture: Capture) -> CaptureDiagnosis:
     return attn_diag.inspect_captures([capture], device="cpu").captures[0]
-
-
-def labels(diagnosis: CaptureDiagnosis) -> set[str]:
-    return {label for head in diagnosis.observations[0].heads if head.verdict for label in head.verdict.labels}
 
 
 def tensors(capture: Capture) -> dict[str, Tensor]:
@@ -85,7 +82,7 @@ def test_other_names_and_shapes_are_taken(name: str, suffix: str, tmp_path: Path
     again = load(path)
     assert torch.equal(again.tensors["sinks"][...].float(), capture.tensors["sinks"][...].float())
     assert {"sinks", "dsinks"} <= again.tensors.keys()
-    assert "wrong" not in labels(found(again))
+    assert "wrong" not in labels_of(found(again))
 
 
 def test_the_off_by_one_softmax_is_an_offset_of_0(tmp_path: Path) -> None:
@@ -95,11 +92,11 @@ def test_the_off_by_one_softmax_is_an_offset_of_0(tmp_path: Path) -> None:
     path = capture.save(tmp_path / "c.safetensors")
     assert load(path).metadata.softmax_offset == 0.0
     assert load(path).format_version == "1.1"
-    assert labels(found(load(path))) <= {"clean", "undecided"}
-    assert "wrong" in labels(found(replace(capture, metadata=replace(capture.metadata, softmax_offset=None))))
+    assert labels_of(found(load(path))) <= {"clean", "undecided"}
+    assert "wrong" in labels_of(found(replace(capture, metadata=replace(capture.metadata, softmax_offset=None))))
     t = tensors(capture)
     given = attn_diag.inspect(t["q"], t["k"], t["v"], o=t["o"], causal=True, softmax_offset=0.0)
-    assert "wrong" not in labels(given.captures[0])
+    assert "wrong" not in labels_of(given.captures[0])
 
 
 def test_an_lse_without_the_sink_is_said_to_be_one() -> None:
@@ -107,9 +104,9 @@ def test_an_lse_without_the_sink_is_said_to_be_one() -> None:
     bare = capture.tensors["lse"][...].double()
     keys = (bare.exp() - capture.tensors["sinks"][...].double().exp()[None, :, None]).log().float()
     without = replace(capture, tensors={**capture.tensors, "lse": keys})
-    assert "wrong" in labels(found(without))
+    assert "wrong" in labels_of(found(without))
     stated = replace(without, metadata=replace(capture.metadata, lse_sink="excluded"))
-    assert "wrong" not in labels(found(stated))
+    assert "wrong" not in labels_of(found(stated))
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -159,7 +156,7 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     made = call()
     outputs = computed(made, None, None, CAUSAL)
     diagnosis = found(captured(replace(made, sinks=torch.full((4,), -math.inf)), {**outputs, "dsinks": torch.zeros(4)}))
-    assert labels(diagnosis) <= {"clean", "undecided"}
+    assert labels_of(diagnosis) <= {"clean", "undecided"}
     assert not diagnosis.nonfinite
 
 
@@ -178,7 +175,7 @@ def test_data_parallel_ranks_add_their_gradients() -> None:
     assert not said
     together = computed(both, both.sinks, both.sinks, CAUSAL)["dsinks"]
     assert torch.allclose(merged.tensors["dsinks"][...], together, rtol=1e-5)
-    assert labels(found(merged)) <= {"clean", "undecided"}
+    assert labels_of(found(merged)) <= {"clean", "undecided"}
     odd = replace(parts[1], tensors={**parts[1].tensors, "sinks": both.sinks + 1})
     assert "sinks of rank 1 differs" in merged_over_ranks([parts[0], odd])[1][0]
 
@@ -193,7 +190,7 @@ def test_tensor_parallel_ranks_put_sinks_side_by_side() -> None:
     (merged,), said = merged_over_ranks(parts)
     assert not said
     assert all(torch.equal(merged.tensors[n][...], capture.tensors[n][...]) for n in ("sinks", "dsinks"))
-    assert labels(found(merged)) <= {"clean", "undecided"}
+    assert labels_of(found(merged)) <= {"clean", "undecided"}
 
 
 def test_documents_of_packed_sequences_share_sinks() -> None:
@@ -205,7 +202,7 @@ def test_documents_of_packed_sequences_share_sinks() -> None:
               for n in outputs[0]}  # fmt: skip
     capture = captured(made, {**packed, "cu_seqlens": torch.tensor([0, 9, 24])})
     diagnosis = found(capture)
-    assert labels(diagnosis) <= {"clean", "undecided"}
+    assert labels_of(diagnosis) <= {"clean", "undecided"}
     wrong = found(replace(capture, tensors={**capture.tensors, "dsinks": outputs[0]["dsinks"]}))
     words = [q.words for h in wrong.observations[0].heads for q in h.quantities if q.quantity == "dsinks"]
     assert any("batch item 0 alone" in w or "leaves out batch item 1" in w for w in words), words
@@ -224,7 +221,7 @@ def test_windows_and_softcaps_go_with_sinks(options: dict[str, Any]) -> None:
     masking = options.get("masking", CAUSAL)
     outputs = computed(made, made.sinks, made.sinks, masking, softcap=options.get("softcap"))
     stated = {"window": masking.window, "softcap": options.get("softcap")}
-    assert "wrong" not in labels(found(captured(made, outputs, **stated)))
+    assert "wrong" not in labels_of(found(captured(made, outputs, **stated)))
     lost = computed(made, made.sinks, None, masking, softcap=options.get("softcap"))
     diagnosis = found(captured(made, {n: t for n, t in lost.items() if n != "dsinks"}, **stated))
     words = [p.words for h in diagnosis.observations[0].heads for q in h.quantities for p in q.patterns]

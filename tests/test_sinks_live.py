@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from tiny_models import HEADS, Tiny, transformers_model, written
+from tiny_models import HEADS, Tiny, captured, healthy, transformers_model, written
 from torch import Tensor, nn
 
 import attn_diag
@@ -25,17 +25,6 @@ def gpt_oss(dtype: torch.dtype = torch.float32, implementation: str = "eager") -
     tiny = transformers_model("gpt_oss", implementation)
     tiny.model.to(dtype)
     return tiny
-
-
-def captured(tiny: Tiny, folder: Path, *, autocast: bool = False, **options: Any) -> list[Capture]:
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
-    with attn_diag.capture(tiny.model, folder, **{"batch": None, **options}) as recorder:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = tiny.loss(tiny.model)
-        torch.autograd.backward(loss)
-        optimizer.step()
-    assert not recorder.dropped
-    return written(recorder)
 
 
 def sinks_of(tiny: Tiny, capture: Capture) -> nn.Parameter:
@@ -135,19 +124,8 @@ def test_without_a_gradient_of_the_sinks_the_others_come(tmp_path: Path) -> None
 @pytest.mark.parametrize("autocast", [True, False])
 def test_a_short_healthy_training_raises_no_alarm(autocast: bool) -> None:
     """200 steps of a model of width 96 on real tokens, by hand: none either, in autocast and in pure BF16."""
-    tiny = gpt_oss(torch.float32 if autocast else torch.bfloat16)
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
-        for _ in range(12):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = tiny.loss(tiny.model)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    figures = monitor.metrics(wait=True)
-    assert not monitor.alarms
-    assert figures["attn/step"] == 10
-    assert figures["attn/nonfinite_rate/max"] == 0
+    monitor = healthy(gpt_oss(torch.float32 if autocast else torch.bfloat16), 12, autocast=autocast)
+    assert monitor.history[-1].step == 10
 
 
 def fused_by_hand(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float, **_: Any) -> Any:
@@ -192,14 +170,7 @@ def test_flex_attention_of_gpt_oss_is_captured_monitored_and_never_wrong(how: st
     tiny = gpt_oss(torch.bfloat16 if how == "bf16" else torch.float32, "flex_attention")
     # It rounds the LSE, and the sinks' part, to O's format.
     judge(captured(tiny, tmp_path / "c"), {"clean", "undecided"} | ({"lossy", "biased"} if how == "bf16" else set()))
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
-        for _ in range(6):
-            torch.autograd.backward(tiny.loss(tiny.model))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert monitor.metrics(wait=True)["attn/nonfinite_rate/max"] == 0
-    assert not monitor.alarms
+    healthy(tiny, 6, autocast=False)
 
 
 @pytest.mark.gpu

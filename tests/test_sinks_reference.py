@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import with_bounds
 from mpmath import mp, mpf
 from torch import Tensor
 
-from attn_diag.reference import AttentionHead, BoundCollector, HeadBounds, HeadReference, Masking, reference_head
+from attn_diag.reference import AttentionHead, Masking
 from attn_diag.reference.certify import check_rows
 from attn_diag.reference.oracle import HeadOracle
 
@@ -38,12 +39,6 @@ def drawn(
     return AttentionHead(spread * q, k, v, do, D**-0.5, options.pop("masking", Masking()), sink=sink, **options)
 
 
-def computed(head: AttentionHead) -> tuple[HeadReference, HeadBounds]:
-    bounds = BoundCollector(head)
-    found = reference_head(head, bounds.add, gradient_sums=True, block_rows=5)
-    return found, bounds.bounds(found)
-
-
 def by_autograd(head: AttentionHead) -> dict[str, Tensor]:
     """One more column of logits, dropped after the softmax, as gpt-oss has it."""
     leaves = [t.clone().requires_grad_() for t in (head.q, head.k, head.v)]
@@ -65,7 +60,7 @@ def by_autograd(head: AttentionHead) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_reference_is_what_autograd_makes_of_one_more_column(case: str, sink: float) -> None:
     head = drawn(sink, **CASES[case])
-    found, expected = computed(head)[0], by_autograd(head)
+    found, expected = with_bounds(head)[0], by_autograd(head)
     assert found.dsink is not None
     for name, values in expected.items():
         ours = found.dsink.sum() if name == "dsink" else getattr(found, name)
@@ -77,7 +72,7 @@ def test_reference_is_what_autograd_makes_of_one_more_column(case: str, sink: fl
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.bfloat16, 2.0), (torch.float64, 11.3)])
 def test_reference_is_the_oracles_within_its_bound(case: str, sink: float, dtype: torch.dtype, spread: float) -> None:
     head = drawn(sink, dtype, spread, **CASES[case])
-    reference, bounds = computed(head)
+    reference, bounds = with_bounds(head)
     rows = check_rows(head, reference, bounds, range(ROWS))
     assert all(row.held for row in rows), next((row.row, row.outputs) for row in rows if not row.held)
     assert all(set(row.outputs) == {"out", "lse", "delta", "dq", "dsink"} for row in rows)
@@ -88,10 +83,10 @@ def test_reference_is_the_oracles_within_its_bound(case: str, sink: float, dtype
 def test_bounds_are_not_idle(sink: float) -> None:
     """A sink moved by a millionth of a millionth is found out, and a gradient without it too."""
     head = drawn(sink, masking=Masking("bottom-right"))
-    reference, bounds = computed(head)
-    moved = computed(drawn(sink * (1 + 1e-12) + 1e-12, masking=Masking("bottom-right")))[0]
+    reference, bounds = with_bounds(head)
+    moved = with_bounds(drawn(sink * (1 + 1e-12) + 1e-12, masking=Masking("bottom-right")))[0]
     assert not any(row.held for row in check_rows(head, moved, bounds, range(ROWS)))
-    lost, _ = computed(drawn(None, masking=Masking("bottom-right")))
+    lost, _ = with_bounds(drawn(None, masking=Masking("bottom-right")))
     assert not any(row.held for row in check_rows(head, lost, bounds, range(ROWS)))
     assert reference.dsink is not None
     reference.dsink.mul_(1 + 1e-12)

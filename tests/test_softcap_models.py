@@ -7,25 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Tiny, transformers_model, written
+from tiny_models import captured, healthy, transformers_model
 
 import attn_diag
 from attn_diag.captures.capture import Capture
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def captured(tiny: Tiny, folder: Path, *, autocast: bool = False) -> list[Capture]:
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
-    device = next(tiny.model.parameters()).device.type
-    with attn_diag.capture(tiny.model, folder, batch=None) as recorder:
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = tiny.loss(tiny.model)
-        torch.autograd.backward(loss)
-        optimizer.step()
-    assert not recorder.dropped
-    return written(recorder)
 
 
 def labels(captures: list[Capture]) -> set[str]:
@@ -54,17 +42,7 @@ def test_a_softcap_that_is_not_stated_is_found(tmp_path: Path) -> None:
 
 def test_a_short_healthy_training_raises_no_alarm() -> None:
     """200 steps by hand: none either, in autocast and in pure BF16."""
-    tiny = transformers_model("gemma2", "eager")
-    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
-    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
-        for _ in range(6):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = tiny.loss(tiny.model)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert monitor.metrics(wait=True)["attn/nonfinite_rate/max"] == 0
-    assert not monitor.alarms
+    healthy(transformers_model("gemma2", "eager"), 6)
 
 
 @pytest.mark.gpu

@@ -294,6 +294,37 @@ def written(recorder: Recorder) -> list[attn_diag.Capture]:
     return [attn_diag.load(path) for path in sorted(recorder.written)]
 
 
+def captured(
+    tiny: Tiny, folder: Path, *, autocast: bool = False, steps: int = 1, **options: Any
+) -> list[attn_diag.Capture]:
+    """The files of a short training run, in order of step and layer."""
+    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=0.0)
+    device = next(tiny.model.parameters()).device.type
+    with attn_diag.capture(tiny.model, folder, **{"batch": None, **options}) as recorder:
+        for _ in range(steps):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                loss = tiny.loss(tiny.model)
+            torch.autograd.backward(loss)
+            optimizer.step()
+    assert not recorder.dropped
+    return written(recorder)
+
+
+def healthy(tiny: Tiny, steps: int, *, autocast: bool = True) -> attn_diag.Monitor:
+    """The monitor of a short training, which raises no alarm."""
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-3)
+    with attn_diag.Monitor(tiny.model, every=2, sequences=2) as monitor:
+        for _ in range(steps):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = tiny.loss(tiny.model)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.metrics(wait=True)["attn/nonfinite_rate/max"] == 0
+    assert not monitor.alarms
+    return monitor
+
+
 def only(recorder: Recorder) -> attn_diag.Capture:
     """The one capture that it wrote, of the one call that it saw."""
     assert not recorder.dropped

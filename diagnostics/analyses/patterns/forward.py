@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.lost_parts import lost_parts
-from attn_diag.analyses.patterns.of_mask import bounded_mask
 from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
 from attn_diag.analyses.patterns.other_scale import other_scale
@@ -23,6 +22,7 @@ from attn_diag.analyses.patterns.readings import (
     shifted_keys,
 )
 from attn_diag.analyses.patterns.slab import slab_of
+from attn_diag.head.bounded_mask import Leak, words_of
 from attn_diag.reference import reference_rows
 
 
@@ -40,10 +40,27 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), mistaken(evidence)):
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
-    yield from bounded_mask(evidence, rows)
+    yield from _bounded_mask(evidence, rows)
     block = reference_rows(head, rows)
     yield Guess("normalisation", "were not divided by the row sum", block.unnormalised_out)
     sum_scaled = block.unnormalised_out * block.row_max.clamp(max=60.0).exp()[:, None]
     yield Guess("normalisation", "are sums of exp(S) V, never normalised", sum_scaled)
     yield from other_scale(evidence, rows, lambda scale, at: reference_rows(replace(head, scale=scale), at).out)
     yield from lost_parts(evidence, [slab_of(head, evidence.references[0], "o", rows)], rows)
+
+
+def _bounded_mask(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+    """O with a share of the keys that the mask hides: of the finite numbers that it may add, what fits best."""
+    head = replace(evidence.heads[0], do=None)
+    masking = head.masking
+    stated = masking.mask
+    if stated is not None and stated.is_floating_point():
+        stated = stated.masked_fill(stated == float("-inf"), 0.0)
+    else:
+        stated = None
+    bare = replace(masking, causal="none", window=None, mask=stated, positions=head.positions)
+    seen, every = reference_rows(head, rows), reference_rows(replace(head, masking=bare), rows)
+    leak = Leak(seen.out, seen.lse, every.out, every.lse)
+    value = leak.fitted(evidence.observed[rows], evidence.noise[rows])
+    if value is not None:
+        yield Guess("mask", f"are what hiding keys by {words_of(value)} gives", leak.predicted(value), 1, fitted=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_diag.reference import Masking, hides
 from attn_diag.watching.live.kernels import loaded, operators
-from attn_diag.watching.live.sites import AttentionSite, Fields, Function, of_products
+from attn_diag.watching.live.sites import AttentionSite, Fields, Function, with_dropout
 from attn_diag.watching.live.tap import Tap
 
 
@@ -51,20 +51,20 @@ def methods() -> Iterator[tuple[AttentionSite, Function]]:
 def _read_bloom(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     module, alibi = a["self"], a["alibi"]
     heads = module.num_heads
-    dropout = module.attention_dropout.p if module.training else 0.0
-    found = of_products(tap, len(a["hidden_states"]), heads, "transformers BLOOM eager", dropout)
-    if found is None:
+    if (found := tap.around_softmax(len(a["hidden_states"]), heads)) is None:
         return None
+    dropout = module.attention_dropout.p if module.training else 0.0
+    found = with_dropout({"kernel": "transformers BLOOM eager", **found}, dropout, tap)
     bias = alibi.detach().reshape(-1, heads, 1, alibi.shape[-1])
     return found | {"scale": module.inv_norm_factor} | _masked(bias, a["attention_mask"], found["q"], torch.add)
 
 
 def _read_mpt(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     module, bias, mask = a["self"], a["position_bias"], a["attention_mask"]
-    dropout = module.attn_dropout_p if module.training else 0.0
-    found = of_products(tap, len(a["hidden_states"]), module.n_heads, "transformers MPT eager", dropout)
-    if found is None:
+    if (found := tap.around_softmax(len(a["hidden_states"]), module.n_heads)) is None:
         return None
+    dropout = module.attn_dropout_p if module.training else 0.0
+    found = with_dropout({"kernel": "transformers MPT eager", **found}, dropout, tap)
     q, k = found["q"], found["k"]
     found["scale"] = module.softmax_scale
     if bias is None:

@@ -176,39 +176,16 @@ def _read_sdpa(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:
 def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | None:  # noqa: ARG001 - one protocol
     """The path with ``need_weights=True``: two batched products around a softmax; scale is already in q."""
     query, heads = a["query"], a["num_heads"]
-    batch, dropout = query.shape[1], a["dropout_p"] if a["training"] else 0.0
-    found = of_products(tap, batch, heads, "torch multi_head_attention_forward", dropout) if query.dim() == 3 else None
-    if found is None:
+    if query.dim() != 3 or (found := tap.around_softmax(batch := query.shape[1], heads)) is None:
         return None
     q = found["q"]
-    return found | {
+    found |= {
+        "kernel": "torch multi_head_attention_forward",
         "mask": _additive(a["attn_mask"], a["key_padding_mask"], batch, heads, q.dtype),
         "scale": 1.0,
         "projection": _multi_head_projection(a, q.shape[-1] ** -0.5),
     }
-
-
-def of_products(tap: Tap, batch: int, heads: int, kernel: str, dropout: float) -> Fields | None:
-    """q, k, v and o of two batched products around a softmax, and where their gradients arrive."""
-    if len(tap.products_seen) < 2:
-        return None
-    (q, k_t, _), (_, v, o) = tap.products_seen[0], tap.products_seen[-1]
-
-    def spread(x: Tensor) -> Tensor:
-        return x.reshape(batch, heads, *x.shape[1:])
-
-    def turned(x: Tensor) -> Tensor:
-        return spread(x.transpose(1, 2))
-
-    found: Fields = {
-        "kernel": kernel,
-        "q": spread(q),
-        "k": turned(k_t),
-        "v": spread(v),
-        "o": spread(o),
-        "graph": {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)},
-    }
-    return with_dropout(found, dropout, tap)
+    return with_dropout(found, a["dropout_p"] if a["training"] else 0.0, tap)
 
 
 def _multi_head_projection(a: Mapping[str, Any], scale: float) -> tuple[Tensor, Tensor, bool] | None:

@@ -34,6 +34,21 @@ class Tap:
         """A context that records products; it passes all operators on as they came."""
         return _Products(self.products_seen)
 
+    def around_softmax(self, batch: int, heads: int) -> dict[str, Any] | None:
+        """q, k, v and o of two batched products around a softmax, and where their gradients arrive; None without."""
+        if len(self.products_seen) < 2:
+            return None
+        (q, k_t, _), (_, v, o) = self.products_seen[0], self.products_seen[-1]
+
+        def spread(x: Tensor) -> Tensor:
+            return x.reshape(batch, heads, *x.shape[1:])
+
+        def turned(x: Tensor) -> Tensor:
+            return spread(x.transpose(1, 2))
+
+        graph = {"do": (o, spread), "dq": (q, spread), "dk": (k_t, turned), "dv": (v, spread)}
+        return {"q": spread(q), "k": turned(k_t), "v": spread(v), "o": spread(o), "graph": graph}
+
     def kept(self, q: Tensor, k: Tensor, o: Tensor) -> Tensor | None:
         """Which probabilities were multiplied with v: those that are not 0, after a dropout.
 

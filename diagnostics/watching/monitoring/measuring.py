@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from attn_diag.watching.monitoring.directions import PastDirections
 from attn_diag.watching.monitoring.figures import HeadMetrics, HeadSums
 from attn_diag.watching.monitoring.metrics import head_sums
 from attn_diag.watching.monitoring.reduction import LayerKey, Reduction, device_of
@@ -16,6 +16,9 @@ from attn_diag.watching.monitoring.stacks import Key, alike, kind, stacks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# Weight of the newest check in the average of directions: about the last ten count.
+_NEWEST = 0.1
 
 
 class Measuring:
@@ -27,7 +30,7 @@ class Measuring:
     """
 
     def __init__(self, group: ProcessGroup | None, warn: Callable[[str], None]) -> None:
-        self._past, self._warn = PastDirections(), warn
+        self._past, self._warn = _PastDirections(), warn
         self._reduction = None if _alone(group) else Reduction(group)
 
     def forget(self) -> None:
@@ -72,6 +75,24 @@ class Measuring:
         if reduction.unknown:
             self._warn(f"layers that no rank had at the first check are left out: {sorted(reduction.unknown)}")
         return {names.get(name, (name.layer, name.module or None)): sums for name, sums in found.items()}
+
+
+class _PastDirections(dict[Key, Tensor]):
+    """Which way each layer's predicted errors of dW_Q pointed of late: averages of unit errors, [Hq, D, c]."""
+
+    def of(self, keys: Sequence[Key]) -> Tensor | None:
+        """Those of layers that all have one or have none, [L * Hq, D, c]."""
+        past = [self[key] for key in keys if key in self]
+        return torch.cat(past) if past else None
+
+    def remember(self, keys: Sequence[Key], error: Tensor) -> None:
+        """Average a check's ``error``, [L * Hq, D, c]."""
+        length = torch.linalg.vector_norm(error, dim=(1, 2), keepdim=True)
+        direction = torch.where((length > 0) & (length < torch.inf), error / length, 0.0)
+        past = self.of(keys)
+        if past is not None and past.shape == direction.shape:
+            direction = past.lerp_(direction, _NEWEST)
+        self.update(zip(keys, direction.chunk(len(keys)), strict=True))
 
 
 def _alone(group: ProcessGroup | None) -> bool:
