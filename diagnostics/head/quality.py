@@ -39,7 +39,6 @@ BEYOND = 3.0
 # A row of zeros was not rounded to them where it is so many times what any sane kernel leaves; elements of a row of so
 # many do not all round to zero by chance.
 _LOST, _LOST_ELEMENTS = 16.0, 8
-
 # A row that sees one key has dQ = 0: dP and delta cancel. fp32 leaves 2^-22 of the variance that O's rounding would
 # make there; a rounded delta leaves about all of it.
 _ZERO, _SPEAKS = 2.0**-20, 2.0**-6
