@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarse_paths import EXPLAINED, explained
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
+from attn_diag.head.fp32_in_bf16 import EXPLAINED, explained
+from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -243,7 +243,7 @@ def _through_bf16(
     counterfactuals: Sequence[Counterfactuals | TruncatedInputs],
     rows: Tensor,
 ) -> str | None:
-    """What is in BF16 where that explains what stands out of inputs that are finer; see ``coarse_paths.explained``."""
+    """What is in BF16 where that explains what stands out of inputs that are finer; see ``fp32_in_bf16.explained``."""
     heads = [c for c in counterfactuals if isinstance(c, TruncatedInputs)]
     if not (found.outlying.any() or (found.bad_features > 0).any()) or len(heads) < len(counterfactuals):
         return None

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import TruncatedInputs
-from attn_diag.head.coarse_paths import EXPLAINED
 from attn_diag.head.coarser import operands_noise
+from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import format_of

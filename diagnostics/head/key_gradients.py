@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attn_diag.captures.latent import of_latent
 from attn_diag.head.beside import beside_well_rounded
-from attn_diag.head.coarse import TruncatedInputs
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.declared import DeclaredKernel, beside_declared
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import named_sums
+from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.propagation import BackwardCollector, GradientParts, KeyShare, key_parts
 from attn_diag.head.quality import QuantitySample, samples
 from attn_diag.head.signed_errors import each_of_elements

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import coarsest, noise_collector
+from attn_diag.head.no_recipe import coarsest, noise_collector
 from attn_diag.head.read import HeadInputs
 from attn_diag.reference import BoundCollector, RowBlock, reference_head, row_blocks
 from attn_diag.reference.bias_gradient import bias_gradient

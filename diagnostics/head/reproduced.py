@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse_paths import EXPLAINED
+from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.unfused import WORDS, named
 from attn_diag.reference import FloatFormat

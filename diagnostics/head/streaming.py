@@ -10,7 +10,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import TruncatedInputs, noise_collector
 from attn_diag.head.counterfactual import (
     Counterfactuals,
     NoiseCollector,
@@ -21,6 +20,7 @@ from attn_diag.head.counterfactual import (
 )
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.fused_backward import ask_backward
+from attn_diag.head.no_recipe import TruncatedInputs, noise_collector
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, row_limit
-from attn_diag.head.coarse import coarsest, noise_collector
 from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.mistakes import Mistake
+from attn_diag.head.no_recipe import coarsest, noise_collector
 from attn_diag.head.other_sinks import OtherSink
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import HeadInputs

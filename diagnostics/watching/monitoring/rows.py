@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse import TF32
+from attn_diag.head.no_recipe import TF32
 from attn_diag.reference import Alibi, FloatFormat, absorbed_rows, format_of, hides, round_nearest_even, ulp
 from attn_diag.reference.sums import is_power_of_two
 from attn_diag.watching.monitoring.sample import Sample, by_layer

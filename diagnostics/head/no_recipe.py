@@ -38,7 +38,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.head.coarse_paths import (
+from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers
+from attn_diag.head.fp32_in_bf16 import (
     IN_BLOCKS,
     MOST_OF_GRADIENTS,
     MOST_SCORES,
@@ -46,7 +47,6 @@ from attn_diag.head.coarse_paths import (
     coarse_ways,
     nearest_on,
 )
-from attn_diag.head.counterfactual import FORMATS, NoiseCollector, covers
 from attn_diag.head.propagation import sloped
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import (
