@@ -345,8 +345,8 @@ def _forward(call: OperatorCall) -> None:
         backlog.learn(sys._getframe(), _ran(call), call)
 
 
-def _ran(call: OperatorCall) -> list[tuple[Observer, Any]]:
-    met = _met(call.module, operator=call)
+def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
+    met = _met(call.module, made_by, call)
     call.sequences = _sequences(met)
     _tell(met, lambda: {**call.fields(), "operator": call}, None)
     return met
