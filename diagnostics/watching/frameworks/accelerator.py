@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.frameworks.alerts import Alert, send, to_mlflow, to_tensorboard, to_trackio, to_wandb
-from attn_diag.watching.frameworks.session import News, Session, complain, harmless
-from attn_diag.watching.live.recorder import Recorder
-from attn_diag.watching.monitoring.monitor import Monitor
+from attn_diag.watching.frameworks.session import News, Session, Watched, complain, harmless
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class AccelerateMonitor:
+class AccelerateMonitor(Watched):
     """See ``attn_diag.accelerate_monitor``, which makes it. A context manager too."""
 
     def __init__(self, accelerator: Any, model: nn.Module, session: Session, first_step: int) -> None:
@@ -26,16 +24,6 @@ class AccelerateMonitor:
         session.begin(accelerator.unwrap_model(model), first_step)
         # Behind the monitor's own: its step is over when ours is called.
         self._hook = register_optimizer_step_post_hook(self._stepped)
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """What watches."""
-        return self._session.monitor
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """What captures; None without."""
-        return self._session.recorder
 
     def end_step(self) -> None:
         """Say that a step is over, where no torch.optim optimizer does (DeepSpeed's)."""

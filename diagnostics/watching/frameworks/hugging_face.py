@@ -13,29 +13,17 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from attn_diag.watching.frameworks.alerts import Alert, send, to_mlflow, to_tensorboard, to_trackio, to_wandb
-from attn_diag.watching.frameworks.session import News, Session, complain, harmless
-from attn_diag.watching.live.recorder import Recorder
-from attn_diag.watching.monitoring.monitor import Monitor
+from attn_diag.watching.frameworks.session import News, Session, Watched, complain, harmless
 
 # From a callback's method up to the handler that calls it.
 _MAX_FRAMES = 8
 
 
-class TrainerMonitor(TrainerCallback):
+class TrainerMonitor(Watched, TrainerCallback):
     """See ``attn_diag.trainer_monitor``, which makes it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """Of the newest training; None before the first."""
-        return self._session.monitor
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Of the newest training's captures; None without."""
-        return self._session.recorder
 
     def close(self) -> None:
         """Stop watching, where training ended by an exception."""

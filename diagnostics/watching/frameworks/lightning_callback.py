@@ -10,14 +10,12 @@ from typing import Any
 
 from attn_diag.errors import InputError
 from attn_diag.watching.frameworks.alerts import Alert, send, to_mlflow, to_tensorboard, to_wandb
-from attn_diag.watching.frameworks.session import News, Session, complain, harmless
-from attn_diag.watching.live.recorder import Recorder
-from attn_diag.watching.monitoring.monitor import Monitor
+from attn_diag.watching.frameworks.session import News, Session, Watched, complain, harmless
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
-class LightningMonitor:
+class LightningMonitor(Watched):
     """See ``attn_diag.lightning_monitor``, which makes it a ``Callback`` too."""
 
     def __init__(self, session: Session) -> None:
@@ -26,16 +24,6 @@ class LightningMonitor:
     def __reduce__(self) -> tuple[Any, ...]:
         # The class that is also a Callback has no name that pickle could find; "ddp_spawn" pickles callbacks.
         return lightning_callback, (self._session,)
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """Of the newest ``fit``; None before the first."""
-        return self._session.monitor
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Of the newest fit's captures; None without."""
-        return self._session.recorder
 
     def close(self) -> None:
         """Stop watching."""

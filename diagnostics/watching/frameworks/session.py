@@ -205,6 +205,22 @@ class Session:
             theirs(alarm)
 
 
+class Watched:
+    """What a trainer's callback shows of its session."""
+
+    _session: Session
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """Of the newest training; None before the first."""
+        return self._session.monitor
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Of the newest training's captures; None without."""
+        return self._session.recorder
+
+
 def harmless(method: Callable[_P, None]) -> Callable[_P, None]:
     """Wrap a trainer's hook so that our own failures are logged instead of raised."""
 
