@@ -144,38 +144,19 @@ class SignedErrors:
 def estimate_bias(
     errors: SignedErrors, clusters: npt.NDArray[np.int64] | None, level: float, *, with_drift: bool = True
 ) -> BiasEstimate:
-    """Mean signed error with a cluster-robust t interval and test of zero mean.
-
-    The test is ``mean_test``, on the cluster sums s_c, and ``two_way`` where there are feature sums. n_eff is
-    (sum s^2)^2 / sum s^4 over the clusters.
-
-    Where the standard error is no more than the rounding of sums, t says nothing: all G clusters have the same mean
-    error. Of independent errors as likely positive as negative, so many agree in sign with probability 2^(1 - G) at
-    most, and that is the p-value; where that mean is 0 there is none. (Clusters that are copies of each other must be
-    left out before: ``head.shared``.)
-
-    Args:
-        errors: The errors of n rows.
-        clusters: [n], cluster number of each row, from 0 without gaps; None for every row its own. Where ``errors`` has
-            feature sums they must be its keys.
-        level: Significance level, for the minimum detectable mean.
-        with_drift: Also keep the running sum over the rows.
-
-    Returns:
-        The estimate; the test's fields are None with fewer than two clusters, or eight rows clustered by feature alone,
-        and where every error is zero; all but standard_error and p_value also where all clusters have the same mean.
-    """
+    """``estimate_biases`` of one ``BiasCase``."""
     return estimate_biases([BiasCase(errors, clusters, with_drift)], level)[0]
 
 
 @dataclass(frozen=True)
 class BiasCase:
-    """One mean to be tested, see ``estimate_bias``."""
+    """One mean to be tested, see ``estimate_biases``."""
 
     errors: SignedErrors
     """The errors of n rows."""
     clusters: npt.NDArray[np.int64] | None
-    """[n], cluster number of each row; None for every row its own."""
+    """[n], cluster number of each row, from 0 without gaps; None for every row its own. Where ``errors`` has feature
+    sums they must be its keys."""
     with_drift: bool = True
     """Also keep the running sum over the rows."""
     attention: bool = True
@@ -187,7 +168,25 @@ class BiasCase:
 
 
 def estimate_biases(cases: Sequence[BiasCase], level: float) -> list[BiasEstimate]:
-    """``estimate_bias`` of several cases; those with as many rows, or the same clusters, are computed together."""
+    """Mean signed errors with a cluster-robust t interval and test of zero mean.
+
+    The test is ``mean_test``, on the cluster sums s_c, and ``two_way`` where there are feature sums. n_eff is
+    (sum s^2)^2 / sum s^4 over the clusters. Cases with as many rows, or the same clusters, are computed together.
+
+    Where the standard error is no more than the rounding of sums, t says nothing: all G clusters have the same mean
+    error. Of independent errors as likely positive as negative, so many agree in sign with probability 2^(1 - G) at
+    most, and that is the p-value; where that mean is 0 there is none. (Clusters that are copies of each other must be
+    left out before: ``head.shared``.)
+
+    Args:
+        cases: The errors of rows, and which of them belong together.
+        level: Significance level, for the minimum detectable mean.
+
+    Returns:
+        The estimates; the test's fields are None with fewer than two clusters, or eight rows clustered by feature
+        alone, and where every error is zero; all but standard_error and p_value also where all clusters have the same
+        mean.
+    """
     counted = dict[int, tuple[int, Shares]]()
     found = [_Counted(case, counted) if len(case.errors.total) * case.errors.count else None for case in cases]
     some = [one for one in found if one is not None]

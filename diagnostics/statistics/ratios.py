@@ -55,7 +55,7 @@ class Carriers:
 
 @dataclass(frozen=True)
 class RatioCase:
-    """Two sets of paired errors, see ``paired_ratio``."""
+    """Two sets of paired errors, see ``paired_ratios``."""
 
     observed: Array
     """[n], squared errors by row."""
@@ -79,22 +79,17 @@ def paired_ratio(
     yardstick: Array,
     clusters: npt.NDArray[np.int64] | None = None,
 ) -> RatioEstimate | None:
-    """The factor between two root-mean-square errors, by a delete-one jackknife of its logarithm (Efron & Stein 1981).
-
-    Args:
-        observed: [n], squared errors by row.
-        yardstick: [n], those that they are compared with.
-        clusters: [n], group of every row, from 0 without gaps; None: every row its own.
-
-    Returns:
-        None where the yardstick is 0 or there are fewer than two groups. Where all groups are copies of one, which is
-        one independent sample, the interval tells nothing.
-    """
+    """``paired_ratios`` of one ``RatioCase``."""
     return paired_ratios([RatioCase(observed, yardstick, clusters)])[0]
 
 
 def paired_ratios(cases: Sequence[RatioCase]) -> list[RatioEstimate | None]:
-    """``paired_ratio`` of several cases; those with as many groups are computed together."""
+    """The factors between root-mean-square errors, by a delete-one jackknife of their logarithms (Efron & Stein 1981).
+
+    Returns:
+        One a case: None where the yardstick is 0 or there are fewer than two groups. Where all groups are copies of
+        one, which is one independent sample, the interval tells nothing.
+    """
     groups, found = [case.by_group() for case in cases], list[RatioEstimate | None]([None] * len(cases))
     counts = np.array([len(observed) for observed, _ in groups], dtype=np.int64)
     for places, observed in side_by_side([padded(observed) for observed, _ in groups]):

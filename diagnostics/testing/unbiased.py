@@ -18,7 +18,7 @@ correctly (every excess is zero), and one whose inner errors have mean zero. Clu
 L or delta, [B, H, T], have their heads for rows and their positions for features; ``.unsqueeze(-1)`` makes rows of the
 positions. What spans both ways, such as one wrong scale for a whole tensor of few heads, is no noise but a bias, and is
 found as one. How far the reference lies from a representable number is taken as random: where many rows are copies of
-one another, give labels as clusters. The estimator is ``statistics.means.estimate_bias``; its docstring has the
+one another, give labels as clusters. The estimator is ``statistics.means.estimate_biases``; its docstring has the
 sources.
 
 Measured by ``tests/test_unbiased.py`` (with 4,000 redraws instead of its 500), where errors are independent, shared by
