@@ -27,6 +27,7 @@ import sinks_functions as of_sinks
 import study_healthy_layouts as trainings
 import test_dropout_faults as faults
 import torch
+from builders import labels_of
 
 import attn_diag
 from attn_diag.reference import Masking
@@ -92,7 +93,7 @@ def misses_keys(fault: str, seed: int) -> dict[str, Any]:
     found, words = faults.lost(fault, seed)
     patterns = [p for h in found.observations[0].heads for q in h.quantities for p in q.patterns if p.kind == "part"]
     others = sorted({p.words for p in patterns if words not in p.words})
-    return {"failed": "wrong" in faults.labels(found), "named": any(words in p.words for p in patterns),
+    return {"failed": "wrong" in labels_of(found), "named": any(words in p.words for p in patterns),
             "suspects": others}  # fmt: skip
 
 
