@@ -15,7 +15,7 @@ from attn_diag.kernels import preset
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import CheckedCase, Failure, Kind
 from attn_diag.results.quality import QuantityVerdict
-from attn_diag.testing.again import Again
+from attn_diag.testing.next_command import Again
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import closer, documented, figures, judge
 from attn_diag.testing.regression.cases import draw

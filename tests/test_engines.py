@@ -18,7 +18,7 @@ import attn_diag
 from attn_diag.analyses.attribution import attribute as attribution
 from attn_diag.analyses.attribution import variants
 from attn_diag.captures.capture import Capture
-from attn_diag.head import by_kernels, fidelity, together
+from attn_diag.head import by_kernels, emulated_together, fidelity
 from attn_diag.head.identification import identify_head
 from attn_diag.kernels import (
     Recipe,
@@ -295,7 +295,7 @@ def test_memory_that_does_not_suffice_for_one_head_is_an_error() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        together.in_parts(never, [1, 2, 3])
+        emulated_together.in_parts(never, [1, 2, 3])
 
 
 def test_rows_are_taken_by_halves_where_memory_does_not_suffice() -> None:

@@ -23,7 +23,7 @@ from attn_diag import Monitor
 from attn_diag.watching.live.call import AttentionCall, CallPlace
 from attn_diag.watching.live.pending import TOTALS
 from attn_diag.watching.monitoring.alarm import AlarmState, replay
-from attn_diag.watching.monitoring.made_here import SCALER_STEPS
+from attn_diag.watching.monitoring.own_nonfinite import SCALER_STEPS
 from attn_diag.watching.monitoring.record import LayerCheck, MonitorCheck, read_log
 from attn_diag.watching.monitoring.second_looks import SecondLooks
 from attn_diag.watching.monitoring.standing_out import standing_out

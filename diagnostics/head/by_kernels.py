@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attn_diag.captures.capture import Capture
 from attn_diag.head.baseline import Recognised, compared_rows, recognised_as
+from attn_diag.head.emulated_together import alike, in_parts, outputs_together
 from attn_diag.head.identification import IdentifiedHead, judge, rows_compared
 from attn_diag.head.read import HeadTensors
 from attn_diag.head.recipe_rows import spread_rows
@@ -38,7 +39,6 @@ from attn_diag.head.recipe_search import (
     splits,
     threshold,
 )
-from attn_diag.head.together import alike, in_parts, outputs_together
 from attn_diag.kernels import Recipe, RecipeNotSupportedError
 from attn_diag.kernels.backend import compiles_for, launching_on
 

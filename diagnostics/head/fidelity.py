@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.counterfactual import Counterfactuals, covers
+from attn_diag.head.emulated_together import joins, outputs_together
 from attn_diag.head.open import OpenHead
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.head.stacks import on_host
-from attn_diag.head.together import joins, outputs_together
 from attn_diag.kernels import emulate_head, stackable
 from attn_diag.kernels.formats import parse
 from attn_diag.reference import ulp

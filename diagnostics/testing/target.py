@@ -21,7 +21,7 @@ from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_su
 from attn_diag.testing.case_inputs import CaseInputs, bits_of
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.testing.names import imported
-from attn_diag.testing.told import Function
+from attn_diag.testing.user_function import Function
 from attn_diag.work import map_in_order
 
 # fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D]. What else it takes by name: ``testing.told``.

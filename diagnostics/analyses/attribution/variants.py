@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head.emulated_together import joins
 from attn_diag.head.open import OpenHead
 from attn_diag.head.row_maxima import settle_alike
 from attn_diag.head.stacks import inner
-from attn_diag.head.together import joins
 from attn_diag.head.truth import HeadTruth, VariantErrors, fused_truths, measure_variants
 from attn_diag.kernels import Recipe, emulate_stack, in_any_block, stackable
 from attn_diag.reference.fused import fuses

@@ -22,7 +22,6 @@ from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
 from attn_diag.results.invariance import ITSELF, Invariance, OwnError, PathFinding
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
-from attn_diag.testing.again import Again
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, compared, rounds_to
@@ -30,6 +29,7 @@ from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.invariance.ruling import Rulings, words_of
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
+from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, NoGradientError, Target, causal_of
 from attn_diag.work import Progress

@@ -9,7 +9,7 @@ from typing import Literal
 
 from attn_diag.results.probe import Label, ProbeFinding, SignedTest
 from attn_diag.results.wording import chance, in_last_bits, listed, percent, runs_of, together
-from attn_diag.testing.again import Again
+from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import OtherFunction
 from attn_diag.testing.probing.pointers import TABLE, matches_prediction
 from attn_diag.testing.probing.search import Suspect

@@ -19,8 +19,8 @@ from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFindi
 from attn_diag.results.wording import runs
 from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
-from attn_diag.testing.again import USUAL_SHAPE, Again
 from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.next_command import USUAL_SHAPE, Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import Pair, Probe, choose

@@ -18,9 +18,9 @@ from attn_diag.kernels import Recipe
 from attn_diag.results.check import ARRANGED, CheckedCase, Failure, Kind
 from attn_diag.results.invariance import ITSELF, Invariance, PathFinding
 from attn_diag.results.wording import SYMBOLS, listed, times
-from attn_diag.testing.again import Again
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES
 from attn_diag.testing.invariance.invariance import LARGE, invariance
+from attn_diag.testing.next_command import Again
 from attn_diag.testing.regression.cases import Asked
 from attn_diag.testing.target import DTYPES, Attention
 

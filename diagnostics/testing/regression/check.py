@@ -21,8 +21,8 @@ from attn_diag.results.baseline import BaselineCase, BaselineEntry, BaselineSize
 from attn_diag.results.check import ARRANGED, BROKEN, GRADIENTS, CheckedCase, CheckReport, Failure, Kind
 from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
-from attn_diag.testing.again import USUAL_SHAPE, Again
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
+from attn_diag.testing.next_command import USUAL_SHAPE, Again
 from attn_diag.testing.other_function import OtherFunction, fit_of, other_scale
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite

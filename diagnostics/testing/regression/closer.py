@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from attn_diag.results.check import GRADIENTS, Failure
-from attn_diag.testing.again import Again
 from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.next_command import Again
 from attn_diag.testing.probing.catalogue import PROBES
 
 # The suite's name of a case, where the probe that looks closer has another.

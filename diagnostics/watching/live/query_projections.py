@@ -12,7 +12,7 @@ from attn_diag.watching.live import products
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.graph_projections import GraphProjections
 from attn_diag.watching.live.linear_layers import MadeWith, MadeWithLayer, Projections, in_codes
-from attn_diag.watching.live.met import Met
+from attn_diag.watching.live.observer import Met
 from attn_diag.watching.live.pending import Pending
 from attn_diag.watching.live.untraced import passed_by
 

@@ -19,7 +19,7 @@ from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
-from attn_diag.watching.live.met import DRAWN_AGAIN, Met
+from attn_diag.watching.live.observer import DRAWN_AGAIN, Met
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.pending import Hook, Pending
 from attn_diag.watching.live.pipeline import pipelines, stage_running

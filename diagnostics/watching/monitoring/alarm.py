@@ -79,7 +79,7 @@ import numpy.typing as npt
 from attn_diag.printing import printable
 from attn_diag.results.wording import percent, ranges
 from attn_diag.watching.monitoring.error_words import error_words
-from attn_diag.watching.monitoring.made_here import SCALER_STEPS, MadeHere
+from attn_diag.watching.monitoring.own_nonfinite import SCALER_STEPS, MadeHere
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, MEASURED, LayerCheck, MonitorCheck, Values
 from attn_diag.watching.monitoring.standing_out import same_as, standing_out
 

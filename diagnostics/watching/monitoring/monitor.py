@@ -17,7 +17,7 @@ from attn_diag.results.wording import plural
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Part
 from attn_diag.watching.live.choices import require_container, require_model
 from attn_diag.watching.live.linear_layers import is_run_compiled
-from attn_diag.watching.live.met import Met
+from attn_diag.watching.live.observer import Met
 from attn_diag.watching.live.recorder import trigger
 from attn_diag.watching.live.run import rank
 from attn_diag.watching.live.sites import refusals
@@ -29,8 +29,8 @@ from attn_diag.watching.monitoring.measuring import Measuring
 from attn_diag.watching.monitoring.record import LayerCheck, LogFile, MonitorCheck, flat_metrics, table
 from attn_diag.watching.monitoring.sample import Sample
 from attn_diag.watching.monitoring.second_looks import SecondLooks
-from attn_diag.watching.monitoring.sent import Sent
 from attn_diag.watching.monitoring.stacks import Key
+from attn_diag.watching.monitoring.to_host import Sent
 from attn_diag.watching.monitoring.whole_heads import WholeHeads
 
 if TYPE_CHECKING:
