@@ -24,7 +24,7 @@ from attn_diag.testing.names import imported
 from attn_diag.testing.user_function import Function
 from attn_diag.work import map_in_order
 
-# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D]. What else it takes by name: ``testing.told``.
+# fn(q, k, v) -> o, (o, lse) or (o, lse, ...); q, k, v and o [B, H, T, D]. Else by name: ``testing.user_function``.
 Attention = Callable[..., Any]
 # A tensor -> one of the same values, with other strides or at another place in memory.
 Place = Callable[[Tensor], Tensor]

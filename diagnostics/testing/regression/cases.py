@@ -45,7 +45,7 @@ BUILDERS: dict[str, drawn.Builder] = {
 # scores grow to 38 within these rows, and BF16 scores make 4 to 7 times a well-rounded kernel's error of it.
 REAL_HEAD = "real-head"
 # Probabilities are dropped by a mask that the case states, and every head has a learned sink; of functions that take
-# these (see ``testing.told``).
+# these (see ``testing.user_function``).
 DROPOUT, SINK_LOGITS = "dropout", "sink-logits"
 NAMES = (*BUILDERS, REAL_HEAD)
 # Of a function that has such a parameter.

@@ -94,7 +94,7 @@ def check(
     Args:
         target: fn(q, k, v) -> o, or (o, lse, …), with q, k, v [B, H, T, D] in ``dtype``, differentiable where its
             gradients are to be checked, and given a dropout mask and sinks where it has parameters for them
-            (``testing.told``); "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
+            (``testing.user_function``); "sdpa", "sdpa:flash" (efficient, cudnn, math); "MODULE:FUNCTION"; a recipe or
             its name, which is emulated; or captures, whose stored observation is judged and nothing is run.
         baseline: The file to compare with: a mean that moved (at ``level``, Holm over the whole run), an error that
             grew, and, with ``exact`` (or where the entry was saved so), other bits. Without it errors are held to those
