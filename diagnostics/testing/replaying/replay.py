@@ -63,8 +63,8 @@ def replay(
         k, v: Of the call.
         against: "installed" for all kernels here, a library's ("sdpa:flash", "flex_attention", "flash_attn_4", …), a
             recipe's name, "MODULE:FUNCTION" or a function of a module, fn(q, k, v) -> o with mask and scale of its own,
-            [B, H, T, D] (given a dropout mask and sinks where it has parameters for them: ``testing.user_function``); None:
-            all installed ones.
+            [B, H, T, D] (given a dropout mask and sinks where it has parameters for them: ``testing.user_function``);
+            None: all installed ones.
         selection: The observation that is compared, and the heads and batch items that are judged.
         limit_s: How long each kernel may take, in seconds.
         level: Significance after Benjamini-Hochberg.
