@@ -45,9 +45,7 @@ def attributions_renderables(found: Attributions) -> Iterator[RenderableType]:
         if len(alike) > 1:
             yield from layout.title(f"{SYMBOLS[one.quantity]}'s error, step by step")
             header, *rows = error_map.steps_table(alike)
-            table = layout.table(*layout.figures(header[:-1]), header[-1])
-            for row in rows:
-                table.add_row(*row)
+            table = layout.table(*layout.figures(header[:-1]), header[-1], rows=rows)
             yield layout.indented(table, expand=False)
     yield Rule(style="dim")
     yield layout.note(f"{_MEANING} {words.CAVEAT}")

@@ -97,14 +97,18 @@ class Hanging:
         yield from self.lines(console, options.max_width)
 
 
-def table(*columns: str | Column, collapse: bool = False) -> Table:
+def table(*columns: str | Column, rows: Iterable[Iterable[RenderableType]] = (), collapse: bool = False) -> Table:
     """A table without lines. A column given by its title alone holds text that wraps.
 
     Args:
         columns: Titles, or ``column``, ``figure`` and rich's own.
+        rows: What it holds; more may be added to it.
         collapse: One blank between columns, not two.
     """
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 1), collapse_padding=collapse, header_style="dim")
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, 1), collapse_padding=collapse, header_style="dim")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def figure(name: str) -> Column:

@@ -45,10 +45,7 @@ def linear_renderables(found: LinearDiagnosis) -> Iterator[RenderableType]:
             for head in shown:
                 yield Text("")
                 yield Text(f"{_prefix(observation.name)}head {head.head}: {', '.join(head.labels)}", style="bold")
-                table = layout.table(*_COLUMNS)
-                for quantity in head.quantities:
-                    table.add_row(*_cells(quantity))
-                yield layout.indented(table)
+                yield layout.indented(layout.table(*_COLUMNS, rows=map(_cells, head.quantities)))
                 for sentence in _more(head):
                     yield layout.bullet("-", sentence)
                 errors = [c.error for c in head.chunks if c.error is not None and math.isfinite(c.error)]

@@ -32,10 +32,7 @@ def comparison_renderables(found: LinearComparison) -> Iterator[RenderableType]:
     for head in found.heads[:_MOST]:
         yield Text("")
         yield layout.heading(f"{found.operator}, head {head.head}")
-        table = layout.table(*_COLUMNS)
-        for row in map(_cells, head.quantities):
-            table.add_row(*row)
-        yield layout.indented(table)
+        yield layout.indented(layout.table(*_COLUMNS, rows=map(_cells, head.quantities)))
     if len(found.heads) > _MOST:
         yield layout.note(f"… and {plural(len(found.heads) - _MOST, 'head')} more (--json, --html)")
     yield layout.note(_LEGEND)

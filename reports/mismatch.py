@@ -47,25 +47,16 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
     yield layout.heading("mismatch of train and rollout")
     yield Text("\n".join(_side(side) for side in (found.train, found.rollout)), style="bold")
     yield Text("")
-    table = layout.table(*layout.figures(_HEAD), collapse=True)
-    for row in map(_row, found.layers):
-        table.add_row(*row)
-    yield layout.indented(table)
+    yield layout.indented(layout.table(*layout.figures(_HEAD), rows=map(_row, found.layers), collapse=True))
     if found.merges:
         yield from layout.title("Hops of rings")
-        table = layout.table(*layout.figures(_RING_HEAD), collapse=True)
-        for row in _ring_rows(found):
-            table.add_row(*row)
-        yield layout.indented(table)
+        yield layout.indented(layout.table(*layout.figures(_RING_HEAD), rows=_ring_rows(found), collapse=True))
         yield layout.paragraph(_RING_LEGEND)
     if found.sums:
         yield from layout.title("Output projections")
         for head, rows in ((_SUM_HEAD, _sum_rows(found)), (_output_head(found), _output_rows(found))):
             if rows:
-                table = layout.table(*layout.figures(head), collapse=True)
-                for row in rows:
-                    table.add_row(*row)
-                yield layout.indented(table)
+                yield layout.indented(layout.table(*layout.figures(head), rows=rows, collapse=True))
         for sentence in (*_ways(found), _SUM_LEGEND):
             yield layout.paragraph(sentence)
     yield from layout.title("Log-probabilities")
@@ -75,16 +66,11 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
         for sentence in _logprobs(found.logprobs):
             yield layout.paragraph(sentence)
         if found.logprobs.shares:
-            table = layout.table(*layout.figures(_SHARE_HEAD))
-            for row in _share_rows(found.logprobs):
-                table.add_row(*row)
-            yield layout.indented(table)
+            yield layout.indented(layout.table(*layout.figures(_SHARE_HEAD), rows=_share_rows(found.logprobs)))
     if found.repairs:
         yield from layout.title("What would be left")
-        table = layout.table("what is changed", *layout.figures(("layers", "removes", "left", "of")))
-        for row in _repair_rows(found):
-            table.add_row(*row)
-        yield layout.indented(table)
+        columns = "what is changed", *layout.figures(("layers", "removes", "left", "of"))
+        yield layout.indented(layout.table(*columns, rows=_repair_rows(found)))
     yield Text("")
     yield layout.note(_LEGEND)
     yield layout.note(words.tool_line(found.tool))

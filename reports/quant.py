@@ -38,10 +38,8 @@ def quant_renderables(found: Quant) -> Iterator[RenderableType]:
         yield layout.paragraph(sentence)
     for title, head, rows in _tables(found):
         yield from layout.title(title)
-        table = layout.table(head[0], *(Column(name, justify="right") for name in head[1:]), collapse=True)
-        for row in rows:
-            table.add_row(*row)
-        yield layout.indented(table)
+        columns = head[0], *(Column(name, justify="right") for name in head[1:])
+        yield layout.indented(layout.table(*columns, rows=rows, collapse=True))
     yield Text("")
     yield layout.note(_LEGEND)
     yield layout.note(words.tool_line(found.tool))
