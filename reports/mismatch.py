@@ -69,8 +69,8 @@ def mismatch_renderables(found: Mismatch) -> Iterator[RenderableType]:
             yield layout.indented(layout.table(*layout.figures(_SHARE_HEAD), rows=_share_rows(found.logprobs)))
     if found.repairs:
         yield from layout.title("What would be left")
-        columns = "what is changed", *layout.figures(("layers", "removes", "left", "of"))
-        yield layout.indented(layout.table(*columns, rows=_repair_rows(found)))
+        figures = layout.figures(("layers", "removes", "left", "of"))
+        yield layout.indented(layout.table("what is changed", *figures, rows=_repair_rows(found)))
     yield Text("")
     yield layout.note(_LEGEND)
     yield layout.note(words.tool_line(found.tool))

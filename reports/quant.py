@@ -38,8 +38,8 @@ def quant_renderables(found: Quant) -> Iterator[RenderableType]:
         yield layout.paragraph(sentence)
     for title, head, rows in _tables(found):
         yield from layout.title(title)
-        columns = head[0], *(Column(name, justify="right") for name in head[1:])
-        yield layout.indented(layout.table(*columns, rows=rows, collapse=True))
+        figures = (Column(name, justify="right") for name in head[1:])
+        yield layout.indented(layout.table(head[0], *figures, rows=rows, collapse=True))
     yield Text("")
     yield layout.note(_LEGEND)
     yield layout.note(words.tool_line(found.tool))
