@@ -248,7 +248,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def unhooked(model: nn.Module) -> set[nn.Module]:
-    """Modules that have no hooks: one would take inference off its fast path (sites know these), or compile anew."""
+    """Modules that get no hook: it would take inference off its fast path, or have a compiled part compiled anew."""
     closed = [m for m in model.modules() if isinstance(m, FAST_PATHS) or (m is not model and is_compiled(m))]
     return {inner for module in closed for inner in module.modules()}
 
