@@ -21,7 +21,7 @@ from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
-from attn_diag.testing.quantizing.gradient import Values, straight_through, with_gradient
+from attn_diag.testing.quantizing.gradient import Values, notes_of, straight_through, with_gradient
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, strays
 from attn_diag.work import Progress, part_of, silent
 
@@ -137,7 +137,7 @@ def quant(
         judged="observed" if observed is not None else blocks.name,
         outcome=outcome,  # type: ignore[arg-type]
         headline=headline,
-        notes=tuple(_notes(means, level, made)),
+        notes=(*_notes(means, level, made), *notes_of(gradient)),
         matches=tuple(matches),
         error=errors.rms,
         mean=means.mean,
