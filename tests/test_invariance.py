@@ -163,6 +163,15 @@ def test_a_kernel_without_gradients_is_compared_forward_unless_they_are_demanded
         run(forward_alone, backward=True)
 
 
+def test_gradients_that_autograd_does_not_reach_are_said_in_a_sentence() -> None:
+    def query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        del k, v
+        return q * 1
+
+    with pytest.raises(InputError, match=r"^query gives no dk, dv by autograd \(the call has B=2 "):
+        run(query, name="query")
+
+
 def test_rounding_may_be_allowed_by_name_but_no_fault() -> None:
     assert not run(batch_split, shape=LONGER).passed
     allowed = run(batch_split, shape=LONGER, allow=["batch-size"])

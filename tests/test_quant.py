@@ -308,6 +308,8 @@ class TestFigures:
         ({"by": None}, "neither a quantizer nor observed values"),
         ({"observed": torch.zeros(4, 2)}, r"floats of its shape \[2, 4\], got \[4, 2\]"),
         ({"observed": torch.zeros(2, 4, dtype=torch.int8)}, "multiply codes by their scales first"),
+        ({"observed": torch.zeros(4, 2)}, "and lay them as w lies"),
+        ({"observed": torch.zeros(2, 4), "engine": torch.full((2, 4), torch.nan)}, "engine must be .* finite"),
         ({"x": torch.zeros(5, 3)}, r"x must be \[N, in\] with in = 4"),
         ({"by": "int5"}, "unknown quantizer 'int5'"),
         ({"by": torch.zeros(2, 4)}, "got Tensor: what it made is observed="),
@@ -366,6 +368,12 @@ def test_a_rule_goes_before_an_amax_that_was_fitted(seed: int) -> None:
     assert "but with the rules of int8-half-range, scales rounded to bf16" in found.headline
     assert "--quantizer int8-half-range --set scale=bf16" in str(found.next)
     assert attn_diag.quant(w, observed=values).outcome == "pass"
+
+
+def test_values_may_be_in_fp8() -> None:
+    w = weight(6)
+    values = w.to(torch.float8_e4m3fn)
+    assert attn_diag.quant(w, "int4", observed=values).outcome == "fail"
 
 
 @pytest.mark.parametrize("least", [0.0, 2.0**-6])
