@@ -132,7 +132,7 @@ def straight_through(
         left = float(said[rest].sum())
         right = bool(left) and abs(float(moved[rest].sum()) / left - 1) <= max(same, 4 * error)
         # A dither takes the first and the last number's elements across the end, where the quantiser clips at its own.
-        inner_right = right and kept[inside].double().mean() >= _MOST and kept[ends].double().mean() >= _MOST
+        inner_right = right and all(float(kept[part].double().mean()) >= _MOST for part in (inside, ends))
         if right and lost.double().mean() >= _MOST and kept[rest].double().mean() >= _MOST:
             at_ends, inside = f"in {_ENDS} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1", rest
     turned = _turned(w, given, gradient, inside, by)
