@@ -257,6 +257,8 @@ PRESETS: dict[str, Quantizer] = {
     found.name: found
     for found in (
         Quantizer("int8", "int8", "row", narrow=True),
+        # torchao's weights: amax / 127.5, and -128 too.
+        Quantizer("int8-half-range", "int8", "row", target=127.5),
         Quantizer("int8-asymmetric", "int8", "row", symmetric=False),
         # What INT4 training by fake quantisation uses (amax / 7); engines often divide by 7.5 and use -8 too.
         Quantizer("int4", "int4", "32", narrow=True),

@@ -12,7 +12,7 @@ from attn_diag.reports import layout, words
 from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
-from attn_diag.results.quant import EngineWeights, MeanOfErrors, Quant, StraightThrough
+from attn_diag.results.quant import OFF, EngineWeights, MeanOfErrors, Quant, StraightThrough
 from attn_diag.results.wording import percent
 
 _VERDICTS = {"pass": OK, "fail": FAIL, "undecided": "UNDECIDED"}
@@ -91,9 +91,11 @@ def _gradient(found: StraightThrough, clipped: int) -> str:
         return "No straight-through gradient arrives at w."
     known = "is that of the smoothed forward" if found.right else "is not that of the smoothed forward"
     words = (
-        f"The straight-through gradient {known}: its gain along dyᵀ x is {found.gain:.3f} ± {found.standard_error:.1g} "
+        f"Along dyᵀ x the straight-through gradient {known}: its gain is {found.gain:.3f} ± {found.standard_error:.1g} "
         "(1: right)"
     )
+    if found.off > OFF:
+        words += f"; element by element it is {percent(found.off)} off dyᵀ x where nothing is clipped"
     if found.clipped_gain is None:
         return f"{words}; clipped elements are given none of it." if clipped else f"{words}; nothing is clipped."
     return f"{words}; clipped elements have {percent(found.clipped)} of it, with a gain of {found.clipped_gain:.2g}."

@@ -308,6 +308,8 @@ class TestFigures:
         ({"by": None}, "neither a quantizer nor observed values"),
         ({"observed": torch.zeros(4, 2)}, r"floats of its shape \[2, 4\], got \[4, 2\]"),
         ({"observed": torch.zeros(2, 4, dtype=torch.int8)}, "multiply codes by their scales first"),
+        ({"observed": torch.zeros(4, 2)}, "and lay them as w lies"),
+        ({"observed": torch.zeros(2, 4), "engine": torch.full((2, 4), torch.nan)}, "engine must be .* finite"),
         ({"x": torch.zeros(5, 3)}, r"x must be \[N, in\] with in = 4"),
         ({"by": "int5"}, "unknown quantizer 'int5'"),
         ({"by": torch.zeros(2, 4)}, "got Tensor: what it made is observed="),
@@ -353,7 +355,43 @@ def test_what_is_clipped_at_a_tie_is_not_called_wrapped(bits: int) -> None:
         found = attn_diag.quant(w, attn_diag.quantizer(f"int{bits}", block="row"), observed=made)
         assert found.outcome == "fail"
         assert "wrap" not in found.headline
-        assert "with the lowest integer" in found.headline
+        assert ("with the lowest integer" if bits == 4 else "the rules of int8-half-range") in found.headline
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rule_goes_before_an_amax_that_was_fitted(seed: int) -> None:
+    """As torchao quantises a layer's BF16 weights to INT8: amax over 127.5, in BF16, fits 0.997 times amax as well."""
+    w = weight(seed).bfloat16()
+    scale = (w.abs().amax(1, keepdim=True) / 127.5).bfloat16().float()
+    values = ((w.float() / scale).round().clamp(-128, 127) * scale).bfloat16()
+    found = attn_diag.quant(w, "int8", observed=values)
+    assert "but with the rules of int8-half-range, scales rounded to bf16" in found.headline
+    assert "--quantizer int8-half-range --set scale=bf16" in str(found.next)
+    assert attn_diag.quant(w, observed=values).outcome == "pass"
+
+
+def test_values_may_be_in_fp8() -> None:
+    w = weight(6)
+    values = w.to(torch.float8_e4m3fn)
+    assert attn_diag.quant(w, "int4", observed=values).outcome == "fail"
+
+
+@pytest.mark.parametrize("least", [0.0, 2.0**-6])
+def test_nvfp4_without_its_tensors_scale_is_named(least: float) -> None:
+    """Of small weights torchao's scales are all the least one: mxfp4 with one scale for the tensor makes the same."""
+    w = 0.02 * torch.randn(64, 256, generator=torch.Generator().manual_seed(4))
+    values = attn_diag.quantize(w, "nvfp4", tensor_scale=False, least_scale=least).values
+    found = attn_diag.quant(w, "nvfp4", observed=values)
+    assert "but without the tensor's scale" in found.headline
+    assert "--quantizer nvfp4 --set tensor_scale=False" in str(found.next)
+
+
+@pytest.mark.parametrize("fmt", [torch.bfloat16, torch.float16], ids=str)
+def test_values_in_16_bits_are_named(fmt: torch.dtype) -> None:
+    """Of a weight in fp32, kept as fp32."""
+    w = weight(5)
+    found = attn_diag.quant(w, "int8", observed=attn_diag.quantize(w, "int8").values.to(fmt).float())
+    assert f"but with values rounded to {'bf16' if fmt == torch.bfloat16 else 'fp16'}" in found.headline
 
 
 def test_draws_do_not_go_with_data_of_the_same_seed() -> None:

@@ -55,6 +55,7 @@ def test_one_group_among_thousands_is_named(fault: str, said: str) -> None:
     w = weight(1)
     found = attn_diag.quant(w, "int4", observed=int4(w, fault))
     assert found.headline.startswith(f"not int4 in row 300, columns 160-191, but with {said}")
+    assert found.next == f"look at the {'rounding in' if fault == 'floor' else 'scales of'} these blocks"
     assert attn_diag.quant(w, "int4", observed=int4(w)).passed
 
 

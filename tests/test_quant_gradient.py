@@ -210,3 +210,73 @@ def test_a_gradient_through_the_scale_is_no_fault_of_the_elements_that_make_it()
     found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
     assert found.gradient is not None
     assert (found.outcome, found.gradient.apart) == ("pass", None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["noise", "constant", "weighed"])
+def test_a_gradient_that_is_right_along_dy_x_alone(kind: str, seed: int) -> None:
+    """What lies across dyᵀ x moves no gain: four times as much of noise fails, an estimator's weights are told."""
+    torch.manual_seed(seed)
+    w, x, dy = 0.02 * torch.randn(64, 256), torch.randn(96, 256), torch.randn(96, 64)
+    gradient = dy.T @ x
+    added = {"noise": torch.randn(64, 256), "constant": torch.ones(64, 256)}.get(kind, torch.zeros(64, 256))
+    factors = 1 + 4 * gradient.std() * added / gradient
+    if kind == "weighed":
+        factors = torch.where(w > 0, 1.2, 0.8)
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), "int4")
+        return _Passing.apply(weight, values, factors)  # type: ignore[no-any-return,no-untyped-call]
+
+    found = attn_diag.quant(w, "int4", observed=fake, x=x, dy=dy)
+    assert found.gradient is not None
+    if kind == "weighed":
+        assert found.outcome == "pass"
+        assert found.gradient.off == pytest.approx(0.2, rel=1e-3)
+        assert "its gradient is 20 % off dyᵀ x" in found.notes[-1]
+    else:
+        assert found.outcome == "fail"
+        assert "of dyᵀ x its gradient has the other sign" in found.headline
+
+
+@pytest.mark.parametrize("side", ["below", "above"])
+def test_a_mask_of_what_is_clipped_has_two_sides(side: str) -> None:
+    w, (x, dy) = weight(2), inputs()
+    amax, by = float(w.abs().amax()) / 3, attn_diag.quantizer("int8", block="tensor")
+    kept = w < amax if side == "below" else w > -amax
+
+    def fake(weight: Tensor) -> Tensor:
+        values = attn_diag.fake_quantize(weight.detach(), by, amax=amax)
+        return _Passing.apply(weight, values, kept.float())  # type: ignore[no-any-return,no-untyped-call]
+
+    found = attn_diag.quant(w, by, observed=fake, x=x, dy=dy, amax=amax)
+    other = "above" if side == "below" else "below"
+    assert found.outcome == "fail"
+    assert f"of what is clipped its gradient reaches what lies {side} and not what lies {other}" in found.headline
+
+
+def test_what_a_quantiser_clips_of_its_own_is_no_wrong_gradient() -> None:
+    """Even weights, many of which lie next to the grid's end, and gradients of a few rows."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        w, x, dy = torch.rand(64, 256) / 8 - 1 / 16, torch.randn(64, 256), torch.eye(64)
+        for name in ("int4-half-range", "nvfp4"):
+            found = attn_diag.quant(
+                w, name, observed=lambda t, name=name: attn_diag.fake_quantize(t, name, gradient="clipped"), x=x, dy=dy
+            )
+            assert found.outcome == "pass", found.headline
+
+
+def test_crumbs_of_scales_gradients_are_no_place() -> None:
+    """Nothing arrives but through the scales, as of torchao 0.18's Float8FakeQuantizer."""
+    torch.manual_seed(0)
+    w, x, dy = 0.02 * torch.randn(64, 256), torch.randn(96, 256), torch.randn(96, 64)
+
+    def fake(weight: Tensor) -> Tensor:
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        return (weight / scale).detach().to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+    found = attn_diag.quant(w, "fp8-row", observed=fake, x=x, dy=dy)
+    assert found.outcome == "fail"
+    assert "where nothing is clipped its gradient is" in found.headline
+    assert "columns" not in found.headline

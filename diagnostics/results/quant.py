@@ -82,6 +82,10 @@ class Alternative:
     """As ``OutputShift.constant``; null without x."""
 
 
+# A gradient that is less off dyᵀ x is one, but for roundings: as a gain is right to 2 %.
+OFF = 0.02
+
+
 @dataclass(frozen=True)
 class StraightThrough:
     """The straight-through gradient beside the gradient of the smoothed forward, along dyᵀ x."""
@@ -105,7 +109,9 @@ class StraightThrough:
     draws: int
     """Of the dither."""
     apart: str | None = None
-    """The rows, columns, blocks or ends of the grid that are passed another multiple of the gradient, in words."""
+    """The rows, columns, blocks, ends of the grid or clipped side that are passed another gradient, in words."""
+    off: Number = 0.0
+    """How far the gradient is off dyᵀ x where nothing is clipped: root mean square, over that of dyᵀ x."""
 
 
 @dataclass(frozen=True)

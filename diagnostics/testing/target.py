@@ -191,7 +191,7 @@ class Target:
         # Sinks that are not learned have no gradient.
         named = dict(zip((*GRADIENTS, *OF_SINKS), found, strict=False))
         if missing := [n for n in GRADIENTS if named[n] is None]:
-            raise MisfitError(f"autograd gives no {', '.join(missing)}")
+            raise MisfitError(f"it gives no {', '.join(missing)} by autograd")
         return {n: g.detach() for n, g in named.items() if g is not None}
 
     def run(self, inputs: CaseInputs, *, backward: bool | None = None) -> tuple[dict[str, Tensor], list[str]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import torch
 from torch import Tensor
 
+from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.reference import format_of, ulp
 from attn_diag.results.invariance import PathDifference
+from attn_diag.results.wording import SYMBOLS, times, together
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import Path
 from attn_diag.testing.invariance.distance import Expected, difference, expected_of, own_error
@@ -45,6 +48,10 @@ class Calls:
             formats = {n: format_of(x.dtype) for n, x in outputs.items() if n != "lse"}
             self._first[id(inputs)] = inputs, outputs, expected_of(inputs, formats, self.target.device)
         return self._first[id(inputs)][1:]
+
+    def take(self, inputs: CaseInputs, outputs: Outputs) -> None:
+        """Let others be compared with these outputs of a call that was made before."""
+        self._first[id(inputs)] = inputs, outputs, self._first[id(inputs)][2]
 
     def made(self, path: Path) -> Outputs:
         """The outputs of a path's call, on the CPU, in memory of their own.
@@ -88,6 +95,13 @@ def _usable(device: torch.device) -> bool:
         return False
 
 
+def alike(first: Outputs, second: Outputs) -> bool:
+    """Whether two calls returned the same numbers."""
+    return first.keys() == second.keys() and all(
+        bool(first[n].eq(x).logical_or(x.isnan()).all()) for n, x in second.items()
+    )
+
+
 def compared(path: Path, first: Outputs, second: Outputs, expected: Expected) -> list[PathDifference]:
     """What a path's outputs and those of the call that it must agree with differ by."""
     found = []
@@ -108,9 +122,14 @@ def compared(path: Path, first: Outputs, second: Outputs, expected: Expected) ->
 
 
 def own_noise(observed: Tensor, truth: Tensor, variance: Tensor) -> float:
-    """How many times a well-rounded kernel's error one is off by, as far as that can be rounding; at least 1."""
-    own = own_error(observed.double(), truth, variance)
-    return 1.0 if own is None else min(max(own, 1.0), rounds_to(truth, variance))
+    """How many times a well-rounded kernel's error one is off by, as far as that can be rounding; at least 1.
+
+    It is the median head's, the lower of two: inputs of all heads are drawn alike, and what one alone is off by is no
+    noise of the others.
+    """
+    heads = zip(*(x.flatten(0, 1) for x in (observed.double(), truth, variance)), strict=True)
+    own = [error for head in heads if (error := own_error(*head)) is not None]
+    return min(max(median_low(own), 1.0), rounds_to(truth, variance)) if own else 1.0
 
 
 def rounds_to(truth: Tensor, variance: Tensor) -> float:
@@ -118,3 +137,22 @@ def rounds_to(truth: Tensor, variance: Tensor) -> float:
     good = truth.isfinite() & variance.isfinite()
     size, noise = float(truth[good].square().sum()), float(variance[good].sum())
     return max(ROUNDS_TO * math.sqrt(size / noise), 1.0) if noise > 0 else 1.0
+
+
+def beyond_rounding(outputs: Outputs, expected: Expected) -> list[str]:
+    """Quantities of a call that no rounding makes, in words."""
+    found, far = [], dict[str, float]()
+    for name, truth in expected.truth.items():
+        if (x := outputs.get(name)) is None:
+            continue
+        variance, observed = expected.sane[name], x.double()
+        if bad := int((~observed.isfinite() & truth.isfinite()).sum()):
+            found.append(f"{SYMBOLS[name]} holds NaN or Inf in {bad} of {x.numel()} elements")
+            continue
+        own = own_error(observed, truth, variance)
+        if own is not None and own > max(ELEMENT_LIMIT, rounds_to(truth, variance)):
+            far[SYMBOLS[name]] = own
+    if far:
+        are = "is" if len(far) == 1 else "are"
+        found.append(f"{together(list(far))} {are} {times(max(far.values()))} times as far off as rounding makes it")
+    return found

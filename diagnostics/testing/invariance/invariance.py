@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,16 +17,15 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.identification import identify_head
 from attn_diag.head.machine import describe_tool, pick_device
-from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.kernels import Recipe
-from attn_diag.results.invariance import ITSELF, Invariance, OwnError, PathFinding
+from attn_diag.results.invariance import ITSELF, Invariance, OwnError, PathDifference, PathFinding
 from attn_diag.results.wording import SYMBOLS, listed, percent, plural, times, together
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
-from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, compared, rounds_to
+from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, alike, beyond_rounding, compared
 from attn_diag.testing.invariance.distance import Expected, own_error
-from attn_diag.testing.invariance.ruling import Rulings, words_of
+from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
@@ -42,6 +41,7 @@ LARGE = 2.5
 _FEWEST_ROWS = 16
 # A recipe that shares fewer of the bits is not near.
 _NEAR = 0.75
+_MOVED = ("allowed", "bits", "fault")
 
 
 def invariance(
@@ -164,9 +164,10 @@ class _Run:
             found += self._arrangement(item)
             if progress is not None:
                 progress(number + 1, len(chosen))
-        # NaN there tells more than that the same call gives something else each time.
+        found = self.rulings.with_once(found)
+        # NaN there tells more than that the same call gives something else.
         found.sort(key=lambda p: p.arrangement != "uninitialised" or not any(d.nonfinite for d in p.differences))
-        wrong = _wrong(outputs, expected)
+        wrong = beyond_rounding(outputs, expected)
         outcome, headline = self._judged(found, other, wrong)
         b, h, t, d = base.q.shape
         return Invariance(
@@ -210,26 +211,54 @@ class _Run:
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
         found = [self._path(item, path) for path in paths if not self.lost]
+        if item.name == SAME_CALL.name and (first := self._of_first_call(found)) is not None:
+            return [first]
         self.rulings.note(item, found)
         return found
+
+    def _of_first_call(self, found: Sequence[PathFinding]) -> PathFinding | None:
+        """Where all calls after the first agree, what that one differs by; others are then compared with theirs."""
+        if self.lost or not all(p.status in _MOVED and p.differences == found[0].differences for p in found):
+            return None
+        fourth, fifth = (self.calls.made(Path("", self.setting.base)) for _ in range(2))
+        if not alike(fourth, fifth):
+            return None
+        self.calls.take(self.setting.base, fifth)
+        return replace(found[0], path="the first call beside those after it, which agree")
 
     def _path(self, item: Arrangement, path: Path) -> PathFinding:
         try:
             first, expected = self.calls.first(path.against or self.setting.base)
             second = self.calls.made(path)
+            seen = compared(path, first, second, expected)
+            again = self._again(item, path, first, second, expected)
+            differences = self.rulings.lasting(item, path.name, seen, again)
         except LostDeviceError as error:
             self.lost = item.name
             return PathFinding(item.name, item.shows, path.name, item.promise, "fault", str(error))
         except (MisfitError, InputError) as error:
             words = error.of(self.target.name) if isinstance(error, MisfitError) else str(error)
             return PathFinding(item.name, item.shows, path.name, item.promise, "refused", words)
-        differences = compared(path, first, second, expected)
         status = self.rulings.status(item, differences)
         schedule, moved = None, next((d for d in differences if d.quantity == "o" and d.differing), None)
         if moved is not None and moved.first is not None and status in ("rounding", "allowed", "bits"):
             schedule = self._schedule(path.inputs, second, moved.first)
         words = words_of(item, status, differences)
         return PathFinding(item.name, item.shows, path.name, item.promise, status, words, tuple(differences), schedule)
+
+    def _again(
+        self, item: Arrangement, path: Path, first: Outputs, second: Outputs, expected: Expected
+    ) -> Iterator[list[PathDifference]]:
+        """Both calls of a path made again, one after the other, each compared with the other one's."""
+        if item.name == SAME_CALL.name:
+            return
+        yield compared(path, first, third := self.calls.made(path), expected)
+        # After others the call itself may be another one.
+        if item.name != "other-calls":
+            again = self.calls.made(Path("", path.against or self.setting.base))
+            yield compared(path, again, second, expected)
+            yield compared(path, again, third, expected)
+        yield compared(path, first, self.calls.made(path), expected)
 
     def _schedule(self, inputs: CaseInputs, outputs: Outputs, at: tuple[int, int, int]) -> str | None:
         """The recipe and order of keys of one head, in words; None where the bits do not name them."""
@@ -314,22 +343,3 @@ class _Run:
                 "is held to be so much larger; attn-diag check judges that."
             )
         return [*said, *self.rulings.notes()]
-
-
-def _wrong(outputs: Outputs, expected: Expected) -> list[str]:
-    """Quantities of a call that no rounding makes, in words."""
-    found, far = [], dict[str, float]()
-    for name, truth in expected.truth.items():
-        if (x := outputs.get(name)) is None:
-            continue
-        variance, observed = expected.sane[name], x.double()
-        if bad := int((~observed.isfinite() & truth.isfinite()).sum()):
-            found.append(f"{SYMBOLS[name]} holds NaN or Inf in {bad} of {x.numel()} elements")
-            continue
-        own = own_error(observed, truth, variance)
-        if own is not None and own > max(ELEMENT_LIMIT, rounds_to(truth, variance)):
-            far[SYMBOLS[name]] = own
-    if far:
-        are = "is" if len(far) == 1 else "are"
-        found.append(f"{together(list(far))} {are} {times(max(far.values()))} times as far off as rounding makes it")
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attn_diag.results.invariance import PathDifference, PathFinding, Promise, Status
@@ -31,6 +31,9 @@ class Change:
     """See ``PathFinding``."""
 
 
+SAME_CALL = Change("run-to-run", "the same call again", "gives something else for the same call", "bits")
+
+
 @dataclass
 class Rulings:
     """Judges paths one after the other, those of the steadiness first."""
@@ -39,6 +42,9 @@ class Rulings:
     """Arrangements that may change bits within the noise."""
     unsteady: dict[str, float] = field(default_factory=dict)
     """By quantity that the same call changes: the largest of its differences' ``of_limit``."""
+
+    once: list[PathFinding] = field(default_factory=list)
+    """What an arrangement changed once, and not when it was made again."""
 
     def note(self, item: Change, found: Iterable[PathFinding]) -> None:
         """Remember what the same call changes."""
@@ -53,7 +59,7 @@ class Rulings:
         moved = [d for d in differences if d.differing]
         if not moved:
             return "same"
-        own = item.name == "run-to-run"
+        own = item.name == SAME_CALL.name
         if any(self._beyond(item, d) for d in moved):
             return "fault"
         # What the same call changes shows in every other comparison too.
@@ -62,6 +68,39 @@ class Rulings:
         if item.promise == "rounding":
             return "rounding"
         return "allowed" if item.name in self.allowed else "bits"
+
+    def failed(self, item: Change, differences: Sequence[PathDifference]) -> bool:
+        """Whether they are what may not be."""
+        return self.status(item, differences) in ("bits", "fault")
+
+    def lasting(
+        self, item: Change, path: str, found: Sequence[PathDifference], again: Iterator[Sequence[PathDifference]]
+    ) -> list[PathDifference]:
+        """Of each quantity the least that was found: what an arrangement changes, it changes every time.
+
+        Where that is nothing to blame, what was found at first is the same call's own, and kept in ``once``.
+
+        Args:
+            item: The arrangement.
+            path: The path's name.
+            found: Its differences.
+            again: Those of the same calls made again; asked for until nothing is left to blame.
+        """
+        least = list(found)
+        while self.failed(item, least) and (more := next(again, None)) is not None:
+            pairs = zip(least, more, strict=True)
+            least = [min(pair, key=lambda d: (d.nonfinite, d.of_limit or 0.0, d.differing)) for pair in pairs]
+        if self.failed(item, found) and not self.failed(item, least):
+            own, where = SAME_CALL, f"once in {item.name} ({path})"
+            status = self.status(own, found)
+            words = words_of(own, status, found)
+            self.once.append(PathFinding(own.name, own.shows, where, own.promise, status, words, tuple(found)))
+            self.note(own, self.once[-1:])
+        return least
+
+    def with_once(self, found: Iterable[PathFinding]) -> list[PathFinding]:
+        """All that was found, what the same call changes first."""
+        return sorted([*found, *self.once], key=lambda path: path.arrangement != SAME_CALL.name)
 
     def notes(self) -> list[str]:
         """What is said of a kernel that changes by itself."""
@@ -76,7 +115,7 @@ class Rulings:
 
     def _beyond(self, item: Change, found: PathDifference) -> bool:
         """Whether it is more than rounding, and more than the same call changes."""
-        same = 0.0 if item.name == "run-to-run" else _LIKE_ITSELF * self.unsteady.get(found.quantity, 0.0)
+        same = 0.0 if item.name == SAME_CALL.name else _LIKE_ITSELF * self.unsteady.get(found.quantity, 0.0)
         if found.nonfinite and (item.name == "uninitialised" or not math.isinf(same)):
             return True
         return (found.of_limit or 0.0) > max(1.0, same)
@@ -112,7 +151,8 @@ def words_of(item: Change, status: Status, differences: Sequence[PathDifference]
         bad = f"NaN or Inf in {worst.nonfinite} of {worst.elements} elements of {name}"
         return f"it {item.fault}: {bad}, the first in {place}"
     if status == "fault":
-        return f"it {item.fault}: {name} moves {times(worst.of_limit)} times as far as rounding can, most in {place}"
+        far = f"{times(worst.of_limit)} times as far as adding in another order can"
+        return f"it {item.fault}: {name} moves {far}, most in {place}"
     share = percent(max(d.differing / d.elements for d in moved))
     words = f"other bits in {together([EVERY_SYMBOL[d.quantity] for d in moved])} ({share} of the elements), by"
     return f"{words} {times(worst.of_noise)} of a well-rounded kernel's error: rounding alone"

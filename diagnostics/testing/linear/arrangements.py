@@ -15,7 +15,7 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.reference.linear import OF_HEADS
 from attn_diag.testing.invariance import layouts
 from attn_diag.testing.invariance.arrangements import LOUD, TILE, filled_memory
-from attn_diag.testing.invariance.ruling import Change
+from attn_diag.testing.invariance.ruling import SAME_CALL, Change
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.target import MisfitError, Place
 
@@ -347,7 +347,7 @@ def handed_on(function: LinearFunction, path: LinearPath) -> tuple[Outputs, tupl
 LINEAR_ARRANGEMENTS = {
     a.name: a
     for a in (
-        LinearArrangement("run-to-run", "the same call again", "gives something else each time", "bits", _again),
+        LinearArrangement(SAME_CALL.name, SAME_CALL.shows, SAME_CALL.fault, SAME_CALL.promise, _again),
         LinearArrangement("other-calls", "calls before it", "keeps something from call to call", "bits", _other_calls),
         LinearArrangement("uninitialised", "what memory holds that was never written", "uses memory it never wrote",
                           "rounding", _uninitialised),

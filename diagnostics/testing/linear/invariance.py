@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from attn_diag.results.linear import LinearDiagnosis
 from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
-from attn_diag.testing.invariance.ruling import Rulings, words_of
+from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
 from attn_diag.testing.linear.arrangements import (
     LINEAR_ARRANGEMENTS,
     STATES,
@@ -131,6 +131,7 @@ class _Run:
             found += self._arrangement(item)
             if progress is not None:
                 progress(number + 1, len(chosen))
+        found = self.rulings.with_once(found)
         found.sort(key=lambda p: p.arrangement != "uninitialised" or not any(d.nonfinite for d in p.differences))
         outcome, headline = self._judged(found, self._wrong(outputs))
         base = self.setting.base
@@ -190,16 +191,31 @@ class _Run:
         try:
             first, expected = self._made_first(path.against or self.setting.base)
             second = self._made(path)
+            seen = _compared(path, first, second, expected)
+            again = self._again(item, path, first, second, expected)
+            differences = self.rulings.lasting(item, path.name, seen, again)
         except (MisfitError, InputError) as error:
             name = (path.function or self.setting.function).name
             words = error.of(name) if isinstance(error, MisfitError) else str(error)
             return PathFinding(item.name, item.shows, path.name, item.promise, "refused", words)
-        differences = _compared(path, first, second, expected)
         status = self.rulings.status(item, differences)
         words = words_of(item, status, differences)
         if path.function is not None and path.function is self.setting.recurrent:
             status, words = self._split(item, status, words, path, second)
         return PathFinding(item.name, item.shows, path.name, item.promise, status, words, tuple(differences))
+
+    def _again(
+        self, item: LinearArrangement, path: LinearPath, first: Outputs, second: Outputs, expected: Expected
+    ) -> Iterator[list[PathDifference]]:
+        """Both calls of a path made again, one after the other, each compared with the other one's."""
+        if item.name == SAME_CALL.name:
+            return
+        yield _compared(path, first, third := self._made(path), expected)
+        if item.name != "other-calls":
+            again = self._made(LinearPath("", path.against or self.setting.base))
+            yield _compared(path, again, second, expected)
+            yield _compared(path, again, third, expected)
+        yield _compared(path, first, self._made(path), expected)
 
     def _split(
         self, item: LinearArrangement, status: Status, words: str, path: LinearPath, outputs: Outputs

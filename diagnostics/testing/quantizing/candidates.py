@@ -97,7 +97,8 @@ def identify(
             wider = attempt([c for base in again.values() for c in changes(base, w, observed, alone=False)])
             if wider < SAME:
                 attempt(list(_of_own_scales([*starts[:1], *bases, *meant], w, observed)))
-    order = sorted(tried.values(), key=lambda found: -found[0])
+    # Of those that made the values, before one whose number was made to fit them one that needs none.
+    order = sorted(tried.values(), key=lambda found: (found[0] < SAME, found[0] >= SAME and found[1].fitted, -found[0]))
     share, winner = order[0]
     shown = [one for one in order if one[0] >= SAME or not one[1].at_fault][:_KEPT]
     if declared is not None:

@@ -84,6 +84,15 @@ def changes(
         if not by.symmetric
         else changed("with a zero point", symmetric=False, target=None)
     )
+    if by.tensor_scale:
+        # torchao's own (NVFP4Tensor) clamps such scales to E4M3's smallest normal number.
+        least = 2.0**-6
+        alone_words = "without the tensor's scale"
+        found += [
+            changed(alone_words, tensor_scale=False),
+            changed(f"{alone_words}, scales of at least {least:g}", tensor_scale=False, least_scale=least),
+        ]
+    found += [changed(f"values rounded to {fmt}", values=fmt) for fmt in ("bf16", "fp16")]
     found += [changed(words, arithmetic=a) for a, words in ARITHMETICS.items()]
     if own := computed_in(w, by):
         exact = {} if by.arithmetic == "exact" else {"arithmetic": "exact"}

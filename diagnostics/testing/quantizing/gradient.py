@@ -14,12 +14,15 @@ A few rows, columns or blocks that are passed something else hardly move that ga
 line, <g, G> over <G, G> where nothing is clipped and without the elements that differ most, as those do of which scales
 are made. Straight-through it is the same number in all. Where the gain is 1 only without the elements that become the
 grid's first or last number, and these are passed nothing, it is these.
+
+Along G nothing is seen of what lies across it. So elements are counted too: an estimator may weigh them, but by
+positive numbers, and turns no sign but that of those of which scales are made. A mask of what is clipped has two sides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -29,9 +32,10 @@ from torch import Tensor
 from attn_diag.kernels.formats import Rounding
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Integers, Quantizer
-from attn_diag.results.quant import StraightThrough
-from attn_diag.results.wording import between
+from attn_diag.results.quant import OFF, StraightThrough
+from attn_diag.results.wording import between, percent
 from attn_diag.testing.quantizing.blocks import place_of
+from attn_diag.testing.quantizing.mistakes import extremes
 from attn_diag.work import Progress, silent
 
 Values = Callable[[Tensor], Tensor]
@@ -122,11 +126,15 @@ def straight_through(
     if not inner_right:
         ends = inside & _at_ends(found.codes, by)
         rest = inside & ~ends
-        lost, kept = given[ends] == 0, (given - gradient).abs()[rest] <= _SAME * gradient.abs()[rest]
+        lost, kept = given[ends] == 0, (given - gradient).abs() <= _SAME * gradient.abs()
         left = float(said[rest].sum())
         right = bool(left) and abs(float(moved[rest].sum()) / left - 1) <= max(same, 4 * error)
-        if right and lost.double().mean() >= _MOST and kept.double().mean() >= _MOST:
+        # A dither takes the first and the last number's elements across the end, where the quantiser clips at its own.
+        inner_right = right and all(float(kept[part].double().mean()) >= _MOST for part in (inside, ends))
+        if right and lost.double().mean() >= _MOST and kept[rest].double().mean() >= _MOST:
             at_ends, inside = f"in {_ENDS} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1", rest
+    turned = _turned(w, given, gradient, inside, by)
+    one_side = _one_side(given, clipped, w) if inner_right else None
     return StraightThrough(
         rows=len(x),
         gain=gain,
@@ -137,8 +145,38 @@ def straight_through(
         clipped=of_clipped,
         clipped_gain=float(moved[clipped].sum()) / own if own else None,
         draws=DRAWS,
-        apart=_lines_apart(given, gradient, inside, by) or at_ends,
+        apart=_lines_apart(given, gradient, inside, by) or at_ends or one_side or turned,
+        off=math.sqrt(_part((given - gradient).square() * inside, gradient.square() * inside)),
     )
+
+
+def _part(of: Tensor, whole: Tensor) -> float:
+    size = float(whole.sum())
+    return float(of.sum()) / size if size else 0.0
+
+
+def _turned(w: Tensor, given: Tensor, gradient: Tensor, inside: Tensor, by: Quantizer) -> str | None:
+    """In how much of the gradient the sign is turned, beside what scales are made of; None: in none, or in all."""
+    if by.row_groups > 1:
+        return None
+    low, high = (spread(end, (w.shape[0], w.shape[1]), by) for end in extremes(w, by))
+    size = gradient.abs() * (inside & (w != low) & (w != high))
+    part = _part((given * gradient < 0) * size, size)
+    if not _SAME < part < _MOST:
+        return None
+    return f"in elements with {percent(part)} of dyᵀ x its gradient has the other sign where nothing is clipped"
+
+
+def _one_side(given: Tensor, clipped: Tensor, w: Tensor) -> str | None:
+    """Whether the gradient reaches what is clipped on one side alone, and which; None: on both or on neither."""
+    sides = {"below": clipped & (w < 0), "above": clipped & (w > 0)}
+    if min(int(side.sum()) for side in sides.values()) < _LINES:
+        return None
+    passed = {name: float((given[side] != 0).double().mean()) for name, side in sides.items()}
+    (least, less), (most, more) = sorted(passed.items(), key=lambda one: one[1])
+    if less > 1 - _MOST or more < _MOST:
+        return None
+    return f"of what is clipped its gradient reaches what lies {most} and not what lies {least}"
 
 
 def _at_ends(codes: Tensor, by: Quantizer) -> Tensor:
@@ -172,13 +210,15 @@ def _lines_apart(given: Tensor, gradient: Tensor, inside: Tensor, by: Quantizer)
         typical = float(gain[known].median())
         deviation = float((gain[known] - typical).abs().median()) * _NORMAL
         apart = known & ((gain - typical).abs() > max(_SAME, _DEVIATIONS * deviation))
-        if not bool(apart.any()):
+        right = bool(((gain[apart] - 1).abs() <= _SAME).all())
+        # Where most are passed nothing, a few crumbs of scales' gradients are no place.
+        if not bool(apart.any()) or (abs(typical) <= _SAME and not right):
             continue
         other = ((passed - typical * own).abs() > _SAME * own.abs()).double().mean(2)
         if float(other[apart].mean()) < _DENSER * float(other[known & ~apart].mean()):
             continue
         away = float((gain[apart] - typical).abs().mean())
-        if bool(((gain[apart] - 1).abs() <= _SAME).all()):
+        if right:
             apart = known & ~apart  # as many are wrong as right
         times = between(*(f"{float(x):.3g}" for x in (gain[apart].min(), gain[apart].max())))
         words = f"in {place_of(apart, kind, shape)} its gradient is {times} times dyᵀ x where nothing is clipped"
@@ -199,6 +239,15 @@ def with_gradient(found: StraightThrough, verdict: tuple[str, str, str | None]) 
         times = 1 / found.inner_gain if found.inner_gain else math.inf
         what = f"where nothing is clipped its gradient is {times:.3g} times that of the smoothed forward, along dyᵀ x"
     return "fail", f"{verdict[1]}, but {what}", "pass the gradient straight through to w where values are not clipped"
+
+
+def notes_of(found: StraightThrough | None) -> Iterator[str]:
+    """What is to be known of a gradient that is right along dyᵀ x."""
+    if found is not None and found.off > OFF and found.inner_right and found.apart is None:
+        yield (
+            f"its gradient is {percent(found.off)} off dyᵀ x where nothing is clipped: rounded, or another estimator "
+            "than the straight-through one, and right along dyᵀ x on the whole"
+        )
 
 
 def _by_autograd(values: Values, w: Tensor, gradient: Tensor) -> Tensor:

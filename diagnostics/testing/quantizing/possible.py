@@ -58,6 +58,11 @@ class PossibleQuantizer:
         return not (self.at_fault or self.other_scales or self.cast)
 
     @property
+    def fitted(self) -> bool:
+        """Whether a number of it was read off the values."""
+        return self.gain != 1 or self.amax_factor is not None
+
+    @property
     def at_fault(self) -> bool:
         """Whether nobody would mean it so."""
         return bool(self.zero_shift or self.mistake or self.gain != 1)

@@ -21,7 +21,7 @@ from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
-from attn_diag.testing.quantizing.gradient import Values, straight_through, with_gradient
+from attn_diag.testing.quantizing.gradient import Values, notes_of, straight_through, with_gradient
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, strays
 from attn_diag.work import Progress, part_of, silent
 
@@ -95,7 +95,7 @@ def quant(
         made: PossibleQuantizer | None = PossibleQuantizer(declared, DECLARED, amax=given)
         values = None
     else:
-        values = observed.detach().to(w.device)
+        values = observed.detach().to(w.device, torch.float32 if observed.itemsize == 1 else observed.dtype)
         matches, made = identify(w, values, declared, searched, amax=given)
     shown = made.by if made is not None else declared
     exact = w.double()
@@ -137,7 +137,7 @@ def quant(
         judged="observed" if observed is not None else blocks.name,
         outcome=outcome,  # type: ignore[arg-type]
         headline=headline,
-        notes=tuple(_notes(means, level, made)),
+        notes=(*_notes(means, level, made), *notes_of(gradient)),
         matches=tuple(matches),
         error=errors.rms,
         mean=means.mean,
@@ -170,15 +170,15 @@ def _require(w: Tensor, observed: Tensor | None, x: Tensor | None, declared: Qua
     if observed is not None and (observed.shape != w.shape or not observed.is_floating_point()):
         raise InputError(
             f"observed must be w's dequantised values, floats of its shape {list(w.shape)}, got {list(observed.shape)} "
-            f"in {observed.dtype}; multiply codes by their scales first"
+            f"in {observed.dtype}; multiply codes by their scales first, and lay them as w lies"
         )
     if x is not None and (x.dim() < 1 or x.shape[-1] != w.shape[1] or not x.is_floating_point() or not x.numel()):
         raise InputError(f"x must be [N, in] with in = {w.shape[1]}, floats, got {list(x.shape)} in {x.dtype}")
     for name, tensor in (("w", w), ("observed", observed), ("x", x)):
-        if tensor is not None and not bool(tensor.isfinite().all()):
+        if tensor is not None and not bool(tensor.double().isfinite().all()):
             why = "quantise finite values"
             if name == "observed":
-                count = int((~tensor.isfinite()).sum())
+                count = int((~tensor.double().isfinite()).sum())
                 why = (
                     f"the quantiser made {count} of finite weights, as a cast does that overflows where it should clip"
                 )
@@ -192,8 +192,8 @@ def _require_rest(w: Tensor, x: Tensor | None, dy: Tensor | None, engine: Tensor
         expected = [*x.shape[:-1], w.shape[0]]
         if list(dy.shape) != expected or not bool(dy.isfinite().all()):
             raise InputError(f"dy must be finite, {expected}, the gradient of x wᵀ, got {list(dy.shape)}")
-    if isinstance(engine, Tensor) and engine.shape != w.shape:
-        raise InputError(f"engine must be w's dequantised values, {list(w.shape)}, got {list(engine.shape)}")
+    if isinstance(engine, Tensor) and (engine.shape != w.shape or not bool(engine.double().isfinite().all())):
+        raise InputError(f"engine must be w's dequantised values, {list(w.shape)}, finite, got {list(engine.shape)}")
 
 
 def _called(function: Values, w: Tensor) -> Tensor:
