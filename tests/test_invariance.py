@@ -124,7 +124,8 @@ def test_a_mask_that_is_wrong_where_a_tile_begins_is_seen() -> None:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         hidden[63::64, 64::64] &= ~torch.eye(*hidden[63::64, 64::64].shape, dtype=torch.bool)
         scores = (q.float() @ repeated(q, k).float().mT * q.shape[3] ** -0.5).masked_fill(hidden, -torch.inf)
-        return (scores.softmax(-1) @ repeated(q, v).float()).to(q.dtype)
+        o: Tensor = (scores.softmax(-1) @ repeated(q, v).float()).to(q.dtype)
+        return o
 
     found = run(next_tile, "top-left", shape=(2, 4, 140, 16))
     assert found.failed[0] == "future-token"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -261,9 +262,8 @@ def test_what_a_quantiser_clips_of_its_own_is_no_wrong_gradient() -> None:
         torch.manual_seed(seed)
         w, x, dy = torch.rand(64, 256) / 8 - 1 / 16, torch.randn(64, 256), torch.eye(64)
         for name in ("int4-half-range", "nvfp4"):
-            found = attn_diag.quant(
-                w, name, observed=lambda t, name=name: attn_diag.fake_quantize(t, name, gradient="clipped"), x=x, dy=dy
-            )
+            observed = partial(attn_diag.fake_quantize, by=name, gradient="clipped")
+            found = attn_diag.quant(w, name, observed=observed, x=x, dy=dy)
             assert found.outcome == "pass", found.headline
 
 

@@ -21,6 +21,7 @@ _ONE = 1.05
 _NOT_FUSED = (
     "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
 )
+_OF_FUSED = ("scores", "lse", "backward_scores")
 _SCORES = "The rounding is known, and named with the head: keep in fp32 what it casts."
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
@@ -88,7 +89,7 @@ def few_carry(whole: QuantitySample, groups: float, quantity: Quantity) -> str:
 def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
     """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
     if all(q.site in WORDS for q in lossy):
-        return _SCORES if any(q.site == "scores" for q in lossy) else _NOT_FUSED
+        return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]
     by_bits = any(q.quantity == "o" and q.site is not None and q.site not in WORDS for q in lossy)
     return _OF_RECIPE if by_bits and not others else None

@@ -173,6 +173,16 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
     return None
 
 
+def has_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> bool:
+    """Whether a head's O has a recipe's bits, in as many elements of a few rows as the right one has; on the CPU."""
+    device = torch.device("cpu")
+    subject = search.read_subject(capture, observation, batch, head, device)
+    if subject is None:
+        return False
+    (trial,) = subject.run([recipe], compared_rows(*capture.lengths(batch), device))
+    return trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe)
+
+
 def compared_rows(q_length: int, k_length: int, device: torch.device) -> Tensor:
     """The rows by which a kernel is recognised, int64 [R]."""
     return spread_rows(q_length, max(_ROWS, _SCORES // k_length), device)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarser import coarser
+from attn_diag.head.from_lse import backwards_from_lse, from_lse
 from attn_diag.head.propagation import sloped
 from attn_diag.head.shared import rows_differ
 from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, unfused, ways
@@ -75,8 +76,8 @@ def run_counterfactual(
         head: The head.
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
-        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways`` (also ``FUSED``), of ``coarser``'s,
-            ``CASTS``, ``BACKWARD``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
+        recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``FROM_LSE`` (both also
+            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -84,8 +85,9 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    if recipe.removesuffix(FUSED) in ways(head):
-        return unfused(head, fmt, recipe)
+    for known, run in ((ways, unfused), (backwards_from_lse, from_lse)):
+        if recipe.removesuffix(FUSED) in known(head):
+            return run(head, fmt, recipe)
     chosen = _published(recipe, fmt, head)
     if chosen is None:
         head, chosen = coarser(head, fmt.name, recipe, draw)
@@ -163,8 +165,7 @@ class Counterfactuals:
         """How many scores there are."""
         self.alternatives = ALTERNATIVES if head.sink is None else (*ALTERNATIVES, SINK_FIRST)
         """Recipes that round as well, ``RECIPE`` first."""
-        self.unfused = ways(head)
-        """How plain torch may round."""
+        self.unfused = (*ways(head), *backwards_from_lse(head))  # how plain torch may round
         self.drops = head.dropout is not None
         """Whether ``ROUNDED_DROPOUT`` differs from the published recipe."""
         self.alpha_exact = math.frexp(head.scale)[0] == 0.5

@@ -19,7 +19,8 @@
                                               or with exp(cast(S) - L) of the S that torch.compile saves on a GPU
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
-                                              or each step cast, cast(g - cast(P o cast(rowsum(g))))
+                                              or each step cast, cast(g - cast(P o cast(rowsum(g)))), or by hand,
+                                      cast(P o cast(dP - cast(rowsum(g))))
                                               or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
                                               l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c); compiled in fp32, of
@@ -68,6 +69,7 @@ UNFUSED = (
     "unfused:q:products",
     "unfused:scores:steps",
     "unfused:q:steps",
+    "unfused:scores:by-hand",
     "unfused:q:derived",
     "unfused:q:jitted",
 )
@@ -86,6 +88,12 @@ WORDS = {
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
     "scores": "S is rounded to the inputs' format",
+    "lse": "the backward makes P of an L (LSE) that is rounded to the inputs' format",
+    "lse_steps": "the backward makes P of an L (LSE) and of scores that are rounded to the inputs' format, as in plain "
+    "torch",
+    "backward_scores": "the backward makes P of scores that are rounded to the inputs' format",
+    "backward_steps": "the backward makes P of scores that are rounded to the inputs' format, and rounds each step "
+    "behind them, as in plain torch",
 }
 
 
@@ -127,9 +135,10 @@ _OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
 # Of a softcap: compiled for a CPU.
 _OF_CAPPED = ("unfused:capped:cast", "unfused:capped:fp32")
 # Ways whose softmax stores each step.
-_STEPS = ("steps", "derived", "jitted")
+_STEPS = ("steps", "by-hand", "derived", "jitted")
 # Behind a way: a fused kernel that stores the same scores.
 FUSED = ":fused"
+_FROM_LSE = "from-l:"
 # Not plain torch: a fused kernel that multiplies the cast P by a rounded 1 / (1 - p).
 ROUNDED_DROPOUT = "rounded-dropout"
 
@@ -153,20 +162,23 @@ def forwards(head: AttentionHead) -> tuple[str, ...]:
     by_o = dict[tuple[str, ...], str]()
     for way in reversed(ways(head)):
         _, alpha_in, probs_of, *more = way.split(":")
-        softmax = "" if probs_of not in _STEPS else "steps" if probs_of == "derived" else probs_of
+        softmax = "" if probs_of not in _STEPS else "steps" if probs_of != "jitted" else probs_of
         by_o[alpha_in, softmax, *more] = way
     return tuple(reversed(by_o.values()))
 
 
 def named(way: str) -> str:
-    """Which of ``WORDS`` says it, of one of ``ways`` or of ``ROUNDED_DROPOUT``."""
+    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s or of ``ROUNDED_DROPOUT``."""
+    if way.startswith(_FROM_LSE):
+        alone = way.startswith(("from-l:fused", "from-l:stored"))
+        return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"
     if way == ROUNDED_DROPOUT:
         return "dropout_factor"
     if way.endswith(_ROUNDED):
         return "dropout"
     way = way.removesuffix(_WIDE)
-    if way.endswith((":products", ":steps", ":saved")):
-        return way.rpartition(":")[2]
+    if way.endswith((":products", ":steps", ":by-hand", ":saved")):
+        return "steps" if way.endswith(":by-hand") else way.rpartition(":")[2]
     if way.split(":")[1] in _LOW_ALPHA:
         return "alpha" if way.endswith(":fp32") else "low"
     if way.endswith((":derived", ":jitted")):
@@ -177,11 +189,13 @@ def named(way: str) -> str:
 
 
 def also_fused(way: str) -> str | None:
-    """Which of ``WORDS`` says of one of ``ways`` what a fused kernel may do as well; None: nothing."""
+    """Which of ``WORDS`` says of a way as of ``named`` what a fused kernel may do as well; None: nothing."""
+    if way.startswith(_FROM_LSE):
+        return "lse" if ":low" in way else "backward_scores"
     return None if named(way) == "normalised" else "scores"
 
 
-def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
+def scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
     """Numbers of a format times a Python number, as torch has it: in fp32, rounded there and then to the format."""
     return round_nearest_even((values.float() * factor).double(), fmt)
 
@@ -189,7 +203,7 @@ def _scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
 def _times_alpha(values: Tensor, alpha: float, fmt: FloatFormat, alpha_in: str) -> Tensor:
     """Numbers of a format times alpha, or what a way of ``_LOW_ALPHA`` has in its place."""
     if alpha_in not in _LOW_ALPHA:
-        return _scaled(values, alpha, fmt)
+        return scaled(values, alpha, fmt)
     divided = alpha_in == "divided"
     stored = round_nearest_even(values.new_tensor(1 / alpha if divided else alpha), fmt)
     return round_nearest_even(values / stored if divided else values * stored, fmt)
@@ -202,7 +216,7 @@ def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
-        return _scaled(head.q, root * sign, fmt), _scaled(head.k, root, fmt)
+        return scaled(head.q, root * sign, fmt), scaled(head.k, root, fmt)
     return None if alpha_in in ("fp32", "summed") else (_times_alpha(head.q, head.scale, fmt, alpha_in), head.k)
 
 
@@ -251,7 +265,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         largest, top = scores.max(1)
         by_key = None if sink is None else largest >= sink
         largest = largest if sink is None else torch.maximum(largest, sink)
-        shift = _finite(largest)
+        shift = finite(largest)
         scores, sink = cast(scores - shift[:, None]), None if sink is None else cast(sink - shift)
     lse = scores.logsumexp(1)
     if sink is not None:
@@ -262,11 +276,11 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         row_sum = row_sum if probs_of == "jitted" else low_sum
         wide = cast(powers / row_sum)
     else:
-        wide = (scores - _finite(lse)[:, None]).exp()
+        wide = (scores - finite(lse)[:, None]).exp()
     if fused:
         if probs_of not in _STEPS:
-            shift = _finite(scores.amax(1))
-            powers, row_sum = cast((scores - shift[:, None]).exp()), (_finite(lse) - shift).exp()[:, None]
+            shift = finite(scores.amax(1))
+            powers, row_sum = cast((scores - shift[:, None]).exp()), (finite(lse) - shift).exp()[:, None]
         slope = 1.0 if head.softcap is None else 1 - capped.square()
         return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped)
     probs = cast(wide)
@@ -277,13 +291,16 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
     dprobs = dropped(cast(head.do @ head.v.T))
     weights = wide if probs_of in ("fp32", "uncast", "scaled") else probs
     if probs_of == "saved":
-        weights = (cast(scores) - _finite(lse)[:, None]).exp()
-    products = weights * dprobs if probs_of not in ("cuda", "products", "steps") else cast(weights * dprobs)
+        weights = (cast(scores) - finite(lse)[:, None]).exp()
+    in_steps = probs_of in ("cuda", "products", "steps", "by-hand")
+    products = cast(weights * dprobs) if in_steps else weights * dprobs
     delta = products.sum(1)
     if probs_of in ("derived", "jitted"):
         inverse = cast(1 / cast(low_sum * low_sum))
         delta = cast(cast(cast(inverse * dprobs) * powers).sum(1))
         dscores = cast(powers * cast(cast(dprobs / row_sum) - delta[:, None]))
+    elif probs_of == "by-hand":
+        dscores = cast(weights * cast(dprobs - cast(delta)[:, None]))
     elif probs_of in ("products", "steps"):
         delta = cast(delta)
         dscores = cast(products - cast(weights * delta[:, None]))
@@ -306,8 +323,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dq, dk = _times_alpha(cast(dscores @ head.k), head.scale, fmt, alpha_in), cast(dscores.T @ low_q)
     elif alpha_in == "root":
         root = abs(head.scale) ** 0.5
-        dq = _scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
-        dk = _scaled(cast(dscores.T @ low_q), root, fmt)
+        dq = scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
+        dk = scaled(cast(dscores.T @ low_q), root, fmt)
     else:
         dscores = dscores * head.scale if in_fp32 else _times_alpha(dscores, head.scale, fmt, alpha_in)
         dscores = dscores if probs_of == "uncast" else cast(dscores)
@@ -334,14 +351,14 @@ def _fused(
     return {"o": o, "delta": delta, "dq": dq, "dk": dk, "dv": cast(dropped(cast(probs)).T @ head.do)}
 
 
-def _finite(of_rows: Tensor) -> Tensor:
+def finite(of_rows: Tensor) -> Tensor:
     """0 in rows that see no key."""
     return of_rows.masked_fill(of_rows.isneginf(), 0.0)
 
 
 def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """exp(S - m), each step cast, and its sum [n, 1]; 1 in rows that see no key."""
-    shift = _finite(scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink))
+    shift = finite(scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink))
     powers = cast(cast(scores - shift[:, None]).exp())
     row_sum = powers.sum(1) if sink is None else powers.sum(1) + cast(cast(sink - shift).exp())
     return powers, row_sum.masked_fill(row_sum == 0, 1.0)[:, None]

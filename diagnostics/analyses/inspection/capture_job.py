@@ -24,6 +24,7 @@ from attn_diag.analyses.inspection.groups import (
 from attn_diag.analyses.inspection.joint import measured
 from attn_diag.analyses.inspection.pooled_errors import PooledErrors, Tested, tests
 from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, unclustered
+from attn_diag.analyses.inspection.unnamed_kernels import UnnamedKernels
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_scales import known_by_bits, with_proven_scale, with_scales
@@ -111,7 +112,7 @@ class CaptureJob:
         self.by_key_head: dict[str, tuple[KvHeadDiagnosis, ...]] = {}
         self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
         self.notes: list[str] = []
-        self.patterns = CapturePatterns(capture, device)
+        self.patterns, self.unnamed = CapturePatterns(capture, device), UnnamedKernels(self.opened)
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
         self.assumptions: Assumptions
         self.ahead: list[GroupMeasurement] | None = None
@@ -136,8 +137,8 @@ class CaptureJob:
         if self._begun:
             return
         self.assumptions = self.opened.assumptions(self.captured)
-        if self.opened.projection is not None and self.opened.projection.note is not None:
-            self.notes.append(self.opened.projection.note)
+        if (projection := self.opened.projection) is not None and projection.note is not None:
+            self.notes.append(projection.note)
         for name in [n for n in self.captured if n not in self.recognised]:
             found = self.opened.recognise(name, self.batches[0], self.heads[0])
             if found is not None and self.assumptions.ok:
@@ -197,8 +198,7 @@ class CaptureJob:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.tested, self.ahead = {}, {}, {}, {}, {}, None
         self.patterns = CapturePatterns(self.capture, self.device)
-        # What it keeps of its tensors goes; what it knows of the recipes stays.
-        self.opened = replace(self.opened, tensors=None)
+        self.opened = replace(self.opened, tensors=None)  # what it knows of the recipes stays
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
@@ -343,9 +343,9 @@ class CaptureJob:
 
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
-        kv, gradients = head // self.group, self.key_sums.get(name, {})
-        found, coarse = list[QuantityVerdict](), coarse_words(self._recipe(name))
-        asked = name in self.capture.observations and not self.assumptions.refused  # no recipe's, no other function's
+        kv, gradients, found = head // self.group, self.key_sums.get(name, {}), list[QuantityVerdict]()
+        asked, recipe = name in self.capture.observations and not self.assumptions.refused, self._recipe(name)
+        coarse = self.unnamed.coarse(name, parts) if asked and recipe is None else coarse_words(recipe)
         explain = partial(self.patterns.explain, name, head) if asked else None
         for quantity in CAPTURED:
             if quantity in KEYED:
@@ -378,9 +378,9 @@ class CaptureJob:
             for output in ("dk", "dv")
         }
         results = {output: GradientSums.pool(sums).result() for output, sums in found.items() if sums}
-        notes = list(self.notes)
+        notes = self.notes
         if self._assumes_lse(name):
-            notes.append(f"LSE was not captured: that of recipe {self.recognised[name].recipe.name} is used")
+            notes = [*notes, f"LSE was not captured: that of recipe {self.recognised[name].recipe.name} is used"]
         return Propagation(**results, notes=tuple(notes))
 
     def _assumes_lse(self, name: str) -> bool:

@@ -1,0 +1,96 @@
+"""Backwards that make P of L, as the published formulas have it, with L or each step in the inputs' format.
+
+    S  = cast(alpha cast(q kT)) in steps, alpha cast(q kT) where steps are compiled into one, alpha q kT in a fused one,
+         or its cast
+    L  = cast(L), or in fp32; of plain torch's S and cast cast(m + cast(log(cast(rowsum(cast(exp(cast(S - m))))))))
+    P  = cast(exp(cast(S - L))) in steps, where L is cast; else cast(exp(S - L)); dS multiplies it uncast but in steps
+    dV = cast(PT dO), dP = cast(dO VT) but in a fused one
+    D  = cast(rowsum(cast(dO o O))) in steps, rowsum(dO o O) else
+    dS = cast(P o cast(dP - D)) in steps, cast(P o (dP - D)) else
+    dQ = cast(alpha cast(dS K)), dK = cast(alpha cast(dST Q)); in a fused one cast once
+
+O is a fused kernel's, or that of plain torch (``unfused``), whose S and P are stored.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.unfused import FUSED, finite, scaled, unfused
+from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
+
+# How it is made, whether L is cast, and whose O it is.
+FROM_LSE = (
+    "from-l:fused:low",
+    "from-l:stored:fp32",
+    "from-l:compiled:low",
+    "from-l:steps:low",
+    "from-l:compiled:fp32",
+    "from-l:steps:fp32",
+    "from-l:steps:low:unfused",
+    "from-l:steps:fp32:unfused",
+)
+
+
+def backwards_from_lse(head: AttentionHead) -> tuple[str, ...]:
+    """``FROM_LSE``; none of a head without gradients, with dropout or with a softcap."""
+    return FROM_LSE if head.do is not None and head.dropout is None and head.softcap is None else ()
+
+
+def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
+    """What such a kernel returns for one head.
+
+    Args:
+        head: The head; all of its scores are held at once.
+        fmt: The inputs' format.
+        way: One of ``FROM_LSE``; with ``FUSED`` behind it a fused kernel that rounds L, or of one with an fp32 L
+            the scores of its backward, alone; of a fused one nothing.
+
+    Returns:
+        o, lse, delta, dq, dk and dv; float64.
+    """
+    assert head.do is not None
+    alone, way = way.endswith(FUSED), way.removesuffix(FUSED)
+    _, how, of_lse, *of_o = way.split(":")
+    cast = partial(round_nearest_even, fmt=fmt)
+    every, keys = slice(0, len(head.q)), slice(0, len(head.k))
+    true = head.q @ head.k.T * head.scale
+    head.apply_mask(true, every, keys)
+    lse = true.logsumexp(1)
+    if head.sink is not None:
+        lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
+    if of_o:
+        o = unfused(head, fmt, "unfused:scores:cast")["o"]
+    else:
+        shift = finite(true.amax(1))[:, None]
+        o = cast(cast((true - shift).exp()) @ head.v / (finite(lse)[:, None] - shift).exp())
+    in_steps, fused = how == "steps" and not alone, how in ("fused", "stored") or alone
+    exact = alone and how in ("fused", "stored")
+    given = cast(finite(lse)) if of_lse == "low" and not exact else finite(lse)
+    scores = true
+    if how == "stored" and not exact:
+        scores = cast(true)
+    elif not fused or (alone and of_lse == "fp32" and not exact):
+        stored = cast(head.q @ head.k.T)
+        scores = scaled(stored, head.scale, fmt) if how == "steps" else stored * head.scale
+        head.apply_mask(scores, every, keys)
+    if of_o and of_lse == "low":
+        largest = finite(scores.amax(1))
+        given = cast(largest + cast(cast(cast(cast(scores - largest[:, None]).exp()).sum(1)).clamp(min=1e-30).log()))
+    shifted = scores - given[:, None]
+    wide = (cast(shifted) if in_steps and of_lse == "low" else shifted).exp()
+    probs = cast(wide)
+    dprobs = head.do @ head.v.T
+    dprobs = dprobs if fused else cast(dprobs)
+    if in_steps:
+        delta = cast(cast(head.do * o).sum(1))
+        dscores = cast(probs * cast(dprobs - delta[:, None]))
+    else:
+        delta = (head.do * o).sum(1)
+        dscores = cast(wide * (dprobs - delta[:, None]))
+    dq, dk = dscores @ head.k, dscores.T @ head.q
+    dq, dk = (cast(x * head.scale) if fused else scaled(cast(x), head.scale, fmt) for x in (dq, dk))
+    return {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": cast(probs.T @ head.do)}
