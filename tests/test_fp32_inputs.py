@@ -71,6 +71,11 @@ def words(head: HeadDiagnosis, quantity: str) -> str:
     return next(q.words for q in head.quantities if q.quantity == quantity and q.answer == "wrong")
 
 
+def called_cut_off(head: HeadDiagnosis) -> bool:
+    assert head.verdict is not None
+    return any("cut fp32 operands off to TF32" in said for said in head.verdict.suggestions)
+
+
 @pytest.mark.parametrize("operand", [torch.clone, nearest, cut], ids=["fp32", "tf32", "tf32 cut"])
 @pytest.mark.parametrize("family", ["gaussian", "peaked", "one key", "common row"])
 def test_healthy_kernels_are_not_accused(family: str, operand: Callable[[Tensor], Tensor]) -> None:
@@ -191,12 +196,22 @@ def test_a_mean_that_operands_rounded_to_nearest_have_is_no_fault(
     # V's rounding is the same in all rows, so that a mean of O differs from zero far beyond what rows scatter.
     found = [head for seed in (0, 1) for x in [inputs(seed=seed)] for head in heads(x, {"o": attend(x, operand)["o"]})]
     assert sum("biased" in head.verdict.labels for head in found if head.verdict is not None) == biased
+    assert sum(called_cut_off(head) for head in found) == biased
 
 
 def test_a_mean_of_fp32_products_is_the_kernels() -> None:
     x = inputs()
     o = attend(x)["o"] * (1 - 2.0**-18)
-    assert all(h.verdict is not None and "biased" in h.verdict.labels for h in heads(x, {"o": o}))
+    found = heads(x, {"o": o})
+    assert all(h.verdict is not None and "biased" in h.verdict.labels for h in found)
+    assert not any(map(called_cut_off, found))
+
+
+def test_operands_cut_off_are_named_beside_gradients_and_not_where_o_has_a_factor_as_biased() -> None:
+    x = inputs("peaked", seed=5)
+    made = attend(x, cut)
+    assert all(map(called_cut_off, heads(x, made)))
+    assert not any(map(called_cut_off, heads(x, {"o": attend(x)["o"] * 0.9997})))
 
 
 @pytest.mark.parametrize("scale", [48**-0.5, 96**-0.5, -(48**-0.5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from attn_diag.results.quality import QuantityVerdict
 
 def made(sites: tuple[str, ...], seeds: tuple[int, ...]) -> list[Tensor]:
     """q, k, v and O [1, H, T, D], of a fused kernel that rounds these sites to BF16, of tiles of 32 keys."""
-    recipe = replace(preset("fa2", "bf16", 64), schedule=Schedule(64, 32, "ascending"), **dict.fromkeys(sites, "bf16"))
+    changed: dict[str, Any] = dict.fromkeys(sites, "bf16")
+    recipe = replace(preset("fa2", "bf16", 64), schedule=Schedule(64, 32, "ascending"), **changed)
     heads = []
     for seed in seeds:
         torch.manual_seed(seed)

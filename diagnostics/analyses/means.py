@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from attn_diag.results.diagnosis import BiasEstimate, RoundingBias
+from dataclasses import replace
+
+from attn_diag.results.diagnosis import BiasEstimate, RoundingBias, Verdict
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
 # A mean is not tested where the reference's own error may be more than this part of its standard error.
 REFERENCE_BELOW = 0.01
+_CUT_OFF = (
+    "O errs as operands of its products make it that are cut off to TF32's 10 bits: as Triton's tl.dot takes fp32 "
+    "numbers, unless it is told otherwise."
+)
+_NOT_CUT_OFF = (
+    'Its products cut fp32 operands off to TF32, as tl.dot does by default: give it input_precision="ieee" or "tf32x3" '
+    "where fp32 is meant. TF32 that rounds to nearest (torch's allow_tf32) is as coarse, but not biased."
+)
 
 
 def beyond_reference(estimate: BiasEstimate) -> bool:
@@ -47,6 +57,17 @@ def excuse(name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level
     if _alike(estimate.well_rounded_mean, estimate.mean):
         return f"a well-rounded kernel has {estimate.well_rounded_mean:.3g} on this input"
     return None
+
+
+def of_cut_off_operands(verdict: Verdict) -> Verdict:
+    """A biased head's verdict, whose O errs as operands cut off to TF32 make it, with that as the reason."""
+    if "biased" not in verdict.labels:
+        return verdict
+    after = next(i for i, reason in enumerate(verdict.reasons) if reason.startswith("Mean error")) + 1
+    reasons = (*verdict.reasons[:after], _CUT_OFF, *verdict.reasons[after:])
+    named = zip(verdict.labels, verdict.suggestions, strict=True)
+    suggestions = tuple(_NOT_CUT_OFF if label == "biased" else said for label, said in named)
+    return replace(verdict, reasons=reasons, suggestions=suggestions)
 
 
 def leans_on_few(estimate: BiasEstimate, level: float) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import EXPLAINED, explained
-from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -26,6 +25,7 @@ from attn_diag.head.quality import (
 )
 from attn_diag.head.reproduced import multiplied, not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
+from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, also_fused, named
 from attn_diag.reference import FloatFormat, round_nearest_even, ulp
 from attn_diag.statistics.ratios import Carriers

@@ -11,9 +11,9 @@ from torch import Tensor
 from attn_diag.head.coarser import operands_noise
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.head_stack import HeadStack
-from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.quality import ELEMENT_LIMIT
 from attn_diag.head.row_effect import RowEffect
+from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.reference import format_of
 
 # LSE summed in fp32 is off by less than 2^-9 of what roundings to the inputs' format may make; measured on healthy

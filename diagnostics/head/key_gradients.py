@@ -14,11 +14,11 @@ from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.declared import DeclaredKernel, beside_declared
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import named_sums
-from attn_diag.head.no_recipe import TruncatedInputs
 from attn_diag.head.propagation import BackwardCollector, GradientParts, KeyShare, key_parts
 from attn_diag.head.quality import QuantitySample, samples
 from attn_diag.head.signed_errors import each_of_elements
 from attn_diag.head.stacks import numbers
+from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.reference import FloatFormat, HeadReference, round_nearest_even, ulp
 from attn_diag.statistics.mean_tests import effective
 from attn_diag.statistics.means import SignedErrors

@@ -13,6 +13,7 @@ from attn_diag.head.declared import DRAWS
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.stacks import numbers
 from attn_diag.head.streaming import ObservedHead, StreamedHead
+from attn_diag.head.truncated_inputs import TruncatedInputs
 
 Sums = dict[str, npt.NDArray[np.float64]]
 
@@ -30,6 +31,14 @@ def mean_sums(stack: HeadStack) -> list[Sums]:
         for h, sums in zip(known, _sums(part, [runs[h] for h in known]), strict=True):
             found[h] = sums
     return found
+
+
+def cut_off(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> bool:
+    """Whether O's errors are those of operands cut off to TF32, see ``TruncatedInputs.is_cut_off``."""
+    other, out = passed.counterfactuals, seen.outputs.get("o")
+    if out is None or not isinstance(other, TruncatedInputs):
+        return False
+    return other.is_cut_off(out, passed.truth.reference.out, rows)
 
 
 def _runs(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> list[dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from attn_diag.head.figure_sums import UlpCounts, aligned, row_norms
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.key_gradients import KeyTerms
-from attn_diag.head.mean_sums import mean_sums
+from attn_diag.head.mean_sums import cut_off, mean_sums
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.opened import Bools, OpenedHead, alike, open_heads
 from attn_diag.head.projection import HeadProjection
@@ -91,6 +91,8 @@ def _measure(some: Sequence[OpenedHead]) -> None:
         parts = [replace(stack.only([h]), rows=[rows]) for h, rows in enumerate(tested)]
     for result, sums in zip(results, chain.from_iterable(map(mean_sums, parts)), strict=True):
         result.mean_sums = sums
+    for result, passed, seen, rows in zip(results, stack.passes, stack.seen, stack.indices, strict=True):
+        result.cut_off = cut_off(passed, seen, rows)
 
 
 def _leave_out(one: OpenedHead, shared: SharedRows) -> None:

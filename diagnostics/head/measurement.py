@@ -103,3 +103,5 @@ class HeadMeasurement:
     """LSE and a captured delta, by what their errors make of dQ."""
     mean_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     """By test, observed and of what it is held against, see the function of this name."""
+    cut_off: bool = False
+    """Whether O's errors are those of operands cut off to TF32."""

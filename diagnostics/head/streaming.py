@@ -20,11 +20,12 @@ from attn_diag.head.counterfactual import (
 )
 from attn_diag.head.declared import DeclaredKernel
 from attn_diag.head.fused_backward import ask_backward
-from attn_diag.head.no_recipe import TruncatedInputs, noise_collector
+from attn_diag.head.no_recipe import noise_collector
 from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import collector_of, take_maxima
+from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import (
