@@ -20,7 +20,7 @@ from attn_diag.results.wording import file_name, head_name
 WIDTH = 80
 # Lines that each part may take; with a head line, and the 5 of ``break_if`` before them, they are 25 at most.
 _SUMMARY, _WARNINGS, _UNJUDGED, _HEADS, _REASON, _SUGGESTION, _NEXT = 3, 2, 2, 5, 3, 2, 2
-_COLUMNS = "{:<9}{:<17}{:>7}{:>8}{:>9}{:>9}  "
+_COLUMNS = "{:<9}{:<17}{:>7} {:>7} {:>8} {:>8}  "
 # Shorter titles than elsewhere: a line has 80 columns.
 _FIGURES = {NOISE_FACTOR: "noise", CONDITIONING: "condit.", DQ_ERROR: "dQ off", DW_Q_ERROR: "dW_Q off"}
 

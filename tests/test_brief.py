@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from builders import inspected, rounded_inputs, some, with_heads
 from prompts import too_much
 
@@ -151,3 +152,17 @@ def test_notebooks_escape_names() -> None:
         assert "<script" not in page
         assert "&lt;script&gt;" in page
     assert "<script" in TAG, "what is looked for"
+
+
+def test_figures_of_fp32_heads_stand_apart() -> None:
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 64, 32) for _ in range(4))
+    o, gradients = torch.func.vjp(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+    dq, dk, dv = gradients(do)
+    rows = [
+        line
+        for line in repr(attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv)).split("\n")
+        if "clean" in line
+    ]
+    # Head, verdict, noise factor, conditioning, dQ with its sign of percent, dW_Q.
+    assert [len(row.split()) for row in rows] == [7, 7]
