@@ -26,6 +26,7 @@ from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arran
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, alike, beyond_rounding, compared
 from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
+from attn_diag.testing.lent import written_words
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
@@ -288,8 +289,8 @@ class _Run:
         """The outcome, and the sentence that names the arrangement."""
         if other is not None and (other.options or other.call):
             return "other-function", f"it {other.words}"
-        if names := sorted(self.calls.overwritten):
-            return "fail", f"it changes its input {together(names)} in place, which its caller still needs"
+        if self.calls.overwritten:
+            return "fail", written_words(self.calls.overwritten)
         failed = list(dict.fromkeys(p.arrangement for p in found if p.status in ("bits", "fault")))
         if other is not None and other.of_mask and "run-to-run" not in failed:
             # Keys that the call by itself does not see come back in arrangements.

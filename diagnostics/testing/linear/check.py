@@ -21,6 +21,7 @@ from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, K
 from attn_diag.results.linear import LinearDiagnosedCapture, LinearQuantity
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.case_inputs import fingerprint
+from attn_diag.testing.lent import written_words
 from attn_diag.testing.linear.baseline import entry_of, sizes_of
 from attn_diag.testing.linear.calls import How
 from attn_diag.testing.linear.cases import (
@@ -263,9 +264,7 @@ class _Check:
             self.notes.append(f"no gradients were checked: {error}")
             outputs, changed = self.function.run(inputs, gradients=False, how=called)
         if changed:
-            raise MisfitError(
-                f"it changed its input {changed[0]} in place, which its caller's backward needs unchanged"
-            )
+            raise MisfitError(written_words(changed))
         return outputs
 
     def _one(self, case: CheckedCase, inputs: LinearCapture, outputs: dict[str, Tensor]) -> _Ran:

@@ -24,6 +24,7 @@ from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
 from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
+from attn_diag.testing.lent import written_words
 from attn_diag.testing.linear.arrangements import (
     LINEAR_ARRANGEMENTS,
     STATES,
@@ -107,7 +108,7 @@ class _Run:
     rulings: Rulings
     notes: list[str]
     demanded: bool
-    overwritten: set[str] = field(default_factory=set)
+    overwritten: dict[str, str] = field(default_factory=dict)
     _first: dict[int, tuple[LinearCapture, Outputs, Expected]] = field(default_factory=dict)
 
     def run(
@@ -176,7 +177,7 @@ class _Run:
                 outputs, changed = handed_on(function, path)
             else:
                 outputs, changed = function.run(path.capture, gradients=path.gradients, place=path.place)
-        self.overwritten.update(changed)
+        self.overwritten = {**changed, **self.overwritten}
         return {n: x.clone() for n, x in outputs.items()}
 
     def _arrangement(self, item: LinearArrangement) -> list[PathFinding]:
@@ -239,10 +240,7 @@ class _Run:
 
     def _judged(self, found: Sequence[PathFinding], wrong: str | None) -> tuple[Literal["pass", "fail"], str]:
         if self.overwritten:
-            return (
-                "fail",
-                f"it changes its input {', '.join(sorted(self.overwritten))} in place, which its caller needs",
-            )
+            return "fail", written_words(self.overwritten)
         bad = [p for p in found if p.status in ("bits", "fault")]
         failed = list(dict.fromkeys(p.arrangement for p in bad))
         if failed:
