@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ MADE = {n: torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(at
         for at, n in enumerate("qkv")}  # fmt: skip
 
 
-def damaged(name: str, *where: int | slice, by: float = torch.nan) -> dict[str, Tensor]:
+def damaged(name: str, *where: int | slice, by: float = torch.nan) -> dict[str, Any]:
     found = MADE[name].clone()
     found[where] = by
     return {**MADE, name: found}
 
 
-def attention(given: dict[str, Tensor]) -> Tensor:
+def attention(given: dict[str, Any]) -> Tensor:
     return scaled_dot_product_attention(given["q"], given["k"], given["v"], is_causal=True)
 
 
@@ -44,7 +45,7 @@ def rows(found: Diagnosis) -> list[int]:
     ],
     ids=["q", "k of the last keys", "the first key", "v", "Inf in v"],
 )
-def test_inputs_that_were_damaged_after_o_was_made_are_told(given: dict[str, Tensor], expected: list[int]) -> None:
+def test_inputs_that_were_damaged_after_o_was_made_are_told(given: dict[str, Any], expected: list[int]) -> None:
     assert rows(attn_diag.inspect(**given, o=attention(MADE), causal=True)) == expected
     # The kernel's own answer to these is not finite where that counts.
     assert rows(attn_diag.inspect(**given, o=attention(given), causal=True)) == []
@@ -52,11 +53,10 @@ def test_inputs_that_were_damaged_after_o_was_made_are_told(given: dict[str, Ten
 
 def test_what_no_row_sees_may_hold_nan() -> None:
     given = damaged("k", 0, slice(None), slice(100, None))
-    hidden = torch.arange(128) < 100
-    for mask in (hidden[None, None, None], torch.where(hidden, 0.0, torch.finfo(torch.float32).min)[None, None, None]):
-        o = scaled_dot_product_attention(
-            *(MADE[n] for n in "qkv"), attn_mask=mask.to(MADE["q"]) if mask.dtype.is_floating_point else mask
-        )
+    seen = (torch.arange(128) < 100)[None, None, None]
+    lowest = torch.finfo(torch.bfloat16).min
+    for mask in (seen, torch.where(seen, 0.0, lowest).bfloat16()):
+        o = scaled_dot_product_attention(MADE["q"], MADE["k"], MADE["v"], attn_mask=mask)
         found = attn_diag.inspect(**given, o=o, mask=mask)
         assert rows(found) == []
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
+from attn_diag.captures.lent import Lent
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.lent import Lent
 from attn_diag.testing.target import MisfitError, Returned, Target
 
 Fn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -56,13 +56,13 @@ def with_backward(after: Callable[[Any, Tensor], object]) -> Fn:
             with torch.enable_grad():
                 ctx.leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 ctx.inner = sdpa(*ctx.leaves)
-            returned = ctx.inner.detach().clone()
+            returned: Tensor = ctx.inner.detach().clone()
             ctx.returned = returned.detach()
             return returned
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-            made = torch.autograd.grad(ctx.inner, ctx.leaves, gradients[0].clone())
+            made: tuple[Tensor, ...] = torch.autograd.grad(ctx.inner, ctx.leaves, gradients[0].clone())
             after(ctx, gradients[0])
             return made
 

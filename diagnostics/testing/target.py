@@ -15,12 +15,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from attn_diag.captures.lent import Lent, written_words
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.lent import Lent, written_words
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.testing.names import imported
 from attn_diag.testing.user_function import Function

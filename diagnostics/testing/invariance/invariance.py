@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.identification import identify_head
@@ -26,7 +27,6 @@ from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arran
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, alike, beyond_rounding, compared
 from attn_diag.testing.invariance.distance import Expected, own_error
 from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
-from attn_diag.testing.lent import written_words
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
 from attn_diag.analyses.linear_words import in_words
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
@@ -21,7 +22,6 @@ from attn_diag.results.check import BROKEN, CheckedCase, CheckReport, Failure, K
 from attn_diag.results.linear import LinearDiagnosedCapture, LinearQuantity
 from attn_diag.statistics.means import require_level
 from attn_diag.testing.case_inputs import fingerprint
-from attn_diag.testing.lent import written_words
 from attn_diag.testing.linear.baseline import entry_of, sizes_of
 from attn_diag.testing.linear.calls import How
 from attn_diag.testing.linear.cases import (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.captures.lent import Lent
 from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
@@ -17,7 +18,6 @@ from attn_diag.head.machine import backend_name
 from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.testing.invariance.layouts import as_it_is
-from attn_diag.testing.lent import Lent
 from attn_diag.testing.linear.calls import How
 from attn_diag.testing.names import imported
 from attn_diag.testing.target import MisfitError, NoGradientError, Place, reported

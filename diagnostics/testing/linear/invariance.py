@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
 from attn_diag.analyses.linear_noise import cancelled, near
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
@@ -24,7 +25,6 @@ from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
 from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
-from attn_diag.testing.lent import written_words
 from attn_diag.testing.linear.arrangements import (
     LINEAR_ARRANGEMENTS,
     STATES,

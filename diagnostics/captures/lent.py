@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_diag.results.wording import share, together
-from attn_diag.testing.case_inputs import bits_of
 
 _GIVEN = {"do": "dO", "dfinal_state": "the gradient of the last state"}
 _RETURNED = {"o": "the O that it returned", "final_state": "the last state that it returned"}
@@ -29,7 +28,7 @@ class Lent:
 
         Args:
             name: q, k, v, do, o, …
-            held: What it holds, on the CPU and in memory of its own.
+            held: What it holds, in memory of its own.
             lent: The tensor itself.
 
         Returns:
@@ -51,8 +50,14 @@ def written_words(written: Mapping[str, str]) -> str:
     return f"it writes into {together(named)}, which its caller still needs"
 
 
+def bits_of(x: Tensor) -> Tensor:
+    """Its bytes."""
+    # A single number that autograd has expanded has a stride of 0, and counts as contiguous.
+    return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def _change(held: Tensor, lent: Tensor) -> str | None:
-    before, after = (bits_of(x.detach().cpu()) for x in (held, lent))
+    before, after = (bits_of(x.detach().to(lent.device)) for x in (held, lent))
     if torch.equal(before, after):
         return None
     changed = before.ne(after).view(held.numel(), -1).any(1).view(held.shape)
