@@ -95,7 +95,7 @@ class Told:
     """A listener that wants every call, and keeps nothing."""
 
     sequences = 1
-    may_be_late = True
+    may_be_late = may_wait = True
 
     def wants(self, place: CallPlace) -> bool:  # noqa: ARG002 - the protocol
         return True

@@ -262,7 +262,10 @@ MISFITS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], str]] = {
     "no tensor": (lambda *_: "o", "must return a tensor o"),
     "nothing": (lambda *_: (), "must return a tensor o"),
     "NaN": (one_nan, r"1 of 196608 elements of o are NaN or Inf, first at \[3, 0, 5, 7\]"),
-    "in place": (in_place, "changed its input k in place"),
+    "in place": (
+        in_place,
+        r"it writes into its input k \(\S+ of its 196608 elements, first at \[\d+, \d+, \d+, \d+\]\), which its caller",
+    ),
     "another scale": (lambda q, k, v: sdpa(q * 2, k, v), "% off softmax"),
 }
 

@@ -403,7 +403,7 @@ def test_rows_with_nan_are_named_as_left_out(tensor: str) -> None:
 
 def test_no_usable_row() -> None:
     given = tensors()
-    given["q"] = torch.full_like(given["q"], math.nan)
+    given |= {name: torch.full_like(given[name], math.nan) for name in ("q", "o")}
     (head,) = assert_all_heads(given)
     assert head.rows_all == 0
     assert some(head.verdict).labels == ("undecided",)

@@ -62,7 +62,7 @@ def test_how_a_function_ended_is_named() -> None:
     assert ended["without_state"][0] == "refused"
     assert "takes no initial_state" in ended["without_state"][1]
     assert ended["overwriting"][0] == "unusable"
-    assert "changed its input k in place" in ended["overwriting"][1]
+    assert "it writes into its input k (" in ended["overwriting"][1]
     assert ended["dying"][0] == "crashed"
     assert "SIGSEGV" in ended["dying"][1]
     assert (found.cause, found.culprits) == ("kernel", ("replayed_linear:no_state",))

@@ -78,7 +78,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         ("raising", "raised", "forward", "ZeroDivisionError"),
         ("uncausal", "other-function", None, "causal=none"),
         ("rows_first_alone", "ran", None, "as [B, T, H, D] in memory"),
-        ("overwriting", "unusable", "forward", "changed its input q in place"),
+        ("overwriting", "unusable", "forward", "it writes into its input q ("),
         ("transposed", "unusable", "forward", "must return o of shape"),
         ("talkative", "crashed", "forward", "SIGABRT: "),
     ],

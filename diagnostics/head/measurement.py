@@ -71,6 +71,8 @@ class HeadMeasurement:
     """Elements of RN(O_ref) that the reference's error could change."""
     broken_outputs: dict[str, int] = field(default_factory=dict)
     """Rows of each output with NaN or Inf where the truth is known; only outputs with some."""
+    finite_beside_nan: int = 0
+    """Rows of a captured O that is finite though q holds NaN there, or a key it sees NaN (or v Inf)."""
     without_keys: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of o and dq, rows that see no key: with NaN or Inf, and with other numbers than 0; only outputs with some."""
     errors: dict[str, SignedErrors] = field(default_factory=dict)

@@ -164,6 +164,7 @@ def _of_head(
         alike=one.alike,
         figures=FigureSums.of(by_name["exact"], by_name["unit"], maxima.unit, maxima.row_max, usable),
         broken_outputs={name: count for name, bad in broken.items() if (count := int((bad & before).sum()))},
+        finite_beside_nan=_finite_beside_nan(one, broken, masked_rows=one.of_rows[1]),
         without_keys=judging.rows_without_keys(one.seen, masked) if fully_masked else {},
         nearly_uniform=uniform,
     )
@@ -175,6 +176,14 @@ def _repeat_sums(multiplicity: Ints, usable: Bools) -> list[list[RepeatSums]]:
     kept = np.where(usable[:, None], multiplicity, 0)
     sums = zip((kept > 1).sum(2).tolist(), kept.max(2, initial=0).tolist(), strict=True)
     return [[RepeatSums(*of_each) for of_each in zip(*of_head, strict=True)] for of_head in sums]
+
+
+def _finite_beside_nan(one: _Head, broken: dict[str, Bools], masked_rows: npt.NDArray[Any]) -> int:
+    """See ``HeadMeasurement``."""
+    if (nan := one.passed.inputs.nan_rows) is None or "o" not in one.seen.outputs:
+        return 0
+    rows = nan.cpu().numpy() & ~masked_rows
+    return int((rows & ~broken["o"]).sum() if "o" in broken else rows.sum())
 
 
 def _broken_rows(seen: ObservedHead) -> dict[str, Bools]:

@@ -56,6 +56,10 @@ class NonFiniteCensus:
         return found
 
 
+# Additive masks write numbers down to the format's lowest for a hidden key; no score of a head that runs is so low.
+_HIDDEN = -1000.0
+
+
 @dataclass
 class HeadInputs:
     """One head of a capture in float64, non-finite values replaced by 0 and their rows marked."""
@@ -72,6 +76,10 @@ class HeadInputs:
     """Where an additive mask is NaN or +Inf, bool [Tq, Tk]; None for nowhere."""
     sound: bool = False
     """Whether all that was read is finite, so that no row is unusable."""
+    nan_keys: Tensor | None = None
+    """Indices of the keys with NaN in k, or NaN or Inf in v; None where there is none."""
+    nan_rows: Tensor | None = None
+    """Rows whose q holds NaN, bool [Tq]; ``mark_rows`` adds those that see one of ``nan_keys``. None: neither is."""
 
     @property
     def marks_rows(self) -> bool:
@@ -83,6 +91,9 @@ class HeadInputs:
         if len(self.bad_keys):
             inside = self.bad_keys[(self.bad_keys >= block.keys.start) & (self.bad_keys < block.keys.stop)]
             self.unusable[block.rows] |= (block.scores[:, inside - block.keys.start] > -torch.inf).any(1)
+        if self.nan_keys is not None and self.nan_rows is not None:
+            inside = self.nan_keys[(self.nan_keys >= block.keys.start) & (self.nan_keys < block.keys.stop)]
+            self.nan_rows[block.rows] |= (block.scores[:, inside - block.keys.start] > _HIDDEN).any(1)
         if self.bad_mask is not None:
             bad = self.bad_mask[block.rows, block.keys]
             self.unusable[block.rows] |= (bad & (block.scores > -torch.inf)).any(1)
@@ -338,6 +349,7 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
     capture, device, kv_head = tensors.capture, tensors.device, tensors.kv_head(head)
     values: dict[str, Tensor] = {}
     bad: dict[str, Tensor] = {}
+    nan: dict[str, Tensor] = {}
     for name, index in (("q", head), ("k", kv_head), ("v", kv_head), ("do", head)):
         found = tensors.read(name, batch, head)
         if found is None:
@@ -347,6 +359,7 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
         # An infinite or an overflowing factor makes finite numbers what they were not.
         if not finite or (factor != 1.0 and not all_finite(one[None])[0]):
             where = census.add_broken(name, batch, index, one)
+            nan[name] = (where if name == "v" else one.isnan()).any(1)
             bad[name], one = where.any(1), one.masked_fill(where, 0.0)
         values[name] = one
     q, k, v = (values[name] for name in ("q", "k", "v"))
@@ -355,6 +368,7 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
         unusable |= bad[name]
     keys = [bad[name] for name in ("k", "v") if name in bad]
     bad_keys = torch.stack(keys).any(0).nonzero()[:, 0] if keys else tensors.no_keys
+    nan_keys = [nan[name].nonzero()[:, 0] for name in ("k", "v") if name in nan]
     sink = _read_sink(capture, batch, head, census, unusable)
     mask, bad_mask = _read_mask(capture, batch, head, device, census)
     masking = Masking(
@@ -377,4 +391,6 @@ def inputs_of(tensors: HeadTensors, batch: int, head: int, census: NonFiniteCens
         and bad_mask is None
         and math.isfinite(capture.sink(head) or 0.0)
         and math.isfinite(capture.alibi_slope(batch, head) or 0.0),
+        nan_keys=torch.cat(nan_keys) if nan_keys else None,
+        nan_rows=nan.get("q", torch.zeros_like(unusable)) if nan.keys() & {"q", "k", "v"} else None,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.lent import bits_of
 from attn_diag.captures.metadata import AlibiOrigin, Causal
 from attn_diag.reference import Alibi, AttentionHead, Dropout, Masking
 
@@ -115,9 +116,3 @@ def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(bits_of(tensor.detach().cpu()).numpy().tobytes())
     return digest.hexdigest()
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """Its bytes."""
-    # A single number that autograd has expanded has a stride of 0, and counts as contiguous.
-    return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

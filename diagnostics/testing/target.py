@@ -6,19 +6,21 @@ is said where it returns something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from attn_diag.captures.lent import Lent, written_words
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
-from attn_diag.testing.case_inputs import CaseInputs, bits_of
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.testing.names import imported
 from attn_diag.testing.user_function import Function
@@ -36,6 +38,8 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 RECIPE_DTYPES = (torch.bfloat16, torch.float16)
 GRADIENTS = ("dq", "dk", "dv")
 OF_SINKS = ("dsinks",)
+# What autograd says of a write into a leaf, or into what a backward needs.
+_REFUSED_WRITE = re.compile("in-?place operation")
 
 
 class MisfitError(Exception):
@@ -60,15 +64,13 @@ class Returned:
 
     outputs: dict[str, Tensor]
     """o, L (``lse``, natural logarithm) where it came too, and dq, dk, dv, dsinks where they were asked for."""
-    overwritten: tuple[str, ...] = ()
-    """The inputs that the target changed in place."""
+    overwritten: Mapping[str, str] = field(default_factory=dict)
+    """What the target wrote into though it is not its own (``Lent.written``)."""
 
     def require_untouched(self) -> None:
-        """Raise MisfitError where an input was changed in place."""
+        """Raise MisfitError where an input, or O after it was returned, was written into."""
         if self.overwritten:
-            raise MisfitError(
-                f"it changed its input {self.overwritten[0]} in place, which its caller's backward needs unchanged"
-            )
+            raise MisfitError(written_words(self.overwritten))
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,32 @@ class Target:
             place: Puts each input elsewhere in memory, with the same values; an emulation takes them as they are.
 
         Returns:
-            Outputs detached, on the device and in the dtype in which they came.
+            Outputs detached, on the device and in the dtype in which they came. Of a kernel whose writing into an
+            input autograd refuses, those of its forward alone.
 
         Raises:
             MisfitError: It raised, returned no such o, or has no gradients although ``gradients`` asks for them.
         """
+        try:
+            return self._called(inputs, gradients, place)
+        except MisfitError as error:
+            if not (gradients and _REFUSED_WRITE.search(str(error))):
+                raise
+            if not (found := self._called(inputs, False, place)).overwritten:
+                raise
+            return found
+
+    def _called(self, inputs: CaseInputs, gradients: bool, place: PlaceOf) -> Returned:
         if self.recipe is not None:
             return Returned(emulate(self.recipe, inputs, self.device, with_gradients=gradients))
         assert self.fn is not None
-        originals = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-        copies = [place(n, x.to(self.device, copy=True)).detach() for n, x in originals.items()]
-        copies = [x.requires_grad_(gradients) for x in copies]
+        lent = Lent()
+        copies = [
+            lent.out(n, x, place(n, x.to(self.device, copy=True)).detach()).requires_grad_(gradients)
+            for n, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
+        ]
         if inputs.sinks is not None:
-            sinks = inputs.sinks.to(self.device, copy=True).requires_grad_(gradients)
+            sinks = lent.out("sinks", inputs.sinks, inputs.sinks.to(self.device, copy=True)).requires_grad_(gradients)
             inputs = replace(inputs, sinks=sinks)
         with reported("", _shapes(inputs)), torch.set_grad_enabled(gradients):
             found = self.fn(copies[0], copies[1], copies[2], inputs)
@@ -160,29 +175,30 @@ class Target:
         outputs = {"o": _required(o, inputs)}
         if rest and isinstance(rest[0], Tensor) and rest[0].shape == o.shape[:3] and rest[0].is_floating_point():
             outputs["lse"] = rest[0].detach()
+        lent.look()
         if gradients:
             try:
-                outputs |= self._gradients(o, copies, inputs, place)
+                outputs |= self._gradients(o, copies, inputs, place, lent)
             except _ReentrantError:
                 with reported("", _shapes(inputs)):
                     found = self.fn(copies[0], copies[1], copies[2], inputs)
                 o = found[0] if isinstance(found, tuple | list) else found
-                outputs |= self._gradients(o, copies, inputs, place, reentrant=True)
-        overwritten = [
-            n for (n, x), y in zip(originals.items(), copies, strict=True)
-            if not torch.equal(bits_of(x), bits_of(y.detach().cpu()))
-        ]  # fmt: skip
-        return Returned(outputs, tuple(overwritten))
+                outputs |= self._gradients(o, copies, inputs, place, lent, reentrant=True)
+            lent.look(backward=True)
+        return Returned(outputs, lent.written)
 
     def _gradients(
-        self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf, *, reentrant: bool = False
-    ) -> dict[str, Tensor]:
+        self, o: Tensor, copies: list[Tensor], inputs: CaseInputs, place: PlaceOf, lent: Lent, *,
+        reentrant: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
         assert inputs.do is not None
         if not o.requires_grad:
             raise NoGradientError("what it returns does not depend on q, k, v for autograd (it is not differentiable)")
         leaves = copies if inputs.sinks is None else [*copies, inputs.sinks]
+        held = inputs.do.to(o.dtype)
+        do = lent.out("do", held, place("do", held.to(self.device, copy=True)))
+        lent.out("o", o.detach().to("cpu", copy=True), o)
         with reported(" in its backward", _shapes(inputs)):
-            do = place("do", inputs.do.to(self.device, o.dtype))
             if reentrant:
                 torch.autograd.backward(o, do)
             found: Any = (
@@ -205,7 +221,7 @@ class Target:
             The outputs on the CPU, lse in fp32; and notes for the report.
 
         Raises:
-            MisfitError: As ``call`` does; and where it changed an input in place.
+            MisfitError: As ``call`` does; and where it wrote into an input.
         """
         notes: list[str] = []
         gradients = backward is not False and inputs.do is not None

@@ -50,7 +50,7 @@ class Function:
                 f"{self.name} takes no dropout_mask, and a mask that it drew itself would be another: give it a "
                 "parameter dropout_mask, bool [B, H, Tq, Tk], True where a probability is kept, and dropout_p"
             )
-        mask = None if case.dropout_mask is None else case.dropout_mask.to(q.device)
+        mask = None if case.dropout_mask is None else case.dropout_mask.to(q.device, copy=True)
         sinks = None if case.sinks is None else case.sinks.to(q.device)
         told = {DROPOUT: mask, "dropout_p": case.dropout_p or 0.0, SINKS: sinks}
         return self.called(q, k, v, **{name: told[name] for name in self.takes})

@@ -27,6 +27,7 @@ from attn_diag.analyses.inspection.pooling import Entry, dw_q_of, pool, uncluste
 from attn_diag.analyses.inspection.unnamed_kernels import UnnamedKernels
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
+from attn_diag.analyses.patterns.of_nan import with_finite_rows
 from attn_diag.analyses.patterns.of_scales import known_by_bits, with_proven_scale, with_scales
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
@@ -101,8 +102,7 @@ class CaptureJob:
         tensors = read_together(capture, device, self.batches, self.heads, self.captured)
         self.opened = OpenCapture(capture, device, self.batches, self.heads, tensors)
         self.truths = KeptTruths(keep)
-        self.group = capture.q_heads // capture.kv_heads
-        self.census = NonFiniteCensus()
+        self.group, self.census = capture.q_heads // capture.kv_heads, NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
         # observation -> key head -> "dk" or "dv" -> one item a sequence
         self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
@@ -369,7 +369,7 @@ class CaptureJob:
                 verdict = verdict if explain is None else explain(verdict, samples, batches)
                 counts = [p.without_keys.get(quantity, (0, 0)) for p in parts]
                 found.append(with_empty_rows(verdict, counts, self.absorbed.get(quantity, ())))
-        return with_proven_scale(found)
+        return with_proven_scale(with_finite_rows(found, parts) if asked else found)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:
         """dK and dV over some key heads, and the notes."""

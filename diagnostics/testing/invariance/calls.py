@@ -37,8 +37,8 @@ class Calls:
     """A kernel, what its calls returned, and what is expected of these."""
 
     target: Target
-    overwritten: set[str] = field(default_factory=set)
-    """Inputs that a call has changed in place."""
+    overwritten: dict[str, str] = field(default_factory=dict)
+    """What a call has written into, as ``Lent.written``."""
     _first: dict[int, tuple[CaseInputs, Outputs, Expected]] = field(default_factory=dict)
 
     def first(self, inputs: CaseInputs) -> tuple[Outputs, Expected]:
@@ -83,7 +83,7 @@ class Calls:
     def _call(self, target: Target, inputs: CaseInputs, path: Path) -> Mapping[str, Tensor]:
         gradients = inputs.do is not None and path.gradients
         returned = target.call(inputs, gradients=gradients, place=lambda _, x: path.place(x))
-        self.overwritten.update(returned.overwritten)
+        self.overwritten = {**returned.overwritten, **self.overwritten}
         return returned.outputs
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from attn_diag.captures.capture import Capture
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.identification import identify_head
@@ -288,8 +289,8 @@ class _Run:
         """The outcome, and the sentence that names the arrangement."""
         if other is not None and (other.options or other.call):
             return "other-function", f"it {other.words}"
-        if names := sorted(self.calls.overwritten):
-            return "fail", f"it changes its input {together(names)} in place, which its caller still needs"
+        if self.calls.overwritten:
+            return "fail", written_words(self.calls.overwritten)
         failed = list(dict.fromkeys(p.arrangement for p in found if p.status in ("bits", "fault")))
         if other is not None and other.of_mask and "run-to-run" not in failed:
             # Keys that the call by itself does not see come back in arrangements.

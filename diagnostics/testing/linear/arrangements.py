@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -324,7 +324,7 @@ def _compiled(s: LinearSetting) -> list[LinearPath] | str:
     return [LinearPath("torch.compile", s.base, function=replace(s.function, fn=compiled))]
 
 
-def handed_on(function: LinearFunction, path: LinearPath) -> tuple[Outputs, tuple[str, ...]]:
+def handed_on(function: LinearFunction, path: LinearPath) -> tuple[Outputs, Mapping[str, str]]:
     """o and the last state of calls that follow each other."""
     outs, start, state = [], 0, path.capture.tensors.get("initial_state")
     for length in path.steps:
@@ -340,7 +340,7 @@ def handed_on(function: LinearFunction, path: LinearPath) -> tuple[Outputs, tupl
         outs.append(found["o"])
         state, start = found["final_state"].float(), start + length
     assert state is not None
-    return {"o": torch.cat(outs, 1), "final_state": state}, ()
+    return {"o": torch.cat(outs, 1), "final_state": state}, {}
 
 
 # The likeliest cause first: what the same call changes differs everywhere.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
 from attn_diag.analyses.linear_words import in_words
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
@@ -263,9 +264,7 @@ class _Check:
             self.notes.append(f"no gradients were checked: {error}")
             outputs, changed = self.function.run(inputs, gradients=False, how=called)
         if changed:
-            raise MisfitError(
-                f"it changed its input {changed[0]} in place, which its caller's backward needs unchanged"
-            )
+            raise MisfitError(written_words(changed))
         return outputs
 
     def _one(self, case: CheckedCase, inputs: LinearCapture, outputs: dict[str, Tensor]) -> _Ran:

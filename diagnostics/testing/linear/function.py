@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.captures.lent import Lent
 from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.reference.linear import LINEAR_OPERATORS
-from attn_diag.testing.case_inputs import bits_of
 from attn_diag.testing.invariance.layouts import as_it_is
 from attn_diag.testing.linear.calls import How
 from attn_diag.testing.names import imported
@@ -136,7 +136,7 @@ class LinearFunction:
 
     def run(
         self, capture: LinearCapture, *, gradients: bool = True, place: Place = as_it_is, how: How | None = None
-    ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    ) -> tuple[dict[str, Tensor], Mapping[str, str]]:
         """Call it once.
 
         Args:
@@ -146,8 +146,8 @@ class LinearFunction:
             how: How it is called, beside its tensors; None: all is given.
 
         Returns:
-            ``o``, ``final_state`` where it returns one, and the gradients, on the CPU; and the inputs that it changed.
-            An argument that gets no gradient has zeros.
+            ``o``, ``final_state`` where it returns one, and the gradients, on the CPU; and what it wrote into
+            though that is not its own (``Lent.written``). An argument that gets no gradient has zeros.
 
         Raises:
             MisfitError: It raised, does not take these inputs, or returned no such o.
@@ -155,10 +155,14 @@ class LinearFunction:
         """
         gradients = gradients and ("do" in capture.tensors or "dfinal_state" in capture.tensors)
         if self.fn is None:
-            return self._emulated(capture, gradients=gradients), ()
+            return self._emulated(capture, gradients=gradients), {}
         how = how or How()
         inputs = capture.inputs if how.in_kernel is None else {**capture.inputs, **how.in_kernel.raw}
-        leaves = {n: _moved(x, self.device, place).detach().requires_grad_(gradients) for n, x in inputs.items()}
+        lent = Lent()
+        leaves = {
+            n: lent.out(n, x, _moved(x, self.device, place).detach()).requires_grad_(gradients)
+            for n, x in inputs.items()
+        }
         with reported("", _shapes(capture)), torch.set_grad_enabled(gradients):
             args, given = self._in_order(self._arguments(leaves, capture, how))
             returned = self.fn(*args, **given)
@@ -170,13 +174,14 @@ class LinearFunction:
             q, v = capture.tensors["q"], capture.tensors["v"]
             _like(state, "the last state", (len(capture.call.sequences), v.shape[2], q.shape[3], v.shape[3]))
             outputs["final_state"] = state
+        lent.look()
         if gradients:
-            outputs |= self._gradients(outputs, leaves, capture)
-        changed = [n for n, x in inputs.items() if not torch.equal(bits_of(x.cpu()), bits_of(leaves[n].detach().cpu()))]
+            outputs |= self._gradients(outputs, leaves, capture, lent)
+            lent.look(backward=True)
         found = {n: x.detach().cpu().contiguous() for n, x in outputs.items()}
         if gradients and how.in_kernel is not None:
             found |= how.in_kernel.of_gates(found)
-        return found, tuple(changed)
+        return found, lent.written
 
     @property
     def _values_first(self) -> bool:
@@ -227,13 +232,17 @@ class LinearFunction:
         return first, given
 
     def _gradients(
-        self, outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], capture: LinearCapture
+        self, outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], capture: LinearCapture, lent: Lent
     ) -> dict[str, Tensor]:
         given = {"o": capture.tensors.get("do"), "final_state": capture.tensors.get("dfinal_state")}
-        pairs = [(outputs[n], d) for n, d in given.items() if d is not None and n in outputs]
-        pairs = [(x, d.to(x.device, x.dtype)) for x, d in pairs if x.requires_grad]
+        pairs = [
+            (x, lent.out(f"d{n}", held := d.cpu().to(x.dtype), held.to(x.device, copy=True)))
+            for n, d in given.items() if d is not None and (x := outputs.get(n)) is not None and x.requires_grad
+        ]  # fmt: skip
         if not outputs["o"].requires_grad or not pairs:
             raise NoGradientError("what it returns does not depend on its inputs for autograd (not differentiable)")
+        for n, x in outputs.items():
+            lent.out(n, x.detach().to("cpu", copy=True), x)
         with reported(" in its backward", _shapes(capture)):
             # One that autograd has no way to is left out of the mathematics: zero.
             found = torch.autograd.grad(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.analyses.linear import inspect_linear_captures
 from attn_diag.analyses.linear_noise import cancelled, near
+from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.head.linear import LinearRun
@@ -107,7 +108,7 @@ class _Run:
     rulings: Rulings
     notes: list[str]
     demanded: bool
-    overwritten: set[str] = field(default_factory=set)
+    overwritten: dict[str, str] = field(default_factory=dict)
     _first: dict[int, tuple[LinearCapture, Outputs, Expected]] = field(default_factory=dict)
 
     def run(
@@ -176,7 +177,7 @@ class _Run:
                 outputs, changed = handed_on(function, path)
             else:
                 outputs, changed = function.run(path.capture, gradients=path.gradients, place=path.place)
-        self.overwritten.update(changed)
+        self.overwritten = {**changed, **self.overwritten}
         return {n: x.clone() for n, x in outputs.items()}
 
     def _arrangement(self, item: LinearArrangement) -> list[PathFinding]:
@@ -239,10 +240,7 @@ class _Run:
 
     def _judged(self, found: Sequence[PathFinding], wrong: str | None) -> tuple[Literal["pass", "fail"], str]:
         if self.overwritten:
-            return (
-                "fail",
-                f"it changes its input {', '.join(sorted(self.overwritten))} in place, which its caller needs",
-            )
+            return "fail", written_words(self.overwritten)
         bad = [p for p in found if p.status in ("bits", "fault")]
         failed = list(dict.fromkeys(p.arrangement for p in bad))
         if failed:

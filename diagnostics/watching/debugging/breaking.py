@@ -98,6 +98,7 @@ class Breakpoint:
 
     sequences = None
     may_be_late = False
+    may_wait = True
 
     def wants_step(self, step: int) -> bool:
         """Look at every so many steps."""
@@ -296,7 +297,8 @@ def break_if(
         nonfinite: NaN or Inf in q, k, v, o, LSE, dO, dQ, dK or dV. What no sum needs does not count: q and dO of a
             row that sees no key, its LSE of plus or minus infinity, and k and v of a key that no row sees. Padding that
             the mask does not hide counts, and so does every row of o, dQ, dK and dV.
-        wrong, lossy, ill_conditioned, biased, undecided: labels of any head (see ``inspect``).
+        wrong, lossy, ill_conditioned, biased, undecided: labels of any head (see ``inspect``); wrong also where a
+            function under ``attn_diag.observe`` wrote into its q, k or v.
         max_logit: a score alpha q.k above it, of a visible key, before a softcap and additive masks.
         predicate: called with the Diagnosis of a call; what it raises is raised in the program.
         model: whose calls; None: all of the process, without x and w_q.

@@ -79,6 +79,8 @@ class Conditions:
     def of_tensors(self, call: AttentionCall, *, after_backward: bool) -> list[str]:
         """List the conditions that hold and need no inspection; after the backward only what it added is looked at."""
         found = []
+        if call.written is not None and not after_backward and "wrong" in self.labels:
+            found.append(f"wrong: {call.written}")
         if self.nonfinite and (broken := first_nonfinite(call, _BACKWARD if after_backward else _FORWARD)):
             found.append(broken)
         if self.max_logit is not None and not after_backward:

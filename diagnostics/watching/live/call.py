@@ -148,6 +148,8 @@ class AttentionCall:
     """Of a pipeline, where there is one: it is a model of its own."""
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout)."""
+    written: str | None = None
+    """What the function wrote into of its inputs, in words: they are not what it was given any more."""
     copied: Set[str] = frozenset()
     """Names of tensors that are copies already: they last."""
     awaits_backward: bool = False
@@ -341,40 +343,35 @@ class Listener(Protocol):
     @property
     def sequences(self) -> int | None:
         """So many sequences, the first of a batch, are all that it looks at; None: it looks at every one."""
-        ...
 
     @property
     def may_be_late(self) -> bool:
         """Whether it may be told at the end of the step, of copies: it need not see the call while that runs."""
-        ...
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a call that it wants may wait for the device."""
 
     def wants(self, place: CallPlace) -> bool:
         """Whether to be told of the call that is about to run. Asked for every call: no work, no synchronisation."""
-        ...
 
     def wants_step(self, step: int) -> bool:
         """Whether any call of this step may be wanted; where not, nothing at all is kept during it."""
-        ...
 
     def forward(self, call: AttentionCall) -> None:
         """After the call's forward."""
-        ...
 
     def backward(self, call: AttentionCall) -> None:
         """After its backward: do, dq, dk, dv and, where there is one, dq_pre have come in."""
-        ...
 
     def step_ended(self, step: int) -> None:
         """After an optimizer's step (or the end of a forward in a loop that does not train)."""
-        ...
 
     def failed(self, error: Exception) -> None:
         """After a failure of ours in one of the calls, which has been logged."""
-        ...
 
     def forked(self) -> None:
         """In a forked child, which nothing is told of any more: close, without waiting for a lock."""
-        ...
 
 
 def _indices(name: str, chosen: Iterable[int] | None) -> list[int] | None:

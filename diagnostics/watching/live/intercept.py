@@ -259,6 +259,8 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
     try:
         wanted = any(one.wanted for _, one in met)
+        if site.holds and any(one.wanted and observer.may_wait for observer, one in met):
+            tap.hold(bind(function, site, args, kwargs), site.holds)
         drops = wanted and site.drops is not None and site.drops(bind(function, site, args, kwargs)) > 0
         if not site.tapped and not drops:
             result = function(*args, **kwargs)

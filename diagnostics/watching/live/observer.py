@@ -65,6 +65,11 @@ class Observer(Protocol):
         """Whether it may be told of calls later, with copies of their tensors."""
         ...
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a call that it wants may wait for the device."""
+        ...
+
     def would_want(self, place: CallPlace) -> bool:
         """Whether it wants the call that is about to run there. May raise what a user's function raises."""
         ...

@@ -237,7 +237,7 @@ class Recorder:
         """All that is kept is of the first so many items of a batch; None: no such number."""
         return self._part.sequences
 
-    may_be_late = True
+    may_be_late = may_wait = True
 
     def wants_step(self, step: int) -> bool:
         """Whether this step is captured."""

@@ -43,6 +43,8 @@ class AttentionSite:
     """Whether fused operators inside are hops of one ring attention, of which only the whole is told."""
     drops: Callable[[Mapping[str, Any]], float] | None = None
     """Tells p of a call's dropout; the products of such a call are recorded, whose operand tells what was kept."""
+    holds: tuple[str, ...] = ()
+    """Arguments that are held until it has run, where a listener may wait, to tell whether it wrote into them."""
     over_operator: bool = False
     """Whether it knows more than a fused operator that runs underneath; else that one is told of instead."""
 

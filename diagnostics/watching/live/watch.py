@@ -56,7 +56,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module | None, listener: Listener, first_step: int = 0) -> None:
-        self.model, self.listener, self.step = model, listener, first_step
+        self.model, self.listener, self.step, self.may_wait = model, listener, first_step, listener.may_wait
         self.calls_seen = 0
         self._first_step = first_step
         self._places, self._clock = CallPlaces(model), Clock(model)

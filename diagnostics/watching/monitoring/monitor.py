@@ -220,7 +220,7 @@ class Monitor:
         """So many of a batch are sampled."""
         return self._sequences
 
-    may_be_late = False
+    may_be_late = may_wait = False
 
     def wants_step(self, step: int) -> bool:
         """Check every so many steps, and look again where something stood out."""
