@@ -156,9 +156,9 @@ def test_notebooks_escape_names() -> None:
 
 def test_figures_of_fp32_heads_stand_apart() -> None:
     torch.manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, 64, 32) for _ in range(4))
-    o, gradients = torch.func.vjp(torch.nn.functional.scaled_dot_product_attention, q, k, v)
-    dq, dk, dv = gradients(do)
+    q, k, v, do = (torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(4))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
     rows = [
         line
         for line in repr(attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv)).split("\n")
