@@ -264,7 +264,7 @@ MISFITS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], str]] = {
     "NaN": (one_nan, r"1 of 196608 elements of o are NaN or Inf, first at \[3, 0, 5, 7\]"),
     "in place": (
         in_place,
-        r"it writes into its input k \(\S+ of its 196608 elements, first at \[\d+, \d+, \d+, \d+\]\), which its caller",
+        r"it writes into its input k \([\d.]+ (% )?of its 196608 elements, first at \[\d+, \d+, \d+, \d+\]\), which",
     ),
     "another scale": (lambda q, k, v: sdpa(q * 2, k, v), "% off softmax"),
 }
