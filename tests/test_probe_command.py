@@ -46,7 +46,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "device": (returning(lambda o: o.to("meta")), {}, "must return o on cpu, got meta"),
     "nothing": (returning(repr), {}, "must return a tensor o, .* got str"),
     "raises": (raising, {}, "probe 'length': raising raised RuntimeError .*: T must be 96; leave this probe out"),
-    "in place": (vandal, {}, r"probe 'normal': vandal writes into its input k \(\S+ of its \d+ elements, first at "),
+    "in place": (
+        vandal,
+        {},
+        r"probe 'normal': vandal writes into its input k \([\d.]+ (% )?of its \d+ elements, first at ",
+    ),
     "no callable": (3, {}, "expected a callable fn"),
     "recipe": ("fa9", {}, "no recipe 'fa9'; known: fa2"),
     "incomplete": (replace(attn_diag.preset("fa2"), exp="polynomial"), {}, "without exp_degree"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import EXPLAINED, explained
+from attn_diag.head.from_lse import FROM_LSE
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -183,7 +184,8 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        ways = (*published[0].alternatives, *rounded), published[0].unfused
+        # Where all rows weigh all keys alike a rounded L is a factor itself, which another one takes back.
+        ways = (*published[0].alternatives, *rounded), [w for w in published[0].unfused if w not in FROM_LSE]
         if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], expected(), *ways, fmt):
             every = "all keys" if quantity in ("dk", "dv") else "all rows"
             return replace(chosen, factors=f"{every} are {words}")

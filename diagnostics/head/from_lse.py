@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from attn_diag.head.unfused import FUSED, finite, scaled, unfused
@@ -36,8 +35,10 @@ FROM_LSE = (
 
 
 def backwards_from_lse(head: AttentionHead) -> tuple[str, ...]:
-    """``FROM_LSE``; none of a head without gradients, with dropout or with a softcap."""
-    return FROM_LSE if head.do is not None and head.dropout is None and head.softcap is None else ()
+    """``FROM_LSE``; none of a head without gradients, with dropout, a softcap or a sink."""
+    # A sink that L lost would look like plain torch's rounded L.
+    plain = head.dropout is None and head.softcap is None and head.sink is None
+    return FROM_LSE if head.do is not None and plain else ()
 
 
 def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
@@ -60,8 +61,6 @@ def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tenso
     true = head.q @ head.k.T * head.scale
     head.apply_mask(true, every, keys)
     lse = true.logsumexp(1)
-    if head.sink is not None:
-        lse = torch.logaddexp(lse, torch.full_like(lse, head.sink))
     if of_o:
         o = unfused(head, fmt, "unfused:scores:cast")["o"]
     else:
