@@ -15,11 +15,15 @@ from attn_diag.results.quality import QuantityVerdict
 GRADIENTS = ("dq", "dk", "dv")
 
 
-def gradients(how: str, dtype: torch.dtype, *, length: int = 192, width: int = 64, seed: int = 0) -> list[Tensor]:
-    """q, k, v, O, dO, dQ, dK and dV of one causal head, [1, 1, T, D]."""
+def gradients(
+    how: str, dtype: torch.dtype, *, length: int = 192, width: int = 64, seed: int = 0, uniform: bool = False
+) -> list[Tensor]:
+    """q, k, v, O, dO, dQ, dK and dV of one causal head, [1, 1, T, D]; of a full one that weighs keys nearly alike."""
     torch.manual_seed(seed)
-    q, k, v, do = (torch.randn(1, 1, length, width).to(dtype) for _ in range(4))
-    scale, hidden = width**-0.5, torch.ones(length, length, dtype=torch.bool).triu(1)
+    q, k, v, do = (torch.randn(1, 1, length, width) for _ in range(4))
+    q, k = (0.1 * q, 0.1 * k) if uniform else (q, k)
+    q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
+    scale, hidden = width**-0.5, torch.ones(length, length, dtype=torch.bool).triu(length if uniform else 1)
 
     def masked(scores: Tensor) -> Tensor:
         return scores.masked_fill(hidden, -math.inf)
@@ -48,9 +52,12 @@ def gradients(how: str, dtype: torch.dtype, *, length: int = 192, width: int = 6
     return [q, k, v, o, do, *(x.to(dtype) for x in found)]
 
 
-def judged(how: str, dtype: torch.dtype, **kwargs: int) -> dict[str, QuantityVerdict]:
-    q, k, v, o, do, dq, dk, dv = gradients(how, dtype, **kwargs)
-    found = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal=True)
+def judged(
+    how: str, dtype: torch.dtype, *, factor: float = 1.0, uniform: bool = False, **kwargs: int
+) -> dict[str, QuantityVerdict]:
+    q, k, v, o, do, *made = gradients(how, dtype, uniform=uniform, **kwargs)
+    dq, dk, dv = (factor * x for x in made)
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal=not uniform)
     head = found.captures[0].observations[0].heads[0]
     return {verdict.quantity: verdict for verdict in head.quantities}
 
@@ -78,6 +85,16 @@ def test_nothing_else_is_called_so(how: str) -> None:
     found = judged(how, torch.bfloat16)
     assert {found[name].answer for name in GRADIENTS} == {"lossy" if how == "noise" else "good"}
     assert not {found[name].site for name in GRADIENTS} - {None}
+
+
+def test_a_factor_is_none_though_a_rounded_l_is_one_where_rows_weigh_keys_alike() -> None:
+    """L = 5.3 rounds up there, so that all of P is 0.985 times what it was."""
+    asked = {"length": 200, "seed": 3}
+    rounded = judged("fused, L low", torch.bfloat16, uniform=True, **asked)
+    assert {rounded[name].site for name in GRADIENTS} == {"lse"}
+    wrong = judged("fused", torch.bfloat16, factor=0.98, uniform=True, **asked)
+    assert {wrong[name].answer for name in GRADIENTS} == {"wrong"}
+    assert all("0.98 times the true ones" in wrong[name].words for name in GRADIENTS)
 
 
 def test_a_softmax_written_by_hand_is_named() -> None:

@@ -91,19 +91,22 @@ def beside_well_rounded(
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
         return against(of(recipe, tensor_core=tensor_core))
 
-    def apart(recipe: str, dim: int = 1) -> npt.NDArray[np.float64]:
-        """What of the observed tensor differs from the recipe's: squares by row, or by feature."""
-        found: npt.NDArray[np.float64] = (observed - of(recipe))[rows].square().sum(dim).cpu().numpy()
+    def apart(made: Tensor) -> npt.NDArray[np.float64]:
+        """What of the observed tensor differs from another: squares by row."""
+        found: npt.NDArray[np.float64] = (observed - made)[rows].square().sum(1).cpu().numpy()
         return found
 
     def expected() -> Tensor:
         return torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
 
-    def left(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
+    def left_by(made: Tensor, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
         """The same of all rows, or of some, and in units of every row's noise."""
         part = slice(None) if kept is None else kept
-        by_row = apart(recipe)[part]
+        by_row = apart(made)[part]
         return float(by_row.sum()), float((by_row / np.maximum(chosen.expected[part], 1e-300)).sum())
+
+    def left(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
+        return left_by(of(recipe), kept)
 
     def as_good(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> QuantitySample | None:
         """With this recipe's rounding as its site, where it makes most of the bits and nothing stands out beside it."""
@@ -151,10 +154,20 @@ def beside_well_rounded(
         def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:
             return all(one < EXPLAINED * other for one, other in zip(left(way), left(beside), strict=True))
 
+        def is_no_factor(way: str) -> bool:
+            """Whether a rounded L is meant: where all rows weigh their keys alike it is a factor, as faults are."""
+            usual = of(RECIPE)
+            factor = (observed * usual)[rows].sum() / usual[rows].square().sum().clamp(min=1e-300)
+            pairs = zip(left(way), left_by(factor * usual), strict=True)
+            same = beside(way).ratio()
+            return all(one < EXPLAINED * other for one, other in pairs) or (
+                same is not None and same.factor <= AS_GOOD and not beside(way).outlying.any()
+            )
+
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
             marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
-            for way in (*published[0].unfused, *rounded) if any(one.any() for one in marked) else ():
+            for way in (*ways, *rounded) if any(one.any() for one in marked) else ():
                 found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
                 if found is not None:
                     alike = beside(way)
@@ -163,7 +176,11 @@ def beside_well_rounded(
             return replace(chosen, unlike=unlike[0], unlike_features=unlike[1]) if unlike else None
 
         # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
-        way = min(published[0].unfused, key=left)
+        plain = tuple(way for way in published[0].unfused if way not in FROM_LSE)
+        ways = published[0].unfused
+        way = min(ways, key=left)
+        if way in FROM_LSE and not is_no_factor(way):
+            ways, way = plain, min(plain, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
         if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
@@ -173,7 +190,7 @@ def beside_well_rounded(
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
             # stand out for that (beside both) have most of their error from the other casts, or are no further from
             # these bits than such casts leave others from the truth.
-            units, rest = np.maximum(alike.expected, 1e-300), apart(way)
+            units, rest = np.maximum(alike.expected, 1e-300), apart(of(way))
             casts = GROUP_LIMIT**2 * np.mean(alike.counterfactual / units)
             bad = (alike.bad_rows > 0) & (chosen.bad_rows > 0) & (rest / units > casts)
             own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
@@ -184,9 +201,9 @@ def beside_well_rounded(
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:
             return by_place
-        # Where all rows weigh all keys alike a rounded L is a factor itself, which another one takes back.
-        ways = (*published[0].alternatives, *rounded), [w for w in published[0].unfused if w not in FROM_LSE]
-        if words := multiplied(observed[rows], lambda way: of(way)[rows], reference[rows], expected(), *ways, fmt):
+        # Beside a rounded L, which may be a factor, another one would take it back.
+        known_ways = (*published[0].alternatives, *rounded), plain
+        if words := multiplied(observed[rows], lambda w: of(w)[rows], reference[rows], expected(), *known_ways, fmt):
             every = "all keys" if quantity in ("dk", "dv") else "all rows"
             return replace(chosen, factors=f"{every} are {words}")
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.

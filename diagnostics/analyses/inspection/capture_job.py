@@ -197,8 +197,8 @@ class CaptureJob:
     def release(self) -> None:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.tested, self.ahead = {}, {}, {}, {}, {}, None
-        self.patterns = CapturePatterns(self.capture, self.device)
         self.opened = replace(self.opened, tensors=None)  # what it knows of the recipes stays
+        self.patterns, self.unnamed = CapturePatterns(self.capture, self.device), UnnamedKernels(self.opened)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""
