@@ -69,6 +69,8 @@ _SITES: dict[str, tuple[str, ...]] = {
     "dS": ("dscores_from",),
     "delta": ("rounded-delta", "rounded-products"),
     "dP": ("rounded-dprobs",),
+    "LSE": ("lse",),
+    "scores": ("backward_scores",),
 } | dict.fromkeys(("dK accumulator", "dV accumulator"), ("gradient_accumulator",))
 # What a recipe with O's bits calls the sites that are planted, where by another name.
 _IN_WORDS = {"row max": "maximum", "O accumulator": "O's accumulator", "PV": "PV of a range"}
@@ -111,6 +113,8 @@ def named(defect: Defect, quantities: Sequence[QuantityVerdict], effects: Sequen
                 if defect.where != "forward":
                     false.append(f"{q.quantity}: the forward is blamed")
                 continue
+            if pattern.kind == "rounding" and q.site is not None:
+                continue  # what the site says
             if pattern.kind in SHARED_ERRORS and rounds:
                 # What all numbers share of a rounding is told as such; that it is the last one must be so.
                 last = q.quantity == defect.site.lower() or " or " in pattern.words
