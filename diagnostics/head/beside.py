@@ -99,14 +99,14 @@ def beside_well_rounded(
     def expected() -> Tensor:
         return torch.maximum(variance, ulp(reference, fmt).square() / 12)[rows]
 
-    def left_by(made: Tensor, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
+    def left_of(made: Tensor, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
         """The same of all rows, or of some, and in units of every row's noise."""
         part = slice(None) if kept is None else kept
         by_row = apart(made)[part]
         return float(by_row.sum()), float((by_row / np.maximum(chosen.expected[part], 1e-300)).sum())
 
     def left(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
-        return left_by(of(recipe), kept)
+        return left_of(of(recipe), kept)
 
     def as_good(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> QuantitySample | None:
         """With this recipe's rounding as its site, where it makes most of the bits and nothing stands out beside it."""
@@ -158,7 +158,7 @@ def beside_well_rounded(
             """Whether a rounded L is meant: where all rows weigh their keys alike it is a factor, as faults are."""
             usual = of(RECIPE)
             factor = (observed * usual)[rows].sum() / usual[rows].square().sum().clamp(min=1e-300)
-            pairs = zip(left(way), left_by(factor * usual), strict=True)
+            pairs = zip(left(way), left_of(factor * usual), strict=True)
             same = beside(way).ratio()
             return all(one < EXPLAINED * other for one, other in pairs) or (
                 same is not None and same.factor <= AS_GOOD and not beside(way).outlying.any()
