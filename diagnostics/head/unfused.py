@@ -20,7 +20,7 @@
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
                                               or each step cast, cast(g - cast(P o cast(rowsum(g)))), or by hand,
-                                      cast(P o cast(dP - cast(rowsum(g))))
+                                              cast(P o cast(dP - cast(rowsum(g))))
                                               or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
                                               l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
                                               softcap: cast(cast(cast(c dS) o (1 - t t)) / c); compiled in fp32, of
