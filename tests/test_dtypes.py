@@ -321,6 +321,24 @@ def test_compiled_functions_run_eagerly_and_are_named() -> None:
     assert found.mixed_calls[0].causes["k"][0].operation == "Tensor.mul"
 
 
+def test_what_is_kept_from_the_compiler_is_not_said_to_be_compiled() -> None:
+    @torch.compiler.disable
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @torch.compile(backend="eager")
+    def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v)
+
+    q, k, v = halves()
+    with trace_dtypes() as trace:
+        kernel(q, k, v)
+    assert trace.result().compiled == ()
+    with trace_dtypes() as trace:
+        around(q, k, v)
+    assert [name.split(".")[-1] for name in trace.result().compiled] == ["around"]
+
+
 def test_compiled_modules_are_named(model: TimeMix) -> None:
     with torch.autocast("cpu", BF16), trace_dtypes() as trace:
         torch.compile(model, backend="eager")(torch.randn(2, 8, 64))

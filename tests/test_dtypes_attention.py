@@ -80,6 +80,64 @@ def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
     assert trace.result().calls == ()
 
 
+class Recurrence(torch.autograd.Function):
+    """As RWKV's kernels: no name of attention, the receptance behind the decay, and nothing that a trace could see."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Any:
+        ctx.save_for_backward(w, r, k, v)
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        return ctx.saved_tensors
+
+
+class Cast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=BF16)  # type: ignore[untyped-decorator]
+    def forward(_ctx: Any, Q: Tensor, K: Tensor, V: Tensor) -> Any:
+        return Q * K * V
+
+
+bound_before = Recurrence.apply
+
+
+def test_a_forward_of_q_k_and_v_is_attention_whatever_its_name() -> None:
+    q, k, v = halves()
+    before = vars(Recurrence)["forward"]
+    with torch.autocast("cpu", BF16), trace_dtypes() as outer, trace_dtypes() as trace:
+
+        class Late(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
+                return query * key * value
+
+        wide = k * torch.ones(16)
+        bound_before(wide, q, wide, v)
+        bound_before(wide, q, k, v)
+        Late.apply(wide, k, v)  # type: ignore[no-untyped-call]
+        Cast.apply(q, wide, v)  # type: ignore[no-untyped-call]
+    assert vars(Recurrence)["forward"] is before
+    assert Late.forward(None, q, k, v) is not None
+    for found in outer.result(), trace.result():
+        assert found.attention_calls == 3
+        assert [(c.operation.split(".")[-2], c.differing, c.outcome) for c in found.calls] == [
+            ("Recurrence", ("k",), "accepted"),
+            ("Late", ("q",), "accepted"),
+        ]
+        assert found.calls[0].causes["k"][0].operation == "Tensor.mul"
+    Late.apply(wide, k, v)  # type: ignore[no-untyped-call]
+    assert trace.result().attention_calls == 3
+
+
+def test_gradients_of_a_forward_that_is_met_are_its_own() -> None:
+    given = [torch.randn(2, 3).requires_grad_() for _ in range(4)]
+    with trace_dtypes():
+        made = torch.autograd.grad(bound_before(*given).sum(), given)
+    assert all(torch.equal(g, x) for g, x in zip(made, given, strict=True))
+
+
 def test_a_call_that_raises_is_noted_once() -> None:
     """Seen as it is called, it is not found a second time in the traceback, where q, k and v are variables too."""
 

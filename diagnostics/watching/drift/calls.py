@@ -70,6 +70,16 @@ class CallLog:
         if error is not None:
             self._noted_error = id(error)
 
+    def note_forward(self, forward: Function, places: tuple[int, int, int], args: Sequence[Any]) -> None:
+        """Record a forward of an autograd Function that returned, with where q, k and v stand among its arguments."""
+        qkv = _triple([args[place] for place in places if place < len(args)])
+        if qkv is None:
+            return
+        # One whose inputs autocast casts (custom_fwd) says so on its context, and not to what.
+        cast = autocast_dtype(qkv[0].device.type) is not None and not getattr(args[0], "_fwd_used_autocast", True)
+        if not cast:
+            self.add(forward.__qualname__, qkv, "accepted", *self._place())
+
     def note_error(self, error: Exception) -> None:
         """Record what ended the trace, if it was a kernel's assertion about q, k and v."""
         if id(error) != self._noted_error and (found := _mixed_in_traceback(error.__traceback__)) is not None:

@@ -28,11 +28,12 @@ def is_users(code: CodeType) -> bool:
 def compiled_function(frame: FrameType) -> str | None:
     """The function wrapped by torch.compile, inside which a frame runs; None elsewhere.
 
-    Also None for the wrapper that an eager ``flex_attention`` makes of itself: the user compiled nothing there.
+    Also None for the wrappers of ``torch.compiler.disable``, and for the one that an eager ``flex_attention`` makes of
+    itself: the user compiled nothing there.
     """
     wrapped, inner, outer = frame, frame, frame.f_back
     while outer is not None:
-        if outer.f_code.co_filename == _EVAL_FRAME:
+        if outer.f_code.co_filename == _EVAL_FRAME and not outer.f_code.co_qualname.startswith("DisableContext."):
             return None if inner.f_code.co_filename == _FLEX else wrapped.f_code.co_qualname
         if is_users(outer.f_code):
             wrapped = outer

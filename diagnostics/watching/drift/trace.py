@@ -20,12 +20,13 @@ from attn_diag.captures.validity import short
 from attn_diag.errors import InputError
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, Step
 from attn_diag.watching.drift.calls import CallLog
+from attn_diag.watching.drift.forwards import Forward, forwards_met
 from attn_diag.watching.drift.history import History, autocast_dtype, expected_dtype
 from attn_diag.watching.drift.summary import event_of, listed, summarise
 
 _ACTIVE = threading.local()
 _LOCK = threading.Lock()
-_STANCE = ExitStack()
+_WHOLE_PROCESS = ExitStack()
 _TRACES = 0
 
 
@@ -77,10 +78,11 @@ def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
 
     Values are not touched, but two kinds of code take another route here: functions wrapped by torch.compile run
     eagerly (the report names them; inside a graph nothing could be seen), and nn.MultiheadAttention and encoder layers
-    in eval mode leave their fused path. Not seen: other threads (a backward pass on a GPU), and what operators,
-    autograd Functions and nn.MultiheadAttention compute inside. An attention of that kind is found if it raises;
-    ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a call; the first trace of a process
-    imports torch._dynamo, a second or two.
+    in eval mode leave their fused path. Not seen: other threads (a backward pass on a GPU), and what operators and
+    nn.MultiheadAttention compute inside. Attention is met as a function or operator of that name, and as an autograd
+    Function whose forward takes q, k and v; any other is found if it raises, and ``attn_diag.check_qkv`` before it
+    makes it known in any case. Some microseconds a call; the first trace of a process imports torch._dynamo, a second
+    or two.
 
     Args:
         source: what the report is headed with.
@@ -89,10 +91,10 @@ def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
         A context manager that gives a ``DtypeTrace``.
     """
     trace = DtypeTrace(source)
-    outer = active_trace()
-    _ACTIVE.trace = trace
+    outer = _active_traces()
+    _ACTIVE.traces = (*outer, trace)
     try:
-        with _eagerly(), _Mode(trace):
+        with _whole_process(), _Mode(trace):
             yield trace
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -103,13 +105,17 @@ def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
             trace._calls.note_error(error)
         raise
     finally:
-        _ACTIVE.trace = outer
+        _ACTIVE.traces = outer
 
 
 def active_trace() -> DtypeTrace | None:
     """The innermost trace that is running in this thread."""
-    trace: DtypeTrace | None = getattr(_ACTIVE, "trace", None)
-    return trace
+    return next(reversed(_active_traces()), None)
+
+
+def _active_traces() -> tuple[DtypeTrace, ...]:
+    traces: tuple[DtypeTrace, ...] = getattr(_ACTIVE, "traces", ())
+    return traces
 
 
 class _Mode(TorchFunctionMode):
@@ -143,17 +149,29 @@ class _Mode(TorchFunctionMode):
         return result
 
 
+def _around(forward: Forward, places: tuple[int, int, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forward of an autograd Function, and have the traces of this thread know it for attention."""
+    seen = [(trace._calls, trace._calls.seen) for trace in _active_traces()]
+    result = forward(*args, **kwargs)
+    for calls, before in seen:
+        # What it calls may have said so, with what that was given.
+        if calls.seen == before:
+            calls.note_forward(forward, places, args)
+    return result
+
+
 @contextmanager
-def _eagerly() -> Iterator[None]:
-    """No compiled graph runs inside, in any thread. The first use imports torch._dynamo: a second or two.
+def _whole_process() -> Iterator[None]:
+    """No compiled graph runs inside, in any thread, and forwards are met. Imports torch._dynamo: a second or two.
 
     Under a torch function mode Dynamo would break every graph into single operations, or refuse (``fullgraph=True``).
-    The stance is one for the whole process: the first trace sets it, and the last to end gives back what it found.
+    Both are one for the whole process: the first trace sets them, and the last to end gives back what it found.
     """
     global _TRACES
     with _LOCK:
         if _TRACES == 0:
-            _STANCE.enter_context(torch.compiler.set_stance("force_eager"))
+            _WHOLE_PROCESS.enter_context(torch.compiler.set_stance("force_eager"))
+            _WHOLE_PROCESS.enter_context(forwards_met(_around))
         _TRACES += 1
     try:
         yield
@@ -161,7 +179,7 @@ def _eagerly() -> Iterator[None]:
         with _LOCK:
             _TRACES -= 1
             if _TRACES == 0:
-                _STANCE.close()
+                _WHOLE_PROCESS.close()
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, trace: DtypeTrace | None = None) -> None:
