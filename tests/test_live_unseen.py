@@ -396,3 +396,41 @@ def test_an_attention_whose_backward_calls_another_is_named(
     assert all(("dq" in attn_diag.load(path).tensors) == seen for path in recorder.written)
     assert words(caplog).count(f"0: {IN_A_FUNCTION}") == (not seen)
     assert caplog.text.count(IN_A_FUNCTION) == (not seen)
+
+
+def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return v * (q * k).sum(-1, keepdim=True) * g.exp()
+
+
+def parallel_forgetting_attn(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return chunk_gla(q, k, v, g)
+
+
+class Gated(nn.Module):
+    """As flash-linear-attention's layers: no softmax, and a kernel of another module by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def given(self, x: Tensor) -> list[Tensor]:
+        return [p(x).unflatten(-1, (4, -1)) for p in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]
+
+
+class GatedLinear(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + chunk_gla(*self.given(x)).flatten(2)
+
+
+class Forgetting(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + parallel_forgetting_attn(*self.given(x)).flatten(2)
+
+
+def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = stack(GatedLinear(), Forgetting())
+    watched(model, loss, model, tmp_path)
+    (said,) = set(words(caplog))
+    assert said.startswith("no attention call was seen")
+    assert f"0 (GatedLinear); it calls {__name__}.chunk_gla (linear attention): attn_diag.capture_linear" in said
+    assert f"1 (Forgetting); it calls {__name__}.parallel_forgetting_attn, which is not known here." in said

@@ -136,6 +136,13 @@ def replace_functions(
     return put_back
 
 
+def operator_of(name: str) -> str | None:
+    """The operator of a function of flash-linear-attention; None where it has no name of one."""
+    found = _NAME.fullmatch(name)
+    operator = None if found is None else _OPERATORS.get(found[1], found[1])
+    return operator if operator in LINEAR_OPERATORS else None
+
+
 def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Released functions in loaded modules, with their operators."""
     for module_name, module in list(sys.modules.items()):
@@ -144,11 +151,7 @@ def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
         space = vars(module)
         if module_name.startswith("fla.ops"):
             for name, value in list(space.items()):
-                found = _NAME.fullmatch(name)
-                if found is None or not callable(value):
-                    continue
-                operator = _OPERATORS.get(found[1], found[1])
-                if operator in LINEAR_OPERATORS:
+                if callable(value) and (operator := operator_of(name)) is not None:
                     yield operator, value
         else:
             yield from ((operator, space[name]) for name, operator in _ELSEWHERE.items() if callable(space.get(name)))

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live import flex_graphs, intercept
+from attn_diag.watching.live.class_code import kernels, mentions, names
+from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
 from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
 
@@ -42,6 +44,11 @@ FLEX = (
 IN_EAGER = (
     "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen "
     "(code inside a forward has to become one): @attn_diag.observe"
+)
+LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
+UNKNOWN = (
+    "it calls {}, which is not known here. If that is softmax attention of q, k and v and nothing else, have it seen: "
+    "@attn_diag.observe"
 )
 OWN_IN_GRAPH = (
     "in a compiled graph it is no operator that is known. Have the function of q, k and v that it calls seen, outside "
@@ -154,7 +161,7 @@ class Unseen:
         chosen = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
         forwards = [vars(kind).get("forward") for kind in {type(m) for m in modules}]
         codes = [f.__code__ for f in map(inspect.unwrap, filter(None, forwards)) if isinstance(f, FunctionType)]
-        return "flex_attention" in chosen or any("flex" in name.lower() for code in codes for name in _names(code))
+        return "flex_attention" in chosen or any("flex" in name.lower() for code in codes for name in names(code))
 
     def optimizer_stepped(self, seen: bool, ours: bool) -> None:
         """Judge a step in which attention was looked for; the gradients are still there.
@@ -210,14 +217,17 @@ class Unseen:
 
     def _advice(self, one: _Candidate) -> str:
         if not self._compiled(one):
-            return IN_EAGER
+            unknown = _unknown(one.module)
+            linear = {name: path for name, path in unknown.items() if operator_of(name) is not None}
+            words = LINEAR if linear else UNKNOWN if unknown else IN_EAGER
+            return words.format(", ".join(sorted((linear or unknown).values())))
         if isinstance(one.module, nn.MultiheadAttention):
             return MULTI_HEAD_IN_GRAPH
         config = getattr(one.module, "config", None)
         if getattr(config, "_attn_implementation", None) == "eager":
             sdpa = getattr(self._model, "_supports_sdpa", True)
             return EAGER_IN_GRAPH if sdpa else _leaving_out(one.name, NO_SDPA_IN_GRAPH)
-        calls_sdpa = _mentions(type(one.module)) & _CALLS_SDPA
+        calls_sdpa = mentions(type(one.module)) & _CALLS_SDPA
         return _leaving_out(one.name, MATH_IN_GRAPH) if calls_sdpa else OWN_IN_GRAPH
 
     def _compiled(self, one: _Candidate) -> bool:
@@ -246,7 +256,7 @@ class Unseen:
         found: list[_Candidate] = []
         for name, module in named:
             queries = list(_queries(module))
-            if not (type(module) in met or (queries and _mentioned(module) & _ATTENDS)):
+            if not (type(module) in met or (queries and (_mentioned(module) & _ATTENDS or _unknown(module)))):
                 continue
             weights = list(module.parameters())
             # A weight that two modules share says nothing of either.
@@ -341,29 +351,11 @@ def _state(gradient: Tensor) -> tuple[StorageWeakRef, int]:
     return StorageWeakRef(gradient.untyped_storage()), gradient._version  # type: ignore[no-untyped-call]
 
 
+def _unknown(module: nn.Module) -> dict[str, str]:
+    """Functions of q, k and v that its code calls, by name, with where they are; not those that are known."""
+    return {name: path for name, path in kernels(module).items() if name not in _ATTENDS | _CALLS_SDPA}
+
+
 def _mentioned(module: nn.Module) -> frozenset[str]:
     """Names in the code of a module's class, and of the modules in it: a softmax, or attention, may be one of these."""
-    return frozenset().union(*(_mentions(kind) for kind in {type(m) for m in module.modules()}))
-
-
-def _mentions(kind: type) -> frozenset[str]:
-    """Names in the code of a class, and in the functions of its module that its code names."""
-    found: set[str] = set()
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for value in vars(base).values():
-            while hasattr(value, "__wrapped__"):
-                value = value.__wrapped__
-            if isinstance(value, FunctionType):
-                names = set(_names(value.__code__))
-                others = [value.__globals__.get(name) for name in names]
-                found |= names
-                for other in others:
-                    found |= set(_names(other.__code__)) if isinstance(other, FunctionType) else set()
-    return frozenset(found)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+    return frozenset().union(*(mentions(kind) for kind in {type(m) for m in module.modules()}))

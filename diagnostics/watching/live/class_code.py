@@ -1,0 +1,52 @@
+"""What the code of a module's class names: attention that no hook meets is known by what its code calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from torch import nn
+
+from attn_diag.watching.drift.forwards import operand_places
+
+
+def kernels(module: nn.Module) -> dict[str, str]:
+    """Functions of q, k and v that the code of a module's class calls by name, and of the modules in it."""
+    found: dict[str, str] = {}
+    for kind in {type(m) for m in module.modules()}:
+        for name, function in _named(kind):
+            if operand_places(name, function) is not None:
+                found[name] = f"{function.__module__}.{function.__qualname__}"
+    return found
+
+
+def mentions(kind: type) -> frozenset[str]:
+    """Names in the code of a class, and in the functions of its module that its code names."""
+    found = {name for function in _functions(kind) for name in names(function.__code__)}
+    return frozenset(found.union(*(names(other.__code__) for _, other in _named(kind))))
+
+
+def _named(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Functions that the code of a class calls by a name of its module."""
+    for function in _functions(kind):
+        for name in names(function.__code__):
+            if isinstance(other := function.__globals__.get(name), FunctionType):
+                yield name, other
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """What a class, and those that it is made from, define."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for value in vars(base).values():
+            while hasattr(value, "__wrapped__"):
+                value = value.__wrapped__
+            if isinstance(value, FunctionType):
+                yield value
+
+
+def names(code: CodeType) -> Iterator[str]:
+    """Names of attributes and of what is global, in code and in what is defined inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names(constant)
