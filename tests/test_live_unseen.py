@@ -433,4 +433,4 @@ def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogC
     (said,) = set(words(caplog))
     assert said.startswith("no attention call was seen")
     assert f"0 (GatedLinear); it calls {__name__}.chunk_gla (linear attention): attn_diag.capture_linear" in said
-    assert f"1 (Forgetting); it calls {__name__}.parallel_forgetting_attn, which is not known here." in said
+    assert f"1 (Forgetting); it calls {__name__}.parallel_forgetting_attn: not known here." in said

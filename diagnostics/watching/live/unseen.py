@@ -47,7 +47,7 @@ IN_EAGER = (
 )
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
 UNKNOWN = (
-    "it calls {}, which is not known here. If that is softmax attention of q, k and v and nothing else, have it seen: "
+    "it calls {}: not known here. If that is softmax attention of q, k and v and nothing else, have it seen: "
     "@attn_diag.observe"
 )
 OWN_IN_GRAPH = (
