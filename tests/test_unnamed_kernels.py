@@ -15,14 +15,14 @@ from attn_diag.reference import AttentionHead, Masking
 from attn_diag.results.quality import QuantityVerdict
 
 
-def made(sites: tuple[str, ...], seeds: tuple[int, ...]) -> list[Tensor]:
+def made(sites: tuple[str, ...], seeds: tuple[int, ...], length: int = 160) -> list[Tensor]:
     """q, k, v and O [1, H, T, D], of a fused kernel that rounds these sites to BF16, of tiles of 32 keys."""
     changed: dict[str, Any] = dict.fromkeys(sites, "bf16")
     recipe = replace(preset("fa2", "bf16", 64), schedule=Schedule(64, 32, "ascending"), **changed)
     heads = []
     for seed in seeds:
         torch.manual_seed(seed)
-        q, k, v = (torch.randn(160, 64).bfloat16() for _ in range(3))
+        q, k, v = (torch.randn(length, 64).bfloat16() for _ in range(3))
         head = AttentionHead(q.double(), k.double(), v.double(), None, 0.125, Masking("none"))
         heads.append((q, k, v, emulate_head(recipe, head).o.bfloat16()))
     return [torch.stack(x)[None] for x in zip(*heads, strict=True)]
@@ -39,6 +39,12 @@ def test_sums_in_16_bits_are_named(sites: tuple[str, ...]) -> None:
     assert o.answer == "lossy"
     said = {"row_sum": "row sum", "accumulator": "O's accumulator"}
     assert f"its bits show {', '.join(said[site] for site in sites)} in BF16" in o.words
+
+
+def test_of_roundings_that_the_bits_do_not_tell_apart_none_is_named() -> None:
+    """Of one tile P V is all of O; 'O's accumulator' was said."""
+    (o,) = judged(*made(("range_pv",), (1,), length=30))
+    assert o.site is None
 
 
 def test_only_of_heads_that_have_the_bits() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attn_diag.analyses.quality_words import KEPT_WHOLE
+from attn_diag.head.cut_off import SITES
+from attn_diag.head.measurement import CutOff
 from attn_diag.results.diagnosis import BiasEstimate, RoundingBias, Verdict
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
 # A mean is not tested where the reference's own error may be more than this part of its standard error.
 REFERENCE_BELOW = 0.01
-_CUT_OFF = (
-    "O errs as operands of its products make it that are cut off to TF32's 10 bits: as Triton's tl.dot takes fp32 "
-    "numbers, unless it is told otherwise."
-)
-_NOT_CUT_OFF = (
-    'Its products cut fp32 operands off to TF32, as tl.dot does by default: give it input_precision="ieee" or "tf32x3" '
-    "where fp32 is meant. TF32 that rounds to nearest (torch's allow_tf32) is as coarse, but not biased."
-)
+_CUT_OFF: dict[CutOff, str] = {
+    "operands": "O errs as operands of its products make it that are cut off to TF32's 10 bits: as Triton's tl.dot "
+    "takes fp32 numbers, unless it is told otherwise.",
+    "probs": f"O errs as where {SITES['cut-off-probs']}.",
+}
+_NOT_CUT_OFF: dict[CutOff, str] = {
+    "operands": "Its products cut fp32 operands off to TF32, as tl.dot does by default: give it "
+    'input_precision="ieee" or "tf32x3" where fp32 is meant. TF32 that rounds to nearest (torch\'s allow_tf32) is as '
+    "coarse, but not biased.",
+    "probs": KEPT_WHOLE,
+}
 
 
 def beyond_reference(estimate: BiasEstimate) -> bool:
@@ -59,14 +65,14 @@ def excuse(name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level
     return None
 
 
-def of_cut_off_operands(verdict: Verdict) -> Verdict:
-    """A biased head's verdict, whose O errs as operands cut off to TF32 make it, with that as the reason."""
+def of_cut_off(verdict: Verdict, what: CutOff) -> Verdict:
+    """A biased head's verdict, whose O errs as products make it that cut this off to TF32, with that as the reason."""
     if "biased" not in verdict.labels:
         return verdict
     after = next(i for i, reason in enumerate(verdict.reasons) if reason.startswith("Mean error")) + 1
-    reasons = (*verdict.reasons[:after], _CUT_OFF, *verdict.reasons[after:])
+    reasons = (*verdict.reasons[:after], _CUT_OFF[what], *verdict.reasons[after:])
     named = zip(verdict.labels, verdict.suggestions, strict=True)
-    suggestions = tuple(_NOT_CUT_OFF if label == "biased" else said for label, said in named)
+    suggestions = tuple(_NOT_CUT_OFF[what] if label == "biased" else said for label, said in named)
     return replace(verdict, reasons=reasons, suggestions=suggestions)
 
 

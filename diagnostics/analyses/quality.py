@@ -13,7 +13,7 @@ from attn_diag.analyses.joined_samples import joined
 from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
 from attn_diag.captures.sources import KEYED
-from attn_diag.head import block_sums
+from attn_diag.head import block_sums, cut_off
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
@@ -40,6 +40,7 @@ SITES = {
     "rounded-products": "dO o O and its row sum, delta, are rounded to the inputs' format, as in JAX's Pallas kernel",
     "rounded-dprobs": "dP is rounded to the inputs' format",
     block_sums.SITE: block_sums.WORDS,
+    **cut_off.SITES,
     **WORDS,
 }
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from attn_diag.captures.sources import KEYED
+from attn_diag.head.cut_off import SITES as CUT_OFF
 from attn_diag.head.quality import AS_GOOD, QuantitySample
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import Quantity, QuantityVerdict
@@ -23,6 +24,11 @@ _NOT_FUSED = (
 )
 _OF_FUSED = ("scores", "lse", "backward_scores")
 _SCORES = "The rounding is known, and named with the head: keep in fp32 what it casts."
+KEPT_WHOLE = (
+    "P or dS loses all behind its tenth bit. Where tl.dot takes it in fp32 (as TF32, by default), cast it to nearest, "
+    'to the inputs\' format, or give input_precision="ieee" or "tf32x3"; where it is cast to FP16, let that cast round '
+    "to nearest."
+)
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
@@ -88,8 +94,10 @@ def few_carry(whole: QuantitySample, groups: float, quantity: Quantity) -> str:
 
 def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
     """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
+    if lossy and all(q.site in CUT_OFF for q in lossy):
+        return KEPT_WHOLE
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]
-    by_bits = any(q.quantity == "o" and q.site is not None and q.site not in WORDS for q in lossy)
+    by_bits = any(q.quantity == "o" and q.site is not None and q.site not in (*WORDS, *CUT_OFF) for q in lossy)
     return _OF_RECIPE if by_bits and not others else None

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.head import cut_off
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import EXPLAINED, explained
 from attn_diag.head.from_lse import FROM_LSE
+from attn_diag.head.no_recipe import TF32
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
     AS_GOOD,
@@ -64,7 +66,8 @@ def beside_well_rounded(
 
     The recipe "fa2" alone where the error is no larger than its own; else whichever of the ``alternatives`` is furthest
     off. What stands out in dQ or dK, and is how a kernel errs whose dS multiplies the cast P, or that rounds one of
-    ``BACKWARD``, is its rounding; so is how one errs in dQ, dK and dV whose backward casts P and dS to 8 bits.
+    ``BACKWARD``, is its rounding; so is how one errs in dQ, dK and dV whose backward casts P and dS to 8 bits, and in
+    all of them whose products cut P and dS off to TF32.
 
     Args:
         quantity: o, dq, dk or dv.
@@ -119,6 +122,10 @@ def beside_well_rounded(
         if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe
+        if recipe in cut_off.CUT_OFF:
+            if not cut_off.makes(of(recipe)[rows], observed[rows], reference[rows], fmt):
+                return None
+            site = cut_off.site(quantity)
         not_zero = chosen.not_zero if recipe in BACKWARD else casting.not_zero
         return replace(casting, site=site, counterfactual=chosen.counterfactual, not_zero=not_zero)
 
@@ -149,6 +156,10 @@ def beside_well_rounded(
             if (known := as_good(recipe, written if recipe in CASTS else None)) is not None:
                 return known
     if coarse and max(c.scores for c in published) <= MOST_SCORES:
+        finer = published[0].fmt.precision >= TF32.precision  # others are rounded more coarsely than a cut makes them
+        cut = cut_off.ways(quantity, alpha_exact=all(c.alpha_exact for c in published)) if finer else []
+        if cut and found is not None and (known := as_good(min(cut, key=left))) is not None:
+            return known
         rounded = tuple(BACKWARD) if quantity in ("dq", "dk") else ()
 
         def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:
@@ -167,7 +178,7 @@ def beside_well_rounded(
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
             marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
-            for way in (*ways, *rounded) if any(one.any() for one in marked) else ():
+            for way in (*ways, *rounded, *cut) if any(one.any() for one in marked) else ():
                 found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
                 if found is not None:
                     alike = beside(way)

@@ -1,8 +1,7 @@
 """What a well-rounded kernel returns for a head, and how far it may be off, element by element.
 
-The yardstick of every verdict: the published recipe of the inputs' format (fa2) run on the same head, and the variance
-that one nearest-even rounding at each of its sites gives. With eps^2 = E[(RN(x) - x)^2 / x^2] over a binade and
-sites independent:
+The yardstick of every verdict: the published recipe of the inputs' format (fa2) on the same head, and the variance that
+one nearest-even rounding at each of its sites gives. With eps^2 = E[(RN(x) - x)^2 / x^2] over a binade, sites apart:
 
     var O     = eps^2 P^2 V^2 + ulp(O)^2 / 12                       the cast of P_bar, the last rounding
     var delta = dO^2 var O
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.coarser import coarser
+from attn_diag.head.cut_off import CUT_OFF
 from attn_diag.head.from_lse import backwards_from_lse, from_lse
 from attn_diag.head.propagation import sloped
 from attn_diag.head.shared import rows_differ
@@ -77,7 +77,7 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``FROM_LSE`` (both also
-            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
+            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``CUT_OFF``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -120,7 +120,7 @@ def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | N
 def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
     if recipe == ROUNDED_DROPOUT:
         return preset("efficient", fmt, head_dim)
-    changed: dict[str, Any] = {"sink_joins": "first"} if recipe == SINK_FIRST else {}
+    changed: dict[str, Any] = {"sink_joins": "first"} if recipe == SINK_FIRST else dict(CUT_OFF.get(recipe, {}))
     changed |= dict.fromkeys(("backward_probs", "dscores"), recipe) if recipe in CASTS else {}
     changed |= dict.fromkeys(BACKWARD.get(recipe, ()), fmt)
     name, _, alpha = (RECIPE if changed else recipe).partition(":")
@@ -158,7 +158,7 @@ class Counterfactuals:
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
         self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
-        self.head, self._fmt, self._stored = head, fmt, stored
+        self.head, self.fmt, self._stored = head, fmt, stored
         self._beside: Sequence[ref[Counterfactuals]] = ()
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
@@ -195,7 +195,7 @@ class Counterfactuals:
 
         Their sums are the tensor core's, as a captured kernel's are.
         """
-        chosen = _published(recipe, self._fmt, self.head)
+        chosen = _published(recipe, self.fmt, self.head)
         if chosen is None:
             return
         from attn_diag.kernels.backend import BackendError
@@ -203,7 +203,7 @@ class Counterfactuals:
 
         beside = [one for of in self._beside if (one := of()) is not None]
         try:
-            made = run_stack(_stored_as(chosen, self._fmt, self._stored), [_positive(one.head) for one in beside])
+            made = run_stack(_stored_as(chosen, self.fmt, self._stored), [_positive(one.head) for one in beside])
         except (BackendError, ValueError):  # a mask or a head dimension that they lack: emulated
             return
         found = _outputs_of(made, -1 if self.head.scale < 0 else 1)

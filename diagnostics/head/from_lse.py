@@ -41,7 +41,9 @@ def backwards_from_lse(head: AttentionHead) -> tuple[str, ...]:
     return FROM_LSE if head.do is not None and plain else ()
 
 
-def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
+def from_lse(
+    head: AttentionHead, fmt: FloatFormat, way: str, forward: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor]:
     """What such a kernel returns for one head.
 
     Args:
@@ -49,6 +51,7 @@ def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tenso
         fmt: The inputs' format.
         way: One of ``FROM_LSE``; with ``FUSED`` behind it a fused kernel that rounds L, or of one with an fp32 L
             the scores of its backward, alone; of a fused one nothing.
+        forward: O and L of its forward, where they are known.
 
     Returns:
         o, lse, delta, dq, dk and dv; float64.
@@ -60,8 +63,10 @@ def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tenso
     every, keys = slice(0, len(head.q)), slice(0, len(head.k))
     true = head.q @ head.k.T * head.scale
     head.apply_mask(true, every, keys)
-    lse = true.logsumexp(1)
-    if of_o:
+    lse = true.logsumexp(1) if forward is None else forward[1]
+    if forward is not None:
+        o = forward[0]
+    elif of_o:
         o = unfused(head, fmt, "unfused:scores:cast")["o"]
     else:
         shift = finite(true.amax(1))[:, None]
@@ -76,7 +81,7 @@ def from_lse(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tenso
         stored = cast(head.q @ head.k.T)
         scores = scaled(stored, head.scale, fmt) if how == "steps" else stored * head.scale
         head.apply_mask(scores, every, keys)
-    if of_o and of_lse == "low":
+    if forward is None and of_o and of_lse == "low":
         largest = finite(scores.amax(1))
         given = cast(largest + cast(cast(cast(cast(scores - largest[:, None]).exp()).sum(1)).clamp(min=1e-30).log()))
     shifted = scores - given[:, None]

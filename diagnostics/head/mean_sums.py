@@ -8,14 +8,20 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from attn_diag.head.beside import MOST_SCORES
 from attn_diag.head.counterfactual import Counterfactuals
+from attn_diag.head.cut_off import makes, ways
 from attn_diag.head.declared import DRAWS
 from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.measurement import CutOff
 from attn_diag.head.stacks import numbers
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truncated_inputs import TruncatedInputs
+from attn_diag.statistics.means import SignedErrors
 
 Sums = dict[str, npt.NDArray[np.float64]]
+# Standard errors: of healthy heads one in a thousand has such a mean.
+_CLEAR = 3.0
 
 
 def mean_sums(stack: HeadStack) -> list[Sums]:
@@ -33,12 +39,25 @@ def mean_sums(stack: HeadStack) -> list[Sums]:
     return found
 
 
-def cut_off(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> bool:
-    """Whether O's errors are those of operands cut off to TF32, see ``TruncatedInputs.is_cut_off``."""
-    other, out = passed.counterfactuals, seen.outputs.get("o")
-    if out is None or not isinstance(other, TruncatedInputs):
-        return False
-    return other.is_cut_off(out, passed.truth.reference.out, rows)
+def cut_off(passed: StreamedHead, seen: ObservedHead, rows: Tensor, away: SignedErrors | None) -> CutOff:
+    """What of a kernel's products was cut off to TF32, by O's errors: operands of inputs in fp32, else P.
+
+    Args:
+        passed: The head.
+        seen: What is measured.
+        rows: Indices of the rows that count.
+        away: O's errors beyond correct rounding, away from zero: P is asked for where these are clearly negative.
+    """
+    other, out, truth = passed.counterfactuals, seen.outputs.get("o"), passed.truth.reference.out
+    if out is None or passed.declared(seen) is not None:
+        return ""
+    if isinstance(other, TruncatedInputs):
+        return "operands" if other.is_cut_off(out, truth, rows) else ""
+    clear = away is not None and away.total.sum() < -_CLEAR * np.sqrt(len(rows)) * away.total.std()
+    if not clear or other.scores > MOST_SCORES:
+        return ""
+    made = (other.outputs(way)["o"][rows] for way in ways("o", alpha_exact=other.alpha_exact))
+    return "probs" if any(makes(one, out[rows], truth[rows], seen.formats["o"]) for one in made) else ""
 
 
 def _runs(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> list[dict[str, Tensor]]:

@@ -92,7 +92,7 @@ def _measure(some: Sequence[OpenedHead]) -> None:
     for result, sums in zip(results, chain.from_iterable(map(mean_sums, parts)), strict=True):
         result.mean_sums = sums
     for result, passed, seen, rows in zip(results, stack.passes, stack.seen, stack.indices, strict=True):
-        result.cut_off = cut_off(passed, seen, rows)
+        result.cut_off = cut_off(passed, seen, rows, result.errors.get("o_away_excess"))
 
 
 def _leave_out(one: OpenedHead, shared: SharedRows) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.sink_gradients import SinkTerms
 from attn_diag.results.diagnosis import Certificate, DeltaRounding
 from attn_diag.statistics.means import SignedErrors
+
+CutOff = Literal["", "operands", "probs"]
 
 
 @dataclass(frozen=True)
@@ -105,5 +108,5 @@ class HeadMeasurement:
     """LSE and a captured delta, by what their errors make of dQ."""
     mean_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     """By test, observed and of what it is held against, see the function of this name."""
-    cut_off: bool = False
-    """Whether O's errors are those of operands cut off to TF32."""
+    cut_off: CutOff = ""
+    """What of its products was cut off to TF32, by O's errors; empty: nothing, or it is not known."""

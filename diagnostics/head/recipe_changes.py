@@ -108,14 +108,15 @@ def rounded(site: str, fmt: Format) -> RecipeChange:
     return RecipeChange(f"{found.value} in {base(fmt).upper()}", {site: fmt, **found.takes})
 
 
-def coarse_words(recipe: Recipe | None) -> str | None:
-    """What of its forward a recipe rounds that published kernels keep in fp32; None where that is nothing."""
-    if recipe is None:
-        return None
+def coarse_words(*recipes: Recipe | None) -> str | None:
+    """What of its forward a recipe rounds that published kernels keep in fp32; of several, what all of them round.
+
+    None where that is nothing.
+    """
     of_format: dict[str, list[str]] = {}
     for name, site in SITES.items():
-        fmt = getattr(recipe, name) if site.short else "fp32"
-        if parse(fmt) is not None:
+        formats = {"fp32" if recipe is None or not site.short else getattr(recipe, name) for recipe in recipes}
+        if len(formats) == 1 and parse(fmt := formats.pop()) is not None:
             of_format.setdefault(base(fmt).upper(), []).append(site.short)
     return "; ".join(f"{', '.join(names)} in {fmt}" for fmt, names in of_format.items()) or None
 

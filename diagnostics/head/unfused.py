@@ -95,6 +95,8 @@ WORDS = {
     "backward_steps": "the backward makes P of scores that are rounded to the inputs' format, and rounds each step "
     "behind them, as in plain torch",
 }
+OF_BACKWARD = ("saved", "lse", "lse_steps", "backward_scores", "backward_steps")
+"""Those that say nothing of the forward."""
 
 
 # Ways that store alpha, or its inverse, in the inputs' format; the last one multiplies q kT by it.

@@ -28,7 +28,7 @@ from attn_diag.analyses.inspection.unnamed_kernels import UnnamedKernels
 from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_nan import with_finite_rows
-from attn_diag.analyses.patterns.of_scales import known_by_bits, with_proven_scale, with_scales
+from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
 from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
@@ -355,7 +355,7 @@ class CaptureJob:
                 known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
             # A sequence without usable rows, or keys, has none.
-            batches, samples = [b for b, _ in known], [known_by_bits(s, quantity, coarse, parts) for _, s in known]
+            batches, samples = [b for b, _ in known], self.unnamed.known(name, head, quantity, known, coarse, parts)
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judge_effect(quantity, effects, broken)

@@ -14,13 +14,13 @@ import torch
 
 from attn_diag.analyses.inspection.pooled_errors import NoiseFactor, PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.means import beyond_reference, of_cut_off_operands
+from attn_diag.analyses.means import beyond_reference, of_cut_off
 from attn_diag.analyses.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
 from attn_diag.head.figure_sums import errors_by_feature
 from attn_diag.head.gradient_sums import AtomSums, GradientSums
-from attn_diag.head.measurement import HeadMeasurement
+from attn_diag.head.measurement import CutOff, HeadMeasurement
 from attn_diag.head.propagation import add_parts
 from attn_diag.results.diagnosis import (
     Bias,
@@ -64,8 +64,8 @@ class Entry:
     """Whether rows attend to all their keys nearly alike."""
     declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     """Of a declared kernel, see ``HeadMeasurement.mean_sums``."""
-    cut_off: bool = False
-    """Whether O's errors are those of operands cut off to TF32."""
+    cut_off: CutOff = ""
+    """See ``HeadMeasurement``."""
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
@@ -105,7 +105,7 @@ class Entry:
         )
         words = self.remarks + _uniform_words(d, level) if self.nearly_uniform else self.remarks
         verdict = replace(verdict, reasons=(*verdict.reasons, *words)) if words else verdict
-        verdict = of_cut_off_operands(verdict) if self.cut_off else verdict
+        verdict = of_cut_off(verdict, self.cut_off) if self.cut_off else verdict
         return replace(d, bias=bias, verdict=verdict)
 
 
@@ -186,7 +186,7 @@ def pool(
     in_doubt = sum(p.in_doubt for p in parts)
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
     remarks = tuple(_remarks(parts, sequences, independent))
-    cut_off = bool(parts) and all(p.cut_off for p in parts)
+    cut_off = parts[0].cut_off if len({p.cut_off for p in parts}) == 1 else ""
     return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, pooled.declared, cut_off)
 
 

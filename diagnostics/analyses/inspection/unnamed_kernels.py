@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from attn_diag.head.baseline import has_bits
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.of_scales import known_by_bits
+from attn_diag.head.baseline import compared_rows, has_bits
+from attn_diag.head.fp32_in_bf16 import EXPLAINED
+from attn_diag.head.from_lse import backwards_from_lse
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
-from attn_diag.head.quality import LOSSY
+from attn_diag.head.quality import LOSSY, QuantitySample
 from attn_diag.head.recipe_changes import coarse_words
+from attn_diag.head.recipe_search import read_subject
+from attn_diag.head.tiled_loops import KnownLoops, backwards, find_loops
+from attn_diag.head.unfused import OF_BACKWARD, named
 from attn_diag.kernels import Recipe
+from attn_diag.results.quality import Quantity
 
 # A search goes through every schedule, on rows of so many scores each.
 _MOST_KEYS = 2**13
+# Gradients are made in all rows at once, in seven ways.
+_MOST_SCORES = 2**20
 
 
 class UnnamedKernels:
-    """The roundings of the kernels of one capture: each looked for once, by ``identify``'s whole search."""
+    """The roundings of the kernels of one capture: each looked for once, by ``identify``'s whole search, and then
+    among loops in plain torch."""
 
     def __init__(self, opened: OpenCapture) -> None:
         """Of a capture that is being inspected."""
         self._opened = opened
-        self._found = dict[str, Recipe | None]()
+        self._found = dict[str, list[Recipe]]()
+        self._loops = dict[str, KnownLoops | None]()
+        self._backwards = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
 
     def coarse(self, observation: str, parts: Sequence[HeadMeasurement]) -> str | None:
         """What O of one head rounds, in words (``coarse_words``); None: it is not lossy, or nobody knows.
 
-        The search is made on the first head of an observation that asks; another one's O must have the same bits.
+        Of recipes, or loops, that its bits do not tell apart, what all of them round. The search is made on the first
+        head of an observation that asks; another one's O must have the same bits.
 
         Args:
             observation: Which.
@@ -37,11 +56,97 @@ class UnnamedKernels:
             return None
         if observation not in self._found:
             found = self._opened.identify(observation, part.batch, part.head)
-            self._found[observation] = None if found is None or found.outcome == "flawed" else found.recipe
-        recipe = self._found[observation]
-        if recipe is None or not has_bits(recipe, self._opened.capture, observation, part.batch, part.head):
+            self._found[observation] = []
+            if found is not None and found.outcome != "flawed" and found.recipe is not None:
+                self._found[observation] = [found.recipe, *(trial.recipe for trial in found.as_good)]
+        recipes = self._found[observation]
+        if not recipes:
+            return self._of_loops(observation, part)
+        if not has_bits(recipes[0], self._opened.capture, observation, part.batch, part.head):
             return None
-        return coarse_words(recipe)
+        return coarse_words(*recipes)
+
+    def _of_loops(self, observation: str, part: HeadMeasurement) -> str | None:
+        """What plain torch's loops round that have O's bits."""
+        capture, device = self._opened.capture, torch.device("cpu")
+        subject = read_subject(capture, observation, part.batch, part.head, device)
+        if subject is None:
+            return None
+        rows = compared_rows(*capture.lengths(part.batch), device)
+        if observation not in self._loops:
+            self._loops[observation] = find_loops(subject, rows)
+        known = self._loops[observation]
+        if known is None or not known.have_bits(subject, rows):
+            return None
+        head = subject.inputs.head
+        if backwards_from_lse(head) and len(head.q) * len(head.k) <= _MOST_SCORES:
+            made = backwards(known.every[0], head, subject.inputs.input_format, subject.observed.dtype)
+            self._backwards[observation, part.batch, part.head] = made
+        return known.words(subject.fmt)
+
+    def known(
+        self,
+        observation: str,
+        head: int,
+        quantity: Quantity,
+        found: Sequence[tuple[int, QuantitySample]],
+        coarse: str | None,
+        parts: Sequence[HeadMeasurement],
+    ) -> list[QuantitySample]:
+        """A quantity's samples with what the bits show of their sites: as ``known_by_bits``, and behind loops in plain
+        torch what the backward makes P of.
+
+        Args:
+            observation: Which.
+            head: Index of the query head.
+            quantity: Of dK and dV that several query heads share nothing is said behind loops.
+            found: Indices of the batch items, each with its sample.
+            coarse, parts: As in ``known_by_bits``.
+        """
+        capture = self._opened.capture
+        shared = quantity != "dq" and capture.q_heads != capture.kv_heads
+        samples = []
+        for batch, given in found:
+            sample = known_by_bits(given, quantity, coarse, parts)
+            made, ratio = self._backwards.get((observation, batch, head)), sample.ratio()
+            lossy = ratio is not None and ratio.factor > LOSSY and sample.site in (None, *OF_BACKWARD)
+            if made is not None and lossy and not shared and quantity in made[""]:
+                observed = capture.read(capture.key(observation, quantity), batch, head)
+                assert observed is not None
+                sample = _behind_loop(sample, observed.double(), {way: of[quantity] for way, of in made.items()})
+            samples.append(sample)
+        return samples
+
+
+def _behind_loop(sample: QuantitySample, observed: Tensor, made: Mapping[str, Tensor]) -> QuantitySample:
+    """A gradient's sample with the way as its site that makes it, with all that stands out there.
+
+    It does where it leaves a quarter at most, squared, of the error, also of each row and feature that stands out, and
+    of what a backward leaves that takes P from the loop's m and l as they are.
+
+    Args:
+        sample: Without a site, or with one by the L of another forward.
+        observed: [T, D].
+        made: The same by ``tiled_loops.backwards``.
+    """
+    squares = {way: (observed - of)[sample.rows].square().numpy() for way, of in made.items()}
+    units = np.maximum(sample.expected, 1e-300)
+
+    def left(by_row: npt.NDArray[np.float64]) -> tuple[float, float]:
+        return float(by_row.sum()), float((by_row / units).sum())
+
+    way = min((way for way in made if way), key=lambda one: left(squares[one].sum(1)))
+    by_row, by_feature = squares[way].sum(1), squares[way].sum(0)
+    for rival in (squares[""].sum(1), sample.error):
+        if any(one > EXPLAINED * other for one, other in zip(left(by_row), left(rival), strict=True)):
+            return sample
+    bad, features = (sample.bad_rows > 0) | sample.in_outlying_element, sample.bad_features > 0
+    own = (by_row[bad] <= EXPLAINED * sample.error[bad]).all()
+    if not own or (by_feature[features] > EXPLAINED * sample.features[0][features]).any():
+        return sample
+    by_site = max(float(sample.error.sum() - by_row.sum()), 0.0)
+    found = replace(sample, site=named(way), made_by_site=by_site, rounding=True, features_rounding=True)
+    return replace(found, unlike=None, unlike_features=None)
 
 
 def _unexplained(part: HeadMeasurement) -> bool:

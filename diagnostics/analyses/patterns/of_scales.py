@@ -9,7 +9,7 @@ from dataclasses import replace
 from attn_diag.analyses.quality_words import without_too_few
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import LOSSY, QuantitySample
-from attn_diag.head.unfused import WORDS
+from attn_diag.head.unfused import OF_BACKWARD, WORDS
 from attn_diag.results.quality import Pattern, Quantity, QuantityVerdict
 
 # A change of q or k, in words.
@@ -21,8 +21,8 @@ def known_by_bits(
 ) -> QuantitySample:
     """The sample with what O's bits show as O's site, whatever else leaves an error like it.
 
-    Attention that is not fused is then no gradient's site either. dV, which it casts as a fused kernel of the same
-    scores does, has the site of the head's other outputs.
+    Attention that is not fused is then no gradient's site either; what a backward makes P of still is. dV, which
+    plain torch casts as a fused kernel of the same scores does, has the site of the head's other outputs.
 
     Args:
         sample: Of O or of a gradient.
@@ -33,7 +33,7 @@ def known_by_bits(
     if sample.site == "scores" and quantity == "dv":
         sites = (p.quality[q].site for q in ("o", "dq") for p in parts if q in p.quality)
         sample = replace(sample, site=next((s for s in sites if s in WORDS and s != "scores"), "scores"))
-    if coarse is None or (quantity != "o" and sample.site not in WORDS):
+    if coarse is None or (quantity != "o" and (sample.site not in WORDS or sample.site in OF_BACKWARD)):
         return sample
     return replace(sample, site=coarse if quantity == "o" else None)
 

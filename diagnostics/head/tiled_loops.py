@@ -1,0 +1,171 @@
+"""FlashAttention-2 written out in plain torch, tile by tile, with some of S, m, P, l and O in the inputs' 16 bits.
+
+    S = cast(alpha cast(q kT)), cast(cast(alpha q) kT) or alpha q kT in fp32
+    m' = max(m, rowmax(S)), a = exp(m - m'), P = exp(S - m')
+    l = a l + rowsum(P), O = a O + cast(cast(P) V), and O / l behind the last tile
+
+Each step has the dtype that torch gives it: of operands in 16 bits it is rounded to 16 bits, too. Such a loop is no
+recipe of a kernel, which rounds l and O once a tile and a never.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.bit_matches import Match
+from attn_diag.head.from_lse import FROM_LSE, from_lse
+from attn_diag.head.recipe_changes import coarse_words
+from attn_diag.head.recipe_rows import usable_rows
+from attn_diag.head.recipe_search import LEVEL, SearchedHead, threshold
+from attn_diag.kernels import preset
+from attn_diag.kernels.formats import Format
+from attn_diag.reference import AttentionHead, FloatFormat
+from attn_diag.reference.masking import adds
+
+_TILES = (16, 32, 64, 128)
+# Whether m is in 16 bits, and what is done to P: exp as it comes or, of any operand, in fp32 (autocast), P cast before
+# its sum, or multiplied by V in fp32.
+_OF_STORED = ((True, ""), (True, "autocast"), (False, ""), (False, "cast"))
+_OF_FP32 = tuple(product((True, False), ("", "cast", "fp32")))
+
+
+@dataclass(frozen=True)
+class TiledLoop:
+    """One such loop; flags say what is stored in 16 bits."""
+
+    tile: int
+    """Keys of a tile."""
+    scores: str
+    """ "after": S, alpha behind it; "q": S, of alpha q; "divided": S, over 1 / alpha behind it; "fp32"."""
+    row_max: bool
+    """m."""
+    probs: str
+    """See ``_OF_STORED``."""
+    row_sum: bool
+    """l."""
+    accumulator: bool
+    """O between tiles."""
+
+    def rounded(self, fmt: Format) -> dict[str, Any]:
+        """What it rounds to a format that published kernels keep in fp32, as fields of a recipe."""
+        scores = self.scores != "fp32"
+        every = {
+            "scores": scores,
+            "row_max": self.row_max and not scores,  # the largest of rounded scores is one of them
+            "row_sum": self.row_sum,
+            "range_pv": self.probs != "fp32",
+            "accumulator": self.accumulator,
+        }
+        return {site: fmt for site, coarse in every.items() if coarse}
+
+    def out(self, head: AttentionHead, rows: Tensor, low: torch.dtype) -> Tensor:
+        """O of some rows, int64 [R], of a head: [R, Dv] in the dtype ``low``."""
+        return self.forward(head, rows, low)[0]
+
+    def forward(self, head: AttentionHead, rows: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, and m and l, [R, 1]."""
+        of = {True: low, False: torch.float32}
+        q, k, v = head.q[rows].to(low), head.k.to(low), head.v.to(low)
+        m = torch.full((len(rows), 1), -torch.inf, dtype=of[self.row_max])
+        row_sum = torch.zeros(len(rows), 1, dtype=of[self.row_sum])
+        out = torch.zeros(len(rows), v.shape[1], dtype=of[self.accumulator])
+        for start in range(0, len(k), self.tile):
+            keys = slice(start, min(start + self.tile, len(k)))
+            scores = self._scores(q, k[keys], head.scale)
+            head.apply_mask(scores, rows, keys)
+            largest = torch.maximum(m, scores.amax(1, keepdim=True).to(m.dtype))
+            shift = largest.masked_fill(largest == -torch.inf, 0.0)
+            rescale, probs = m - shift, scores - shift
+            if self.probs == "autocast":
+                rescale, probs = rescale.float(), probs.float()
+            rescale, probs = rescale.exp(), probs.exp()
+            probs = probs.to(low) if self.probs == "cast" else probs
+            products = probs @ v[keys].float() if self.probs == "fp32" else _product(probs.to(low), v[keys])
+            row_sum = (rescale * row_sum + probs.sum(1, keepdim=True)).to(row_sum.dtype)
+            out = (rescale * out + products).to(out.dtype)
+            m = largest
+        return (out / row_sum).to(low), m, row_sum
+
+    def _scores(self, q: Tensor, k: Tensor, alpha: float) -> Tensor:
+        if self.scores == "fp32":
+            return q.float() @ k.float().T * alpha
+        if self.scores == "q":
+            return _product(q * alpha, k.T)
+        stored = _product(q, k.T)
+        return stored / (1 / alpha) if self.scores == "divided" else stored * alpha
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Of 16 bits, summed in fp32 on every processor."""
+    return (a.float() @ b.float()).to(a.dtype)
+
+
+@cache
+def loops(keys: int, *, alpha_exact: bool) -> tuple[TiledLoop, ...]:
+    """Those that are tried on heads of so many keys; ``alpha_exact``: wherever alpha multiplies, it rounds nothing."""
+    stored = ("after",) if alpha_exact else ("after", "q", "divided")
+    softmax = [(scores, *more) for scores, more in (*product(stored, _OF_STORED), *product(("fp32",), _OF_FP32))]
+    tiles, flags = (*(tile for tile in _TILES if tile < keys), keys), (True, False)
+    return tuple(TiledLoop(tile, *of_p, *sums) for tile, of_p, *sums in product(tiles, softmax, flags, flags))
+
+
+def backwards(loop: TiledLoop, head: AttentionHead, fmt: FloatFormat, low: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """Gradients behind a loop by what makes P of its L, one of ``FROM_LSE``; "": of its m and l, rounding nothing."""
+    o, m, row_sum = loop.forward(replace(head, do=None), torch.arange(len(head.q)), low)
+    stored, exact = ((m + row_sum.log())[:, 0].double(), (m.double() + row_sum.double().log())[:, 0])
+    ways = [way for way in FROM_LSE if not way.endswith(":unfused")]
+    found = {way: from_lse(head, fmt, way, (o.double(), stored)) for way in ways}
+    return found | {"": from_lse(head, fmt, "from-l:fused:fp32", (o.double(), exact))}
+
+
+@dataclass(frozen=True)
+class KnownLoops:
+    """Loops that have a head's bits and are not told apart there, the likeliest first."""
+
+    every: tuple[TiledLoop, ...]
+
+    def words(self, fmt: Format) -> str | None:
+        """What all of them round that published kernels keep in fp32; None where that is nothing."""
+        return coarse_words(*(replace(preset("fa2", fmt), **loop.rounded(fmt)) for loop in self.every))
+
+    def have_bits(self, subject: SearchedHead, rows: Tensor) -> bool:
+        """Whether another head's O has the bits of the likeliest."""
+        return bool(_fitting(subject, rows, self.every[:1]))
+
+
+def find_loops(subject: SearchedHead, rows: Tensor) -> KnownLoops | None:
+    """The loops whose O has the observed bits; None: none has, or the head has what they are not written for.
+
+    Args:
+        subject: A head on the CPU.
+        rows: Query rows that are compared, int64 [R].
+    """
+    head = subject.inputs.head
+    found = _fitting(subject, rows, loops(len(head.k), alpha_exact=math.frexp(abs(head.scale))[0] in (0.0, 0.5)))
+    if not found:
+        return None
+    best = found[0][1]
+    return KnownLoops(tuple(loop for loop, match in found if best.compare(match).p_value > LEVEL))
+
+
+def _fitting(subject: SearchedHead, rows: Tensor, some: Sequence[TiledLoop]) -> list[tuple[TiledLoop, Match]]:
+    """Those of some loops that fit, best first."""
+    head, observed = replace(subject.inputs.head, do=None), subject.observed
+    mask = head.masking.mask
+    other = (head.softcap, head.sink, head.dropout, head.masking.alibi)
+    if any(one is not None for one in other) or (mask is not None and adds(mask)):
+        return []
+    rows, _ = usable_rows(subject.inputs, observed, rows)
+    if not len(rows):
+        return []
+    found = [(loop, Match(loop.out(head, rows, observed.dtype) == observed[rows])) for loop in some]
+    found = [(loop, m) for loop, m in found if m.agreement >= threshold(subject.fmt, m.equal.numel())]
+    return sorted(found, key=lambda one: -one[1].agreement)

@@ -1,0 +1,137 @@
+"""FlashAttention-2 written out in plain torch: what such a loop keeps in 16 bits is told by ``inspect``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.results.quality import QuantityVerdict
+
+
+def inputs(dtype: torch.dtype, seed: int, t: int = 160, d: int = 64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, t, d, generator=generator).to(dtype) for _ in range(4)]
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, *, wide_scores: bool, wide_max: bool, wide_sum: bool, wide_out: bool,
+    causal: bool = False, rows: int = 32, tile: int = 32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O and L as a student's FlashAttention-2 makes them; what is not ``wide`` has q's dtype."""
+    t, d = q.shape[-2:]
+    kept = {True: torch.float32, False: q.dtype}
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1], dtype=kept[wide_sum])
+    for i in range(0, t, rows):
+        some = slice(i, i + rows)
+        o = torch.zeros(q[..., some, :].shape, dtype=kept[wide_out])
+        total, m = (
+            torch.full((*o.shape[:-1], 1), x, dtype=kept[w]) for x, w in ((0.0, wide_sum), (-torch.inf, wide_max))
+        )
+        for j in range(0, min(t, i + rows) if causal else t, tile):
+            keys = slice(j, j + tile)
+            operands = q[..., some, :], k[..., keys, :].mT
+            s = torch.matmul(*(x.float() if wide_scores else x for x in operands)) * d**-0.5
+            if causal:
+                places = torch.arange(t)
+                s = s.masked_fill(places[some, None] < places[None, keys], -torch.inf)
+            largest = torch.maximum(m, s.amax(-1, keepdim=True).to(m.dtype))
+            p, rescale = (s - largest).exp(), (m - largest).exp()
+            total = (rescale * total + p.sum(-1, keepdim=True)).to(total.dtype)
+            o = (rescale * o + p.to(v.dtype) @ v[..., keys, :]).to(o.dtype)
+            m = largest
+        out[..., some, :] = (o / total).to(out.dtype)
+        lse[..., some] = (m + total.log())[..., 0]
+    return out, lse
+
+
+def judged(q: Tensor, k: Tensor, v: Tensor, **outputs: Any) -> list[dict[str, QuantityVerdict]]:
+    found = attn_diag.inspect(q, k, v, device="cpu", **outputs)
+    heads = found.captures[0].observations[0].heads
+    return [{one.quantity: one for one in head.quantities} for head in heads if head.head is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("wide", "causal", "said"),
+    [
+        ((), False, "scores, row sum, PV of a range, O's accumulator"),
+        ((), True, "scores, row sum, PV of a range, O's accumulator"),
+        (("wide_scores", "wide_max", "wide_sum"), False, "PV of a range, O's accumulator"),
+        (("wide_scores",), True, "maximum, row sum, PV of a range, O's accumulator"),
+        (("wide_max", "wide_sum", "wide_out"), False, "scores, PV of a range"),
+    ],
+    ids=["all", "all, causal", "O", "m, l and O", "S"],
+)
+def test_what_a_loop_keeps_in_16_bits_is_named(
+    dtype: torch.dtype, wide: tuple[str, ...], causal: bool, said: str
+) -> None:
+    q, k, v, _ = inputs(dtype, 5)
+    chosen = {name: name in wide for name in ("wide_scores", "wide_max", "wide_sum", "wide_out")}
+    o, _ = loop(q, k, v, causal=causal, **chosen)
+    fmt = "BF16" if dtype == torch.bfloat16 else "FP16"
+    for head in judged(q, k, v, o=o, causal=causal):
+        assert head["o"].answer == "lossy"
+        assert head["o"].site == f"{said} in {fmt}"
+
+
+def test_another_heads_error_is_not() -> None:
+    q, k, v, _ = inputs(torch.bfloat16, 6)
+    o, _ = loop(q, k, v, wide_scores=True, wide_max=True, wide_sum=True, wide_out=False)
+    generator = torch.Generator().manual_seed(0)
+    truth = (q.double() @ k.double().mT / 8).softmax(-1) @ v.double()
+    o[:, 1] = (truth * (1 + 0.004 * torch.randn(1, 2, 160, 1, generator=generator)))[:, 1].to(o.dtype)
+    first, second = judged(q, k, v, o=o)
+    assert first["o"].site is not None
+    assert (second["o"].answer, second["o"].site) == ("lossy", None)
+
+
+def test_a_backwards_own_l_stays_named_beside_it() -> None:
+    """O's own rounding took the name of dQ's, dK's and dV's away."""
+    q, k, v, do = inputs(torch.bfloat16, 7)
+    o, lse = loop(q, k, v, wide_scores=True, wide_max=True, wide_sum=True, wide_out=False)
+    p = (q.float() @ k.float().mT / 8 - lse[..., None].to(q.dtype).float()).exp()
+    delta = (do.float() * o.float()).sum(-1, keepdim=True)
+    ds = (p * (do.float() @ v.float().mT - delta)).to(q.dtype).float()
+    dq, dk, dv = ds @ k.float() / 8, ds.mT @ q.float() / 8, p.to(q.dtype).float().mT @ do.float()
+    for head in judged(q, k, v, o=o, do=do, dq=dq.to(q.dtype), dk=dk.to(q.dtype), dv=dv.to(q.dtype)):
+        assert head["o"].site == "PV of a range, O's accumulator in BF16"
+        assert {name: head[name].site for name in ("dq", "dk", "dv")} == {"dq": "lse", "dk": "lse", "dv": "lse"}
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """In plain torch, each step in the operands' dtype."""
+    p = (q @ k.mT * q.shape[-1] ** -0.5 - lse[..., None]).exp().to(q.dtype)
+    ds = (p * (do @ v.mT - (do * o).sum(-1, keepdim=True))).to(q.dtype)
+    return {"dq": ds @ k * q.shape[-1] ** -0.5, "dk": ds.mT @ q * q.shape[-1] ** -0.5, "dv": p.mT @ do, "do": do}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_its_backward_makes_p_of_is_named(dtype: torch.dtype) -> None:
+    """L is off by what l is, too, which took the name away from most."""
+    q, k, v, do = inputs(dtype, 8)
+    o, lse = loop(q, k, v, wide_scores=False, wide_max=False, wide_sum=False, wide_out=False)
+    found = backward(q, k, v, do, o, lse)
+    for head in judged(q, k, v, o=o, **found):
+        assert {name: head[name].site for name in ("dq", "dk", "dv")} == dict.fromkeys(("dq", "dk", "dv"), "lse_steps")
+    found["dq"][:, :, 77] *= 0.8
+    for head in judged(q, k, v, o=o, **found):
+        assert head["dq"].site is None
+        assert head["dk"].site == "lse_steps"
+
+
+def test_a_key_that_its_rounded_l_puts_off_is_not_wrong() -> None:
+    """'dV is 0.236 % off, which no rounding makes' was said of one key of a head of large scores."""
+    generator = torch.Generator().manual_seed(571)
+    q, k, v, do = ((x * torch.randn(1, 2, 256, 64, generator=generator)).half() for x in (4, 1, 1, 1))
+    narrow = dict.fromkeys(("wide_scores", "wide_max", "wide_sum", "wide_out"), False)
+    o, lse = loop(q, k, v, causal=True, rows=64, tile=64, **narrow)
+    later = torch.ones(256, 256, dtype=torch.bool).triu(1)
+    p = ((q @ k.mT / 8).masked_fill(later, -torch.inf) - lse[..., None]).exp()
+    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    found = {"do": do, "dq": ds @ k / 8, "dk": ds.mT @ q / 8, "dv": p.mT @ do}
+    for head in judged(q, k, v, o=o, causal=True, **found):
+        assert {one.answer for one in head.values()} == {"lossy"}
