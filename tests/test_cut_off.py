@@ -15,7 +15,8 @@ Cast = Callable[[Tensor], Tensor]
 
 
 def cut(x: Tensor, kept: int = 10) -> Tensor:
-    return (x.contiguous().view(torch.int32) & -(2 ** (23 - kept))).view(torch.float32)
+    bits: Tensor = x.contiguous().view(torch.int32) & -(2 ** (23 - kept))
+    return bits.view(torch.float32)
 
 
 def nearest(x: Tensor) -> Tensor:

@@ -322,13 +322,14 @@ def test_compiled_functions_run_eagerly_and_are_named() -> None:
 
 
 def test_what_is_kept_from_the_compiler_is_not_said_to_be_compiled() -> None:
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
     @torch.compile(backend="eager")
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel(q, k, v)
+        result: Tensor = kernel(q, k, v)
+        return result
 
     q, k, v = halves()
     with trace_dtypes() as trace:

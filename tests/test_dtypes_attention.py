@@ -100,7 +100,7 @@ class Cast(torch.autograd.Function):
         return Q * K * V
 
 
-bound_before = Recurrence.apply
+bound_before: Any = Recurrence.apply
 
 
 def test_a_forward_of_q_k_and_v_is_attention_whatever_its_name() -> None:

@@ -47,7 +47,7 @@ def forwards_met(around: Around) -> Iterator[None]:
             met.append((cls, own))
             cls.forward = staticmethod(call)  # type: ignore[attr-defined]
 
-    made = FunctionMeta.__init__
+    made: Any = FunctionMeta.__init__
 
     def make(cls: Any, name: str, bases: Any, attrs: Any) -> None:
         made(cls, name, bases, attrs)
@@ -79,6 +79,7 @@ def operand_places(name: str, forward: Forward) -> tuple[int, int, int] | None:
 
 
 def _below(cls: type) -> Iterator[type]:
-    for sub in cls.__subclasses__():
+    subclasses: list[type] = cls.__subclasses__()
+    for sub in subclasses:
         yield sub
         yield from _below(sub)
