@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_diag.kernels.accumulation import HOPPER, HOPPER_FP16_SUMS, HOPPER_K8, TensorCore, matmul
+from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.formats import STORED, Rounding, base, parse, round_to, site_seed
 from attn_diag.kernels.quantize import quantize, spread
-from attn_diag.kernels.quantizers import NO_QUANTIZER, Integers, Quantizer, parse_quantizer
+from attn_diag.kernels.quantizers import NO_QUANTIZER, Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 
 LOG2_E = 1.4426950408889634
@@ -268,9 +269,9 @@ def _quantized(x: Tensor, by: Quantizer, seed: int, *, columns: bool) -> Factor:
     found = quantize(x, by, seed=seed)
     rows, width = by.block_shape((len(x), x.shape[1]))
     constant = rows >= len(x) if columns else width >= x.shape[1]
-    if not (constant and by.plain):
-        return Factor(found.values.to(x.dtype))
     elements = by.parsed_elements
+    if not (constant and by.plain) or isinstance(elements, CodeBook):
+        return Factor(found.values.to(x.dtype))
     every = spread(found.scale, (len(x), x.shape[1]), by)
     scale = every[:1] if columns else every[:, :1]
     name = "int" if isinstance(elements, Integers) else _name(elements)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.formats import Mode, Rounding, parse, round_steps, round_to
-from attn_diag.kernels.quantizers import FRAGMENT_ROWS, Integers, Quantizer, scale_rounding
+from attn_diag.kernels.quantizers import FRAGMENT_ROWS, Quantizer, scale_rounding
 from attn_diag.kernels.reciprocals import hopper_quotient
 
 _POWERS = (2.0**-127, 2.0**127)  # what E8M0 reaches
@@ -149,8 +150,11 @@ def _best(blocks: _Blocks, by: Quantizer, seed: int) -> _Found:
 
     def attempt(factor: float) -> _Found:
         if by.symmetric:
-            return _of_amax(blocks, by, _taken(_reduced(blocks.x.abs(), torch.amax), by.stale, by) * factor, seed)
+            size = _reduced(blocks.x.abs(), torch.amax if by.scale_of == "amax" else torch.mean)
+            return _of_amax(blocks, by, _taken(size, by.stale, by) * factor, seed)
         low, high = (_reduced(blocks.x, f).mul(factor) for f in (torch.amin, torch.amax))
+        if by.zero_point == "float":
+            return _of_range(blocks, by, low, high, seed)
         return _of_range(blocks, by, low.clamp(max=0), high.clamp(min=0), seed)
 
     if not by.search:
@@ -223,8 +227,11 @@ def _of_range(blocks: _Blocks, by: Quantizer, low: Tensor, high: Tensor, seed: i
     assert isinstance(elements, Integers)
     scale = _rounded_scale(_by_number(high - low, elements.highest - elements.lowest, by), by, seed)
     # Divided also where elements are multiplied by the reciprocal, as torchao does; 0/0 is a block of zeros.
-    zero = elements.lowest - torch.where(low == 0, low, low / scale).round()
-    zero = zero.clamp(elements.lowest, elements.highest)
+    zero = torch.where(low == 0, low, low / scale)
+    if by.zero_point == "float":
+        zero = elements.lowest - torch.where(scale == 0, 0.0, zero)
+    else:
+        zero = (elements.lowest - zero.round()).clamp(elements.lowest, elements.highest)
     codes, clipped = coded(_divided(blocks.x, scale, by), by, seed, zero)
     codes = codes + by.code_offset
     return _Found((codes - zero) * scale, codes, scale, zero, None, clipped)
@@ -249,13 +256,18 @@ def _divided(x: Tensor, scale: Tensor, by: Quantizer, level: Tensor | None = Non
 def coded(quotient: Tensor, by: Quantizer, seed: int, zero: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The elements of x / s, and where they are clipped."""
     elements = by.parsed_elements
+    if isinstance(elements, CodeBook):
+        codes = elements.rounded(quotient)
+        return codes, quotient.abs() > by.largest + float(elements.spacing(torch.ones(()))) / 2
     if isinstance(elements, Integers):
+        later = None if by.zero_point == "float" else zero
+        quotient = quotient if zero is None or later is not None else quotient + zero
         if by.ties == "away":
             # The sum is rounded in the arithmetic's precision, as in the kernels that do this.
             steps = (quotient + torch.copysign(torch.full_like(quotient, 0.5), quotient)).trunc()
         else:
             steps = round_steps(quotient, elements.mode, seed)
-        steps = steps if zero is None else steps + zero
+        steps = steps if later is None else steps + later
         if by.wraps:
             codes = (steps + 2 ** (elements.bits - 1)) % 2**elements.bits - 2 ** (elements.bits - 1)
         else:

@@ -5,8 +5,9 @@
     y = s code                              what x has become
 
 Asymmetric integers have a zero point z = lowest - round(min / s), s = round_scale((max - min) / (highest - lowest))
-with 0 between min and max, code = clamp(round(x / s) + z) and y = s (code - z). A second level (NVFP4) divides the
-blocks' scales by one of the whole tensor, t = amax of the tensor / (target * largest scale), before they are rounded.
+with 0 between min and max, code = clamp(round(x / s) + z) and y = s (code - z); a zero point that is not rounded is
+added to x / s before that is. A second level (NVFP4) divides the blocks' scales by one of the whole tensor, t = amax of
+the tensor / (target * largest scale), before they are rounded.
 
 ``target`` is the number that amax is mapped to: the elements' largest number (6 for E2M1, 7 for narrow INT4), the power
 of two below it with the scale rounded down (OCP MX 1.0, section 6.3: 4), or half the range of the integers (7.5). So
@@ -42,6 +43,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+from attn_diag.kernels.elements import CodeBook, Integers, code_book
 from attn_diag.kernels.formats import Mode, Rounding, parse
 
 Arithmetic = Literal["exact", "fp32", "fp32-reciprocal", "fp32-triton"]
@@ -69,28 +71,6 @@ def scale_rounding(text: str) -> Rounding | Mode | None:
 
 
 @dataclass(frozen=True)
-class Integers:
-    """Signed integers of so many bits."""
-
-    bits: int
-    """With the sign, 2 to 8."""
-    narrow: bool
-    """Without -2**(bits - 1), so that both signs reach as far."""
-    mode: Mode = Mode.NEAREST_EVEN
-    """How is rounded to them."""
-
-    @property
-    def lowest(self) -> int:
-        """The lowest one."""
-        return -(1 << (self.bits - 1)) + self.narrow
-
-    @property
-    def highest(self) -> int:
-        """The highest one."""
-        return (1 << (self.bits - 1)) - 1
-
-
-@dataclass(frozen=True)
 class Quantizer:
     """A declared quantiser. Raises ValueError on what cannot be."""
 
@@ -98,7 +78,7 @@ class Quantizer:
     """Its name."""
     elements: str
     """int2 to int8, or a format of ``kernels.formats`` without infinity (e2m1, e2m3, e3m2, e4m3) or e5m2; with an
-    optional :rounding."""
+    optional :rounding; or a list of numbers of ``kernels.elements`` (nf4, bnb-fp4)."""
     block: str
     """What shares a scale: "tensor", "row" (an output channel of a weight, a token of activations), "column", "32" (so
     many elements of a row), "128x128" (rows by columns), "128rows" (so many whole rows) or "64rows/4" (of so many whole
@@ -107,8 +87,13 @@ class Quantizer:
     """The scale's format, with an optional :rounding: fp32, bf16, fp16, e4m3, e5m2, e8m0 (a power of two)."""
     target: float | None = None
     """What amax is mapped to; None: the elements' largest number."""
+    scale_of: Literal["amax", "mean"] = "amax"
+    """What scales are made of: a block's largest magnitude, or the mean of its magnitudes (BitNet b1.58)."""
     symmetric: bool = True
     """Without a zero point."""
+    zero_point: Literal["integer", "float"] = "integer"
+    """What a zero point is rounded to: an integer, or nothing (HQQ, quanto); 0 need not lie between min and max then.
+    """
     narrow: bool = False
     """Integers without the lowest one."""
     tensor_scale: bool = False
@@ -152,6 +137,16 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: target is for symmetric ones; the others use their whole range")
         if self.target is not None and not 0 < self.target < float("inf"):
             raise ValueError(f"quantizer {self.name}: target must be a finite number above 0, got {self.target}")
+        if self.scale_of not in ("amax", "mean") or (self.scale_of == "mean" and not self._one_level):
+            raise ValueError(
+                f"quantizer {self.name}: scale_of is amax or, of one level without a zero point, mean, got "
+                f"{self.scale_of!r}"
+            )
+        if self.zero_point not in ("integer", "float") or (self.zero_point == "float" and self.symmetric):
+            raise ValueError(
+                f"quantizer {self.name}: zero_point is integer or, where symmetric is false, float, got "
+                f"{self.zero_point!r}"
+            )
         if self.divisor not in ("stored", "unrounded") or (self.divisor == "unrounded" and not self._one_level):
             raise ValueError(
                 f"quantizer {self.name}: divisor is stored or, of one level without a zero point, unrounded"
@@ -202,9 +197,11 @@ class Quantizer:
         return isinstance(elements, Integers) and elements.mode is Mode.NEAREST_EVEN
 
     @property
-    def parsed_elements(self) -> Integers | Rounding:
+    def parsed_elements(self) -> Integers | Rounding | CodeBook:
         """What is rounded to. Raises ValueError."""
         base, colon, mode = self.elements.partition(":")
+        if book := code_book(self.elements):
+            return book
         if found := _INTEGER.fullmatch(base):
             if colon and mode not in set(Mode) - {Mode.RANDOM_SIGN}:
                 raise ValueError(f"quantizer {self.name}: no rounding {mode!r} to integers")
@@ -221,6 +218,8 @@ class Quantizer:
     def largest(self) -> float:
         """The elements' largest number."""
         elements = self.parsed_elements
+        if isinstance(elements, CodeBook):
+            return elements.numbers[-1]
         return float(elements.highest if isinstance(elements, Integers) else elements.format.largest)
 
     @property
@@ -264,6 +263,11 @@ PRESETS: dict[str, Quantizer] = {
         Quantizer("int4", "int4", "32", narrow=True),
         Quantizer("int4-half-range", "int4", "32", target=7.5),
         Quantizer("int4-asymmetric", "int4", "32", symmetric=False),
+        # -1, 0, 1 times the mean of |w| (BitNet b1.58, arXiv 2402.17764, equations 1 to 3).
+        Quantizer("ternary", "int2", "tensor", narrow=True, scale_of="mean"),
+        # bitsandbytes' 4-bit types, in its blocks.
+        Quantizer("nf4", "nf4", "64"),
+        Quantizer("bnb-fp4", "bnb-fp4", "64"),
         Quantizer("fp8", "e4m3", "tensor"),
         Quantizer("fp8-row", "e4m3", "row"),
         # Weights in 128 x 128; "1x128" is for activations (DeepSeek-V3, arXiv 2412.19437, section 3.3).

@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.emulation import RecipeNotSupportedError
 from attn_diag.kernels.emulation_operands import Factor, PreparedOperands
 from attn_diag.kernels.geometry import Geometry, Operands
-from attn_diag.kernels.quantizers import Integers, Quantizer, parse_quantizer
+from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
 from attn_diag.kernels.recipe import Recipe
 from attn_diag.kernels.triton_interpreter import INTERPRETED
 from attn_diag.kernels.triton_math import as_operand, dot, dot_in_halves

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import InputError, Quantized, Quantizer
+from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.formats import Mode, Rounding
-from attn_diag.kernels.quantizers import PRESETS, Integers, parse_quantizer
+from attn_diag.kernels.quantizers import PRESETS, parse_quantizer
 
 NAMES = list(PRESETS)
 ROWS, COLUMNS = 6, 80  # the last block of 32 is not full
@@ -59,6 +60,9 @@ class Oracle:
     def element(self, x: Fraction) -> Fraction:
         if isinstance(self.elements, Integers):
             return Fraction(max(self.elements.lowest, min(self.elements.highest, round(x))))
+        if isinstance(self.elements, CodeBook):
+            numbers = [Fraction(n) for n in self.elements.tensor(torch.ones((), dtype=torch.float64)).tolist()]
+            return min(numbers, key=lambda n: (abs(n - x), n))
         fmt = self.elements.format
         return self.number(x, fmt.mantissa_bits + 1, fmt.min_exponent, Fraction(fmt.largest))
 
@@ -81,7 +85,9 @@ class Oracle:
         zero = Fraction(0)
         if self.by.symmetric:
             target = Fraction(self.by.largest if self.by.target is None else self.by.target)
-            scale = self.scale(max(map(abs, values)) / (target * level))
+            sizes = [abs(x) for x in values]
+            size = max(sizes) if self.by.scale_of == "amax" else sum(sizes, Fraction(0)) / len(sizes)
+            scale = self.scale(size / (target * level))
         else:
             assert isinstance(self.elements, Integers)
             low, high = min([Fraction(0), *values]), max([Fraction(0), *values])
@@ -169,6 +175,8 @@ def test_its_own_numbers_stay(name: str) -> None:
     elements = by.parsed_elements
     if isinstance(elements, Integers):
         codes = torch.arange(elements.lowest, elements.highest + 1, dtype=torch.float32)
+    elif isinstance(elements, CodeBook):
+        codes = elements.tensor(torch.ones(()))
     else:
         fmt = elements.format
         step = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)

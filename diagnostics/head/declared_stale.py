@@ -16,7 +16,8 @@ from typing import Literal
 from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
-from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.kernels.elements import Integers
+from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.wording import number, together
 
 # Parts of amax that are tried first, and the steps, and how many each way, in which others are about the best one. What

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.declared_beside import BesideRecipe
+from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Mode, base, parse
-from attn_diag.kernels.quantizers import Integers, Quantizer, parse_quantizer
+from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
 
 Way = tuple[str, dict[str, str]]
 """In words, and the fields of a recipe."""

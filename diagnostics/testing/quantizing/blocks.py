@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.elements import CodeBook
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import coded, quantize, spread
 from attn_diag.kernels.quantizers import Quantizer
@@ -209,7 +210,8 @@ def place_of(bad: Tensor, by: Quantizer, shape: tuple[int, int]) -> str:
 def _known(candidate: PossibleQuantizer) -> bool:
     by = candidate.by
     plain = not (candidate.mistake or candidate.own_format or candidate.cast or candidate.zero_shift)
-    return plain and candidate.gain == 1 and by.row_groups == 1 and by.divisor == "stored" and not by.search
+    by_amax = by.scale_of == "amax" and by.zero_point == "integer" and not by.search
+    return plain and candidate.gain == 1 and by.row_groups == 1 and by.divisor == "stored" and by_amax
 
 
 def _modes(by: Quantizer) -> list[str]:
@@ -284,7 +286,7 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
             yield _Way(f"with {shifted_throughout(n)}", shifted, shifted)
         none = replace(own, zero=torch.zeros_like(own.zero))
         yield _Way("with no zero point subtracted", own, none)
-    for mode in (Mode.DOWN, Mode.TOWARD_ZERO, Mode.UP):
+    for mode in () if isinstance(by.parsed_elements, CodeBook) else (Mode.DOWN, Mode.TOWARD_ZERO, Mode.UP):
         if mode is not by.parsed_elements.mode and by.parsed_elements.mode is not Mode.STOCHASTIC:
             yield _Way(f"with elements rounded {mode}", own, own, mode)
 

@@ -9,18 +9,19 @@ from typing import Literal
 
 from torch import Tensor
 
+from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Integers, Quantizer
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantizer, scale_rounding
 from attn_diag.results.quant import QuantizerMatch
 from attn_diag.results.wording import between
 from attn_diag.testing.quantizing.blocks import only_ties
-from attn_diag.testing.quantizing.changes import ARITHMETICS, changes
+from attn_diag.testing.quantizing.changes import ARITHMETICS, blocks_of, changes
+from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders
 from attn_diag.testing.quantizing.possible import (
     DECLARED,
     SAME,
     PossibleQuantizer,
-    computed_in,
     is_drawn,
     looks_drawn,
     share_of,
@@ -85,8 +86,8 @@ def identify(
         bases, meant = best(_PAIRS_OF if declared is None else 1), list[PossibleQuantizer]()
         if declared is not None:
             # Of as many bits, as somebody may have meant it.
-            bits = declared.elements.partition(":")[0]
-            meant = [c for c in _presets() if c.by.elements.partition(":")[0] == bits]
+            alike = _as_many_bits(declared.elements.partition(":")[0])
+            meant = [c for c in _presets(declared.block) if c.by.elements.partition(":")[0] in alike]
             bases += [] if amax is None else [PossibleQuantizer(declared, "scales of the weight's own amax")]
             attempt(bases[1:])
             attempt(meant)
@@ -95,7 +96,8 @@ def identify(
         if found < SAME and by_ties is None:
             again = {c.words: c for c in (*best(_PAIRS_OF), *meant)}
             wider = attempt([c for base in again.values() for c in changes(base, w, observed, alone=False)])
-            if wider < SAME:
+            by_ties = tied()
+            if wider < SAME and by_ties is None:
                 attempt(list(_of_own_scales([*starts[:1], *bases, *meant], w, observed)))
     # Of those that made the values, before one whose number was made to fit them one that needs none.
     order = sorted(tried.values(), key=lambda found: (found[0] < SAME, found[0] >= SAME and found[1].fitted, -found[0]))
@@ -143,13 +145,9 @@ def _named(base: PossibleQuantizer, by: Quantizer, w: Tensor, observed: Tensor) 
 
 def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[PossibleQuantizer]:
     """In any arithmetic, with any rule for ties: that is no other quantiser."""
-    own = computed_in(w, by) if amax is None else ""
+    own = computed_in(w, by)
     others = [(a, words) for a, words in ARITHMETICS.items() if a != by.arithmetic]
-    in_own: list[tuple[Arithmetic, str]] = [("exact", f"{DECLARED}, in {own} arithmetic")]
-    if by.symmetric:
-        in_own.append(("fp32", f"{DECLARED}, in {own} arithmetic that divides"))
-    else:
-        in_own.append(("fp32-reciprocal", f"{DECLARED}, in {own} arithmetic but for the codes"))
+    in_own = own != "" and (own == by.scale or (amax is not None and _are_in(own, by, amax)))
     return [
         PossibleQuantizer(by, DECLARED, amax=amax),
         *(PossibleQuantizer(replace(by, arithmetic=a), f"{DECLARED}, {words}", amax=amax) for a, words in others),
@@ -158,11 +156,18 @@ def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[Possible
             for a, ties, words in _other_ties(by)
         ),
         *(
-            PossibleQuantizer(replace(by, arithmetic=a), words, own_format=True)
-            for a, words in in_own
-            if own == by.scale
+            PossibleQuantizer(
+                replace(by, scale=own), f"{DECLARED}, in {own} arithmetic{rest}", amax=amax, own_format=order
+            )
+            for order, rest in (orders(by).items() if in_own else ())
         ),
     ]
+
+
+def _are_in(own: str, by: Quantizer, amax: Tensor) -> bool:
+    """Whether scales that are made of ``amax`` are numbers of this 16-bit format, so that it may have computed them."""
+    scale = amax.double() / (by.largest if by.target is None else by.target)
+    return by.scale == "fp32" and bool(((scale.to(CASTS[own]) / scale - 1).abs().nan_to_num() <= 2.0**-20).all())
 
 
 def _other_ties(by: Quantizer) -> Iterator[tuple[Arithmetic, Literal["even", "away"], str]]:
@@ -175,8 +180,20 @@ def _other_ties(by: Quantizer) -> Iterator[tuple[Arithmetic, Literal["even", "aw
             yield a, other, f"{'in fp32 arithmetic ' if a != by.arithmetic else ''}with ties rounded {words}"
 
 
-def _presets() -> list[PossibleQuantizer]:
-    return [PossibleQuantizer(by, f"the rules of {name}") for name, by in PRESETS.items()]
+def _as_many_bits(elements: str) -> set[str]:
+    """The elements that somebody may have meant by these; of four bits also bitsandbytes' types."""
+    four = {"int4", "e2m1", "nf4", "bnb-fp4"}
+    return {elements} | (four - {"int4", "e2m1"} if elements in four else set())
+
+
+def _presets(block: str = "") -> list[PossibleQuantizer]:
+    """All, and those with blocks of their own also with these."""
+    found = [PossibleQuantizer(by, f"the rules of {name}") for name, by in PRESETS.items()]
+    for by in PRESETS.values() if block else ():
+        if by.block != block and scale_rounding(by.scale) is None and not by.tensor_scale:
+            other = quantizer(by, block=block)
+            found.append(PossibleQuantizer(other, f"the rules of {by.name}, {blocks_of(block)}"))
+    return found
 
 
 def _looks_beyond_rows(candidate: PossibleQuantizer) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.formats import Mode, Rounding
+from attn_diag.kernels.elements import CodeBook, Integers
+from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.quantize import quantize, spread
-from attn_diag.kernels.quantizers import Arithmetic, Integers, Quantizer, name_changed
+from attn_diag.kernels.quantizers import Arithmetic, Quantizer, name_changed, scale_rounding
 from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
-from attn_diag.testing.quantizing.possible import CASTS, DECLARED, PossibleQuantizer, computed_in
+from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders
+from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer
 
 ARITHMETICS: dict[Arithmetic, str] = {
     "exact": "in exact arithmetic",
@@ -48,21 +50,15 @@ def changes(
             or (start.amax_factor and not other.symmetric)
             or start.gain != 1
             or start.mistake
-            or (start.amax is not None and not set(fields) <= {"elements", "arithmetic"})
+            or (start.amax is not None and not set(fields) <= {"elements", "arithmetic", "scale"})
         ):
             return None
         return replace(start, by=replace(other, name=name_changed(by.name, fields)), words=_and(start, words))
 
     found: list[PossibleQuantizer | None] = []
     size = by.block if by.block.isdigit() else "32"
-    for block in ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128", f"{size}x1"):
-        what = {
-            "row": "a scale for each row",
-            "column": "a scale for each column",
-            "tensor": "one scale for the tensor",
-            f"{size}x1": f"blocks of {size} down the columns",
-        }
-        found.append(changed(what.get(block, f"blocks of {block}"), block=block))
+    blocks = ("16", "32", "64", "128", "256", "row", "column", "tensor", "128x128", f"{size}x1")
+    found += [changed(blocks_of(block), block=block) for block in blocks]
     elements = by.elements.partition(":")[0]
     modes = (Mode.NEAREST_EVEN, Mode.TOWARD_ZERO, Mode.DOWN, Mode.UP, Mode.STOCHASTIC)
     found += [changed(f"elements rounded {mode}", elements=f"{elements}:{mode}") for mode in modes]
@@ -80,10 +76,12 @@ def changes(
         changed("with the lowest integer" if by.narrow else "without the lowest integer", narrow=not by.narrow)
     )
     found.append(
-        changed("symmetric", symmetric=True)
+        changed("symmetric", symmetric=True, zero_point="integer")
         if not by.symmetric
-        else changed("with a zero point", symmetric=False, target=None)
+        else changed("with a zero point", symmetric=False, target=None, scale_of="amax")
     )
+    if not by.symmetric:
+        found.append(changed("a zero point that is not rounded", zero_point="float"))
     if by.tensor_scale:
         # torchao's own (NVFP4Tensor) clamps such scales to E4M3's smallest normal number.
         least = 2.0**-6
@@ -92,21 +90,18 @@ def changes(
             changed(alone_words, tensor_scale=False),
             changed(f"{alone_words}, scales of at least {least:g}", tensor_scale=False, least_scale=least),
         ]
+        if start.amax is None and by.level == 1 and (scales := _in_own_format(w, by)) is not None:
+            own, level, amax = scales
+            made = changed(f"the scales of tensor and blocks made in {own}", level=level)
+            found.append(made and replace(made, amax=amax))
     found += [changed(f"values rounded to {fmt}", values=fmt) for fmt in ("bf16", "fp16")]
     found += [changed(words, arithmetic=a) for a, words in ARITHMETICS.items()]
     if own := computed_in(w, by):
-        exact = {} if by.arithmetic == "exact" else {"arithmetic": "exact"}
-        same = start if by.scale == own and not exact else None
-        computed = changed(f"scales and arithmetic in {own}", scale=own, **exact) or same
-        found.append(
-            computed and replace(computed, words=_and(start, f"scales and arithmetic in {own}"), own_format=True)
-        )
-        if by.symmetric:
-            divided = changed(f"scales and arithmetic in {own}, dividing", scale=own, arithmetic="fp32")
-            found.append(divided and replace(divided, own_format=True))
-        else:
-            apart = changed(f"scales and zero points made in {own}", scale=own, arithmetic="fp32-reciprocal")
-            found.append(apart and replace(apart, own_format=True))
+        words = f"scales and arithmetic in {own}"
+        scaled = changed(words, scale=own) or (start if by.scale == own else None)
+        if scaled is not None:
+            named = ((order, _and(start, words + rest)) for order, rest in orders(by).items())
+            found += [replace(scaled, words=said, own_format=order) for order, said in named]
     if w.dtype in (torch.float32, torch.float64) and not start.cast:
         found += [replace(start, words=_and(start, f"w rounded to {fmt} first"), cast=fmt) for fmt in CASTS]
     if start.gain == 1 and start.amax_factor is None:
@@ -131,8 +126,39 @@ def changes(
     return (candidate for candidate in found if candidate is not None)
 
 
+def blocks_of(block: str) -> str:
+    """What shares a scale, in words."""
+    named = {
+        "row": "a scale for each row",
+        "column": "a scale for each column",
+        "tensor": "one scale for the tensor",
+    }
+    down, x, one = block.partition("x")
+    return named.get(block) or (f"blocks of {down} down the columns" if x and one == "1" else f"blocks of {block}")
+
+
 def _and(start: PossibleQuantizer, words: str) -> str:
     return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
+
+
+def _in_own_format(w: Tensor, by: Quantizer) -> tuple[str, float, Tensor] | None:
+    """Two levels of scales as compressed-tensors makes them of a 16-bit weight (``generate_gparam``), in its format.
+
+    The factor that the blocks' scales are multiplied with is the largest number of both formats over amax. Returned are
+    the format, ``Quantizer.level``, and what the blocks' scales are made of.
+    """
+    own = next((name for name, dtype in CASTS.items() if w.dtype == dtype), "")
+    rounding = scale_rounding(by.scale)
+    if not own or not isinstance(rounding, Rounding) or not bool(w.any()):
+        return None
+    largest, whole = by.largest * rounding.format.largest, w.abs().amax()
+    factor = largest / whole
+    if not bool(factor.isfinite()):
+        return None
+    plain = replace(by, tensor_scale=False, scale="fp32", target=1.0)
+    scale = (quantize(w.double(), plain).scale.to(w.dtype) / by.largest).double() * factor.double()
+    stored = round_to(scale.clamp(max=rounding.format.largest), rounding)
+    return own, largest / float(whole) / float(factor), stored * by.largest / factor.double()
 
 
 def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
@@ -143,7 +169,8 @@ def _targets(by: Quantizer) -> Iterator[tuple[float | None, str]]:
         yield elements.highest + 0.5, f"amax mapped to {elements.highest + 0.5:g}"
         yield float(elements.highest + 1), f"amax mapped to {elements.highest + 1}"
         return
-    assert isinstance(elements, Rounding)
+    if isinstance(elements, CodeBook):
+        return
     fmt = elements.format
     power = 2.0 ** (torch.frexp(torch.tensor(fmt.largest, dtype=torch.float64)).exponent.item() - 1)
     yield None, f"amax mapped to {fmt.largest:g}"
@@ -184,7 +211,10 @@ def _amax_factors(by: Quantizer, w: Tensor, observed: Tensor) -> Iterator[float]
     """
     elements = by.parsed_elements
     least, upper = 1.0, [by.largest]
-    if not isinstance(elements, Integers):
+    if isinstance(elements, CodeBook):
+        upper = [abs(number) for number in elements.numbers if number]
+        least = min(upper)
+    elif not isinstance(elements, Integers):
         fmt = elements.format
         least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
         power = 2.0 ** (math.frexp(fmt.largest)[1] - 2)

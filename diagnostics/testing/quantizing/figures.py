@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import Quantized, spread
-from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.quant import ErrorPart, MeanOfErrors, OutputShift
 from attn_diag.statistics.mean_tests import mean_test
 from attn_diag.statistics.means import adjust
@@ -84,7 +85,7 @@ def beyond_clipping(errors: QuantizationErrors, made: Quantized, by: Quantizer) 
     scale = scale if made.tensor_scale is None else scale * made.tensor_scale.double()
     zero = 0.0 if made.zero_point is None else spread(made.zero_point, shape, by).double()
     least, most = (elements.lowest, elements.highest) if isinstance(elements, Integers) else (
-        -elements.format.largest, elements.format.largest
+        -by.largest, by.largest
     )  # fmt: skip
     within = torch.minimum(torch.maximum(errors.w, (least - zero) * scale), (most - zero) * scale)
     return replace(errors, error=errors.error - (within - errors.w))

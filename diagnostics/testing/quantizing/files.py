@@ -81,7 +81,7 @@ def _field(text: str) -> tuple[str, Any]:
         if "tuple" in kind:
             return name, tuple(float(part) for part in value.split(",") if part)
         if "float" in kind:
-            return name, None if value == "none" else float(value)
+            return name, None if value.lower() == "none" else float(value)
     except (KeyError, ValueError):
         raise InputError(f"--set {text}: {name} is a {kind}") from None
     return name, value

@@ -26,8 +26,8 @@ def quantizer(name: str | Quantizer, **changes: Any) -> Quantizer:
     The rules, and the source of each, are stated in ``attn_diag.kernels.quantizers``.
 
     Args:
-        name: int8, int8-half-range, int8-asymmetric, int4, int4-half-range, int4-asymmetric, fp8, fp8-row,
-            fp8-blocks, mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4, mxint8, nvfp4; or a Quantizer.
+        name: int8, int8-half-range, int8-asymmetric, int4, int4-half-range, int4-asymmetric, ternary, nf4, bnb-fp4,
+            fp8, fp8-row, fp8-blocks, mxfp8, mxfp8-e5m2, mxfp6, mxfp6-e3m2, mxfp4, mxint8, nvfp4; or a Quantizer.
         changes: Fields of ``Quantizer`` by name.
 
     Returns:

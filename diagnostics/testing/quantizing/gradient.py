@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.kernels.formats import Rounding
+from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.quantize import quantize, spread
-from attn_diag.kernels.quantizers import Integers, Quantizer
+from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.quant import OFF, StraightThrough
 from attn_diag.results.wording import between, percent
 from attn_diag.testing.quantizing.blocks import place_of
@@ -66,7 +66,8 @@ def spacing_of(w: Tensor, by: Quantizer, amax: Tensor | None = None) -> Tensor:
     elements = by.parsed_elements
     if isinstance(elements, Integers):
         return scale
-    assert isinstance(elements, Rounding)
+    if isinstance(elements, CodeBook):
+        return scale * elements.spacing(w.double() / scale.clamp(min=1e-300))
     fmt = elements.format
     size = (w.double().abs() / scale.clamp(min=1e-300)).clamp(min=2.0**fmt.min_exponent, max=fmt.largest)
     return scale * 2.0 ** (torch.floor(torch.log2(size)) - fmt.mantissa_bits)
@@ -89,6 +90,8 @@ def straight_through(
     """
     gradient = dy.T @ x
     given = gradient
+    if by.scale_of != "amax" and amax is None:  # as of any scale that leaves something beyond
+        amax = quantize(w, replace(by, scale="fp32", target=1.0)).scale * (by.target or by.largest)
     if values is None:
 
         def values(weight: Tensor) -> Tensor:
@@ -184,7 +187,7 @@ def _at_ends(codes: Tensor, by: Quantizer) -> Tensor:
     elements = by.parsed_elements
     if isinstance(elements, Integers):
         return (codes == elements.lowest) | (codes == elements.highest)
-    return codes.abs() == elements.format.largest
+    return codes.abs() == by.largest
 
 
 def _lines_apart(given: Tensor, gradient: Tensor, inside: Tensor, by: Quantizer) -> str | None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.elements import CodeBook
 from attn_diag.kernels.formats import Mode, Rounding
-from attn_diag.kernels.quantize import Quantized, coded, quantize, spread
-from attn_diag.kernels.quantizers import Integers, Quantizer
-from attn_diag.testing.quantizing.mistakes import QuantizerMistake, extremes
+from attn_diag.kernels.quantize import Quantized, quantize, spread
+from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.testing.quantizing.mistakes import QuantizerMistake
+from attn_diag.testing.quantizing.own_format import CASTS, in_own_format
+from attn_diag.testing.quantizing.scales import per_block
 
 # Fewer elements that differ than this are last bits and ties that an order of operations decides.
 SAME = 0.999
@@ -26,7 +29,6 @@ _FACTOR_TOLERANCE = 2.0**-18
 # Two roundings to fp32: of a code times a scale, and of the scale, which others keep in float64.
 _LAST_BITS = 2.0**-22
 DECLARED = "as declared"
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class PossibleQuantizer:
     """What the scales are made of in place of the data's amax, for each block."""
     mistake: QuantizerMistake | None = field(default=None, compare=False)
     """What is done wrong with its codes or scales."""
-    own_format: bool = False
-    """Computed in w's own 16-bit format, which the scales have too: times their reciprocals, as torchao does it, or
-    with arithmetic "fp32" divided by them, as quanto does it."""
+    own_format: str = ""
+    """Computed in w's own 16-bit format, which the scales have too, in this order (``own_format``); empty: it is not.
+    """
 
     @property
     def declarable(self) -> bool:
@@ -86,11 +88,12 @@ class PossibleQuantizer:
         return self.mistake.values(w, self.by, self._values(w))
 
     def _values(self, w: Tensor) -> Quantized:
+        rows = self.by.block_shape((w.shape[0], w.shape[1]))[0]
+        amax = None if self.amax is None else self.amax[: -(-len(w) // max(rows, 1))]
         if self.own_format:
-            return _in_own_format(w, self.by)
-        if self.amax is not None:
-            rows = self.by.block_shape((w.shape[0], w.shape[1]))[0]
-            return quantize(w, self.by, amax=self.amax[: -(-len(w) // max(rows, 1))])
+            return in_own_format(w, self.by, self.own_format, amax)
+        if amax is not None:
+            return quantize(w, self.by, amax=amax)
         if self.amax_factor is not None:
             own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
             target = self.by.largest if self.by.target is None else self.by.target
@@ -102,43 +105,17 @@ class PossibleQuantizer:
         return replace(found, values=found.values - self.zero_shift * scale)
 
 
-def _in_own_format(w: Tensor, by: Quantizer) -> Quantized:
-    """What integers become in w's format; with a zero point and arithmetic in fp32, the scales alone are in it."""
-    found, elements = quantize(w, by), by.parsed_elements
-    if not by.symmetric:
-        assert isinstance(elements, Integers)
-        low, high = extremes(w, by)
-        own = (high - low) / float(elements.highest - elements.lowest)
-        zeros = (elements.lowest - (low / own).nan_to_num().round()).clamp(elements.lowest, elements.highest)
-        shape = w.shape[0], w.shape[1]
-        zero, scale = spread(zeros, shape, by), spread(own, shape, by)
-        zero, scale = (x.float() if by.arithmetic == "fp32-reciprocal" else x for x in (zero, scale))
-        codes = ((w * (1 / scale)).round() + zero).nan_to_num().clamp(elements.lowest, elements.highest)
-        return replace(found, codes=codes, values=(codes - zero) * scale)
-    scale = spread(found.scale, (w.shape[0], w.shape[1]), by).to(w.dtype)
-    quotient = w / scale if by.arithmetic == "fp32" else w * (1 / scale)
-    codes = coded(quotient.double().nan_to_num(), by, 0)[0].to(w.dtype)
-    return replace(found, codes=codes, values=codes * scale)
-
-
-def computed_in(w: Tensor, by: Quantizer) -> str:
-    """The 16-bit format in which torch may have computed this quantiser; empty: in none."""
-    found = next((name for name, dtype in CASTS.items() if w.dtype == dtype), "")
-    plain = by.elements.isalnum() and by.divisor == "stored" and not by.tensor_scale and by.row_groups == 1
-    return found if plain and not by.search else ""
-
-
 def equal_values(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
     """Which elements have the candidate's value, bool; drawn ones may have either neighbour's."""
     if candidate.mistake is not None:
-        either = [_alike(candidate, made, observed) for made in candidate.either(w)]
+        either = [_alike(candidate, made, w, observed) for made in candidate.either(w)]
         return torch.stack(either).any(0)
     base, _, mode = candidate.by.elements.partition(":")
     modes = (Mode.UP, Mode.DOWN) if mode == Mode.STOCHASTIC else (mode or Mode.NEAREST_EVEN,)
     equal = torch.zeros_like(observed, dtype=torch.bool)
     for one in modes:
         made = replace(candidate, by=replace(candidate.by, elements=f"{base}:{one}")).values(w).values
-        equal |= _alike(candidate, made, observed)
+        equal |= _alike(candidate, made, w, observed)
     return equal
 
 
@@ -160,15 +137,23 @@ def in_filled_blocks(w: Tensor, by: Quantizer) -> Tensor:
     return spread(quantize((w != 0).float(), plain).scale, (w.shape[0], w.shape[1]), by) > 0
 
 
-def _alike(candidate: PossibleQuantizer, made: Tensor, observed: Tensor) -> Tensor:
+def _alike(candidate: PossibleQuantizer, made: Tensor, w: Tensor, observed: Tensor) -> Tensor:
     """Where ``observed`` is what the candidate made, bool."""
-    if not candidate.other_scales and candidate.gain == 1:
+    same = torch.zeros_like(observed, dtype=torch.bool)
+    if not candidate.other_scales and candidate.gain == 1 and candidate.by.scale_of == "amax":
         same = made.to(observed.dtype) == observed
         slack = _LAST_BITS if observed.dtype in (torch.float32, torch.float64) else 0.0
+    elif candidate.by.scale_of == "mean" and observed.dtype in CASTS.values():
+        same, slack = made.to(observed.dtype) == observed, 0.0
     else:
-        same = torch.zeros_like(observed, dtype=torch.bool)
         slack = max(_FACTOR_TOLERANCE, torch.finfo(observed.dtype).eps)
-    return same | ((made.double() - observed.double()).abs() <= slack * made.double().abs())
+    if observed.dtype == w.dtype and w.dtype in CASTS.values():
+        # w + (Q(w) - w).detach(), as programs write a straight-through gradient, rounds twice more.
+        same |= w + (made.to(w.dtype) - w) == observed
+    size = made.double().abs()
+    if candidate.by.zero_point == "float":  # the difference of two numbers that are as large as the block's
+        size = spread(per_block(size, candidate.by), (made.shape[0], made.shape[1]), candidate.by) * 2
+    return same | ((made.double() - observed.double()).abs() <= slack * size)
 
 
 def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
@@ -180,7 +165,9 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
         scale = scale * made.tensor_scale.double()
     elements = candidate.by.parsed_elements
     step = torch.ones_like(made.codes, dtype=torch.float64)
-    if isinstance(elements, Rounding):
+    if isinstance(elements, CodeBook):
+        step = elements.spacing(made.codes.double())
+    elif isinstance(elements, Rounding):
         fmt = elements.format
         least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
         step = (made.codes.double().abs() * 2.0**-fmt.mantissa_bits).clamp(min=least)

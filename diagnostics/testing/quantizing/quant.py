@@ -12,10 +12,11 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import Integers, Quantizer, name_changed
-from attn_diag.results.quant import Alternative, MeanOfErrors, Quant, QuantizerMatch
+from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.results.quant import MeanOfErrors, Quant, QuantizerMatch
 from attn_diag.results.wording import percent, runs_of
 from attn_diag.statistics.means import require_level
+from attn_diag.testing.quantizing.alternatives import alternatives
 from attn_diag.testing.quantizing.blocks import beyond_ties, by_blocks
 from attn_diag.testing.quantizing.candidates import identify
 from attn_diag.testing.quantizing.engine import beside_engine
@@ -147,9 +148,7 @@ def quant(
         level=level,
         parts=tuple(errors.parts()),
         output=None if rows is None else errors.output(rows),
-        alternatives=tuple(_alternatives(exact, rows, shown, compared, scales is not None))
-        if shown is not None
-        else (),
+        alternatives=tuple(alternatives(exact, rows, shown, compared, scales is not None)) if shown is not None else (),
         next=following,
         gradient=gradient,
         engine=other,
@@ -364,37 +363,3 @@ def _notes(means: Means, level: float, made: PossibleQuantizer | None) -> Iterat
                 f"the mean {words} is not 0: {_signed(found)}; rounding that does not draw has the mean that the "
                 "weight gives it"
             )
-
-
-def _alternatives(
-    w: Tensor, x: Tensor | None, by: Quantizer, progress: Progress, other_scales: bool
-) -> Iterator[Alternative]:
-    """What others leave: the next blocks, the other symmetry and rule of scale, dithering, a search."""
-    own = "scales of the weight's own amax" if other_scales else "as it is"
-    changes: list[tuple[str, dict[str, object]]] = [(own, {})]
-    if by.block.isdigit():
-        changes += [(f"blocks of {n}", {"block": str(n)}) for n in (int(by.block) // 2, int(by.block) * 4) if n >= 8]
-    if isinstance(by.parsed_elements, Integers):
-        if by.symmetric:
-            changes.append(("with a zero point", {"symmetric": False, "target": None, "search": ()}))
-        else:
-            changes.append(("symmetric", {"symmetric": True}))
-    if by.scale.startswith("e8m0"):
-        changes.append(("scales rounded up from amax over the largest number", {"scale": "e8m0:up", "target": None}))
-    base = by.elements.partition(":")[0]
-    changes.append(("stochastic rounding", {"elements": f"{base}:stochastic", "ties": "even"}))
-    if not by.search:
-        changes += [("amax searched for the least squared error", {"search": tuple(n / 20 for n in range(20, 9, -1))})]
-    for number, (words, change) in enumerate(changes):
-        progress(number, len(changes))
-        name = name_changed(by.name, {k: v for k, v in change.items() if k != "search"})
-        other = replace(by, **{"name": name, **change})  # type: ignore[arg-type]
-        if change and replace(other, name=by.name) == by:
-            continue
-        found = quantize(w, other)
-        errors = QuantizationErrors(w, found.values - w, (found.values == 0) & (w != 0), found.clipped)
-        output = None if x is None else errors.output(x)
-        yield Alternative(
-            other.name, words, errors.rms, errors.away,
-            None if output is None else output.error, None if output is None else output.constant,
-        )  # fmt: skip

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.quantize import coded, quantize, spread
-from attn_diag.kernels.quantizers import Integers, Quantizer, scale_rounding
+from attn_diag.kernels.quantizers import Quantizer, scale_rounding
 
 # How far a read scale may lie from the data's own: a search of wider ones fits grids that nobody used.
 _REACH = 16.0
@@ -66,7 +67,10 @@ def _numbers(by: Quantizer) -> list[float]:
     elements = by.parsed_elements
     if isinstance(elements, Integers):
         return [float(n) for n in range(max(elements.highest, -elements.lowest), 0, -1)]
-    assert isinstance(elements, Rounding)
+    if isinstance(elements, CodeBook):
+        return sorted(
+            {abs(n) for n in elements.tensor(torch.ones((), dtype=torch.float64)).tolist() if n}, reverse=True
+        )
     fmt, found = elements.format, set[float]()
     grid = torch.arange(1, 2 ** (fmt.mantissa_bits + 1), dtype=torch.float64)
     exponent = fmt.min_exponent - fmt.mantissa_bits
