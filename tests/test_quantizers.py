@@ -455,7 +455,12 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
         here = attn_diag.quantize(x, name, arithmetic=arithmetic)
         there = attn_diag.quantize(x.cuda(), name, arithmetic=arithmetic)
         for part in ("values", "codes", "scale", "clipped"):
-            assert torch.equal(getattr(here, part), getattr(there, part).cpu()), part
+            one, other = getattr(here, part), getattr(there, part).cpu()
+            if PRESETS[name].scale_of == "mean" and part in ("values", "scale"):
+                # A mean's last bit is decided by the order of its sum, which is the library's.
+                torch.testing.assert_close(other, one, rtol=2**-22, atol=0.0)
+            else:
+                assert torch.equal(one, other), part
 
 
 def test_codes_are_multiplied_back_with_another_scale_or_wrap() -> None:
