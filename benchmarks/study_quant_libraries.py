@@ -117,14 +117,14 @@ def compressed_tensors() -> Iterator[Option]:
         def values(w: Tensor) -> Tensor:
             size, whole = arguments.group_size, None
             if arguments.strategy == "tensor":
-                ends = torch.aminmax(w)
+                ends = w.amin(), w.amax()
             elif arguments.strategy == "block":
                 rows, columns = arguments.block_structure
                 rows = min(rows, len(w))  # the weight has half a block of rows
-                parts = w.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+                parts = w.reshape(len(w) // rows, rows, -1, columns)
                 ends = parts.amin((1, 3)), parts.amax((1, 3))
             elif size:
-                parts = w.unflatten(1, (-1, size))
+                parts = w.reshape(len(w), -1, size)
                 ends = parts.amin(-1), parts.amax(-1)
             else:
                 ends = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
@@ -292,7 +292,7 @@ def of_option(library: str, option: Option, seed: int, dtype: torch.dtype) -> di
     # Scales of a format of their own are in that whatever the weight is in.
     if option.starred and dtype == torch.bfloat16 and by.scale == "fp32":
         declared = f"{declared} {IN_BF16}"
-        by = parse_quantizer(declared)
+        by = attn_diag.quantizer(by, scale="bf16")
     found = attn_diag.quant(w, by, observed=values)
     exact = attn_diag.quantize(w, by).values.to(values.dtype)
     told = max(match.equal for match in found.matches if match.words.startswith("as declared"))
