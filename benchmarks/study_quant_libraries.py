@@ -218,14 +218,16 @@ def of_range(w: Tensor, size: int, bits: int = 4) -> Tensor:
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = (high - low) / most
     zero = torch.round(-low / scale)
-    return (scale * (torch.clamp(torch.round(x / scale) + zero, 0, most) - zero)).reshape(w.shape).to(w.dtype)
+    made: Tensor = (scale * (torch.clamp(torch.round(x / scale) + zero, 0, most) - zero)).reshape(w.shape).to(w.dtype)
+    return made
 
 
 def spinquant_symmetric(x: Tensor, bits: int = 4) -> Tensor:
     """SpinQuant's ActQuantizer with sym=True (github.com/facebookresearch/SpinQuant, utils/quant_utils.py)."""
     most = 2 ** (bits - 1) - 1
     scale = x.abs().amax(-1, keepdim=True).float() / most
-    return (scale * torch.clamp(torch.round(x / scale), -(most + 1), most)).to(x.dtype)
+    made: Tensor = (scale * torch.clamp(torch.round(x / scale), -(most + 1), most)).to(x.dtype)
+    return made
 
 
 def efficientqat(w: Tensor, size: int = 128, bits: int = 4) -> Tensor:
@@ -240,7 +242,8 @@ def efficientqat(w: Tensor, size: int = 128, bits: int = 4) -> Tensor:
     zero = (-(low / scale).clamp(-1e4, 1e4)).round().clamp(0, most)
     steps = x / scale
     codes = ((steps.round() - steps) + steps + zero).clamp(0, most)
-    return ((codes - zero) * scale).reshape(w.shape)
+    made: Tensor = ((codes - zero) * scale).reshape(w.shape)
+    return made
 
 
 def smoothquant(w: Tensor, *, by_tensor: bool = False) -> Tensor:
