@@ -107,7 +107,7 @@ def groups(w: Tensor, size: int) -> Tensor:
 
 def awq(w: Tensor, bits: int = 4, size: int = 32) -> Tensor:
     """AWQ's pseudo_quantize_tensor (github.com/mit-han-lab/llm-awq, awq/quantize/quantizer.py)."""
-    x, most = groups(w, size), 2**bits - 1
+    x, most = groups(w, size), (1 << bits) - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = (high - low).clamp(min=1e-5) / most
     zero = (-torch.round(low / scale)).clamp_(0, most)
@@ -126,7 +126,7 @@ def compressed_asymmetric(w: Tensor, size: int = 32) -> Tensor:
 
 def hqq(w: Tensor, bits: int = 4, size: int = 32) -> Tensor:
     """HQQ 0.2.8.post1: Quantizer.quantize(axis=1, optimize=False), moved to w's dtype, and dequantize."""
-    x, most = groups(w, size).float(), 2**bits - 1
+    x, most = groups(w, size).float(), (1 << bits) - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = most / (high - low)
     zero = -low * scale
@@ -136,7 +136,7 @@ def hqq(w: Tensor, bits: int = 4, size: int = 32) -> Tensor:
 
 def quanto(w: Tensor, bits: int = 4, size: int = 32) -> Tensor:
     """optimum-quanto 0.2.7: MaxOptimizer, quantize_affine and QBitsDequantizer."""
-    x, most = groups(w, size), 2**bits - 1
+    x, most = groups(w, size), (1 << bits) - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale, shift = (high - low) / most, -low
     codes = torch.clamp(torch.round((x + shift) / scale), min=0, max=most).to(torch.uint8)
@@ -158,7 +158,7 @@ def bitnet_activations(x: Tensor) -> Tensor:
 
 def gptq(w: Tensor, size: int = 128, bits: int = 4) -> Tensor:
     """GPTQ's Quantizer.find_params with sym=True and its quantize (github.com/IST-DASLab/gptq, quant.py)."""
-    x, most = groups(w, size).float(), 2**bits - 1
+    x, most = groups(w, size).float(), (1 << bits) - 1
     high = x.abs().amax(-1, keepdim=True)
     scale, zero = (high + high) / most, (most + 1) / 2
     return (scale * (torch.clamp(torch.round(x / scale) + zero, 0, most) - zero)).reshape(w.shape).to(w.dtype)
@@ -185,8 +185,8 @@ def nvfp4_in_bf16(w: Tensor) -> Tensor:
     return (codes * scale).to(w.dtype).reshape(w.shape)
 
 
-ASYMMETRIC = {"awq": awq, "compressed-tensors": compressed_asymmetric}
-REAL = {"hqq": hqq, "quanto": quanto}
+ASYMMETRIC: dict[str, Callable[..., Tensor]] = {"awq": awq, "compressed-tensors": compressed_asymmetric}
+REAL: dict[str, Callable[..., Tensor]] = {"hqq": hqq, "quanto": quanto}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
