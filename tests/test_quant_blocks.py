@@ -111,3 +111,26 @@ def test_a_tensor_scale_beside_a_wide_format_of_the_blocks_is_no_overflow() -> N
     w = weight(7, 16)
     found = attn_diag.quantize(w, "nvfp4", scale="bf16", arithmetic="fp32")
     assert bool(found.values.isfinite().all())
+
+
+def mxfp6(w: Tensor, power: Tensor) -> Tensor:
+    """MXFP6 with scales of the blocks' powers of two, by the formula of OCP MX 1.0."""
+    blocks, scale = w.double().reshape(len(w), -1, 32), (power.double() - 2).exp2()
+    codes = attn_diag.round_to((blocks / scale).clamp(-7.5, 7.5), "e2m3")
+    return (codes * scale).reshape(w.shape).to(w.dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logarithms_in_16_bits_are_no_scale_of_another_block(seed: int) -> None:
+    """As microxcaling has it (mx_ops.py): floor(log2(amax)) in the weight's format."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(64, 1, generator=generator)
+    w = (torch.randn(64, 256, generator=generator) * 0.02 * torch.exp(0.3 * rows)).bfloat16()
+    amax = w.reshape(64, -1, 32).abs().amax(-1, keepdim=True)
+    found = attn_diag.quant(w, "mxfp6", observed=mxfp6(w, amax.log2().floor()))
+    assert found.headline.endswith("but with log2 of amax in bf16")
+    shared = amax.double().log2().floor()
+    shared[:8] = shared[:8].amax(1, keepdim=True)
+    found = attn_diag.quant(w, "mxfp6", observed=mxfp6(w, shared))
+    assert "with one scale for the row" in found.headline
+    assert "log2" not in found.headline

@@ -19,6 +19,7 @@ from attn_diag.kernels.quantize import coded, quantize, spread
 from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.wording import runs_of
 from attn_diag.testing.quantizing.mistakes import extremes, shifted_throughout
+from attn_diag.testing.quantizing.own_format import CASTS
 from attn_diag.testing.quantizing.possible import PossibleQuantizer, equal_values, in_filled_blocks
 from attn_diag.testing.quantizing.scales import per_block, read_ranges, read_scales, readable
 
@@ -141,15 +142,19 @@ def _apart(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, tie: float
 
 def _explained(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor, tie: float) -> str | None:
     """What makes the blocks ``bad`` what they are, in words; None: no one thing that is known."""
-    by, found = candidate.by, list[str]()
-    for way in _ways(candidate, w):
+
+    def explains(way: _Way) -> bool:
         same = torch.zeros_like(observed, dtype=torch.bool)
-        for mode in [way.mode] if way.mode else _modes(by):
-            same |= _alike(replace(way, mode=mode), by, w, observed, tie)
-        wrong = per_block((~same).double(), by, torch.sum)
-        if bool((wrong[bad] == 0).all()):
-            found.append(way.words)
-    return " or ".join(found[:_ALIKE]) or None
+        for mode in [way.mode] if way.mode else _modes(candidate.by):
+            same |= _alike(replace(way, mode=mode), candidate.by, w, observed, tie)
+        wrong = per_block((~same).double(), candidate.by, torch.sum)
+        return bool((wrong[bad] == 0).all())
+
+    # Twice a block's scale is also that of any larger block: of 16 bits that is not said where this makes it.
+    for way in _of_rounded_logarithms(candidate, w):
+        if explains(way):
+            return way.words
+    return " or ".join([way.words for way in _ways(candidate, w) if explains(way)][:_ALIKE]) or None
 
 
 def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor, tie: float) -> str | None:
@@ -289,6 +294,17 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
     for mode in () if isinstance(by.parsed_elements, CodeBook) else (Mode.DOWN, Mode.TOWARD_ZERO, Mode.UP):
         if mode is not by.parsed_elements.mode and by.parsed_elements.mode is not Mode.STOCHASTIC:
             yield _Way(f"with elements rounded {mode}", own, own, mode)
+
+
+def _of_rounded_logarithms(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
+    """Powers of two of log2(amax) in w's 16 bits: an amax just below a power of two has that one's (microxcaling)."""
+    by = candidate.by
+    if by.symmetric and by.scale == "e8m0:down" and w.dtype in CASTS.values() and not candidate.other_scales:
+        low, high = (x.double() for x in extremes(w.double(), by))
+        size = torch.maximum(high, -low)
+        power = size.log2().to(w.dtype).double().floor()
+        scales = _of_range(by, -size, torch.where(power > size.log2().floor(), power.exp2(), size))
+        yield _Way(f"with log2 of amax in {'bf16' if w.dtype == torch.bfloat16 else 'fp16'}", scales, scales)
 
 
 def _scale_formats(by: Quantizer) -> Iterator[tuple[str, str]]:
