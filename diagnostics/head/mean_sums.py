@@ -53,7 +53,9 @@ def cut_off(passed: StreamedHead, seen: ObservedHead, rows: Tensor, away: Signed
         return ""
     if isinstance(other, TruncatedInputs):
         return "operands" if other.is_cut_off(out, truth, rows) else ""
-    clear = away is not None and away.total.sum() < -_CLEAR * np.sqrt(len(rows)) * away.total.std()
+    if away is None or not away.total.size:  # without rows of its own, as a copy of another sequence
+        return ""
+    clear = away.total.sum() < -_CLEAR * np.sqrt(len(rows)) * away.total.std()
     if not clear or other.scores > MOST_SCORES:
         return ""
     made = (other.outputs(way)["o"][rows] for way in ways("o", alpha_exact=other.alpha_exact))
