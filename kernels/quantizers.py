@@ -327,21 +327,33 @@ def parse_quantizer(text: str) -> Quantizer | None:
     if text == NO_QUANTIZER:
         return None
     name, *parts = text.split()
-    changes: dict[str, Any] = {}
-    for part in parts:
-        field, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"a quantizer is a name and field=value, such as 'int8 block=32', got {text!r}")
-        if field in ("symmetric", "narrow", "tensor_scale", "wraps", "masked"):
-            if value not in ("true", "false"):
-                raise ValueError(f"{field} is true or false, got {value!r}")
-            changes[field] = value == "true"
-        elif field in ("stale", "descale"):
-            found = [re.fullmatch(r"(\d+):([\d.e+-]+)", each) for each in value.split(",")]
-            if None in found:
-                of = "a part of amax" if field == "stale" else "a factor"
-                raise ValueError(f"{field} is a block's number and {of}, such as '3:0.5,7:0.6', got {value!r}")
-            changes[field] = tuple((int(each[1]), float(each[2])) for each in found if each)
-        else:
-            changes[field] = float(value) if field in _NUMBERS else value
-    return quantizer(name, **changes)
+    return quantizer(name, **dict(map(parse_field, parts)))
+
+
+def parse_field(text: str) -> tuple[str, Any]:
+    """A field of ``Quantizer`` and its value, of "field=value" as names have it.
+
+    Raises:
+        ValueError: It is not of that form, or the value is none of the field's.
+    """
+    field, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"a quantizer's field is field=value, such as block=128, got {text!r}")
+    if field in ("symmetric", "narrow", "tensor_scale", "wraps", "masked"):
+        if value.lower() not in ("true", "false"):
+            raise ValueError(f"{field} is true or false, got {value!r}")
+        return field, value.lower() == "true"
+    if field in ("stale", "descale"):
+        found = [re.fullmatch(r"(\d+):([\d.e+-]+)", each) for each in value.split(",")]
+        if None in found:
+            of = "a part of amax" if field == "stale" else "a factor"
+            raise ValueError(f"{field} is a block's number and {of}, such as '3:0.5,7:0.6', got {value!r}")
+        return field, tuple((int(each[1]), float(each[2])) for each in found if each)
+    try:
+        if field == "search":
+            return field, tuple(float(part) for part in value.split(",") if part)
+        if field in _NUMBERS:
+            return field, None if value.lower() == "none" else float(value)
+    except ValueError:
+        raise ValueError(f"{field} is a number{' or several' * (field == 'search')}, got {value!r}") from None
+    return field, value

@@ -184,7 +184,7 @@ def test_block_scales_of_dscores_are_seen_in_dq_and_dk_alone() -> None:
 def test_what_cannot_be_says_so() -> None:
     with pytest.raises(ValueError, match=r"quantize_q: unknown quantizer 'int9'"):
         replace(preset("fa2"), quantize_q="int9")
-    with pytest.raises(ValueError, match=r"a quantizer is a name and field=value"):
+    with pytest.raises(ValueError, match=r"a quantizer.s field is field=value"):
         replace(preset("fa2"), quantize_k="int8 64rows")
     head = replace(make_head(40), do=None)
     with pytest.raises(RecipeNotSupportedError, match=r"exp=exp2 without alpha=in-q"):

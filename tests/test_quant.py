@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag import InputError, Quant, Quantizer
+from attn_diag.kernels.quantizers import parse_field
 
 Fault = tuple[str, Callable[[Tensor], Tensor], str]
 
@@ -426,6 +428,21 @@ class TestCommand:
         assert again.code == 0, again.err
         assert again.out.startswith("OK ")
 
+    @pytest.mark.parametrize(
+        ("name", "changes"),
+        [
+            ("int4-asymmetric", {"zero_point": "float", "block": "64"}),
+            ("int8", {"scale_of": "mean"}),
+            ("mxfp4", {"target": None, "scale": "e8m0:up"}),
+            ("int4", {"target": 7.5, "narrow": False, "ties": "away", "arithmetic": "fp32"}),
+            ("nvfp4", {"tensor_scale": False, "least_scale": 2.0**-6}),
+        ],
+    )
+    def test_a_declaration_is_read_as_it_is_printed(self, name: str, changes: dict[str, Any]) -> None:
+        by = attn_diag.quantizer(name, **changes)
+        base, *fields = by.name.split()
+        assert attn_diag.quantizer(base, **dict(map(parse_field, fields))) == by
+
     def test_without_a_declaration(self, layer: Path, run: Run) -> None:
         done = run("quant", layer, "--device", "cpu")
         assert done.code == 0
@@ -436,8 +453,9 @@ class TestCommand:
         [
             (("--weight", "weight"), "has no tensor 'weight', but observed, w, x"),
             (("--set", "block=64"), "name it with --quantizer"),
-            (("--quantizer", "int4", "--set", "block"), "FIELD=VALUE"),
-            (("--quantizer", "int4", "--set", "narrow=perhaps"), "narrow is a bool"),
+            (("--quantizer", "int4", "--set", "block"), "field=value"),
+            (("--quantizer", "int4", "--set", "target=wide"), "target is a number, got 'wide'"),
+            (("--quantizer", "int4", "--set", "narrow=perhaps"), "narrow is true or false"),
             (("--quantizer", "int4", "--set", "group=64"), "a quantizer has no group"),
         ],
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
-from attn_diag.kernels.quantizers import Quantizer
+from attn_diag.kernels.quantizers import Quantizer, parse_field
 from attn_diag.testing.quantizing.functions import quantizer
 
 
@@ -52,7 +51,10 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
     """
     if name is None and changes:
         raise InputError("--set changes a declared quantizer; name it with --quantizer")
-    by = None if name is None else quantizer(name, **dict(map(_field, changes)))
+    try:
+        by = None if name is None else quantizer(name, **dict(map(parse_field, changes)))
+    except ValueError as error:
+        raise InputError(f"--set: {error}") from None
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -66,22 +68,3 @@ def read_layer(path: Path, weight: str, name: str | None, changes: Sequence[str]
     w, observed, x, dy, engine, amax = (None if n not in tensors else tensors[n].to(target) for n in names)
     assert w is not None
     return Layer(w, observed, x, dy, engine, amax, by)
-
-
-def _field(text: str) -> tuple[str, Any]:
-    """A field's name and value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise InputError(f"--set wants FIELD=VALUE, such as block=128, got {text!r}")
-    kinds = {f.name: str(f.type) for f in fields(Quantizer)}
-    kind = kinds.get(name, "str")
-    try:
-        if kind == "bool":
-            return name, {"true": True, "false": False}[value.lower()]
-        if "tuple" in kind:
-            return name, tuple(float(part) for part in value.split(",") if part)
-        if "float" in kind:
-            return name, None if value.lower() == "none" else float(value)
-    except (KeyError, ValueError):
-        raise InputError(f"--set {text}: {name} is a {kind}") from None
-    return name, value
