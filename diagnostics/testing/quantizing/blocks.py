@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from attn_diag.kernels.elements import CodeBook
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import coded, quantize, spread
 from attn_diag.kernels.quantizers import Quantizer
-from attn_diag.results.wording import runs_of
 from attn_diag.testing.quantizing.mistakes import extremes, shifted_throughout
-from attn_diag.testing.quantizing.own_format import CASTS
+from attn_diag.testing.quantizing.own_format import rounded_logarithms
+from attn_diag.testing.quantizing.places import place_of
 from attn_diag.testing.quantizing.possible import PossibleQuantizer, equal_values, in_filled_blocks
 from attn_diag.testing.quantizing.scales import per_block, read_ranges, read_scales, readable
 
@@ -31,8 +30,6 @@ _TIE_OF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 _ELEMENTS, _PART = 3, 0.1
 # Scales that are read off the values, and their own, agree to this.
 _SAME_SCALE = 1e-3
-# As many places are told one by one.
-_TOLD = 3
 # As many explanations are told beside each other.
 _ALIKE = 3
 
@@ -150,10 +147,12 @@ def _explained(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: T
         wrong = per_block((~same).double(), candidate.by, torch.sum)
         return bool((wrong[bad] == 0).all())
 
-    # Twice a block's scale is also that of any larger block: of 16 bits that is not said where this makes it.
-    for way in _of_rounded_logarithms(candidate, w):
-        if explains(way):
-            return way.words
+    # Twice a block's scale is also that of any larger block: that is not said where logarithms of 16 bits make it.
+    logarithms = None if candidate.other_scales else rounded_logarithms(w, candidate.by)
+    if logarithms is not None:
+        scales = _of_range(candidate.by, -logarithms[1], logarithms[1])
+        if explains(_Way("", scales, scales)):
+            return f"with {logarithms[0]}"
     return " or ".join([way.words for way in _ways(candidate, w) if explains(way)][:_ALIKE]) or None
 
 
@@ -192,24 +191,6 @@ def _read(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, bad: Tensor
         size = f"{least:.3g}" if most / least < 1 + _SAME_SCALE else f"{least:.4g} to {most:.4g}"
         told.insert(0, f"scales {size} times as large as the weight gives them")
     return "with " + " and ".join(told) if told else None
-
-
-def place_of(bad: Tensor, by: Quantizer, shape: tuple[int, int]) -> str:
-    """Where the blocks ``bad`` are, in words."""
-    r, c = by.block_shape(shape)
-    places = bad.nonzero().tolist()
-    noun = {(1, shape[1]): "row", (shape[0], 1): "column"}.get((r, c), "block")
-    lines = bad.flatten().nonzero().flatten().tolist()
-    if noun != "block" and sum(b > a + 1 for a, b in pairwise(lines)) < _TOLD:
-        return runs_of(noun, lines)
-    if len(places) > _TOLD:
-        return f"{len(places)} of {bad.numel()} {noun}s"
-    told = []
-    for down, across in places:
-        rows = runs_of("row", list(range(down * r, min((down + 1) * r, shape[0]))))
-        columns = runs_of("column", list(range(across * c, min((across + 1) * c, shape[1]))))
-        told.append(rows if c >= shape[1] else columns if r >= shape[0] else f"{rows}, {columns}")
-    return " and ".join(told)
 
 
 def _known(candidate: PossibleQuantizer) -> bool:
@@ -294,17 +275,6 @@ def _ways(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
     for mode in () if isinstance(by.parsed_elements, CodeBook) else (Mode.DOWN, Mode.TOWARD_ZERO, Mode.UP):
         if mode is not by.parsed_elements.mode and by.parsed_elements.mode is not Mode.STOCHASTIC:
             yield _Way(f"with elements rounded {mode}", own, own, mode)
-
-
-def _of_rounded_logarithms(candidate: PossibleQuantizer, w: Tensor) -> Iterator[_Way]:
-    """Powers of two of log2(amax) in w's 16 bits: an amax just below a power of two has that one's (microxcaling)."""
-    by = candidate.by
-    if by.symmetric and by.scale == "e8m0:down" and w.dtype in CASTS.values() and not candidate.other_scales:
-        low, high = (x.double() for x in extremes(w.double(), by))
-        size = torch.maximum(high, -low)
-        power = size.log2().to(w.dtype).double().floor()
-        scales = _of_range(by, -size, torch.where(power > size.log2().floor(), power.exp2(), size))
-        yield _Way(f"with log2 of amax in {'bf16' if w.dtype == torch.bfloat16 else 'fp16'}", scales, scales)
 
 
 def _scale_formats(by: Quantizer) -> Iterator[tuple[str, str]]:

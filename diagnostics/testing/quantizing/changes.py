@@ -15,7 +15,7 @@ from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Arithmetic, Quantizer, name_changed, scale_rounding
 from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
-from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders
+from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders, rounded_logarithms
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer
 
 ARITHMETICS: dict[Arithmetic, str] = {
@@ -94,6 +94,9 @@ def changes(
             own, level, amax = scales
             made = changed(f"the scales of tensor and blocks made in {own}", level=level)
             found.append(made and replace(made, amax=amax))
+    if start.amax is None and (logarithms := rounded_logarithms(w, by)) is not None:
+        said, amax = logarithms
+        found.append(replace(start, words=_and(start, said), amax=amax))
     found += [changed(f"values rounded to {fmt}", values=fmt) for fmt in ("bf16", "fp16")]
     found += [changed(words, arithmetic=a) for a, words in ARITHMETICS.items()]
     if own := computed_in(w, by):

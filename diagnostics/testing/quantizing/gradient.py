@@ -34,8 +34,8 @@ from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Quantizer
 from attn_diag.results.quant import OFF, StraightThrough
 from attn_diag.results.wording import between, percent
-from attn_diag.testing.quantizing.blocks import place_of
 from attn_diag.testing.quantizing.mistakes import extremes
+from attn_diag.testing.quantizing.places import place_of
 from attn_diag.work import Progress, silent
 
 Values = Callable[[Tensor], Tensor]

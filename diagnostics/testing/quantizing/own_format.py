@@ -59,6 +59,21 @@ def in_own_format(w: Tensor, by: Quantizer, order: str, amax: Tensor | None = No
     return Quantized(values, codes, found.scale, found.zero_point, None, found.clipped)
 
 
+def rounded_logarithms(w: Tensor, by: Quantizer) -> tuple[str, Tensor] | None:
+    """Scales of floor(log2(amax)) computed in w's 16 bits, as microxcaling does: just below a power of two, that one's.
+
+    Returned are words, and what makes these scales if they are made of it in place of amax, for each block; None:
+    w is in no such format, or the scales are no powers of two of amax.
+    """
+    own = next((name for name, dtype in CASTS.items() if w.dtype == dtype), "")
+    if not own or not by.symmetric or by.scale != "e8m0:down":
+        return None
+    low, high = (x.double() for x in extremes(w.double(), by))
+    size = torch.maximum(high, -low)
+    power = size.log2().to(w.dtype).double().floor()
+    return f"log2 of amax in {own}", torch.where(power > size.log2().floor(), power.exp2(), size)
+
+
 def _symmetric(w: Tensor, by: Quantizer, order: str, found: Quantized, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     shape = w.shape[0], w.shape[1]
     if order == "factor":
