@@ -24,7 +24,7 @@ from attn_diag.results.publish import schemas
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.table import known_column, packed_table, unpacked_table
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_compact")]
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = schemas()["diagnosis-4"]
