@@ -172,7 +172,7 @@ def forwards(head: AttentionHead) -> tuple[str, ...]:
 def named(way: str) -> str:
     """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s or of ``ROUNDED_DROPOUT``."""
     if way.startswith(_FROM_LSE):
-        alone = way.startswith(("from-l:fused", "from-l:stored"))
+        alone = way.startswith(("from-l:fused", "from-l:stored:fp32"))
         return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"
     if way == ROUNDED_DROPOUT:
         return "dropout_factor"

@@ -1,4 +1,5 @@
-"""What a kernel rounds in its forward that has no name here, from the bits of an O that is lossy."""
+"""What a kernel rounds that has no name here: in its forward, from the bits of an O that is lossy; in its backward,
+from the L that its gradients show."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from attn_diag.head.from_lse import backwards_from_lse
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.quality import LOSSY, QuantitySample
+from attn_diag.head.read_lse import backwards_of_read_lse
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.recipe_search import read_subject
 from attn_diag.head.tiled_loops import KnownLoops, backwards, find_loops
@@ -40,6 +42,8 @@ class UnnamedKernels:
         self._found = dict[str, list[Recipe]]()
         self._loops = dict[str, KnownLoops | None]()
         self._backwards = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
+        self._read = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
+        self._unread = set[str]()
 
     def coarse(self, observation: str, parts: Sequence[HeadMeasurement]) -> str | None:
         """What O of one head rounds, in words (``coarse_words``); None: it is not lossy, or nobody knows.
@@ -93,13 +97,13 @@ class UnnamedKernels:
         coarse: str | None,
         parts: Sequence[HeadMeasurement],
     ) -> list[QuantitySample]:
-        """A quantity's samples with what the bits show of their sites: as ``known_by_bits``, and behind loops in plain
-        torch what the backward makes P of.
+        """A quantity's samples with what the bits show of their sites: as ``known_by_bits``, and what the backward
+        makes P of, behind loops in plain torch or of an L that a gradient shows.
 
         Args:
             observation: Which.
             head: Index of the query head.
-            quantity: Of dK and dV that several query heads share nothing is said behind loops.
+            quantity: Of dK and dV that several query heads share nothing more is said.
             found: Indices of the batch items, each with its sample.
             coarse, parts: As in ``known_by_bits``.
         """
@@ -108,17 +112,53 @@ class UnnamedKernels:
         samples = []
         for batch, given in found:
             sample = known_by_bits(given, quantity, coarse, parts)
-            made, ratio = self._backwards.get((observation, batch, head)), sample.ratio()
+            ratio = sample.ratio()
             lossy = ratio is not None and ratio.factor > LOSSY and sample.site in (None, *OF_BACKWARD)
-            if made is not None and lossy and not shared and quantity in made[""]:
+            if lossy and quantity in ("dq", "dk", "dv") and not (quantity != "dq" and shared):
                 observed = capture.read(capture.key(observation, quantity), batch, head)
                 assert observed is not None
-                sample = _behind_loop(sample, observed.double(), {way: of[quantity] for way, of in made.items()})
+                sample = self._with_site(sample, quantity, observed.double(), (observation, batch, head))
             samples.append(sample)
         return samples
 
+    def _with_site(
+        self, sample: QuantitySample, quantity: Quantity, observed: Tensor, key: tuple[str, int, int]
+    ) -> QuantitySample:
+        """With the way that makes a gradient of O's loop, or else of the L that a gradient shows."""
+        for source in (self._backwards.get, self._of_read_lse):
+            named_already = sample.site is not None and not _stands_out(sample)
+            made = None if named_already and source == self._of_read_lse else source(key)
+            found = _behind(sample, observed, {way: of[quantity] for way, of in made.items()}) if made else sample
+            if found is not sample:
+                return found
+        return sample
 
-def _behind_loop(sample: QuantitySample, observed: Tensor, made: Mapping[str, Tensor]) -> QuantitySample:
+    def _of_read_lse(self, key: tuple[str, int, int]) -> dict[str, dict[str, Tensor]]:
+        """``backwards_of_read_lse`` of an observation, batch item and head; empty behind a head that showed none."""
+        observation, batch, head = key
+        if key in self._read or observation in self._unread:
+            return self._read.get(key, {})
+        capture, made = self._opened.capture, dict[str, dict[str, Tensor]]()
+        subject = read_subject(capture, observation, batch, head, torch.device("cpu"))
+        if subject is not None and backwards_from_lse(known := subject.inputs.head):
+            if len(known.q) * len(known.k) > _MOST_SCORES:
+                return {}
+            own = ("dq", "dv") if capture.q_heads == capture.kv_heads else ("dq",)
+            read = {name: capture.read(capture.key(observation, name), batch, head) for name in own}
+            given = {name: one.double() for name, one in read.items() if one is not None}
+            made = backwards_of_read_lse(known, subject.inputs.input_format, subject.observed.double(), **given)
+        self._read[key] = made
+        if not made:
+            self._unread.add(observation)
+        return made
+
+
+def _stands_out(sample: QuantitySample) -> bool:
+    """Whether rows stand out that no rounding explains."""
+    return bool(sample.outlying.any()) and not sample.rounding
+
+
+def _behind(sample: QuantitySample, observed: Tensor, made: Mapping[str, Tensor]) -> QuantitySample:
     """A gradient's sample with the way as its site that makes it, with all that stands out there.
 
     It does where it leaves a quarter at most, squared, of the error, also of each row and feature that stands out, and

@@ -1,0 +1,107 @@
+"""L as a backward reads it, found again in its dV or dQ, and whether it is in the inputs' 16 bits.
+
+With P of the true L and L' in its place, f = exp(L - L') - 1 of every query row:
+
+    dV = PT (1 + f) dO, dQ = (1 + f) dQ(L)
+
+Both are linear in f, whose least squares tell L' to a fraction of a 16-bit spacing: a gradient's rounding is finer than
+what a rounded L does to it. Where most rows' L' lie on the grid of the format, L was stored there, whatever the forward
+made it of. Of scores that the backward rounds P is made of these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_diag.head.from_lse import from_lse
+from attn_diag.head.unfused import finite, scaled
+from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even, ulp
+
+# Rows whose L' is known to a sixteenth of a spacing count. By chance a quarter of them lies within an eighth of the
+# grid, and up to 54 % where other scores were stored (192 rows); of an L in 16 bits 74 to 100 %.
+_SURE, _NEAR, _MOST, _ROWS = 1 / 16, 1 / 8, 0.7, 24
+# Its errors' mean, in spacings, is 0 to 0.1; of an L to which something is added, or that is cut off, half and more.
+_CENTRED = 0.25
+# An L of rounded scores, maximum and row sum is off by so many spacings of the largest of them.
+_FURTHEST = 2.0
+# Of a sum of products in fp32, relative to that of their sizes.
+_FP32 = 2.0**-23
+
+
+def backwards_of_read_lse(
+    head: AttentionHead, fmt: FloatFormat, o: Tensor, *, dq: Tensor | None = None, dv: Tensor | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Gradients from an L in 16 bits that dV shows, or dQ, by the ways of ``from_lse``.
+
+    Args:
+        head: The head, with dO; without dropout, a softcap or a sink.
+        fmt: The inputs' format.
+        o: The captured O, [Tq, Dv] float64.
+        dq: The captured dQ, [Tq, D] float64.
+        dv: The captured dV, [Tk, Dv] float64, of this query head alone.
+
+    Returns:
+        As ``tiled_loops.backwards``, "" from the true L; empty where no way's L' lies on the grid.
+    """
+    found = dict[str, dict[str, Tensor]]()
+    lse = _scores(head, fmt, "fused").logsumexp(1)
+    for way in ("fused", "stored", "compiled", "steps"):
+        if (read := _read(head, fmt, _scores(head, fmt, way), lse, o, dq, dv)) is not None:
+            # In steps S - L is cast; else L as it is read.
+            of_lse = "low" if way == "steps" else "fp32"
+            found[f"from-l:{way}:low"] = from_lse(head, fmt, f"from-l:{way}:{of_lse}", (o, read))
+    return found | {"": from_lse(head, fmt, "from-l:fused:fp32", (o, lse))} if found else {}
+
+
+def _scores(head: AttentionHead, fmt: FloatFormat, way: str) -> Tensor:
+    """S as a way of ``from_lse`` has it, masked, [Tq, Tk]."""
+    scores = head.q @ head.k.T
+    if way in ("fused", "stored"):
+        scores = scores * head.scale
+    scores = scores if way == "fused" else round_nearest_even(scores, fmt)
+    if way in ("compiled", "steps"):
+        scores = scaled(scores, head.scale, fmt) if way == "steps" else scores * head.scale
+    head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    return scores
+
+
+def _read(
+    head: AttentionHead, fmt: FloatFormat, scores: Tensor, lse: Tensor, o: Tensor, dq: Tensor | None, dv: Tensor | None
+) -> Tensor | None:
+    """L', [Tq], on the grid; as it is read where a row does not tell which number there, and the true one where no
+    rounding makes what is read; None where most are not on the grid."""
+    assert head.do is not None
+    probs, do = (scores - finite(lse)[:, None]).exp(), head.do
+    spacing, relative = ulp(finite(lse), fmt), 2.0 ** (-2 * fmt.precision) / 24
+    matrix, right = torch.diag(spacing.square().reciprocal()), torch.zeros_like(spacing)
+    if dv is not None:
+        true = probs.T @ do
+        noise = probs.square().T @ do.square() * relative + ulp(true, fmt).square() / 12
+        by_key = probs / noise.mean(1)
+        matrix += (by_key @ probs.T) * (do @ do.T)
+        right += ((by_key @ (dv - true)) * do).sum(1)
+    elif dq is not None:
+        products = do * o
+        dscores = probs * (do @ head.v.T - products.sum(1, keepdim=True))
+        cancelled = probs * (do.abs() @ head.v.abs().T + products.abs().sum(1, keepdim=True)) * _FP32
+        true = dscores @ head.k * head.scale
+        noise = (dscores.square() * relative + cancelled.square()) @ head.k.square() * head.scale**2
+        noise += ulp(true, fmt).square() / 12
+        matrix += torch.diag((true.square() / noise).sum(1))
+        right += (true * (dq - true) / noise).sum(1)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed or not factor.isfinite().all():
+        return None
+    inverse = torch.cholesky_inverse(factor)
+    read = finite(lse) - (inverse @ right).clamp(min=-0.9).log1p()
+    nearest = round_nearest_even(read, fmt)
+    largest = torch.maximum(finite(lse).abs(), scores.masked_fill(scores.isinf(), 0.0).abs().amax(1))
+    possible = lse.isfinite() & ((nearest - lse).abs() <= _FURTHEST * ulp(largest, fmt))
+    sure = possible & (inverse.diagonal().clamp(min=0).sqrt() < _SURE * spacing)
+    near = (read - nearest).abs() <= _NEAR * ulp(read, fmt)
+    if sure.sum() < _ROWS or near[sure].double().mean() < _MOST:
+        return None
+    if ((nearest - lse) / spacing)[sure].mean().abs() > _CENTRED:
+        return None
+    return torch.where(sure, nearest, torch.where(possible, read, finite(lse)))

@@ -1,0 +1,108 @@
+"""The L that a backward read is found again in its gradients: in 16 bits it is named, whatever made it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.head.read_lse import backwards_of_read_lse
+from attn_diag.reference import AttentionHead, Masking, format_of, round_nearest_even, ulp
+from attn_diag.results.quality import QuantityVerdict
+
+T, D, ALPHA = 128, 64, 0.125
+FORMATS = {dtype: format_of(dtype) for dtype in (torch.bfloat16, torch.float16)}
+
+
+def inputs(dtype: torch.dtype, seed: int, times: float) -> list[Tensor]:
+    """q, k, v and dO, [T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(T, D, generator=generator) for _ in range(4))
+    return [x.to(dtype) for x in (times * q, k, v, do)]
+
+
+def scores_of(q: Tensor, k: Tensor, *, wide: bool) -> Tensor:
+    """Causal S, in fp32 or in the inputs' format."""
+    s = (q.float() @ k.float().T) * ALPHA if wide else (q @ k.T) * ALPHA
+    return s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def first_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, wide: bool, tile: int = 32) -> tuple[Tensor, Tensor]:
+    """O and L of FlashAttention-1's loop, which divides O by l in every tile; m, l and O in the inputs' format."""
+    scores = scores_of(q, k, wide=wide)
+    m, total, out = q.new_full((T, 1), -torch.inf), q.new_zeros(T, 1), torch.zeros_like(q)
+    for j in range(0, T, tile):
+        s = scores[:, j : j + tile]
+        largest = torch.maximum(m, s.amax(1, keepdim=True).to(q.dtype))
+        p, rescale = (s - largest).exp(), (m - largest).exp()
+        new = (rescale * total + p.sum(1, keepdim=True)).to(q.dtype)
+        out = ((rescale * total * out + p.to(q.dtype) @ v[j : j + tile]) / new).to(q.dtype)
+        m, total = largest, new
+    return out, (m + total.log())[:, 0]
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, *, wide: bool) -> list[Tensor]:
+    """dQ, dK and dV; ``wide``: in fp32 but for the casts of P and dS."""
+    dtype = q.dtype
+    s = scores_of(q, k, wide=wide)
+    if wide:
+        q, k, v, do, o, lse = (x.float() for x in (q, k, v, do, o, lse))
+    p = (s - lse[:, None]).exp()
+    ds = p * (do @ v.T - (do * o).sum(1, keepdim=True))
+    p, ds = (x.to(dtype).to(do.dtype) for x in (p, ds))
+    return [x.to(dtype) for x in (ds @ k * ALPHA, ds.T @ q * ALPHA, p.T @ do)]
+
+
+def judged(tensors: list[Tensor], o: Tensor, gradients: list[Tensor]) -> dict[str, QuantityVerdict]:
+    q, k, v, do, o, dq, dk, dv = (x[None, None] for x in (*tensors, o, *gradients))
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal="top-left", device="cpu")
+    return {one.quantity: one for one in found.captures[0].observations[0].heads[0].quantities}
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_of_any_loop(dtype: torch.dtype, *, wide: bool) -> None:
+    """No way of the forward makes such an O: of these gradients 'lossy' alone was said."""
+    tensors = inputs(dtype, 3, 4.0)
+    o, lse = first_flash_attention(*tensors[:3], wide=wide)
+    found = judged(tensors, o, backward(*tensors, o, lse, wide=wide))
+    for name in ("dq", "dk", "dv"):
+        assert (found[name].answer, found[name].site) == ("lossy", "lse" if wide else "lse_steps"), found[name]
+
+
+def test_a_wrong_row_beside_it_is_no_rounding() -> None:
+    tensors = inputs(torch.float16, 3, 4.0)
+    o, lse = first_flash_attention(*tensors[:3], wide=True)
+    dq, dk, dv = backward(*tensors, o, lse, wide=True)
+    dq[70] = (1.2 * dq[70].float()).half()
+    found = judged(tensors, o, [dq, dk, dv])
+    assert found["dq"].site is None
+    assert found["dv"].site == "lse"
+
+
+@pytest.mark.parametrize("given", ["dq", "dv"])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_l_is_read_to_the_bit(dtype: torch.dtype, given: str) -> None:
+    fmt, tensors = FORMATS[dtype], inputs(dtype, 5, 4.0)
+    head = AttentionHead(*(x.double() for x in tensors), ALPHA, Masking("top-left"))
+    scores = scores_of(head.q, head.k, wide=False)
+    lse = scores.logsumexp(1)
+    o = ((scores - lse[:, None]).exp() @ head.v).to(dtype)
+    # Off by up to one and a half spacings, and stored.
+    noise = torch.rand(T, generator=torch.Generator().manual_seed(1)).double() - 0.5
+    stored = round_nearest_even(lse + 2 * noise * ulp(lse, fmt), fmt)
+
+    def read(given_lse: Tensor) -> dict[str, dict[str, Tensor]]:
+        dq, _, dv = backward(*tensors, o, given_lse, wide=True)
+        return backwards_of_read_lse(head, fmt, o.double(), **{given: (dq if given == "dq" else dv).double()})
+
+    found = read(stored)
+    assert "from-l:fused:low" in found
+    expected = backward(*tensors, o, stored, wide=True)
+    for name, seen in zip(("dq", "dk", "dv"), expected, strict=True):
+        left, error = ((found[way][name] - seen).square().sum() for way in ("from-l:fused:low", ""))
+        assert left < 0.05 * error, name
+    assert read(lse) == {}, "an L in fp32"
+    assert read(stored + ulp(lse, fmt)) == {}, "an L to which something is added"
+    assert read(lse + 0.3 * noise) == {}, "an L that is off, on no grid"
