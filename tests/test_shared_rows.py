@@ -15,7 +15,7 @@ from verdicts.inputs import Inputs, draw
 from verdicts.kernels import PLAIN, attend
 
 import attn_diag
-from attn_diag.analyses.means import found as found_mean
+from attn_diag.analyses.verdicts.means import found as found_mean
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.head.counterfactual import same_keys, together

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
-from attn_diag.analyses.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
-from attn_diag.analyses.quality import beside_truth
-from attn_diag.analyses.quality_words import known_rounding
+from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
+from attn_diag.analyses.verdicts.quality import beside_truth
+from attn_diag.analyses.verdicts.words import known_rounding
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     LABELS,

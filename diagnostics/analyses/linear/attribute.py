@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from attn_diag.analyses.attribution.shapley import Subset, SubsetPlan
-from attn_diag.analyses.linear_recipes.identify import recipe_of
-from attn_diag.analyses.linear_recipes.recipes import (
+from attn_diag.analyses.linear.identify import recipe_of
+from attn_diag.analyses.linear.recipes import (
     SITES,
     head_index,
     opened,
