@@ -25,6 +25,7 @@ from attn_diag.head.quality import LOSSY
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect
 from attn_diag.results.wording import LINEAR_SYMBOLS, between, percent, together
 
+# A site that makes this part of a squared error is named for it.
 _GUILTY = 0.5
 # Where a site takes away more than this, errors of sites cancel, and no one of them makes the error.
 _CANCELS = 0.1
