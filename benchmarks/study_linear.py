@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from linear_kernels import DEFECTS, observed
 
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.linear import LinearRun
 from attn_diag.results.linear import LinearDiagnosis

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from linear_kernels import bf16, one_configuration, recurrent
 from measuring import made_by, options_of, save
 
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.linear import LinearRun
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded

@@ -28,7 +28,7 @@ from bench_linear_reference import naive
 from planted_linear import DELTA_RULE, MAMBA, Fault, foreign, planted
 
 import attn_diag
-from attn_diag.analyses.linear_words import CAUSES
+from attn_diag.analyses.linear.words import CAUSES
 from attn_diag.results.check import CheckReport
 
 

@@ -23,7 +23,7 @@ import torch
 from measuring import made_by, save
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
 from attn_diag.reference.linear import OF_HEADS

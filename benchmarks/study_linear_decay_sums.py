@@ -23,8 +23,8 @@ import torch
 from measuring import made_by, save
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear
-from attn_diag.analyses.linear_boundaries import Jumps
+from attn_diag.analyses.linear.boundaries import Jumps
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.head.linear import LinearRun
 

@@ -45,7 +45,7 @@ from linear_trained import MODELS, Trained
 from measuring import made_by, save, watched
 
 from attn_diag import replay_linear
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded

@@ -3,8 +3,8 @@
     python benchmarks/study_linear_unseen.py [--seeds 20] [--first 1000] [--only NAME …] [--json FILE]
 
 Two limits are silence, not calibration: a factor below 2 without a site that makes it is undecided
-(``analyses.linear._UNNAMED``), a mean below a quarter of the error's size is no bias
-(``analyses.linear_findings._MATTERS``). This counts what they cost: per kernel how often it is accused (nonfinite,
+(``analyses.linear.inspect._UNNAMED``), a mean below a quarter of the error's size is no bias
+(``analyses.linear.findings._MATTERS``). This counts what they cost: per kernel how often it is accused (nonfinite,
 wrong, lossy, biased), how often only undecided, how often clean; and how often it would be accused without the two,
 from the same intervals and p-values. The study that chose the limits used seeds 0 to 39. An emulated chunked kernel
 (BF16, chunks of 64, 160 steps, width 32), spoilt after the fact.
@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from study_linear import ACCUSED, inputs_of
 
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.head.linear import LinearRun
 from attn_diag.head.quality import LOSSY

@@ -19,7 +19,7 @@ import torch
 from measuring import made_by, options_of, save
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear
+from attn_diag.analyses.linear.inspect import inspect_linear
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 

@@ -11,11 +11,11 @@ from .analyses.identify import identify_captures as identify_captures
 from .analyses.inspection.inspect import inspect as inspect
 from .analyses.inspection.inspect import inspect_captures as inspect_captures
 from .analyses.inspection.inspect import repeated_maxima as repeated_maxima
-from .analyses.linear import inspect_linear as inspect_linear
-from .analyses.linear_comparison import diff_linear as diff_linear
-from .analyses.linear_recipes.attribute import attribute_linear as attribute_linear
-from .analyses.linear_recipes.identify import identify_linear as identify_linear
-from .analyses.linear_recipes.what_if import what_if_linear as what_if_linear
+from .analyses.linear.attribute import attribute_linear as attribute_linear
+from .analyses.linear.diff import diff_linear as diff_linear
+from .analyses.linear.identify import identify_linear as identify_linear
+from .analyses.linear.inspect import inspect_linear as inspect_linear
+from .analyses.linear.what_if import what_if_linear as what_if_linear
 from .analyses.microscopy.addition import examine_addition as examine_addition
 from .analyses.microscopy.closed_form import closed_form as closed_form
 from .analyses.microscopy.microscope import microscope as microscope

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
-from attn_diag.analyses.quality import judge_quantity
+from attn_diag.analyses.verdicts.quality import judge_quantity
 from attn_diag.head.counterfactual import run_counterfactual
 from attn_diag.head.quality import LOSSY, sample
 from attn_diag.head.read import HeadInputs

@@ -24,7 +24,7 @@ class Fault:
     line: str
     made: str
     cause: tuple[str, ...] = ()
-    """What it must be called, of ``attn_diag.analyses.linear_causes.CAUSES``; none: any accusation."""
+    """What it must be called, of ``attn_diag.analyses.linear.causes.CAUSES``; none: any accusation."""
 
 
 _LAST = "last_recurrent_state * chunk_decay[:, :, i] + key[:, :, i].transpose(-1, -2) @ v_new"

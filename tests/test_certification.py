@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attn_diag
 from attn_diag import Capture, InputError, load
 from attn_diag.analyses.inspection.inspect import inspect_captures
-from attn_diag.analyses.means import beyond_reference
+from attn_diag.analyses.verdicts.means import beyond_reference
 from attn_diag.captures.selection import Ranges
 from attn_diag.cli.inspect import inspect as command
 from attn_diag.head.certification import Certify, RoundedBound, pool_certificates, rounding_of_products
@@ -85,7 +85,7 @@ def test_no_verdict_on_means_below_the_references_own_error(size: float, monkeyp
     assert sum(len(estimates(head)) for head in heads(diagnosis)) > 4
     assert is_withheld(diagnosis)
     # One that judges whatever it sees is found out.
-    monkeypatch.setattr("attn_diag.analyses.means.REFERENCE_BELOW", math.inf)
+    monkeypatch.setattr("attn_diag.analyses.verdicts.means.REFERENCE_BELOW", math.inf)
     assert not is_withheld(attn_diag.inspect(**noisy(size), causal=True))
 
 

@@ -42,6 +42,16 @@ def test_names_of_the_package_exist(page: Path) -> None:
         assert any(hasattr(owner, name) for owner in (attn_diag, AttnDiag)) or (ROOT / name).is_dir(), name
 
 
+def test_every_public_name_stands_in_a_page() -> None:
+    """As code, in what a user reads: the words ``diff`` and ``load`` of a sentence are no place to find it."""
+    text = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    code = "\n".join(re.findall(r"^```.*?^```|^::: [^\n]+|`[^`\n]+`", text, re.MULTILINE | re.DOTALL))
+    shown = set(re.findall(r"\w+", code))
+    assert "misbehaves" in text
+    assert "misbehaves" not in shown, "the check below can fail"
+    assert set(attn_diag.__all__) <= shown
+
+
 def test_every_command_has_its_line() -> None:
     listed = set(re.findall(r"^\| \[`([\w-]+)`\]", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE))
     assert listed == set(COMMANDS) == {page.stem for page in (ROOT / "docs" / "commands").glob("*.md")}

@@ -9,7 +9,7 @@ from torch import Tensor
 from verdicts.inputs import draw
 
 import attn_diag
-from attn_diag.analyses.means import excuse
+from attn_diag.analyses.verdicts.means import excuse
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.results.diagnosis import BiasEstimate, HeadDiagnosis, RoundingBias
 

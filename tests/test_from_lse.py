@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analyses.quality import SITES
+from attn_diag.analyses.verdicts.quality import SITES
 from attn_diag.results.quality import QuantityVerdict
 
 GRADIENTS = ("dq", "dk", "dv")

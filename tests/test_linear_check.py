@@ -17,7 +17,7 @@ from planted_linear import DELTA_RULE, MAMBA, Fault, foreign, planted
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analyses.linear_words import CAUSES
+from attn_diag.analyses.linear.words import CAUSES
 from attn_diag.results.check import CheckReport
 
 DELTA, QUICK = "gated_delta_rule", ["normal", "initial-state"]

@@ -9,7 +9,7 @@ import torch
 
 import attn_diag
 from attn_diag import LinearCapture
-from attn_diag.analyses.linear_choices import FINER, Choices
+from attn_diag.analyses.linear.choices import FINER, Choices
 from attn_diag.head.linear import LinearRun
 from attn_diag.kernels.linear_inverse import inverse
 from attn_diag.kernels.linear_products import rounded_to

@@ -13,7 +13,7 @@ from linear_kernels import recurrent
 from torch import Tensor
 
 import attn_diag
-from attn_diag.analyses.linear_causes import _beside
+from attn_diag.analyses.linear.causes import _beside
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_faults import FAULTS
 from attn_diag.results.linear import LinearDiagnosis

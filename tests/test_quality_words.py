@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.quality import judge_quantity
-from attn_diag.analyses.quality_words import factor_words, few_carry
+from attn_diag.analyses.verdicts.quality import judge_quantity
+from attn_diag.analyses.verdicts.words import factor_words, few_carry
 from attn_diag.head.quality import QuantitySample, sample
 from attn_diag.reference import format_of
 from attn_diag.results.quality import Quantity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -127,6 +128,14 @@ def test_neither_modules_nor_folders_go_in_circles() -> None:
 
 def test_a_public_class_name_means_one_thing() -> None:
     assert {name: places for name, places in public_classes().items() if len(places) > 1} == {}
+
+
+def test_where_to_begin_names_modules_that_there_are() -> None:
+    maps = {file: text for file in modules().values() if "Where to begin" in (text := file.read_text())}
+    assert len(maps) >= 4
+    for file, text in maps.items():
+        for name in re.findall(r"``([\w*]+)``", text):
+            assert [*file.parent.glob(f"{name}.py"), *file.parent.glob(f"{name}/__init__.py")], f"{file}: {name}"
 
 
 def test_modules_stay_small() -> None:

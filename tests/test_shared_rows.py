@@ -15,7 +15,7 @@ from verdicts.inputs import Inputs, draw
 from verdicts.kernels import PLAIN, attend
 
 import attn_diag
-from attn_diag.analyses.means import found as found_mean
+from attn_diag.analyses.verdicts.means import rejects
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.metadata import Causal
 from attn_diag.head.counterfactual import same_keys, together
@@ -170,7 +170,7 @@ def test_sequences_with_a_common_prompt_raise_no_alarm(blind: bool, monkeypatch:
         monkeypatch.setattr("attn_diag.analyses.inspection.capture_job.shared_rows", nothing_shared)
     found = [h for seed in (0, 1) for h in judged(draw("gaussian", "shared_prompt", seed=seed, heads=4, t_q=128, d=32))]
     # Means of which a test says that they differ from zero; those that a well-rounded kernel has too are no fault.
-    alarms = sum(any(found_mean(e, 0.01) for name in PRIMARY if (e := getattr(h.bias, name))) for h in found)
+    alarms = sum(any(rejects(e, 0.01) for name in PRIMARY if (e := getattr(h.bias, name))) for h in found)
     assert (alarms >= 3) if blind else not alarms
     assert not any("biased" in some(h.verdict).labels for h in found)
 

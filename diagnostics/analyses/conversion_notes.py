@@ -20,7 +20,7 @@ _BEYOND = 16.0
 
 
 def lost_rows(capture: Capture) -> list[str]:
-    """That rows of O are zeros which attention makes none."""
+    """A note that rows of O are zero where attention makes none so; no note where there are none."""
     if "o" not in capture.tensors or not (found := zeroed_rows(capture, torch.device("cpu"))):
         return []
     item, head, rows, tried = found[0]

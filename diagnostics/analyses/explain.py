@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from attn_diag.analyses.means import beyond_reference, excuse
-from attn_diag.analyses.verdict import DQ_ERROR_ABOVE, NOISY_ABOVE, ROUNDS_ELSEWHERE_ABOVE
+from attn_diag.analyses.verdicts.means import beyond_reference, excuse
+from attn_diag.analyses.verdicts.verdict import DQ_ERROR_ABOVE, NOISY_ABOVE, ROUNDS_ELSEWHERE_ABOVE
 from attn_diag.errors import InputError
 from attn_diag.results.diagnosis import (
     BiasEstimate,

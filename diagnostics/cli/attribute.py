@@ -33,7 +33,7 @@ def attribute(
 
     refused = {"--html": html, "--level": level, **overrides.given()}
     if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
-        from attn_diag.analyses.linear_recipes.attribute import attribute_linear
+        from attn_diag.analyses.linear.attribute import attribute_linear
 
         one, head, unreadable = linear
         with progress_bar("runs") as progress:

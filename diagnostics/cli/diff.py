@@ -97,7 +97,7 @@ def _linear(
     a: Path, b: Path, observations: tuple[str | None, str | None], delivery: Delivery, html: Path | None,
     fail_on: str | None, level: float, device: str,
 ) -> int:  # fmt: skip
-    from attn_diag.analyses.linear_comparison import diff_linear
+    from attn_diag.analyses.linear.diff import diff_linear
     from attn_diag.results.linear_comparison import DifferenceAnswer
 
     wanted = labels(fail_on, get_args(DifferenceAnswer))

@@ -28,7 +28,7 @@ def identify(
 
     linear = inputs.one_linear(places, delivery, refused={"--rows": rows, **overrides.given()})
     if linear is not None:
-        from attn_diag.analyses.linear_recipes.identify import identify_linear
+        from attn_diag.analyses.linear.identify import identify_linear
 
         one, head, unreadable = linear
         with progress_bar("recipes") as progress:

@@ -138,7 +138,7 @@ def _linear(
     opened: tuple[list[LinearCapture], list[str]], places: Places, delivery: Delivery, html: Path | None,
     wanted: frozenset[str], level: float, device: str,
 ) -> int:  # fmt: skip
-    from attn_diag.analyses.linear import inspect_linear_captures
+    from attn_diag.analyses.linear.inspect import inspect_linear_captures
 
     captures, unreadable = opened
     heads = numbers("--head", places.head)

@@ -43,7 +43,7 @@ def what_if(
     inputs = Inputs([] if path is None else [path], example)
     refused = {"--only": only, "--beta": beta, "--seeds": seeds, "--level": level, **overrides.given()}
     if (linear := inputs.one_linear(places, delivery, refused=refused)) is not None:
-        from attn_diag.analyses.linear_recipes.what_if import what_if_linear
+        from attn_diag.analyses.linear.what_if import what_if_linear
 
         one, head, unreadable = linear
         with progress_bar("recipes") as progress:

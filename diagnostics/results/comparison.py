@@ -9,7 +9,7 @@ from attn_diag.results.base import Number, Result, SideBySide, Tool
 from attn_diag.results.estimates import Label
 
 MeanOutcome = Literal["became biased", "cured", "grew", "shrank", "reversed", "moved", "none", "untested"]
-# Up to this factor a quantity is as good as can be (``analyses.verdict``), and a ratio no change.
+# Up to this factor a quantity is as good as can be (``analyses.verdicts.verdict``), and a ratio no change.
 NO_MATTER = 1.1
 TrendOutcome = Literal["grows", "shrinks", "since", "throughout", "none"]
 SizeOutcome = Literal["grew", "shrank", "none", "other inputs", "unknown"]

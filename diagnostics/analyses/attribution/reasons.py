@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attn_diag.analyses.verdict import DQ_ERROR_ABOVE
+from attn_diag.analyses.verdicts.verdict import DQ_ERROR_ABOVE
 from attn_diag.head.counterfactual import RECIPE
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels import Recipe, preset

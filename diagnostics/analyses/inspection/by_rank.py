@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attn_diag.analyses.quality import judge_quantity, worst
+from attn_diag.analyses.verdicts.quality import judge_quantity, worst
 from attn_diag.captures.metadata import Metadata
 from attn_diag.head.quality import QuantitySample
 from attn_diag.results.quality import QuantityVerdict

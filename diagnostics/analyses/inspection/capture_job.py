@@ -10,7 +10,6 @@ from itertools import chain
 
 import torch
 
-from attn_diag.analyses.dmask import judge_sums
 from attn_diag.analyses.inspection.by_rank import judge_ranks
 from attn_diag.analyses.inspection.groups import (
     GroupMeasurement,
@@ -29,7 +28,8 @@ from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_nan import with_finite_rows
 from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
-from attn_diag.analyses.quality import CAPTURED, judge_effect, judge_quantity, not_judged, with_empty_rows, worst_of_all
+from attn_diag.analyses.verdicts import quality as judging
+from attn_diag.analyses.verdicts.dmask import judge_sums
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.selection import Selection, select_heads, select_observations
@@ -295,7 +295,7 @@ class CaptureJob:
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
         quantities = with_others_faults(quantities, self.group, c.metadata.head_offset)
-        missing = not_judged(
+        missing = judging.not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
@@ -333,7 +333,7 @@ class CaptureJob:
                 dw_q=GradientSums.pool(known) if len(known) == len(measured) else None,
                 extra=self._extra(name, sorted({head // self.group for head in measured})),
                 sequences=sequences,
-                quantities=worst_of_all(quantities.values()),
+                quantities=judging.worst_of_all(quantities.values()),
                 missing=missing,
             )
         ]  # fmt: skip
@@ -347,7 +347,7 @@ class CaptureJob:
         asked, recipe = name in self.capture.observations and not self.assumptions.refused, self._recipe(name)
         coarse = self.unnamed.coarse(name, parts) if asked and recipe is None else coarse_words(recipe)
         explain = partial(self.patterns.explain, name, head) if asked else None
-        for quantity in CAPTURED:
+        for quantity in judging.CAPTURED:
             if quantity in KEYED:
                 known = [(f.batch, f.sample) for f in gradients.get(kv, {}).get(quantity, []) if f.sample is not None]
                 broken = self.broken_keys.get(name, {}).get(kv, Counter())[quantity]
@@ -358,17 +358,17 @@ class CaptureJob:
             batches, samples = [b for b, _ in known], self.unnamed.known(name, head, quantity, known, coarse, parts)
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
-                verdict = judge_effect(quantity, effects, broken)
+                verdict = judging.judge_effect(quantity, effects, broken)
                 batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(with_scales(verdict if explain is None else explain(verdict, effects, batches), parts))
             elif samples or broken:
                 lengths = [self.capture.lengths(batch)[0] for batch in batches]
                 summed = self.group * max(lengths, default=1) if quantity in KEYED else 1
-                verdict = judge_quantity(quantity, samples, batches, broken, summed=summed)
+                verdict = judging.judge_quantity(quantity, samples, batches, broken, summed=summed)
                 verdict = judge_ranks(verdict, samples, batches, self.capture.metadata, summed)
                 verdict = verdict if explain is None else explain(verdict, samples, batches)
                 counts = [p.without_keys.get(quantity, (0, 0)) for p in parts]
-                found.append(with_empty_rows(verdict, counts, self.absorbed.get(quantity, ())))
+                found.append(judging.with_empty_rows(verdict, counts, self.absorbed.get(quantity, ())))
         return with_proven_scale(with_finite_rows(found, parts) if asked else found)
 
     def _extra(self, name: str, kv_heads: list[int]) -> Propagation:

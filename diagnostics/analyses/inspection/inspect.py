@@ -16,7 +16,7 @@ from attn_diag.analyses.inspection.joint import alike, run_alike
 from attn_diag.analyses.inspection.pooling import adjust_family
 from attn_diag.analyses.inspection.ranks import Ranks
 from attn_diag.analyses.several import require_by_name
-from attn_diag.analyses.verdict import summarise
+from attn_diag.analyses.verdicts.verdict import summarise
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of, require_captures
 from attn_diag.captures.merge import merged_over_ranks

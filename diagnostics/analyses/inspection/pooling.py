@@ -14,8 +14,8 @@ import torch
 
 from attn_diag.analyses.inspection.pooled_errors import NoiseFactor, PooledErrors
 from attn_diag.analyses.inspection.ranks import Ranks
-from attn_diag.analyses.means import beyond_reference, of_cut_off
-from attn_diag.analyses.verdict import judge
+from attn_diag.analyses.verdicts.means import beyond_reference, of_cut_off
+from attn_diag.analyses.verdicts.verdict import judge
 from attn_diag.head.certification import pool_certificates
 from attn_diag.head.declared import mean_is_the_recipes
 from attn_diag.head.figure_sums import errors_by_feature

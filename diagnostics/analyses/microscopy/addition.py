@@ -58,16 +58,20 @@ def examine_addition(
 ) -> Addition:
     """Examine the rounding of the exact sum of ``terms`` to ``fmt``, to nearest, ties to even.
 
-    ``terms``: finite numbers, each taken as exact. ``fmt``: a FloatFormat or one of bf16, fp16, fp32, fp64, e4m3,
-    e5m2. ``residual``: for every term, whether it belongs to the residual (default: those smaller in magnitude than
-    half the spacing at the sum, unless that were all of them). ``labels``: a name for every term.
-
         >>> a = examine_addition([-2.40625, -2.296875, -0.0008654594421386719])
         >>> a.tie, a.rounded, a.error, a.without_residual.rounded
         ('broken', -4.71875, -0.014759540557861328, -4.6875)
 
-    Raises InputError for no terms, terms that are not finite, a sum beyond float64, an unknown format, and lists of
-    different lengths.
+    Args:
+        terms: Finite numbers, each taken as exact.
+        fmt: A FloatFormat or one of bf16, fp16, fp32, fp64, e4m3, e5m2.
+        residual: For every term, whether it belongs to the residual; None: those smaller in magnitude than half the
+            spacing at the sum, unless that were all of them.
+        labels: A name for every term.
+
+    Raises:
+        InputError: No terms, terms that are not finite, a sum beyond float64, an unknown format, or lists of different
+            lengths.
     """
     found = _format(fmt)
     if not terms or not all(map(math.isfinite, terms)):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attn_diag.analyses.quality_words import without_too_few
+from attn_diag.analyses.verdicts.words import without_too_few
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.quality import LOSSY, QuantitySample
 from attn_diag.head.unfused import OF_BACKWARD, WORDS

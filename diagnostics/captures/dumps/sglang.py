@@ -33,6 +33,7 @@ from attn_diag.captures.pickles import unpickle
 from attn_diag.errors import InputError
 
 _LAYER = re.compile(r"(?:^|[._])layers?[._]?(\d+)")
+# SGLang's module of attention, RadixAttention, as the hooks on whole models name it.
 _RADIX = re.compile(r"\.attn(?:_mha)?\.(inputs\.0|inputs\.1|inputs\.2|output)$")
 _HOOKED = "non_intrusive__"
 _OF_RADIX = {"inputs.0": "q", "inputs.1": "k", "inputs.2": "v", "output": "o"}

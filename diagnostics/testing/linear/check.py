@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear_captures
-from attn_diag.analyses.linear_words import in_words
+from attn_diag.analyses.linear.inspect import inspect_linear_captures
+from attn_diag.analyses.linear.words import in_words
 from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture
 from attn_diag.errors import InputError

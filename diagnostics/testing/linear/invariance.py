@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear_captures
-from attn_diag.analyses.linear_noise import cancelled, near
+from attn_diag.analyses.linear.inspect import inspect_linear_captures
+from attn_diag.analyses.linear.noise import cancelled, near
 from attn_diag.captures.lent import written_words
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError

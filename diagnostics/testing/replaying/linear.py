@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from attn_diag.analyses.linear import inspect_linear_captures
+from attn_diag.analyses.linear.inspect import inspect_linear_captures
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.captures.sources import DEFAULT_OBSERVATION

@@ -88,7 +88,7 @@ class GradientToCome:
                 self.handle = None
 
     def stream_of_copies(self) -> AbstractContextManager[Any]:
-        """See ``Record``."""
+        """The stream on which the copy was made; see ``records.Record``."""
         assert self._copy is not None
         return copied_on(self._stream, self._copy.device)
 

@@ -210,7 +210,7 @@ class RecordedBackward:
     stream: int
 
     def stream_of_copies(self) -> AbstractContextManager[Any]:
-        """See ``Record``."""
+        """As that of ``Record``."""
         return copied_on(self.stream, self.record.call[2][0].device)
 
     def back(self) -> OperatorBackward:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear_captures
+from attn_diag.analyses.linear.inspect import inspect_linear_captures
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.reference.linear import OF_HEADS

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_bits import Bits
-from attn_diag.analyses.linear_causes import Beside, Causes
-from attn_diag.analyses.linear_choices import FP32, Choices
-from attn_diag.analyses.linear_findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
-from attn_diag.analyses.linear_noise import along, cancelled, mean_away, stands_out, unusable
-from attn_diag.analyses.linear_words import Cause
+from attn_diag.analyses.linear.bits import Bits
+from attn_diag.analyses.linear.causes import Beside, Causes
+from attn_diag.analyses.linear.choices import FP32, Choices
+from attn_diag.analyses.linear.findings import adjusted, all_zero, capital, findings_of, sentence_of, stated
+from attn_diag.analyses.linear.noise import along, cancelled, mean_away, stands_out, unusable
+from attn_diag.analyses.linear.words import Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS, LinearCapture, load_linear
 from attn_diag.captures.loading import find_captures
 from attn_diag.errors import InputError

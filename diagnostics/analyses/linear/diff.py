@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear import inspect_linear_captures
+from attn_diag.analyses.linear.inspect import inspect_linear_captures
 from attn_diag.captures.linear import LinearCapture, load_linear
 from attn_diag.errors import InputError
 from attn_diag.head.linear import STATES, LinearRun

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.dsinks import judge_dsinks
+from attn_diag.analyses.verdicts.dsinks import judge_dsinks
 from attn_diag.captures.capture import Capture
 from attn_diag.head.mask_gradients import MaskTerms, summed
 from attn_diag.head.quality import LOSSY

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import FAULT_EXPLAINS, MOST_STEPWISE
-from attn_diag.analyses.linear_recipes.recipes import (
+from attn_diag.analyses.linear.causes import FAULT_EXPLAINS, MOST_STEPWISE
+from attn_diag.analyses.linear.recipes import (
     head_index,
     opened,
     parse_recipe,

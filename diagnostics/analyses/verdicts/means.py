@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_diag.analyses.quality_words import KEPT_WHOLE
+from attn_diag.analyses.verdicts.words import KEPT_WHOLE
 from attn_diag.head.cut_off import SITES
 from attn_diag.head.measurement import CutOff
 from attn_diag.results.diagnosis import BiasEstimate, RoundingBias, Verdict
@@ -37,7 +37,7 @@ def beyond_reference(estimate: BiasEstimate) -> bool:
     return bound > REFERENCE_BELOW * max(error, abs(mean or 0.0))
 
 
-def found(estimate: BiasEstimate, level: float) -> bool:
+def rejects(estimate: BiasEstimate, level: float) -> bool:
     """Whether the test of a mean rejects, after the correction for all tests of the run."""
     return estimate.p_adjusted is not None and estimate.p_adjusted <= level
 
@@ -83,7 +83,7 @@ def leans_on_few(estimate: BiasEstimate, level: float) -> bool:
     correct rounding has few terms by nature, and a bias that is the same in all rows rests on the most copied key
     alone.
     """
-    return not found(estimate, level) and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
+    return not rejects(estimate, level) and estimate.n_eff is not None and estimate.n_eff < MIN_EFFECTIVE
 
 
 def _alike(other: float | None, mean: float | None) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_words import CAUSES, Cause
+from attn_diag.analyses.linear.words import CAUSES, Cause
 from attn_diag.captures.linear import LINEAR_OUTPUTS
 from attn_diag.head.linear import STATES, LinearRun, Place
 from attn_diag.results.wording import LINEAR_SYMBOLS

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from attn_diag.analyses.linear_recipes.identify import recipe_of
-from attn_diag.analyses.linear_recipes.recipes import (
+from attn_diag.analyses.linear.identify import recipe_of
+from attn_diag.analyses.linear.recipes import (
     head_index,
     opened,
     recipe_words,

@@ -14,10 +14,10 @@ from math import inf
 
 from torch import Tensor
 
-from attn_diag.analyses.linear_causes import SITE_EXPLAINS, Causes
-from attn_diag.analyses.linear_choices import FINER, FP32
-from attn_diag.analyses.linear_noise import block_of, by_chance, with_rounded_decays
-from attn_diag.analyses.linear_words import CAUSES, Cause
+from attn_diag.analyses.linear.causes import SITE_EXPLAINS, Causes
+from attn_diag.analyses.linear.choices import FINER, FP32
+from attn_diag.analyses.linear.noise import block_of, by_chance, with_rounded_decays
+from attn_diag.analyses.linear.words import CAUSES, Cause
 from attn_diag.head.linear import LinearRun, Place
 from attn_diag.head.quality import LOSSY
 from attn_diag.kernels.linear_recipe import GRADIENT_SITES, LinearFormat, LinearRecipe

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from attn_diag.analyses.joined_samples import joined
-from attn_diag.analyses.quality_words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
-from attn_diag.analyses.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
+from attn_diag.analyses.verdicts.joined_samples import joined
+from attn_diag.analyses.verdicts.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
+from attn_diag.analyses.verdicts.words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums, cut_off
 from attn_diag.head.outlying import GROUP_LIMIT

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from attn_diag.analyses.attribution.shapley import Subset, SubsetPlan
-from attn_diag.analyses.linear_recipes.identify import recipe_of
-from attn_diag.analyses.linear_recipes.recipes import (
+from attn_diag.analyses.linear.identify import recipe_of
+from attn_diag.analyses.linear.recipes import (
     SITES,
     head_index,
     opened,
@@ -25,6 +25,7 @@ from attn_diag.head.quality import LOSSY
 from attn_diag.results.linear_recipes import LinearAttribution, LinearHeadAttribution, LinearSite, LinearSiteEffect
 from attn_diag.results.wording import LINEAR_SYMBOLS, between, percent, together
 
+# A site that makes this part of a squared error is named for it.
 _GUILTY = 0.5
 # Where a site takes away more than this, errors of sites cancel, and no one of them makes the error.
 _CANCELS = 0.1

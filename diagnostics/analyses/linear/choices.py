@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_noise import stands_out
+from attn_diag.analyses.linear.noise import stands_out
 from attn_diag.head.linear import LinearRun, Place, recipe_name
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.kernels.linear_recipe import CHOICES, LinearFormat, LinearRecipe

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
-from attn_diag.analyses.means import REFERENCE_BELOW, beyond_reference, excuse, found, leans_on_few
-from attn_diag.analyses.quality import beside_truth
-from attn_diag.analyses.quality_words import known_rounding
+from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
+from attn_diag.analyses.verdicts.quality import beside_truth
+from attn_diag.analyses.verdicts.words import known_rounding
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     LABELS,
@@ -312,7 +312,7 @@ def _biased(
     """Whether a primary test rejects a mean that is the kernel's own, and the sentence for each that rejects."""
     guilty, words = False, []
     for name, estimate in tests.items():
-        if not found(estimate, level):
+        if not rejects(estimate, level):
             continue
         sentence = (
             f"Mean error of {_NAMES[name]} is {estimate.mean:.3g} "

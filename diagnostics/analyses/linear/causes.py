@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.linear_boundaries import misfit
-from attn_diag.analyses.linear_facts import fact_of, factor_in_words
-from attn_diag.analyses.linear_noise import block_of, by_chance, with_rounded_decays
-from attn_diag.analyses.linear_words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
+from attn_diag.analyses.linear.boundaries import misfit
+from attn_diag.analyses.linear.facts import fact_of, factor_in_words
+from attn_diag.analyses.linear.noise import block_of, by_chance, with_rounded_decays
+from attn_diag.analyses.linear.words import CAUSES, ONE_STEP, STEPWISE, Cause, in_words
 from attn_diag.captures.linear import LINEAR_OUTPUTS
 from attn_diag.head.linear import CHUNKS, LinearRun, Place
 from attn_diag.head.quality import AS_GOOD, BEYOND, LOSSY

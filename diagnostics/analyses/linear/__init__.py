@@ -1,0 +1,1 @@
+"""Linear attention: ``inspect``, ``diff``, ``identify``, ``attribute`` and ``what_if``, and what these stand on."""

@@ -1,1 +1,0 @@
-"""Linear attention's recipes: ``identify_linear``, ``attribute_linear``, ``what_if_linear``."""
