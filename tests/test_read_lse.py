@@ -42,8 +42,9 @@ def first_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, wide: bool, tile: 
     return out, (m + total.log())[:, 0]
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, *, wide: bool) -> list[Tensor]:
+def backward(tensors: list[Tensor], o: Tensor, lse: Tensor, *, wide: bool) -> list[Tensor]:
     """dQ, dK and dV; ``wide``: in fp32 but for the casts of P and dS."""
+    q, k, v, do = tensors
     dtype = q.dtype
     s = scores_of(q, k, wide=wide)
     if wide:
@@ -66,7 +67,7 @@ def test_of_any_loop(dtype: torch.dtype, *, wide: bool) -> None:
     """No way of the forward makes such an O: of these gradients 'lossy' alone was said."""
     tensors = inputs(dtype, 3, 4.0)
     o, lse = first_flash_attention(*tensors[:3], wide=wide)
-    found = judged(tensors, o, backward(*tensors, o, lse, wide=wide))
+    found = judged(tensors, o, backward(tensors, o, lse, wide=wide))
     for name in ("dq", "dk", "dv"):
         assert (found[name].answer, found[name].site) == ("lossy", "lse" if wide else "lse_steps"), found[name]
 
@@ -74,7 +75,7 @@ def test_of_any_loop(dtype: torch.dtype, *, wide: bool) -> None:
 def test_a_wrong_row_beside_it_is_no_rounding() -> None:
     tensors = inputs(torch.float16, 3, 4.0)
     o, lse = first_flash_attention(*tensors[:3], wide=True)
-    dq, dk, dv = backward(*tensors, o, lse, wide=True)
+    dq, dk, dv = backward(tensors, o, lse, wide=True)
     dq[70] = (1.2 * dq[70].float()).half()
     found = judged(tensors, o, [dq, dk, dv])
     assert found["dq"].site is None
@@ -85,7 +86,8 @@ def test_a_wrong_row_beside_it_is_no_rounding() -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_l_is_read_to_the_bit(dtype: torch.dtype, given: str) -> None:
     fmt, tensors = FORMATS[dtype], inputs(dtype, 5, 4.0)
-    head = AttentionHead(*(x.double() for x in tensors), ALPHA, Masking("top-left"))
+    q, k, v, do = tensors
+    head = AttentionHead(q.double(), k.double(), v.double(), do.double(), ALPHA, Masking("top-left"))
     scores = scores_of(head.q, head.k, wide=False)
     lse = scores.logsumexp(1)
     o = ((scores - lse[:, None]).exp() @ head.v).to(dtype)
@@ -94,15 +96,34 @@ def test_l_is_read_to_the_bit(dtype: torch.dtype, given: str) -> None:
     stored = round_nearest_even(lse + 2 * noise * ulp(lse, fmt), fmt)
 
     def read(given_lse: Tensor) -> dict[str, dict[str, Tensor]]:
-        dq, _, dv = backward(*tensors, o, given_lse, wide=True)
-        return backwards_of_read_lse(head, fmt, o.double(), **{given: (dq if given == "dq" else dv).double()})
+        dq, _, dv = backward(tensors, o, given_lse, wide=True)
+        (made,) = backwards_of_read_lse([head], fmt, [o.double()], **{given: (dq if given == "dq" else dv).double()})
+        return made
 
     found = read(stored)
     assert "from-l:fused:low" in found
-    expected = backward(*tensors, o, stored, wide=True)
+    expected = backward(tensors, o, stored, wide=True)
     for name, seen in zip(("dq", "dk", "dv"), expected, strict=True):
         left, error = ((found[way][name] - seen).square().sum() for way in ("from-l:fused:low", ""))
         assert left < 0.05 * error, name
     assert read(lse) == {}, "an L in fp32"
     assert read(stored + ulp(lse, fmt)) == {}, "an L to which something is added"
     assert read(lse + 0.3 * noise) == {}, "an L that is off, on no grid"
+
+
+def test_of_query_heads_that_share_a_key_head() -> None:
+    """Of their dV together; dK is then the sum of what each makes."""
+    one, other = (inputs(torch.float16, seed, 4.0) for seed in (3, 4))
+    made = []
+    for q, do in ((one[0], one[3]), (other[0], other[3])):
+        tensors = [q, *one[1:3], do]
+        o, lse = first_flash_attention(*tensors[:3], wide=True)
+        dq, dk, dv = backward(tensors, o, lse, wide=True)
+        made.append((q, do, o, dq, dk.float(), dv.float()))
+    q, do, o, dq, dk, dv = (torch.stack(x)[None] for x in zip(*made, strict=True))
+    k, v = (x[None, None] for x in one[1:3])
+    dk, dv = (x.sum(1, keepdim=True).half() for x in (dk, dv))
+    found = attn_diag.inspect(q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal="top-left", device="cpu")
+    for head in found.captures[0].observations[0].heads[:2]:
+        sites = {one.quantity: one.site for one in head.quantities if one.quantity != "o"}
+        assert sites == dict.fromkeys(("dq", "dk", "dv"), "lse")

@@ -11,6 +11,8 @@ made it of. Of scores that the backward rounds P is made of these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,28 +32,40 @@ _FP32 = 2.0**-23
 
 
 def backwards_of_read_lse(
-    head: AttentionHead, fmt: FloatFormat, o: Tensor, *, dq: Tensor | None = None, dv: Tensor | None = None
-) -> dict[str, dict[str, Tensor]]:
+    heads: Sequence[AttentionHead],
+    fmt: FloatFormat,
+    o: Sequence[Tensor],
+    *,
+    dq: Tensor | None = None,
+    dv: Tensor | None = None,
+) -> list[dict[str, dict[str, Tensor]]]:
     """Gradients from an L in 16 bits that dV shows, or dQ, by the ways of ``from_lse``.
 
     Args:
-        head: The head, with dO; without dropout, a softcap or a sink.
+        heads: The query heads of one key head, with dO; without dropout, a softcap or a sink.
         fmt: The inputs' format.
-        o: The captured O, [Tq, Dv] float64.
-        dq: The captured dQ, [Tq, D] float64.
-        dv: The captured dV, [Tk, Dv] float64, of this query head alone.
+        o: Their captured O, [Tq, Dv] float64 each.
+        dq: The captured dQ, [Tq, D] float64, of a single head; looked at where there is no dV.
+        dv: The captured dV, [Tk, Dv] float64, of all query heads of its key head.
 
     Returns:
-        As ``tiled_loops.backwards``, "" from the true L; empty where no way's L' lies on the grid.
+        Of each head as ``tiled_loops.backwards``, "" from the true L; empty where no way's L' lies on the grid.
     """
-    found = dict[str, dict[str, Tensor]]()
-    lse = _scores(head, fmt, "fused").logsumexp(1)
+    found = [dict[str, dict[str, Tensor]]() for _ in heads]
+    lse = [_scores(head, fmt, "fused").logsumexp(1) for head in heads]
     for way in ("fused", "stored", "compiled", "steps"):
-        if (read := _read(head, fmt, _scores(head, fmt, way), lse, o, dq, dv)) is not None:
+        scores = [_scores(head, fmt, way) for head in heads]
+        if (read := _read(heads, fmt, torch.cat(scores), torch.cat(lse), o, dq, dv)) is not None:
             # In steps S - L is cast; else L as it is read.
             of_lse = "low" if way == "steps" else "fp32"
-            found[f"from-l:{way}:low"] = from_lse(head, fmt, f"from-l:{way}:{of_lse}", (o, read))
-    return found | {"": from_lse(head, fmt, "from-l:fused:fp32", (o, lse))} if found else {}
+            for one, head, out, known in zip(
+                found, heads, o, torch.split(read, [len(h.q) for h in heads]), strict=True
+            ):
+                one[f"from-l:{way}:low"] = from_lse(head, fmt, f"from-l:{way}:{of_lse}", (out, known))
+    for one, head, out, true in zip(found, heads, o, lse, strict=True):
+        if one:
+            one[""] = from_lse(head, fmt, "from-l:fused:fp32", (out, true))
+    return found
 
 
 def _scores(head: AttentionHead, fmt: FloatFormat, way: str) -> Tensor:
@@ -67,12 +81,17 @@ def _scores(head: AttentionHead, fmt: FloatFormat, way: str) -> Tensor:
 
 
 def _read(
-    head: AttentionHead, fmt: FloatFormat, scores: Tensor, lse: Tensor, o: Tensor, dq: Tensor | None, dv: Tensor | None
+    heads: Sequence[AttentionHead],
+    fmt: FloatFormat,
+    scores: Tensor,
+    lse: Tensor,
+    o: Sequence[Tensor],
+    dq: Tensor | None,
+    dv: Tensor | None,
 ) -> Tensor | None:
-    """L', [Tq], on the grid; as it is read where a row does not tell which number there, and the true one where no
-    rounding makes what is read; None where most are not on the grid."""
-    assert head.do is not None
-    probs, do = (scores - finite(lse)[:, None]).exp(), head.do
+    """L' of all heads' rows, on the grid; as it is read where a row does not tell which number there, and the true one
+    where no rounding makes what is read; None where most are not on the grid."""
+    probs, do = (scores - finite(lse)[:, None]).exp(), torch.cat([head.do for head in heads if head.do is not None])
     spacing, relative = ulp(finite(lse), fmt), 2.0 ** (-2 * fmt.precision) / 24
     matrix, right = torch.diag(spacing.square().reciprocal()), torch.zeros_like(spacing)
     if dv is not None:
@@ -82,11 +101,11 @@ def _read(
         matrix += (by_key @ probs.T) * (do @ do.T)
         right += ((by_key @ (dv - true)) * do).sum(1)
     elif dq is not None:
-        products = do * o
-        dscores = probs * (do @ head.v.T - products.sum(1, keepdim=True))
-        cancelled = probs * (do.abs() @ head.v.abs().T + products.abs().sum(1, keepdim=True)) * _FP32
-        true = dscores @ head.k * head.scale
-        noise = (dscores.square() * relative + cancelled.square()) @ head.k.square() * head.scale**2
+        products, k, v = do * o[0], heads[0].k, heads[0].v
+        dscores = probs * (do @ v.T - products.sum(1, keepdim=True))
+        cancelled = probs * (do.abs() @ v.abs().T + products.abs().sum(1, keepdim=True)) * _FP32
+        true = dscores @ k * heads[0].scale
+        noise = (dscores.square() * relative + cancelled.square()) @ k.square() * heads[0].scale ** 2
         noise += ulp(true, fmt).square() / 12
         matrix += torch.diag((true.square() / noise).sum(1))
         right += (true * (dq - true) / noise).sum(1)

@@ -30,6 +30,8 @@ from attn_diag.results.quality import Quantity
 _MOST_KEYS = 2**13
 # Gradients are made in all rows at once, in seven ways.
 _MOST_SCORES = 2**20
+# Equations in as many unknowns are solved.
+_MOST_ROWS = 2**11
 
 
 class UnnamedKernels:
@@ -103,32 +105,35 @@ class UnnamedKernels:
         Args:
             observation: Which.
             head: Index of the query head.
-            quantity: Of dK and dV that several query heads share nothing more is said.
+            quantity: Of dK and dV that several query heads share nothing is said behind loops.
             found: Indices of the batch items, each with its sample.
             coarse, parts: As in ``known_by_bits``.
         """
-        capture = self._opened.capture
-        shared = quantity != "dq" and capture.q_heads != capture.kv_heads
-        samples = []
+        capture, samples = self._opened.capture, []
+        group = 1 if quantity == "dq" else capture.q_heads // capture.kv_heads
         for batch, given in found:
             sample = known_by_bits(given, quantity, coarse, parts)
             ratio = sample.ratio()
             lossy = ratio is not None and ratio.factor > LOSSY and sample.site in (None, *OF_BACKWARD)
-            if lossy and quantity in ("dq", "dk", "dv") and not (quantity != "dq" and shared):
-                observed = capture.read(capture.key(observation, quantity), batch, head)
+            if lossy and quantity in ("dq", "dk", "dv"):
+                observed = capture.read(capture.key(observation, quantity), batch, head // group)
                 assert observed is not None
-                sample = self._with_site(sample, quantity, observed.double(), (observation, batch, head))
+                heads = [(observation, batch, h) for h in range(head // group * group, (head // group + 1) * group)]
+                sample = self._with_site(sample, quantity, observed.cpu().double(), heads)
             samples.append(sample)
         return samples
 
     def _with_site(
-        self, sample: QuantitySample, quantity: Quantity, observed: Tensor, key: tuple[str, int, int]
+        self, sample: QuantitySample, quantity: Quantity, observed: Tensor, heads: Sequence[tuple[str, int, int]]
     ) -> QuantitySample:
-        """With the way that makes a gradient of O's loop, or else of the L that a gradient shows."""
+        """With the way that makes a gradient of O's loop, or else of the L that gradients of these heads show."""
         for source in (self._backwards.get, self._of_read_lse):
-            named_already = sample.site is not None and not _stands_out(sample)
-            made = None if named_already and source == self._of_read_lse else source(key)
-            found = _behind(sample, observed, {way: of[quantity] for way, of in made.items()}) if made else sample
+            if source == self._of_read_lse and sample.site is not None and not _stands_out(sample):
+                break
+            each = [source(key) or {} for key in heads]
+            ways = [way for way in each[0] if all(way in of for of in each)]
+            made = {way: torch.stack([of[way][quantity] for of in each]).sum(0) for way in ways}
+            found = _behind(sample, observed, made) if len(made) > 1 else sample
             if found is not sample:
                 return found
         return sample
@@ -136,20 +141,41 @@ class UnnamedKernels:
     def _of_read_lse(self, key: tuple[str, int, int]) -> dict[str, dict[str, Tensor]]:
         """``backwards_of_read_lse`` of an observation, batch item and head; empty behind a head that showed none."""
         observation, batch, head = key
-        if key in self._read or observation in self._unread:
-            return self._read.get(key, {})
-        capture, made = self._opened.capture, dict[str, dict[str, Tensor]]()
-        subject = read_subject(capture, observation, batch, head, torch.device("cpu"))
-        if subject is not None and backwards_from_lse(known := subject.inputs.head):
-            if len(known.q) * len(known.k) > _MOST_SCORES:
-                return {}
-            own = ("dq", "dv") if capture.q_heads == capture.kv_heads else ("dq",)
-            read = {name: capture.read(capture.key(observation, name), batch, head) for name in own}
-            given = {name: one.double() for name, one in read.items() if one is not None}
-            made = backwards_of_read_lse(known, subject.inputs.input_format, subject.observed.double(), **given)
-        self._read[key] = made
-        if not made:
-            self._unread.add(observation)
+        if key not in self._read and observation not in self._unread:
+            group = self._opened.capture.q_heads // self._opened.capture.kv_heads
+            heads = range(head // group * group, (head // group + 1) * group)
+            made = self._of_heads(observation, batch, heads)
+            self._read.update({(observation, batch, h): one for h, one in zip(heads, made, strict=True)})
+            if not self._read[key]:
+                self._unread.add(observation)
+        return self._read.get(key, {})
+
+    def _of_heads(self, observation: str, batch: int, heads: Sequence[int]) -> list[dict[str, dict[str, Tensor]]]:
+        """The same of all query heads of a key head: by dV together, or, of many rows, each by its dQ."""
+        capture, cpu, nothing = (
+            self._opened.capture,
+            torch.device("cpu"),
+            [dict[str, dict[str, Tensor]]() for _ in heads],
+        )
+        rows, keys = capture.lengths(batch)
+        if rows * keys > _MOST_SCORES:
+            return nothing
+        found = [read_subject(capture, observation, batch, head, cpu) for head in heads]
+        subjects = [one for one in found if one is not None and backwards_from_lse(one.inputs.head)]
+
+        def read(name: str, head: int) -> Tensor | None:
+            stored = capture.read(capture.key(observation, name), batch, head)
+            return None if stored is None else stored.cpu().double()
+
+        dv, dq = read("dv", heads[0] // len(heads)), [read("dq", head) for head in heads]
+        if len(subjects) < len(heads) or (dv is None and dq[0] is None):
+            return nothing
+        together = dv is not None and rows * len(heads) <= _MOST_ROWS
+        of = [(subjects, {"dv": dv})] if together else [([s], {"dq": one}) for s, one in zip(subjects, dq, strict=True)]
+        made = []
+        for some, given in of:
+            known, out = [one.inputs.head for one in some], [one.observed.double() for one in some]
+            made += backwards_of_read_lse(known, subjects[0].inputs.input_format, out, **given)
         return made
 
 
