@@ -20,9 +20,13 @@ from attn_diag.head.from_lse import from_lse
 from attn_diag.head.unfused import finite, scaled
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even, ulp
 
+WAYS = ("from-l:fused:low", "from-l:stored:low", "from-l:compiled:low", "from-l:steps:low")
+"""Of ``from_lse``'s, and one that stores S and L: which scores P is made of."""
 # Rows whose L' is known to a sixteenth of a spacing count. By chance a quarter of them lies within an eighth of the
 # grid, and up to 54 % where other scores were stored (192 rows); of an L in 16 bits 74 to 100 %.
 _SURE, _NEAR, _MOST, _ROWS = 1 / 16, 1 / 8, 0.7, 24
+# Of ways whose part on the grid is that much smaller than the largest no gradients are made.
+_AS_NEAR = 0.1
 # Its errors' mean, in spacings, is 0 to 0.1; of an L to which something is added, or that is cut off, half and more.
 _CENTRED = 0.25
 # An L of rounded scores, maximum and row sum is off by so many spacings of the largest of them.
@@ -38,6 +42,7 @@ def backwards_of_read_lse(
     *,
     dq: Tensor | None = None,
     dv: Tensor | None = None,
+    ways: Sequence[str] = WAYS,
 ) -> list[dict[str, dict[str, Tensor]]]:
     """Gradients from an L in 16 bits that dV shows, or dQ, by the ways of ``from_lse``.
 
@@ -47,35 +52,43 @@ def backwards_of_read_lse(
         o: Their captured O, [Tq, Dv] float64 each.
         dq: The captured dQ, [Tq, D] float64, of a single head; looked at where there is no dV.
         dv: The captured dV, [Tk, Dv] float64, of all query heads of its key head.
+        ways: Those of ``WAYS`` that are tried.
 
     Returns:
         Of each head as ``tiled_loops.backwards``, "" from the true L; empty where no way's L' lies on the grid.
     """
-    found = [dict[str, dict[str, Tensor]]() for _ in heads]
-    lse = [_scores(head, fmt, "fused").logsumexp(1) for head in heads]
-    for way in ("fused", "stored", "compiled", "steps"):
-        scores = [_scores(head, fmt, way) for head in heads]
-        if (read := _read(heads, fmt, torch.cat(scores), torch.cat(lse), o, dq, dv)) is not None:
-            # In steps S - L is cast; else L as it is read.
-            of_lse = "low" if way == "steps" else "fp32"
-            for one, head, out, known in zip(
-                found, heads, o, torch.split(read, [len(h.q) for h in heads]), strict=True
-            ):
-                one[f"from-l:{way}:low"] = from_lse(head, fmt, f"from-l:{way}:{of_lse}", (out, known))
-    for one, head, out, true in zip(found, heads, o, lse, strict=True):
-        if one:
-            one[""] = from_lse(head, fmt, "from-l:fused:fp32", (out, true))
+    lse = [_scores(head, fmt, "from-l:fused:low").logsumexp(1) for head in heads]
+    read = dict[str, tuple[float, Tensor]]()
+    for way in ways:
+        scores = torch.cat([_scores(head, fmt, way) for head in heads])
+        if (known := _read(heads, fmt, scores, torch.cat(lse), o, dq, dv)) is not None:
+            read[way] = known
+    least = max((share for share, _ in read.values()), default=0.0) - _AS_NEAR
+    nearest = {
+        way: values.split_with_sizes([len(h.q) for h in heads])
+        for way, (share, values) in read.items()
+        if share >= least
+    }
+    found = []
+    for i, (head, out) in enumerate(zip(heads, o, strict=True)):
+        # In steps S - L is cast; else L as it is read.
+        made = {
+            way: from_lse(head, fmt, way if "steps" in way else way.replace("low", "fp32"), (out, of[i]))
+            for way, of in nearest.items()
+        }
+        found.append(made | {"": from_lse(head, fmt, "from-l:fused:fp32", (out, lse[i]))} if made else made)
     return found
 
 
 def _scores(head: AttentionHead, fmt: FloatFormat, way: str) -> Tensor:
     """S as a way of ``from_lse`` has it, masked, [Tq, Tk]."""
+    how = way.split(":")[1]
     scores = head.q @ head.k.T
-    if way in ("fused", "stored"):
+    if how in ("fused", "stored"):
         scores = scores * head.scale
-    scores = scores if way == "fused" else round_nearest_even(scores, fmt)
-    if way in ("compiled", "steps"):
-        scores = scaled(scores, head.scale, fmt) if way == "steps" else scores * head.scale
+    scores = scores if how == "fused" else round_nearest_even(scores, fmt)
+    if how in ("compiled", "steps"):
+        scores = scaled(scores, head.scale, fmt) if how == "steps" else scores * head.scale
     head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
     return scores
 
@@ -88,9 +101,12 @@ def _read(
     o: Sequence[Tensor],
     dq: Tensor | None,
     dv: Tensor | None,
-) -> Tensor | None:
-    """L' of all heads' rows, on the grid; as it is read where a row does not tell which number there, and the true one
-    where no rounding makes what is read; None where most are not on the grid."""
+) -> tuple[float, Tensor] | None:
+    """Which part of L' lies on the grid, and L' of all heads' rows.
+
+    It is the number on the grid, what is read where a row does not tell which number there, and the true L where no
+    rounding makes what is read; None: most are not on the grid.
+    """
     probs, do = (scores - finite(lse)[:, None]).exp(), torch.cat([head.do for head in heads if head.do is not None])
     spacing, relative = ulp(finite(lse), fmt), 2.0 ** (-2 * fmt.precision) / 24
     matrix, right = torch.diag(spacing.square().reciprocal()), torch.zeros_like(spacing)
@@ -119,8 +135,8 @@ def _read(
     possible = lse.isfinite() & ((nearest - lse).abs() <= _FURTHEST * ulp(largest, fmt))
     sure = possible & (inverse.diagonal().clamp(min=0).sqrt() < _SURE * spacing)
     near = (read - nearest).abs() <= _NEAR * ulp(read, fmt)
-    if sure.sum() < _ROWS or near[sure].double().mean() < _MOST:
+    if sure.sum() < _ROWS or (share := float(near[sure].double().mean())) < _MOST:
         return None
     if ((nearest - lse) / spacing)[sure].mean().abs() > _CENTRED:
         return None
-    return torch.where(sure, nearest, torch.where(possible, read, finite(lse)))
+    return share, torch.where(sure, nearest, torch.where(possible, read, finite(lse)))

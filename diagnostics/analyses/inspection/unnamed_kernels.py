@@ -18,9 +18,9 @@ from attn_diag.head.from_lse import backwards_from_lse
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.open import OpenCapture
 from attn_diag.head.quality import LOSSY, QuantitySample
-from attn_diag.head.read_lse import backwards_of_read_lse
+from attn_diag.head.read_lse import WAYS, backwards_of_read_lse
 from attn_diag.head.recipe_changes import coarse_words
-from attn_diag.head.recipe_search import read_subject
+from attn_diag.head.recipe_search import SearchedHead, read_subject
 from attn_diag.head.tiled_loops import KnownLoops, backwards, find_loops
 from attn_diag.head.unfused import OF_BACKWARD, named
 from attn_diag.kernels import Recipe
@@ -45,7 +45,8 @@ class UnnamedKernels:
         self._loops = dict[str, KnownLoops | None]()
         self._backwards = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
         self._read = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
-        self._unread = set[str]()
+        self._group: tuple[str, int] | None = None  # whose gradients ``_read`` has
+        self._ways = dict[str, Sequence[str]]()
 
     def coarse(self, observation: str, parts: Sequence[HeadMeasurement]) -> str | None:
         """What O of one head rounds, in words (``coarse_words``); None: it is not lossy, or nobody knows.
@@ -119,7 +120,7 @@ class UnnamedKernels:
                 observed = capture.read(capture.key(observation, quantity), batch, head // group)
                 assert observed is not None
                 heads = [(observation, batch, h) for h in range(head // group * group, (head // group + 1) * group)]
-                sample = self._with_site(sample, quantity, observed.cpu().double(), heads)
+                sample = self._with_site(sample, quantity, observed.double(), heads)
             samples.append(sample)
         return samples
 
@@ -133,7 +134,7 @@ class UnnamedKernels:
             each = [source(key) or {} for key in heads]
             ways = [way for way in each[0] if all(way in of for of in each)]
             made = {way: torch.stack([of[way][quantity] for of in each]).sum(0) for way in ways}
-            found = _behind(sample, observed, made) if len(made) > 1 else sample
+            found = _behind(sample, observed.to(made[""].device), made) if len(made) > 1 else sample
             if found is not sample:
                 return found
         return sample
@@ -141,41 +142,42 @@ class UnnamedKernels:
     def _of_read_lse(self, key: tuple[str, int, int]) -> dict[str, dict[str, Tensor]]:
         """``backwards_of_read_lse`` of an observation, batch item and head; empty behind a head that showed none."""
         observation, batch, head = key
-        if key not in self._read and observation not in self._unread:
-            group = self._opened.capture.q_heads // self._opened.capture.kv_heads
+        group = self._opened.capture.q_heads // self._opened.capture.kv_heads
+        if self._group != (group_of := (observation, head // group)):
+            self._group, self._read = group_of, {}
+        ways = self._ways.get(observation, WAYS)
+        if key not in self._read and ways:
             heads = range(head // group * group, (head // group + 1) * group)
-            made = self._of_heads(observation, batch, heads)
+            made = self._of_heads(observation, batch, heads, ways)
             self._read.update({(observation, batch, h): one for h, one in zip(heads, made, strict=True)})
-            if not self._read[key]:
-                self._unread.add(observation)
+            self._ways[observation] = [way for way in self._read[key] if way]
         return self._read.get(key, {})
 
-    def _of_heads(self, observation: str, batch: int, heads: Sequence[int]) -> list[dict[str, dict[str, Tensor]]]:
+    def _of_heads(
+        self, observation: str, batch: int, heads: Sequence[int], ways: Sequence[str]
+    ) -> list[dict[str, dict[str, Tensor]]]:
         """The same of all query heads of a key head: by dV together, or, of many rows, each by its dQ."""
-        capture, cpu, nothing = (
-            self._opened.capture,
-            torch.device("cpu"),
-            [dict[str, dict[str, Tensor]]() for _ in heads],
-        )
+        capture, device = self._opened.capture, self._opened.device
         rows, keys = capture.lengths(batch)
-        if rows * keys > _MOST_SCORES:
-            return nothing
-        found = [read_subject(capture, observation, batch, head, cpu) for head in heads]
-        subjects = [one for one in found if one is not None and backwards_from_lse(one.inputs.head)]
+        subjects = list[SearchedHead]()
+        for head in heads if rows * keys <= _MOST_SCORES else ():
+            subject = read_subject(capture, observation, batch, head, device)
+            if subject is not None and backwards_from_lse(subject.inputs.head):
+                subjects.append(subject)
 
         def read(name: str, head: int) -> Tensor | None:
-            stored = capture.read(capture.key(observation, name), batch, head)
-            return None if stored is None else stored.cpu().double()
+            found = capture.read(capture.key(observation, name), batch, head)
+            return None if found is None else found.to(device).double()
 
         dv, dq = read("dv", heads[0] // len(heads)), [read("dq", head) for head in heads]
         if len(subjects) < len(heads) or (dv is None and dq[0] is None):
-            return nothing
+            return [{} for _ in heads]
         together = dv is not None and rows * len(heads) <= _MOST_ROWS
         of = [(subjects, {"dv": dv})] if together else [([s], {"dq": one}) for s, one in zip(subjects, dq, strict=True)]
         made = []
         for some, given in of:
             known, out = [one.inputs.head for one in some], [one.observed.double() for one in some]
-            made += backwards_of_read_lse(known, subjects[0].inputs.input_format, out, **given)
+            made += backwards_of_read_lse(known, subjects[0].inputs.input_format, out, ways=ways, **given)
         return made
 
 
@@ -195,7 +197,7 @@ def _behind(sample: QuantitySample, observed: Tensor, made: Mapping[str, Tensor]
         observed: [T, D].
         made: The same by ``tiled_loops.backwards``.
     """
-    squares = {way: (observed - of)[sample.rows].square().numpy() for way, of in made.items()}
+    squares = {way: (observed - of)[sample.rows].square().cpu().numpy() for way, of in made.items()}
     units = np.maximum(sample.expected, 1e-300)
 
     def left(by_row: npt.NDArray[np.float64]) -> tuple[float, float]:
