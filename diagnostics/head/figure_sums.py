@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -320,9 +321,9 @@ def _unit_positions(parts: Sequence[FigureSums]) -> UnitPositions:
     total = sum(p.unit_total for p in parts)
     if not any(len(p.unit_rows) for p in parts):
         return UnitPositions((), (), total)
-    ends = np.cumsum([0, *(len(p.unit) for p in parts)])
-    rows = np.concatenate([p.unit_rows + end for p, end in zip(parts, ends, strict=False)])
-    keys = np.concatenate([p.unit_keys for p in parts])
+    starts = accumulate((len(p.unit) for p in parts), initial=0)
+    rows = end_to_end([p.unit_rows + start for p, start in zip(parts, starts, strict=False)])
+    keys = end_to_end([p.unit_keys for p in parts])
     picked = _evenly(len(rows), _POSITIONS)
     return UnitPositions(tuple(rows[picked].tolist()), tuple(keys[picked].tolist()), total)
 

@@ -122,6 +122,7 @@ class HeadTensors:
         """``places``: indices of the batch item and the query head of each. ``together``: names that are all copied
         once one of them is asked for."""
         self.capture, self.device, self.places = capture, device, frozenset(places)
+        self._group = capture.q_heads // capture.kv_heads
         self._places, self._together = places, [name for name in together if name in capture.tensors]
         self._found: dict[str, dict[tuple[int, int], tuple[Tensor, bool]]] = {}
 
@@ -132,7 +133,7 @@ class HeadTensors:
 
     def kv_head(self, head: int) -> int:
         """The key head of a query head."""
-        return head // (self.capture.q_heads // self.capture.kv_heads)
+        return head // self._group
 
     def read(self, name: str, batch: int, head: int) -> tuple[Tensor, bool] | None:
         """As ``read_float64``, of a query head, and whether all of it is finite; None where the capture lacks it."""

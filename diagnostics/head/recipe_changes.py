@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from attn_diag.kernels import Recipe
@@ -108,6 +109,7 @@ def rounded(site: str, fmt: Format) -> RecipeChange:
     return RecipeChange(f"{found.value} in {base(fmt).upper()}", {site: fmt, **found.takes})
 
 
+@lru_cache(maxsize=64)  # asked for every head
 def coarse_words(*recipes: Recipe | None) -> str | None:
     """What of its forward a recipe rounds that published kernels keep in fp32; of several, what all of them round.
 

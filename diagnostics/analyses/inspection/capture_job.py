@@ -354,14 +354,14 @@ class CaptureJob:
             else:
                 known = [(p.batch, p.quality[quantity]) for p in parts if quantity in p.quality]
                 broken = sum(p.broken_outputs.get(quantity, 0) for p in parts)
-            # A sequence without usable rows, or keys, has none.
-            batches, samples = [b for b, _ in known], self.unnamed.known(name, head, quantity, known, coarse, parts)
             effects = [p.effects[quantity] for p in parts if quantity in p.effects]
             if effects or (broken and quantity in ("lse", "delta")):
                 verdict = judging.judge_effect(quantity, effects, broken)
                 batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(with_scales(verdict if explain is None else explain(verdict, effects, batches), parts))
-            elif samples or broken:
+            elif known or broken:
+                # A sequence without usable rows, or keys, has none.
+                batches, samples = [b for b, _ in known], self.unnamed.known(name, head, quantity, known, coarse, parts)
                 lengths = [self.capture.lengths(batch)[0] for batch in batches]
                 summed = self.group * max(lengths, default=1) if quantity in KEYED else 1
                 verdict = judging.judge_quantity(quantity, samples, batches, broken, summed=summed)
