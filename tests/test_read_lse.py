@@ -96,8 +96,9 @@ def test_l_is_read_to_the_bit(dtype: torch.dtype, given: str) -> None:
     stored = round_nearest_even(lse + 2 * noise * ulp(lse, fmt), fmt)
 
     def read(given_lse: Tensor) -> dict[str, dict[str, Tensor]]:
-        dq, _, dv = backward(tensors, o, given_lse, wide=True)
-        (made,) = backwards_of_read_lse([head], fmt, [o.double()], **{given: (dq if given == "dq" else dv).double()})
+        dq, _, dv = (x.double() for x in backward(tensors, o, given_lse, wide=True))
+        of = {"dq": dq, "dv": None} if given == "dq" else {"dq": None, "dv": dv}
+        (made,) = backwards_of_read_lse([head], fmt, [o.double()], dq=of["dq"], dv=of["dv"])
         return made
 
     found = read(stored)
