@@ -115,10 +115,10 @@ class UnnamedKernels:
         for batch, given in found:
             sample = known_by_bits(given, quantity, coarse, parts)
             ratio = sample.ratio()
-            lossy = ratio is not None and ratio.factor > LOSSY and sample.site in (None, *OF_BACKWARD)
-            if lossy and quantity in ("dq", "dk", "dv"):
-                observed = capture.read(capture.key(observation, quantity), batch, head // group)
-                assert observed is not None
+            asked = quantity in ("dq", "dk", "dv") and sample.site in (None, *OF_BACKWARD)
+            asked = asked and ratio is not None and ratio.factor > LOSSY
+            observed = capture.read(capture.key(observation, quantity), batch, head // group) if asked else None
+            if observed is not None:  # None, too: of a recipe that was run
                 heads = [(observation, batch, h) for h in range(head // group * group, (head // group + 1) * group)]
                 sample = self._with_site(sample, quantity, observed.double(), heads)
             samples.append(sample)
