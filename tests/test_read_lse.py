@@ -25,14 +25,14 @@ def inputs(dtype: torch.dtype, seed: int, times: float) -> list[Tensor]:
 def scores_of(q: Tensor, k: Tensor, *, wide: bool) -> Tensor:
     """Causal S, in fp32 or in the inputs' format."""
     s = (q.float() @ k.float().T) * ALPHA if wide else (q @ k.T) * ALPHA
-    return s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
 
 
 def first_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, wide: bool, tile: int = 32) -> tuple[Tensor, Tensor]:
     """O and L of FlashAttention-1's loop, which divides O by l in every tile; m, l and O in the inputs' format."""
-    scores = scores_of(q, k, wide=wide)
-    m, total, out = q.new_full((T, 1), -torch.inf), q.new_zeros(T, 1), torch.zeros_like(q)
-    for j in range(0, T, tile):
+    scores, rows = scores_of(q, k, wide=wide), len(q)
+    m, total, out = q.new_full((rows, 1), -torch.inf), q.new_zeros(rows, 1), torch.zeros_like(q)
+    for j in range(0, rows, tile):
         s = scores[:, j : j + tile]
         largest = torch.maximum(m, s.amax(1, keepdim=True).to(q.dtype))
         p, rescale = (s - largest).exp(), (m - largest).exp()
@@ -128,3 +128,20 @@ def test_of_query_heads_that_share_a_key_head() -> None:
     for head in found.captures[0].observations[0].heads[:2]:
         sites = {one.quantity: one.site for one in head.quantities if one.quantity != "o"}
         assert sites == dict.fromkeys(("dq", "dk", "dv"), "lse")
+
+
+def test_a_short_sequence_shows_nothing_and_says_nothing_of_others() -> None:
+    """Of 16 rows no L is read; of the next sequence's 128 it is."""
+    short, long = [x[:16] for x in inputs(torch.float16, 4, 4.0)], inputs(torch.float16, 3, 4.0)
+    made = []
+    for tensors in (short, long):
+        o, lse = first_flash_attention(*tensors[:3], wide=True)
+        made.append([*tensors, o, *backward(tensors, o, lse, wide=True)])
+    q, k, v, do, o, dq, dk, dv = (torch.cat(x)[None, None] for x in zip(*made, strict=True))
+    borders = torch.tensor([0, 16, 16 + T], dtype=torch.int32)
+    found = attn_diag.inspect(
+        q, k, v, o=o, do=do, dq=dq, dk=dk, dv=dv, causal="top-left", device="cpu",
+        cu_seqlens_q=borders, cu_seqlens_k=borders,
+    )  # fmt: skip
+    quantities = found.captures[0].observations[0].heads[0].quantities
+    assert {one.quantity: one.site for one in quantities}["dv"] == "lse"

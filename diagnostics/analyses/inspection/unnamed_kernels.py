@@ -30,8 +30,8 @@ from attn_diag.results.quality import Quantity
 _MOST_KEYS = 2**13
 # Gradients are made in all rows at once, in seven ways.
 _MOST_SCORES = 2**20
-# Equations in as many unknowns are solved.
-_MOST_ROWS = 2**11
+# Equations in as many unknowns are solved. That a sequence of so many rows shows none counts for all others.
+_MOST_ROWS, _ENOUGH_ROWS = 2**11, 2**6
 
 
 class UnnamedKernels:
@@ -140,7 +140,10 @@ class UnnamedKernels:
         return sample
 
     def _of_read_lse(self, key: tuple[str, int, int]) -> dict[str, dict[str, Tensor]]:
-        """``backwards_of_read_lse`` of an observation, batch item and head; empty behind a head that showed none."""
+        """``backwards_of_read_lse`` of an observation, batch item and head.
+
+        Empty behind a head that showed none; of others the ways that the first one showed are tried.
+        """
         observation, batch, head = key
         group = self._opened.capture.q_heads // self._opened.capture.kv_heads
         if self._group != (group_of := (observation, head // group)):
@@ -150,7 +153,8 @@ class UnnamedKernels:
             heads = range(head // group * group, (head // group + 1) * group)
             made = self._of_heads(observation, batch, heads, ways)
             self._read.update({(observation, batch, h): one for h, one in zip(heads, made, strict=True)})
-            self._ways[observation] = [way for way in self._read[key] if way]
+            if self._read[key] or self._opened.capture.lengths(batch)[0] >= _ENOUGH_ROWS:
+                self._ways[observation] = [way for way in self._read[key] if way]
         return self._read.get(key, {})
 
     def _of_heads(
@@ -190,12 +194,12 @@ def _behind(sample: QuantitySample, observed: Tensor, made: Mapping[str, Tensor]
     """A gradient's sample with the way as its site that makes it, with all that stands out there.
 
     It does where it leaves a quarter at most, squared, of the error, also of each row and feature that stands out, and
-    of what a backward leaves that takes P from the loop's m and l as they are.
+    of what a backward leaves that takes P from an L that is not rounded.
 
     Args:
         sample: Without a site, or with one by the L of another forward.
         observed: [T, D].
-        made: The same by ``tiled_loops.backwards``.
+        made: The same by ``tiled_loops.backwards``, or ``backwards_of_read_lse``.
     """
     squares = {way: (observed - of)[sample.rows].square().cpu().numpy() for way, of in made.items()}
     units = np.maximum(sample.expected, 1e-300)
