@@ -60,9 +60,7 @@ def from_lse(
     alone, way = way.endswith(FUSED), way.removesuffix(FUSED)
     _, how, of_lse, *of_o = way.split(":")
     cast = partial(round_nearest_even, fmt=fmt)
-    every, keys = slice(0, len(head.q)), slice(0, len(head.k))
-    true = head.q @ head.k.T * head.scale
-    head.apply_mask(true, every, keys)
+    true = scores_of(head, fmt, "fused")
     lse = true.logsumexp(1) if forward is None else forward[1]
     if forward is not None:
         o = forward[0]
@@ -74,13 +72,8 @@ def from_lse(
     in_steps, fused = how == "steps" and not alone, how in ("fused", "stored") or alone
     exact = alone and how in ("fused", "stored")
     given = cast(finite(lse)) if of_lse == "low" and not exact else finite(lse)
-    scores = true
-    if how == "stored" and not exact:
-        scores = cast(true)
-    elif not fused or (alone and of_lse == "fp32" and not exact):
-        stored = cast(head.q @ head.k.T)
-        scores = scaled(stored, head.scale, fmt) if how == "steps" else stored * head.scale
-        head.apply_mask(scores, every, keys)
+    rounded = (how == "stored" and not exact) or not fused or (alone and of_lse == "fp32" and not exact)
+    scores = scores_of(head, fmt, how) if rounded else true
     if forward is None and of_o and of_lse == "low":
         largest = finite(scores.amax(1))
         given = cast(largest + cast(cast(cast(cast(scores - largest[:, None]).exp()).sum(1)).clamp(min=1e-30).log()))
@@ -98,3 +91,13 @@ def from_lse(
     dq, dk = dscores @ head.k, dscores.T @ head.q
     dq, dk = (cast(x * head.scale) if fused else scaled(cast(x), head.scale, fmt) for x in (dq, dk))
     return {"o": o, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": cast(probs.T @ head.do)}
+
+
+def scores_of(head: AttentionHead, fmt: FloatFormat, how: str) -> Tensor:
+    """S of which a backward makes P, masked, [Tq, Tk] float64; ``how``: the second part of one of ``FROM_LSE``."""
+    products = head.q @ head.k.T
+    if how in ("compiled", "steps"):
+        products = round_nearest_even(products, fmt)
+    scores = scaled(products, head.scale, fmt) if how == "steps" else products * head.scale
+    head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
+    return round_nearest_even(scores, fmt) if how == "stored" else scores
