@@ -15,7 +15,7 @@ from attn_diag.head import cut_off
 from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
 from attn_diag.head.counterfactual import ALTERNATIVES, BACKWARD, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import EXPLAINED, explained
-from attn_diag.head.from_lse import FROM_LSE
+from attn_diag.head.from_lse import FROM_LSE, unpublished
 from attn_diag.head.no_recipe import TF32
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import (
@@ -28,6 +28,7 @@ from attn_diag.head.quality import (
 )
 from attn_diag.head.reproduced import multiplied, not_reproduced
 from attn_diag.head.row_sums import key_variance, without_row_sums
+from attn_diag.head.shown_ways import Shown, ShownOfHead
 from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, also_fused, named
 from attn_diag.reference import FloatFormat, round_nearest_even, ulp
@@ -61,6 +62,7 @@ def beside_well_rounded(
     carriers: Carriers | None = None,
     directions: Directions | None = None,
     first: QuantitySample | None = None,
+    shown: ShownOfHead | None = None,
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
@@ -77,6 +79,7 @@ def beside_well_rounded(
         counterfactuals: Of these heads.
         variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
         first: That with the first of them, where it is made already.
+        shown: What the first head of the capture shows, or is to show.
     """
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
 
@@ -86,10 +89,12 @@ def beside_well_rounded(
             fed=fed, clusters=clusters, carriers=carriers, directions=directions,
         )  # fmt: skip
 
+    every_way = unpublished(published[0].head, published[0].fmt, quantity) if published else ()
+
     def of(recipe: str, *, tensor_core: bool = False) -> Tensor:
         found = total([c.outputs(recipe, tensor_core=tensor_core) for c in published])
         # Plain torch casts the sum over the query heads of a key head.
-        return round_nearest_even(found, fmt) if len(published) > 1 and recipe in published[0].unfused else found
+        return round_nearest_even(found, fmt) if len(published) > 1 and recipe in every_way else found
 
     def beside(recipe: str, *, tensor_core: bool = False) -> QuantitySample:
         return against(of(recipe, tensor_core=tensor_core))
@@ -110,6 +115,11 @@ def beside_well_rounded(
 
     def left(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> tuple[float, float]:
         return left_of(of(recipe), kept)
+
+    def part_left(way: str, beside: str) -> float:
+        """What a way leaves of what a recipe does, the larger one of both kinds."""
+        pairs = zip(left(way), left(beside), strict=True)
+        return max(one / other if other else math.inf for one, other in pairs)
 
     def as_good(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> QuantitySample | None:
         """With this recipe's rounding as its site, where it makes most of the bits and nothing stands out beside it."""
@@ -148,22 +158,26 @@ def beside_well_rounded(
         found = chosen.ratio()
     stands_out = bool(chosen.outlying.any() or chosen.bad_features.any())
     coarse = above or (found is not None and found.high > AS_GOOD) or stands_out
-    if quantity != "o" and found is not None and coarse:
+    few = coarse and max(c.scores for c in published) <= MOST_SCORES
+    told = shown.look(quantity) if few and shown is not None else None
+    if told is not None and (told.way not in every_way or part_left(told.way, RECIPE) > told.limit):
+        told = None
+    if quantity != "o" and found is not None and coarse and told is None:
         from_cast = FROM_CAST_P[: 1 if all(c.alpha_exact for c in published) else None] if quantity != "dv" else ()
         # Rows of zeros show no bits: those that were never written are as if all of dS had become 0.
         written = (observed[rows] != 0).any(1).cpu().numpy()
         for recipe in (*from_cast, *(CASTS if stands_out else ())):
             if (known := as_good(recipe, written if recipe in CASTS else None)) is not None:
                 return known
-    if coarse and max(c.scores for c in published) <= MOST_SCORES:
+    if few:
         finer = published[0].fmt.precision >= TF32.precision  # others are rounded more coarsely than a cut makes them
         cut = cut_off.ways(quantity, alpha_exact=all(c.alpha_exact for c in published)) if finer else []
-        if cut and found is not None and (known := as_good(min(cut, key=left))) is not None:
+        if cut and found is not None and told is None and (known := as_good(min(cut, key=left))) is not None:
             return known
         rounded = tuple(BACKWARD) if quantity in ("dq", "dk") else ()
 
         def explains_it(way: str, beside: str = ALTERNATIVES[0]) -> bool:
-            return all(one < EXPLAINED * other for one, other in zip(left(way), left(beside), strict=True))
+            return part_left(way, beside) < EXPLAINED
 
         def is_no_factor(way: str) -> bool:
             """Whether a rounded L is meant: where all rows weigh their keys alike it is a factor, as faults are."""
@@ -175,23 +189,32 @@ def beside_well_rounded(
                 same is not None and same.factor <= AS_GOOD and not beside(way).outlying.any()
             )
 
+        marked = [chosen.bad_rows > 0, chosen.bad_features > 0]
+        any_marked = any(one.any() for one in marked)
+
         def placed() -> QuantitySample | None:
             """With what none of the ways makes of those that reproduce most of it; None where none of them does."""
-            marked, unlike = [chosen.bad_rows > 0, chosen.bad_features > 0], list[npt.NDArray[np.bool_]]()
-            for way in (*ways, *rounded, *cut) if any(one.any() for one in marked) else ():
+            unlike = list[npt.NDArray[np.bool_]]()
+            for way in rivals if any_marked else ():
                 found = not_reproduced(observed[rows], of(way)[rows], reference[rows], expected())
                 if found is not None:
+                    reproducing.append(way)
                     alike = beside(way)
                     found = found[0] & (alike.bad_rows > 0), found[1] & (alike.bad_features > 0)
                     unlike = [x & y for x, y in zip(unlike or marked, found, strict=True)]
             return replace(chosen, unlike=unlike[0], unlike_features=unlike[1]) if unlike else None
 
         # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
-        plain = tuple(way for way in published[0].unfused if way not in FROM_LSE)
-        ways = published[0].unfused
+        plain = tuple(way for way in every_way if way not in FROM_LSE)
+        ways, rivals, reproducing = every_way, (*every_way, *rounded, *cut), list[str]()
+        if told is not None:
+            ways = (told.way,)
+            if told.reproducing is not None:
+                rivals = tuple(way for way in rivals if way in (*ways, *told.reproducing))
         way = min(ways, key=left)
         if way in FROM_LSE and not is_no_factor(way):
-            ways, way = plain, min(plain, key=left)
+            ways = plain
+            rivals, way = (*plain, *rounded, *cut), min(plain, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
         if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
@@ -208,6 +231,9 @@ def beside_well_rounded(
             made = max(float(alike.error.sum() - rest.sum()), 0.0)
             site = named(way) if way == ROUNDED_DROPOUT or explains_it(way, way + FUSED) else also_fused(way)
             chosen = placed() or chosen
+            if shown is not None:
+                reproduce = tuple(reproducing) if any_marked else None
+                shown.put(quantity, Shown(way, part_left(way, RECIPE), reproduce))
             return replace(chosen, site=site, made_by_site=made, rounding=own, features_rounding=own)
         # Where few rows are wrong, or few features, most of what is left is theirs.
         if (by_place := placed()) is not None and by_place.has_unlike:

@@ -165,7 +165,6 @@ class Counterfactuals:
         """How many scores there are."""
         self.alternatives = ALTERNATIVES if head.sink is None else (*ALTERNATIVES, SINK_FIRST)
         """Recipes that round as well, ``RECIPE`` first."""
-        self.unfused = (*ways(head), *backwards_from_lse(head))  # how plain torch may round
         self.drops = head.dropout is not None
         """Whether ``ROUNDED_DROPOUT`` differs from the published recipe."""
         self.alpha_exact = math.frexp(head.scale)[0] == 0.5

@@ -18,7 +18,7 @@ from functools import partial
 
 from torch import Tensor
 
-from attn_diag.head.unfused import FUSED, finite, scaled, unfused
+from attn_diag.head.unfused import FUSED, distinct, finite, forwards, scaled, unfused
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
 # How it is made, whether L is cast, and whose O it is.
@@ -39,6 +39,13 @@ def backwards_from_lse(head: AttentionHead) -> tuple[str, ...]:
     # A sink that L lost would look like plain torch's rounded L.
     plain = head.dropout is None and head.softcap is None and head.sink is None
     return FROM_LSE if head.do is not None and plain else ()
+
+
+def unpublished(head: AttentionHead, fmt: FloatFormat, quantity: str) -> tuple[str, ...]:
+    """The ways of plain torch (``unfused``) and of these that leave o, dq, dk, dv or dkv differently."""
+    if quantity == "o":
+        return forwards(head)
+    return *(forwards(head) if quantity == "dv" else distinct(head, fmt)), *backwards_from_lse(head)
 
 
 def from_lse(

@@ -93,7 +93,7 @@ def _quality(
         return beside if name != "o" else with_scale_faults(beside, observed, seen.outputs.get("lse"), declared, rows)
     found = beside_well_rounded(
         name, observed, truth, partial(_only, name), [passed.counterfactuals], variance=variance, fmt=fmt, rows=rows,
-        fed=fed, clusters=clusters, directions=_directions(passed, name), first=first,
+        fed=fed, clusters=clusters, directions=_directions(passed, name), first=first, shown=passed.shown(seen.name),
     )  # fmt: skip
     if name == "dq" and fed is not None and backward is not None:
         return named_sums(found, name, observed, fed, [backward], partial(_only, name), fmt)

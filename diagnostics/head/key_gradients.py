@@ -16,6 +16,7 @@ from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.judging import named_sums
 from attn_diag.head.propagation import BackwardCollector, GradientParts, KeyShare, key_parts
 from attn_diag.head.quality import QuantitySample, samples
+from attn_diag.head.shown_ways import ShownOfHead
 from attn_diag.head.signed_errors import each_of_elements
 from attn_diag.head.stacks import numbers
 from attn_diag.head.truncated_inputs import TruncatedInputs
@@ -39,6 +40,8 @@ class KeyTerms:
     """What every query row adds to the sum of dk's variance through its delta, [Tq]."""
     delta_errors: tuple[Tensor, Tensor] | None
     """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
+    shown: ShownOfHead | None
+    """What the first head of the capture shows."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def key_quality(
         others = [t.counterfactuals for t in of_head if not isinstance(t.counterfactuals, DeclaredKernel)]
         one_found = beside_well_rounded(
             name, observed, reference, total, others, variance=noise[h], fmt=fmt, rows=rows, fed=own_fed,
-            carriers=carriers[h], first=first,
+            carriers=carriers[h], first=first, shown=of_head[0].shown,
         )  # fmt: skip
         if name != "dkv" and own_fed is not None:
             collectors = [t.backward for t in of_head if t.backward is not None]

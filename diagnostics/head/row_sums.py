@@ -23,6 +23,8 @@ from attn_diag.reference import AttentionHead, FloatFormat, RowBlock, reference_
 # e is a sum of many roundings; dP may be cast, too, which makes as much again.
 _CASTS, _DEVIATIONS = 2, 5.0
 _CHUNK = 256
+# The squared sine of the angle between rows that count as parallel.
+_PARALLEL = 1e-12
 
 
 def without_row_sums(head: AttentionHead, fmt: FloatFormat, observed: Tensor, truth: Tensor, rows: Tensor) -> Tensor:
@@ -30,12 +32,21 @@ def without_row_sums(head: AttentionHead, fmt: FloatFormat, observed: Tensor, tr
     found = observed.clone()
     for block, top, deviation in _blocks(head, fmt, rows):
         k = head.k[block.keys]
-        along = torch.stack([weights @ k for weights in (sloped(block, block.probs), top)], 2) * head.scale
-        error = (observed - truth)[block.rows]
-        times = (torch.linalg.pinv(along) @ error[..., None])[..., 0]
-        most = _DEVIATIONS * deviation[:, None]
-        found[block.rows] -= (along @ times.clamp(-most, most)[..., None])[..., 0]
+        along = [weights @ k * head.scale for weights in (sloped(block, block.probs), top)]
+        most = _DEVIATIONS * deviation
+        for times, one in zip(_times((observed - truth)[block.rows], *along), along, strict=True):
+            found[block.rows] -= times.clamp(-most, most)[:, None] * one
     return found
+
+
+def _times(error: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """How often a and b, [n, D], are in an error, by least squares, [n]; of parallel ones the smallest numbers."""
+    aa, bb, ab, ae, be = (torch.linalg.vecdot(x, y) for x, y in ((a, a), (b, b), (a, b), (a, error), (b, error)))
+    determinant = aa * bb - ab.square()
+    apart, both = determinant > _PARALLEL * aa * bb, (aa + bb).clamp(min=1e-300)
+    safe = determinant.where(apart, 1.0)
+    one, other = (bb * ae - ab * be) / safe, (aa * be - ab * ae) / safe
+    return one.where(apart, ae / both), other.where(apart, be / both)
 
 
 def key_variance(head: AttentionHead, fmt: FloatFormat) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from attn_diag.head.projection import HeadProjection
 from attn_diag.head.propagation import BackwardCollector, ForwardErrors
 from attn_diag.head.read import HeadInputs
 from attn_diag.head.row_maxima import collector_of, take_maxima
+from attn_diag.head.shown_ways import ShownOfHead
 from attn_diag.head.truncated_inputs import TruncatedInputs
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
@@ -77,9 +78,12 @@ class StreamedHead:
     bounds: HeadBounds
     """How far its reference may be off; ``stream_heads`` tells."""
 
-    def __init__(self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None) -> None:
-        """Set up the observers; ``stream_heads`` makes the pass."""
-        self.inputs, self.observed, self.projection = inputs, observed, projection
+    def __init__(
+        self, inputs: HeadInputs, observed: list[ObservedHead], projection: HeadProjection | None,
+        shown: Callable[[str], ShownOfHead | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Set up the observers; ``stream_heads`` makes the pass. ``shown``: of an observation, by the first head."""
+        self.inputs, self.observed, self.projection, self.shown = inputs, observed, projection, shown
         # Observations without a recipe share one collector: only "as_run" depends on it.
         recipes = {seen.name if seen.recipe else "": seen.recipe for seen in observed}
         self._collectors = {key: collector_of(inputs, recipe) for key, recipe in recipes.items()}

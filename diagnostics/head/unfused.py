@@ -36,7 +36,7 @@ Sums are float64 here; torch's fp32 sums move the casts of few elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 from attn_diag.reference.masking import adds
+from attn_diag.reference.rounding import FP32
 
 # How S is stored, and how dS is made: of which P (cast; fp32: before its cast; uncast: likewise with dS in fp32, as of
 # q.float() k.float()T), or with which steps stored.
@@ -159,14 +160,41 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     return (*found, *(way + _ROUNDED for way in found), *wide)
 
 
+def distinct(head: AttentionHead, fmt: FloatFormat) -> tuple[str, ...]:
+    """Of ``ways`` one for each dQ and dK, the first.
+
+    Where alpha is a power of two it may be multiplied before or behind a cast to BF16, which ends as few numbers in
+    underflow as fp32 does; S is stored then even where only q kT is, if nothing is added to it.
+    """
+    exact = math.frexp(abs(head.scale))[0] == 0.5 and fmt.min_exponent == FP32.min_exponent
+    plain = head.softcap is None and head.masking.alibi is None
+    if not (exact and plain and (head.masking.mask is None or not adds(head.masking.mask))):
+        return ways(head)
+
+    def same(way: str) -> str:
+        alone, alpha_in, probs_of, *more = way.split(":")
+        stored = alpha_in in ("q", "compiled", "stored")
+        return ":".join((alone, "scores" if stored else alpha_in, "fp32" if probs_of == "saved" else probs_of, *more))
+
+    return _firsts(ways(head), same)
+
+
 def forwards(head: AttentionHead) -> tuple[str, ...]:
-    """Of ``ways`` one for each O: which P, and in which steps, the backward is made of leaves O as it is."""
-    by_o = dict[tuple[str, ...], str]()
-    for way in reversed(ways(head)):
+    """Of ``ways`` one for each O, and so each dV, the first: the P and the steps that dS is made of change neither."""
+
+    def same(way: str) -> tuple[str, ...]:
         _, alpha_in, probs_of, *more = way.split(":")
-        softmax = "" if probs_of not in _STEPS else "steps" if probs_of != "jitted" else probs_of
-        by_o[alpha_in, softmax, *more] = way
-    return tuple(reversed(by_o.values()))
+        return alpha_in, "" if probs_of not in _STEPS else "steps" if probs_of != "jitted" else probs_of, *more
+
+    return _firsts(ways(head), same)
+
+
+def _firsts(of: Sequence[str], kind: Callable[[str], object]) -> tuple[str, ...]:
+    """The first of each kind, in their order."""
+    found = dict[object, str]()
+    for way in of:
+        found.setdefault(kind(way), way)
+    return tuple(found.values())
 
 
 def named(way: str) -> str:

@@ -47,6 +47,7 @@ from attn_diag.head.open import OpenCapture
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, inputs_of, outputs_of, read_key_outputs
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.shared import SharedRows, shared_rows
+from attn_diag.head.shown_ways import ShownWays
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.kernels import Recipe, emulate_head
 from attn_diag.reference import HeadReference, format_of
@@ -119,7 +120,7 @@ class CaptureJob:
         """Its groups, where they were measured together with those of other captures."""
         self.tested: dict[str, list[Tested]] = {}
         """The tests of its ``errors``, where they were made together with those of other captures."""
-        self._begun = False
+        self.first, self.shown, self._begun = (self.batches[0], self.heads[0]), ShownWays(), False
 
     @property
     def head_count(self) -> int:
@@ -140,7 +141,7 @@ class CaptureJob:
         if (projection := self.opened.projection) is not None and projection.note is not None:
             self.notes.append(projection.note)
         for name in [n for n in self.captured if n not in self.recognised]:
-            found = self.opened.recognise(name, self.batches[0], self.heads[0])
+            found = self.opened.recognise(name, *self.first)
             if found is not None and self.assumptions.ok:
                 self.recognised[name] = found
         if len(self.batches) > 1:
@@ -237,8 +238,8 @@ class CaptureJob:
         batch, whole = result.group.batch, len(result.group.heads) == self.group
         inputs = inputs_of(tensors, batch, head, result.census)
         observed = self._observed(inputs, tensors, batch, head, result.census, want_keys=whole)
-        found = self.opened.projection
-        return StreamedHead(inputs, observed, None if found is None else found.head(batch, head))
+        projection = None if (found := self.opened.projection) is None else found.head(batch, head)
+        return StreamedHead(inputs, observed, projection, partial(self.shown.of, first=(batch, head) == self.first))
 
     def complete(
         self, result: GroupMeasurement, measured: Iterator[tuple[StreamedHead, list[HeadMeasurement]]]
@@ -359,8 +360,7 @@ class CaptureJob:
                 verdict = judging.judge_effect(quantity, effects, broken)
                 batches = [p.batch for p in parts if quantity in p.effects]
                 found.append(with_scales(verdict if explain is None else explain(verdict, effects, batches), parts))
-            elif known or broken:
-                # A sequence without usable rows, or keys, has none.
+            elif known or broken:  # a sequence without usable rows, or keys, has none
                 batches, samples = [b for b, _ in known], self.unnamed.known(name, head, quantity, known, coarse, parts)
                 lengths = [self.capture.lengths(batch)[0] for batch in batches]
                 summed = self.group * max(lengths, default=1) if quantity in KEYED else 1

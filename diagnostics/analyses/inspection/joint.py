@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -31,6 +32,7 @@ from attn_diag.head.open import OpenCapture
 from attn_diag.head.output_fit import FitSubject, out_fits
 from attn_diag.head.read import HeadTensors
 from attn_diag.head.shared import SharedRows
+from attn_diag.head.shown_ways import ShownWays
 from attn_diag.head.streaming import StreamedHead
 from attn_diag.kernels import Recipe
 from attn_diag.results.diagnosis import Assumptions
@@ -52,6 +54,8 @@ class Job(Protocol):
     heads: list[int]
     batches: list[int]
     shared: dict[int, dict[int, SharedRows]]
+    first: tuple[int, int]
+    shown: ShownWays
     recognised: dict[str, Recognised]
     assumptions: Assumptions
     ahead: list[GroupMeasurement] | None
@@ -75,6 +79,14 @@ _Job = TypeVar("_Job", bound=Job)
 
 def measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[GroupMeasurement]]:
     """Some groups of heads of captures that are alike, or of one: every observation of them."""
+    with ExitStack() as showing:
+        for job, groups in work:
+            if any((group.batch, head) == job.first for group in groups for head in group.heads):
+                showing.enter_context(job.shown.shown_here())
+        return _measured(work)
+
+
+def _measured(work: Sequence[tuple[Job, Sequence[HeadGroup]]]) -> list[list[GroupMeasurement]]:
     results = [[GroupMeasurement(group) for group in groups] for _, groups in work]
     every = [(job, result) for (job, _), of_job in zip(work, results, strict=True) for result in of_job]
     heads = [(job, result, head) for job, result in every for head in result.group.heads]

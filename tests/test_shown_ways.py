@@ -1,0 +1,96 @@
+"""What the first head of a capture shows of its kernel's rounding spares others the search, and decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_diag
+from attn_diag.head import counterfactual
+from attn_diag.head.shown_ways import Shown, ShownWays
+from attn_diag.reference import AttentionHead, Masking, format_of
+
+T, D, ALPHA = 96, 64, 0.125
+BF16 = format_of(torch.bfloat16)
+OUTPUTS = ("o", "dq", "dk", "dv")
+Said = list[tuple[str, str, str | None, str]]
+
+
+def head_of(seed: int) -> AttentionHead:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(T, D, generator=generator).bfloat16().double() for _ in range(4))
+    return AttentionHead(4 * q, k, v, do, ALPHA, Masking("top-left"))
+
+
+def made_by(*recipes: str) -> dict[str, Any]:
+    """A capture's tensors, [1, H, T, D], each head by another kernel (``counterfactual.run_counterfactual``)."""
+    heads = [head_of(seed) for seed in range(len(recipes))]
+    made = [counterfactual.run_counterfactual(h, BF16, {}, recipe=r) for h, r in zip(heads, recipes, strict=True)]
+    tensors = {name: torch.stack([getattr(head, name) for head in heads]) for name in ("q", "k", "v", "do")}
+    tensors |= {name: torch.stack([one[name] for one in made]) for name in OUTPUTS}
+    return {name: tensor[None].bfloat16() for name, tensor in tensors.items()}
+
+
+def said(tensors: dict[str, Any]) -> list[Said]:
+    """Of each head, quantity by quantity."""
+    found = attn_diag.inspect(**tensors, causal="top-left", scale=ALPHA, device="cpu")
+    heads = [h for h in found.heads if h.head is not None]
+    return [[(q.quantity, q.answer, q.site, q.words) for q in h.quantities] for h in heads]
+
+
+LSE, PLAIN = "from-l:fused:low", "unfused:scores:cast"
+
+
+@pytest.mark.parametrize("recipes", [(LSE, LSE, PLAIN, "fa2"), ("fa2", PLAIN, PLAIN, LSE)])
+def test_heads_are_told_what_they_are_told_alone(recipes: tuple[str, ...]) -> None:
+    tensors = made_by(*recipes)
+    alone = [said({name: t[:, h : h + 1] for name, t in tensors.items()})[0] for h in range(len(recipes))]
+    together = said(tensors)
+    assert together == alone
+    sites = {recipe: {site for _, _, site, _ in of_head} for recipe, of_head in zip(recipes, together, strict=True)}
+    assert sites == {recipe: KNOWN[recipe] for recipe in recipes}
+
+
+KNOWN = {LSE: {None, "lse"}, PLAIN: {"unfused"}, "fa2": {None}}
+
+
+@pytest.mark.parametrize("recipe", [LSE, PLAIN])
+def test_others_make_no_search(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    tensors, runs, run = made_by(recipe, recipe, recipe), Counter[float](), counterfactual.run_counterfactual
+
+    def counted(head: AttentionHead, *args: Any, **options: Any) -> dict[str, Tensor]:
+        runs[float(head.q[0, 0])] += 1
+        return run(head, *args, **options)
+
+    monkeypatch.setattr(counterfactual, "run_counterfactual", counted)
+    said(tensors)
+    first, *others = (runs[float(q[0, 0])] for q in tensors["q"][0])
+    assert all(0 < other < first / 2 for other in others)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_thread_waits_for_the_first_head(*, fails: bool) -> None:
+    ways, begun, shown = ShownWays(), Event(), Shown(PLAIN, 0.1, None)
+
+    def first() -> None:
+        with ways.shown_here():
+            begun.set()
+            assert ways.of("seen", first=True).look("dq") is None  # it would wait for itself
+            if fails:
+                raise ValueError
+            ways.of("seen", first=True).put("dq", shown)
+
+    with ThreadPoolExecutor(2) as pool:
+        looking = pool.submit(ways.of("seen", first=False).look, "dq")
+        assert not looking.done()
+        showing = pool.submit(first)
+        assert begun.wait(5)
+        assert looking.result(5) == (None if fails else shown)
+        assert isinstance(showing.exception(5), ValueError) == fails
+    assert ways.of("other", first=False).look("dq") is None
