@@ -83,8 +83,8 @@ def times_limit(
     result, beyond = np.zeros(ratio.shape), ratio > GROUP_LIMIT
     for h in np.flatnonzero(beyond.any(1)).tolist():
         found = np.flatnonzero(beyond[h])
-        counts = directions(h, torch.from_numpy(found).to(device))
-        limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(float(n))), draws[h]) for n in counts])
+        counts = directions(h, torch.from_numpy(found).to(device)).tolist()
+        limits = np.maximum(GROUP_LIMIT, [quantile(max(1, round(n)), draws[h]) for n in counts])
         times = ratio[h, found] / limits
         result[h, found] = np.where(times > 1, times, 0.0)
     return result
