@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
+import planted_heads
 import pytest
 import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.analyses.patterns import find
+from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.head import counterfactual
 from attn_diag.head.shown_ways import Shown, ShownWays
 from attn_diag.reference import AttentionHead, Masking, format_of
@@ -94,3 +99,30 @@ def test_another_thread_waits_for_the_first_head(*, fails: bool) -> None:
         assert looking.result(5) == (None if fails else shown)
         assert isinstance(showing.exception(5), ValueError) == fails
     assert ways.of("other", first=False).look("dq") is None
+
+
+def test_a_pattern_of_another_head_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spares the guesses behind it where it fits, and is no answer where it does not."""
+    made, own = list[str](), find.of_gradient
+
+    def recorded(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
+        for guess in own(evidence, rows):
+            made.append(guess.words)
+            yield guess
+
+    def counted(seed: int, shown: set[tuple[str, str]], *, scale_of_delta: float) -> tuple[str, int]:
+        head = planted_heads.inputs(seed=seed)
+        steps = planted_heads.Steps(head)
+        dq = planted_heads.rounded(head.scale * (steps.p * (steps.dp - scale_of_delta * steps.delta)) @ head.k)
+        made.clear()
+        evidence, _ = planted_heads.evidence_of(head, "dq", dq)
+        return find.find_patterns(replace(evidence, shown=shown))[0].words, len(made)
+
+    monkeypatch.setattr(find, "of_gradient", recorded)
+    shown = set[tuple[str, str]]()
+    words, all_of_them = counted(0, shown, scale_of_delta=0.0)
+    assert shown == {("delta", "are without delta (dS = P o dP)")}
+    assert counted(1, shown, scale_of_delta=0.0) == (words, 2)  # and once more of the rows that are furthest off
+    other, count = counted(1, shown, scale_of_delta=-1.0)
+    assert "delta with the wrong sign" in other
+    assert count == all_of_them

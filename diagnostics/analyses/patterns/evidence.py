@@ -79,6 +79,9 @@ class Evidence:
     """Of each of the heads, the sinks that a faulty kernel may have given it."""
     mistakes: Sequence[Sequence[Mistake]] = ()
     """Likewise other mistakes: in its ALiBi slope, in its dropout."""
+    shown: set[tuple[str, str]] = field(default_factory=set)
+    """Kinds and words of the guesses that explain this quantity of other heads: those behind one that fits here, too,
+    are not looked at. What is found is added."""
 
     @property
     def name(self) -> str:

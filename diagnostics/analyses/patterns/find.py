@@ -210,12 +210,16 @@ def _how(evidence: Evidence, group: Group, guesses: Guesses = _guesses) -> tuple
         insight = fit.left < min(0.9 * fit.before, 0.5 * float(evidence.observed[rows].square().sum()))
         if insight and _by_no_chance(evidence, guess, fit, numbers):
             found.append((guess, fit))
+            shown = (guess.kind, guess.words) in evidence.shown and fit.remaining <= LEAVES
+            if shown and (best := _choose(found)) is not None and best[0] is guess:
+                break
     chosen = _choose(found)
     if chosen is None:
         return group, None
     guess, fit = chosen
     if not _explains_the_furthest(evidence, lines, guess):
         return group, None
+    evidence.shown.add((guess.kind, guess.words))
     return Group(group.lines, guess.kind, guess.words), fit
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ class CapturePatterns:
         self._caches: dict[tuple[str, int], CacheReading | None] = {}
         self._capture, self._device = capture, device
         self._looked_at: Counter[str] = Counter()
+        self._shown = defaultdict[tuple[str, str], set[tuple[str, str]]](set)  # by observation and quantity
         self._group = capture.q_heads // capture.kv_heads
         self._kept: tuple[object, HeadTruths] | None = None
 
@@ -104,6 +105,7 @@ class CapturePatterns:
         own = [one for one, b in zip(found, batches, strict=True) if b == batch]
         sink = next((one.sink for one in own if isinstance(one, RowEffect)), None)
         evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
+        evidence = replace(evidence, shown=self._shown[observation, verdict.quantity])
         rounded = coarse and all(map(_made_by_rounding, found))
         patterns = [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in _unlike(one)]
