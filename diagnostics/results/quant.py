@@ -105,7 +105,8 @@ class StraightThrough:
     inner_gain: Number | None
     """The gain of what is not clipped; null where nothing of the gradient is there."""
     inner_right: bool
-    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors."""
+    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors; of floating-point
+    elements also where the gradient is dyᵀ x to 5 %, along it."""
     draws: int
     """Of the dither."""
     apart: str | None = None
