@@ -30,6 +30,8 @@ _TIE_OF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 _ELEMENTS, _PART = 3, 0.1
 # Scales that are read off the values, and their own, agree to this.
 _SAME_SCALE = 1e-3
+# Scales that are others in more of the blocks may be meant so.
+_MOST = 0.5
 # As many explanations are told beside each other.
 _ALIKE = 3
 
@@ -97,7 +99,11 @@ def by_blocks(
     words = f"not {name} in {where}" + (f", but {why}" if why else ", whatever arithmetic decides ties")
     if why and all(one.startswith("with elements rounded") for one in why.split(" or ")):
         return "fail", words, "look at the rounding in these blocks"
-    return "fail", words, f"look at the scales{'' if start.by.symmetric else ' and zero points'} of these blocks"
+    look = f"look at the scales{'' if start.by.symmetric else ' and zero points'} of these blocks"
+    of_scales = why is not None and why.startswith(("with scales ", "with an amax ")) and " and zero" not in why
+    if of_scales and float(bad.double().mean()) > _MOST:
+        look = f"if the scales are meant so (learned, searched, of earlier steps), all else is {name}'s; else {look}"
+    return "fail", words, look
 
 
 def _other_blocks(candidate: PossibleQuantizer, w: Tensor, observed: Tensor, least: int) -> tuple[Tensor, float]:
