@@ -1,4 +1,4 @@
-"""``quant`` on quantisers with scales of their own, in fp32 and 16 bits: signed, learned or searched, and their faults."""
+"""``quant`` on quantisers with scales of their own, in fp32 and 16 bits: signed, learned or searched; and on faults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestSignedScales:
 
     @pytest.mark.parametrize("changes", [{"narrow": True}, {"scale": "e8m0"}, {"elements": "e2m1"}, {"least_scale": 1}])
     def test_what_cannot_be_says_so(self, changes: dict[str, Any]) -> None:
-        with pytest.raises(InputError, match="scale_of=extreme is for integers|narrow is for integers"):
+        with pytest.raises(InputError, match=r"scale_of=extreme is for integers|narrow is for integers"):
             attn_diag.quantizer("int4", **{"narrow": False, "scale_of": "extreme", **changes})
 
 
@@ -134,6 +134,21 @@ def test_faults_in_bf16_arithmetic_are_named(fault: str, declared: dict[str, Any
     found = attn_diag.quant(weight(34).bfloat16(), by, observed=in_bf16(fault))
     assert re.search(f"but with {re.escape(fault)}[:,]", found.headline)
     assert found.outcome == "fail"
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_an_order_of_bf16_arithmetic_that_is_not_known_is_undecided(fault: bool) -> None:
+    """Neural Compressor's: scales and zero points in fp32, quotients in BF16."""
+    w = weight(36).bfloat16()
+    groups = w.reshape(64, 8, 32).float()
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    zero, quotient = (-low / scale).round(), (groups / scale).bfloat16().float()
+    codes = (quotient.floor() if fault else quotient.round()) + zero
+    values = ((codes.clamp(0, 15) - zero) * scale).bfloat16().reshape(64, 256)
+    found = attn_diag.quant(w, "int4-asymmetric", observed=values)
+    assert found.outcome == ("fail" if fault else "undecided")
+    assert fault or "the rest are next to ties in bfloat16" in found.headline
 
 
 class _Int4(torch.autograd.Function):

@@ -154,7 +154,7 @@ class Quant(Result):
     outcome: Literal["pass", "fail", "undecided"]
     """fail: the observed values are not the declared quantiser's, dithered ones are biased, or the function that made
     them passes on another gradient where nothing is clipped; undecided: nothing was
-    observed, or no quantiser was declared and none fits."""
+    observed, no quantiser was declared and none fits, or values are others only next to ties in w's 16 bits."""
     headline: str
     """The result in a sentence."""
     notes: tuple[str, ...]

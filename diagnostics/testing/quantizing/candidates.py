@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -98,7 +98,8 @@ def identify(
         found = attempt([c for base in bases for c in changes(base, w, observed)])
         by_ties = tied()
         if found < SAME and by_ties is None:
-            again = {c.words: c for c in (*best(_PAIRS_OF), *meant)}
+            signed = [tried[EXTREME][1]] if EXTREME in tried else []  # beside it scales may be in 16 bits
+            again = {c.words: c for c in (*best(_PAIRS_OF), *meant, *signed)}
             wider = attempt([c for base in again.values() for c in changes(base, w, observed, alone=False)])
             by_ties = tied()
             if wider < SAME and by_ties is None:
@@ -121,26 +122,31 @@ def _of_own_scales(bases: Sequence[PossibleQuantizer], w: Tensor, observed: Tens
     """The first grid, the coarsest blocks before, on which each block's values lie at some scale of its own."""
     known = set[tuple[str, str, str, bool]]()
     for base in (one for one in bases if not one.by.tensor_scale):
-        kinds = [(block, base.by.scale_of) for block in dict.fromkeys((*_OWN_BLOCKS, base.by.block))]
+        plain = "mean" if base.by.scale_of == "mean" else "amax"
+        kinds = [(block, plain) for block in dict.fromkeys((*_OWN_BLOCKS, base.by.block))]
         if base.by.symmetric and isinstance(base.by.parsed_elements, Integers):
             kinds.append((base.by.block, "extreme"))
         for block, of in kinds:
             narrow = base.by.narrow and of != "extreme"
-            by = replace(
-                base.by, block=block, target=None, arithmetic="exact", scale="fp32", scale_of=of, narrow=narrow
-            )
+            fields: dict[str, Any] = {"block": block, "scale_of": of, "narrow": narrow, "target": None}
+            by = replace(base.by, arithmetic="exact", scale="fp32", **fields)
             if not readable(by) or (found := (by.elements, block, of, narrow)) in known:
                 continue
             known.add(found)
             rows = slice(None) if _looks_beyond_rows(PossibleQuantizer(by, "")) else slice(_ROWS)
-            scale = read_scales(w[rows], observed[rows], by)
-            turned = (scale * quantize(w[rows].double(), by).scale < 0).double().mean()
-            if float(turned) > _TURNED:
-                continue  # scales of any sign: another rule's
-            for one in _in_any_format(by, w[rows], scale):
-                if share_of(one, w[rows], observed[rows]) >= SAME:
-                    yield _named(base, one, w, observed)
-                    return
+            if of == "extreme" and _fitting(replace(by, scale_of="amax"), w[rows], observed[rows]):
+                continue  # no sign is needed
+            if one := _fitting(by, w[rows], observed[rows]):
+                yield _named(base, one, w, observed)
+                return
+
+
+def _fitting(by: Quantizer, w: Tensor, observed: Tensor) -> PossibleQuantizer | None:
+    """With the scales that are read off the values, if these are its own then."""
+    scale = read_scales(w, observed, by)
+    if float((scale * quantize(w.double(), by).scale < 0).double().mean()) > _TURNED:
+        return None
+    return next((one for one in _in_any_format(by, w, scale) if share_of(one, w, observed) >= SAME), None)
 
 
 def _in_any_format(by: Quantizer, w: Tensor, scale: Tensor) -> Iterator[PossibleQuantizer]:

@@ -269,6 +269,7 @@ def _verdict(
         # Of 8 bits hardly an element tells these two apart.
         alike = [m.words for m in matches[1:] if (m.equal, m.words) == (matches[0].equal, UNCLIPPED)]
         said = " or ".join([made.words, *(alike if made.by.scale_of == "extreme" else [])])
+        said += ", or up and down as somebody learned it (AdaRound)" if drawn else ""
         return (
             "fail",
             f"not {declared.name}, which gives {percent(own.equal, '.1f')} of the values, but "
