@@ -31,7 +31,7 @@ _TIE_OF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 _ELEMENTS, _PART = 3, 0.1
 # Scales that are read off the values, and their own, agree to this.
 _SAME_SCALE = 1e-3
-# Scales that are others in more of the blocks may be meant so.
+# Scales that are others in more of the blocks may be meant so; of fewer values ties are no explanation.
 _MOST = 0.5
 # As many explanations are told beside each other.
 _ALIKE = 3
@@ -93,12 +93,12 @@ def by_blocks(
         return verdict
     if outcome == "fail" and made is None and w.dtype in _TIE_OF and start.amax_factor is None:
         fmt = str(w.dtype).removeprefix("torch.")
-        if not bool(beyond_ties(start, w, observed, _TIE_OF[w.dtype]).any()):
-            part = percent(float(equal_values(start, w, observed).double().mean()), ".1f")
+        part = float(equal_values(start, w, observed).double().mean())
+        if part >= _MOST and not bool(beyond_ties(start, w, observed, _TIE_OF[w.dtype]).any()):
             return (
                 "undecided",
-                f"{part} of the values are {name}'s, and the rest are next to ties in {fmt}: it may be {name} computed "
-                f"in {fmt} in an order that is not known here, or with scales that are a last bit of {fmt} off",
+                f"{percent(part, '.1f')} of the values are {name}'s, and the rest are next to ties in {fmt}: it may be "
+                f"computed in {fmt} in an order that is not known here, or with scales that are a last bit of it off",
                 "to know, give w in fp32 to the same fake quantiser",
             )
     why = _explained(start, w, observed, bad, tie)

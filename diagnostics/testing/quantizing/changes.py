@@ -148,7 +148,9 @@ def blocks_of(block: str) -> str:
 
 
 def _and(start: PossibleQuantizer, words: str) -> str:
-    return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
+    if start.words.startswith(DECLARED):
+        return words + start.words.removeprefix(DECLARED) * bool(start.own_format)
+    return f"{start.words}, {words}"
 
 
 def _in_own_format(w: Tensor, by: Quantizer) -> tuple[str, float, Tensor] | None:

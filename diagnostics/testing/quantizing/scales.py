@@ -88,9 +88,7 @@ def _narrowed(scale: Tensor, w: Tensor, observed: Tensor, by: Quantizer) -> Tens
             clipped = codes.abs() >= min(elements.highest, -elements.lowest)
         size, codes = w.abs(), codes.abs()
         least = torch.maximum(low, per_block(torch.where(clipped, 0.0, size / (codes + 0.5)), by))
-        # Of a range the ends may lie on either side of 0, so that what is clipped there may be smaller than its code.
-        told = (codes > 0) & ~(clipped & of_range)
-        most = torch.minimum(high, -per_block(torch.where(told, -size / (codes - 0.5), -torch.inf), by))
+        most = torch.minimum(high, -per_block(torch.where(codes > 0, -size / (codes - 0.5), -torch.inf), by))
         found = torch.where((least > 0) & (least <= most), (least + most) / 2, found)
     return found * scale.sign()
 
@@ -154,6 +152,7 @@ def read_ranges(w: Tensor, observed: Tensor, by: Quantizer) -> tuple[Tensor, Ten
             same = on_grid & torch.stack([one.clamp(low, high).eq(codes) for one in steps]).any(0)
             found = usable & (per_block(same.logical_not().double(), by) == 0)
             found &= per_block(codes, by) - per_block(codes, by, torch.amin) <= many
+            found &= per_block(((codes > low) & (codes < high)).double(), by) > 0  # what is all clipped fits any
             better = found & ~(fits & ((scale / own).log2().abs() <= (tried / own).log2().abs()))
             scale, off = torch.where(better, tried, scale), torch.where(better, float(shift), off)
             fits |= found
