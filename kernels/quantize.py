@@ -150,7 +150,7 @@ def _best(blocks: _Blocks, by: Quantizer, seed: int) -> _Found:
 
     def attempt(factor: float) -> _Found:
         if by.symmetric:
-            size = _reduced(blocks.x.abs(), torch.amax if by.scale_of == "amax" else torch.mean)
+            size = _size(blocks.x, by)
             return _of_amax(blocks, by, _taken(size, by.stale, by) * factor, seed)
         low, high = (_reduced(blocks.x, f).mul(factor) for f in (torch.amin, torch.amax))
         if by.zero_point == "float":
@@ -195,8 +195,16 @@ def _reduced(x: Tensor, extreme: Callable[..., Tensor]) -> Tensor:
     return extreme(x, dim=(-3, -1), keepdim=True) if x.numel() else x.new_zeros((*x.shape[:-3], 1, x.shape[-2], 1))
 
 
+def _size(x: Tensor, by: Quantizer) -> Tensor:
+    """What a block's scale is made of; the extreme below 0 where the block's number of largest magnitude is above."""
+    if by.scale_of == "extreme":
+        low, high = (_reduced(x, f) for f in (torch.amin, torch.amax))
+        return torch.where(high > -low, -high, -low)
+    return _reduced(x.abs(), torch.amax if by.scale_of == "amax" else torch.mean)
+
+
 def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
-    target = by.largest if by.target is None else by.target
+    target = by.mapped
     if not by.tensor_scale:
         wanted = _by_number(amax, target, by)
         if by.masked and isinstance(rounding := scale_rounding(by.scale), Rounding):
@@ -296,7 +304,7 @@ def _rounded_scale(wanted: Tensor, by: Quantizer, seed: int) -> Tensor:
         scale = round_to(wanted, rounding, seed + 1)
     else:
         scale = power_of_two(wanted, rounding, seed + 1)
-    return scale.clamp(min=by.least_scale)
+    return scale if by.scale_of == "extreme" else scale.clamp(min=by.least_scale)
 
 
 def power_of_two(x: Tensor, mode: Mode, seed: int = 0) -> Tensor:

@@ -87,8 +87,10 @@ class Quantizer:
     """The scale's format, with an optional :rounding: fp32, bf16, fp16, e4m3, e5m2, e8m0 (a power of two)."""
     target: float | None = None
     """What amax is mapped to; None: the elements' largest number."""
-    scale_of: Literal["amax", "mean"] = "amax"
-    """What scales are made of: a block's largest magnitude, or the mean of its magnitudes (BitNet b1.58)."""
+    scale_of: Literal["amax", "mean", "extreme"] = "amax"
+    """What scales are made of: a block's largest magnitude, the mean of its magnitudes (BitNet b1.58), or the number of
+    the largest magnitude with its sign: it becomes the lowest integer, under a scale below 0 where it is above 0
+    (llama.cpp's Q4_0, AutoRound). Where a block's smallest and largest number are as far from 0 it is the smallest."""
     symmetric: bool = True
     """Without a zero point."""
     zero_point: Literal["integer", "float"] = "integer"
@@ -137,10 +139,18 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: target is for symmetric ones; the others use their whole range")
         if self.target is not None and not 0 < self.target < float("inf"):
             raise ValueError(f"quantizer {self.name}: target must be a finite number above 0, got {self.target}")
-        if self.scale_of not in ("amax", "mean") or (self.scale_of == "mean" and not self._one_level):
+        if self.scale_of not in ("amax", "mean", "extreme") or (self.scale_of != "amax" and not self._one_level):
             raise ValueError(
-                f"quantizer {self.name}: scale_of is amax or, of one level without a zero point, mean, got "
+                f"quantizer {self.name}: scale_of is amax or, of one level without a zero point, mean or extreme, got "
                 f"{self.scale_of!r}"
+            )
+        if self.scale_of == "extreme" and not (
+            isinstance(elements, Integers) and not elements.narrow and self.scale in ("fp32", "bf16", "fp16")
+            and not (self.least_scale or self.scale_offset or self.stale or self.masked)
+        ):  # fmt: skip
+            raise ValueError(
+                f"quantizer {self.name}: scale_of=extreme is for integers with the lowest one and scales in fp32, bf16 "
+                "or fp16 that are divided by as they are"
             )
         if self.zero_point not in ("integer", "float") or (self.zero_point == "float" and self.symmetric):
             raise ValueError(
@@ -221,6 +231,14 @@ class Quantizer:
         if isinstance(elements, CodeBook):
             return elements.numbers[-1]
         return float(elements.highest if isinstance(elements, Integers) else elements.format.largest)
+
+    @property
+    def mapped(self) -> float:
+        """What a block's amax, or what its scale is made of, is mapped to."""
+        elements = self.parsed_elements
+        if self.target is None and self.scale_of == "extreme" and isinstance(elements, Integers):
+            return -float(elements.lowest)
+        return self.largest if self.target is None else self.target
 
     @property
     def row_groups(self) -> int:

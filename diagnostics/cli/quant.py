@@ -46,8 +46,8 @@ def quant(
     With x and dy the straight-through gradient is held against that of the smoothed forward; with engine, what an
     inference engine makes of the same weight, against the trainer's.
 
-    Exit codes: 0 if the values are the declared quantiser's, or nothing was observed; 1 if they are not, dithered ones
-    are biased, or the engine's are others.
+    Exit codes: 0 if the values are the declared quantiser's, or it is undecided; 1 if they are not, dithered ones are
+    biased, or the engine's are others.
     """
     from attn_diag.testing.quantizing.files import read_layer
     from attn_diag.testing.quantizing.quant import quant as run

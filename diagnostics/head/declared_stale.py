@@ -83,7 +83,7 @@ class StaleSearch:
         """The recipe's fields with scales of so many times amax."""
         changed = dict[str, str]()
         for name, text, by in self.beside.symmetric():
-            largest = by.largest if by.target is None else by.target
+            largest = by.mapped
             of_all = parts.get((name, None), 1.0)
             # A second level is made for as large numbers as the first reaches.
             whole = "" if self.level == "tensor" else f" target={largest / of_all!r}"

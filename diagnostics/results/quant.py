@@ -105,7 +105,8 @@ class StraightThrough:
     inner_gain: Number | None
     """The gain of what is not clipped; null where nothing of the gradient is there."""
     inner_right: bool
-    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors."""
+    """Whether it is 1, to 2 % (of floating-point elements 5 %) or within four standard errors; of floating-point
+    elements also where the gradient is dyᵀ x to 5 %, along it."""
     draws: int
     """Of the dither."""
     apart: str | None = None
@@ -153,7 +154,7 @@ class Quant(Result):
     outcome: Literal["pass", "fail", "undecided"]
     """fail: the observed values are not the declared quantiser's, dithered ones are biased, or the function that made
     them passes on another gradient where nothing is clipped; undecided: nothing was
-    observed, or no quantiser was declared and none fits."""
+    observed, no quantiser was declared and none fits, or values are others only next to ties in w's 16 bits."""
     headline: str
     """The result in a sentence."""
     notes: tuple[str, ...]

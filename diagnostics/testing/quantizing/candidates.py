@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantizer, scale_rounding
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, name_changed, quantizer, scale_rounding
 from attn_diag.results.quant import QuantizerMatch
 from attn_diag.results.wording import between
 from attn_diag.testing.quantizing.blocks import only_ties
-from attn_diag.testing.quantizing.changes import ARITHMETICS, blocks_of, changes
+from attn_diag.testing.quantizing.changes import ARITHMETICS, EXTREME, blocks_of, changes
 from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders
 from attn_diag.testing.quantizing.possible import (
     DECLARED,
@@ -37,6 +37,8 @@ _TIED = 0.98
 _KEPT = 4
 # Of so many sets of candidates at most, one after the other.
 _ATTEMPTS = 6
+# Of so many blocks a scale may have the other sign: where the largest number is as far from 0 as the smallest.
+_TURNED = 0.1
 # Blocks whose scales are read off the values, where no rule gives them.
 _OWN_BLOCKS = ("tensor", "row", "128", "64", "32")
 
@@ -85,16 +87,19 @@ def identify(
     if found < 1 and by_ties is None:
         bases, meant = best(_PAIRS_OF if declared is None else 1), list[PossibleQuantizer]()
         if declared is not None:
+            # A fault hides which order of computing in 16 bits is the program's.
+            bases += [one for one in starts if one.own_format and one not in bases]
             # Of as many bits, as somebody may have meant it.
             alike = _as_many_bits(declared.elements.partition(":")[0])
             meant = [c for c in _presets(declared.block) if c.by.elements.partition(":")[0] in alike]
             bases += [] if amax is None else [PossibleQuantizer(declared, "scales of the weight's own amax")]
-            attempt(bases[1:])
+            attempt([one for one in bases if one.words not in tried])
             attempt(meant)
         found = attempt([c for base in bases for c in changes(base, w, observed)])
         by_ties = tied()
         if found < SAME and by_ties is None:
-            again = {c.words: c for c in (*best(_PAIRS_OF), *meant)}
+            signed = [tried[EXTREME][1]] if EXTREME in tried else []  # beside it scales may be in 16 bits
+            again = {c.words: c for c in (*best(_PAIRS_OF), *meant, *signed)}
             wider = attempt([c for base in again.values() for c in changes(base, w, observed, alone=False)])
             by_ties = tied()
             if wider < SAME and by_ties is None:
@@ -115,32 +120,61 @@ def identify(
 
 def _of_own_scales(bases: Sequence[PossibleQuantizer], w: Tensor, observed: Tensor) -> Iterator[PossibleQuantizer]:
     """The first grid, the coarsest blocks before, on which each block's values lie at some scale of its own."""
-    known = set[tuple[str, str, bool]]()
+    known = set[tuple[str, str, str, bool]]()
     for base in (one for one in bases if not one.by.tensor_scale):
-        for block in dict.fromkeys((*_OWN_BLOCKS, base.by.block)):
-            by = replace(base.by, block=block, target=None, arithmetic="exact", scale="fp32")
-            if not readable(by) or (found := (by.elements, block, by.narrow)) in known:
+        plain = "mean" if base.by.scale_of == "mean" else "amax"
+        kinds = [(block, plain) for block in dict.fromkeys((*_OWN_BLOCKS, base.by.block))]
+        if base.by.symmetric and isinstance(base.by.parsed_elements, Integers):
+            kinds.append((base.by.block, "extreme"))
+        for block, of in kinds:
+            narrow = base.by.narrow and of != "extreme"
+            fields: dict[str, Any] = {"block": block, "scale_of": of, "narrow": narrow, "target": None}
+            by = replace(base.by, arithmetic="exact", scale="fp32", **fields)
+            if not readable(by) or (found := (by.elements, block, of, narrow)) in known:
                 continue
             known.add(found)
             rows = slice(None) if _looks_beyond_rows(PossibleQuantizer(by, "")) else slice(_ROWS)
-            amax = read_scales(w[rows], observed[rows], by) * by.largest
-            if share_of(PossibleQuantizer(by, "", amax=amax), w[rows], observed[rows]) < SAME:
-                continue
-            yield _named(base, by, w, observed)
-            return
+            if of == "extreme" and _fitting(replace(by, scale_of="amax"), w[rows], observed[rows]):
+                continue  # no sign is needed
+            if one := _fitting(by, w[rows], observed[rows]):
+                yield _named(base, one, w, observed)
+                return
 
 
-def _named(base: PossibleQuantizer, by: Quantizer, w: Tensor, observed: Tensor) -> PossibleQuantizer:
-    """With how far its scales are from the data's amax."""
+def _fitting(by: Quantizer, w: Tensor, observed: Tensor) -> PossibleQuantizer | None:
+    """With the scales that are read off the values, if these are its own then."""
     scale = read_scales(w, observed, by)
-    own = quantize(w.double(), by).scale.double()
-    part = (scale / own)[own > 0]
+    if float((scale * quantize(w.double(), by).scale < 0).double().mean()) > _TURNED:
+        return None
+    return next((one for one in _in_any_format(by, w, scale) if share_of(one, w, observed) >= SAME), None)
+
+
+def _in_any_format(by: Quantizer, w: Tensor, scale: Tensor) -> Iterator[PossibleQuantizer]:
+    """With these scales, and with such in w's 16-bit format, in which the rest is computed too."""
+    yield PossibleQuantizer(by, "", amax=scale * by.mapped)
+    if own := computed_in(w, by):
+        stored, kept = scale.to(CASTS[own]).double() * by.mapped, replace(by, scale=own)
+        for order, rest in orders(by).items():
+            yield PossibleQuantizer(kept, f", in {own} arithmetic{rest}", amax=stored, own_format=order)
+
+
+def _named(base: PossibleQuantizer, found: PossibleQuantizer, w: Tensor, observed: Tensor) -> PossibleQuantizer:
+    """With how far its scales are from the data's amax."""
+    by = replace(found.by, scale="fp32")
+    scale = read_scales(w, observed, by)
+    whole = next(one for one in _in_any_format(by, w, scale) if one.words == found.words)
+    same_of, changed = base.by.scale_of == by.scale_of, dict[str, str]()
+    own = quantize(w.double(), replace(by, target=base.by.target if same_of else None)).scale.double()
+    part = (scale / own)[own != 0].abs()
     off = between(f"{float(part.min()):.3g}", f"{float(part.max()):.3g}")
     words = f"scales that are {off} times those of the weight's own amax"
     if base.by.block != by.block:
         words = f"blocks of {by.block} and {words}" if by.block.isdigit() else f"a scale for each {by.block}, {words}"
-    name = base.by.name if base.by.block == by.block else f"{base.by.name} block={by.block}"
-    return PossibleQuantizer(replace(by, name=name), words, amax=scale * by.largest)
+        changed["block"] = by.block
+    if not same_of:
+        words, changed = f"{EXTREME}, {words}", changed | {"scale_of": by.scale_of}
+    name = name_changed(base.by.name, changed)
+    return replace(whole, by=replace(whole.by, name=name), words=words + found.words)
 
 
 def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[PossibleQuantizer]:
@@ -166,7 +200,7 @@ def _as_declared(by: Quantizer, w: Tensor, amax: Tensor | None) -> list[Possible
 
 def _are_in(own: str, by: Quantizer, amax: Tensor) -> bool:
     """Whether scales that are made of ``amax`` are numbers of this 16-bit format, so that it may have computed them."""
-    scale = amax.double() / (by.largest if by.target is None else by.target)
+    scale = amax.double() / by.mapped
     return by.scale == "fp32" and bool(((scale.to(CASTS[own]) / scale - 1).abs().nan_to_num() <= 2.0**-20).all())
 
 

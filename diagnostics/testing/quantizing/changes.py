@@ -18,6 +18,7 @@ from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
 from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders, rounded_logarithms
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer
 
+EXTREME = "the number of largest magnitude mapped to the lowest integer"
 ARITHMETICS: dict[Arithmetic, str] = {
     "exact": "in exact arithmetic",
     "fp32": "in fp32 arithmetic",
@@ -82,6 +83,10 @@ def changes(
     )
     if not by.symmetric:
         found.append(changed("a zero point that is not rounded", zero_point="float"))
+    elif isinstance(by.parsed_elements, Integers):
+        plain: dict[str, Any] = {"narrow": False, "target": None}
+        others = {field: value for field, value in plain.items() if getattr(by, field) != value}
+        found.append(changed(EXTREME, scale_of="extreme", **others))
     if by.tensor_scale:
         # torchao's own (NVFP4Tensor) clamps such scales to E4M3's smallest normal number.
         least = 2.0**-6
@@ -119,8 +124,10 @@ def changes(
             replace(start, words=_and(start, f"an amax {factor:.4g} times the data's"), amax_factor=factor)
             for factor in _amax_factors(by, w, observed)
         ]
-    if start.mistake is None and start.gain == 1 and not (start.zero_shift or start.cast or start.own_format):
+    if start.mistake is None and start.gain == 1 and not (start.zero_shift or start.cast):
         wrong = mistakes(by, (w.shape[0], w.shape[1])) if alone and not start.amax_factor else of_clipping(by)
+        if by.scale_of == "extreme" and not alone:
+            wrong = iter(())  # unclipped its numbers are those of amax mapped alike
         # Where amax is a tie between two integers, what wraps may be what is clipped: a value has to turn over.
         turned = not by.symmetric or bool((observed.double() * w.double() < 0).any())
         found += [
@@ -141,7 +148,9 @@ def blocks_of(block: str) -> str:
 
 
 def _and(start: PossibleQuantizer, words: str) -> str:
-    return words if start.words.startswith(DECLARED) else f"{start.words}, {words}"
+    if start.words.startswith(DECLARED):
+        return words + start.words.removeprefix(DECLARED) * bool(start.own_format)
+    return f"{start.words}, {words}"
 
 
 def _in_own_format(w: Tensor, by: Quantizer) -> tuple[str, float, Tensor] | None:

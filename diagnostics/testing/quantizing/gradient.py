@@ -65,7 +65,7 @@ def spacing_of(w: Tensor, by: Quantizer, amax: Tensor | None = None) -> Tensor:
         scale = scale * found.tensor_scale.double()
     elements = by.parsed_elements
     if isinstance(elements, Integers):
-        return scale
+        return scale.abs()
     if isinstance(elements, CodeBook):
         return scale * elements.spacing(w.double() / scale.clamp(min=1e-300))
     fmt = elements.format
@@ -91,7 +91,7 @@ def straight_through(
     gradient = dy.T @ x
     given = gradient
     if by.scale_of != "amax" and amax is None:  # as of any scale that leaves something beyond
-        amax = quantize(w, replace(by, scale="fp32", target=1.0)).scale * (by.target or by.largest)
+        amax = quantize(w, replace(by, scale="fp32", target=1.0)).scale * by.mapped
     if values is None:
 
         def values(weight: Tensor) -> Tensor:
@@ -125,15 +125,19 @@ def straight_through(
     same = _SAME if isinstance(by.parsed_elements, Integers) else _SAME_FLOAT
     inner = float(moved[inside].sum()) / of_inside if of_inside else None
     inner_right = inner is not None and abs(inner - 1) <= max(same, 4 * error)
+    if not isinstance(by.parsed_elements, Integers) and not inner_right and of_inside:
+        # What smoothing leaves of its own is no fault of a gradient that is nearly the straight-through one.
+        inner_right = abs(float((gradient * step)[inside].sum()) / of_inside - 1) <= same
     at_ends = None
-    if not inner_right:
-        ends = inside & _at_ends(found.codes, by)
+    if not inner_right or amax is not None:
+        # Under scales of something else than w's amax these lie within a spacing of where clipping begins.
+        ends = (inside if amax is None else ~found.clipped) & _at_ends(found.codes, by)
         rest = inside & ~ends
         lost, kept = given[ends] == 0, (given - gradient).abs() <= _SAME * gradient.abs()
         left = float(said[rest].sum())
         right = bool(left) and abs(float(moved[rest].sum()) / left - 1) <= max(same, 4 * error)
         # A dither takes the first and the last number's elements across the end, where the quantiser clips at its own.
-        inner_right = right and all(float(kept[part].double().mean()) >= _MOST for part in (inside, ends))
+        inner_right |= right and all(float(kept[part].double().mean()) >= _MOST for part in (inside, ends))
         if right and lost.double().mean() >= _MOST and kept[rest].double().mean() >= _MOST:
             at_ends, inside = f"in {_ENDS} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1", rest
     turned = _turned(w, given, gradient, inside, by)

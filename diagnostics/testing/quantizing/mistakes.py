@@ -22,7 +22,7 @@ from attn_diag.testing.quantizing.scales import per_block
 
 # Relative: a quotient in fp32 is off by less.
 _TIE = 2.0**-20
-WRAP = "codes that wrap around instead of being clipped"
+WRAP, UNCLIPPED = "codes that wrap around instead of being clipped", "codes that are not clipped"
 Where = Literal["both", "divided", "multiplied"]
 # A figure of every block, [R / r, C / c], and what is taken for it: either, where the first block has none before.
 Move = Callable[[Tensor], list[Tensor]]
@@ -38,6 +38,8 @@ class Grid:
     """The quantiser."""
     found: Quantized
     """What it makes of the weight."""
+    order: str = ""
+    """Computed in the format of what it makes, in this order (``own_format``); empty: exactly."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,13 +63,19 @@ class Grid:
 
     def codes(self, scale: Tensor, zero: Tensor) -> Tensor:
         """clamp(round(w / scale) + zero); the scale and the zero point of each element."""
-        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
-        return coded(quotient, self.by, 0, None if self.by.symmetric else zero)[0]
+        return coded(self.quotient(scale), self.by, 0, None if self.by.symmetric else zero)[0]
+
+    def quotient(self, scale: Tensor) -> Tensor:
+        """w / scale; the scale of each element."""
+        if self.order:
+            w, scale = (x.to(self.found.values.dtype) for x in (self.w, scale))
+            divided = self.order in ("divided", "z late")
+            return (w / scale if divided else w * (1 / scale)).double().nan_to_num()
+        return torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale)
 
     def steps(self, near: float = 1.0) -> Tensor:
         """round(w / s) + z, of integers, which nothing has clipped; of w times ``near``, for ties."""
-        scale = self.each(self.scale)
-        quotient = torch.where(scale == 0, torch.zeros_like(self.w), self.w / scale * near)
+        quotient = self.quotient(self.each(self.scale)) * near
         return round_steps(quotient, self.by.parsed_elements.mode, 0) + self.each(self.zero)
 
     def of(self, codes: Tensor) -> Tensor:
@@ -86,9 +94,9 @@ class QuantizerMistake:
     beyond_rows: bool = False
     """Whether rows change with others."""
 
-    def values(self, w: Tensor, by: Quantizer, found: Quantized) -> list[Tensor]:
-        """The values, where ``found`` is what ``by`` makes of ``w``; of w's dtype (fp32 where that has 16 bits)."""
-        return [v.to(found.values.dtype) for v in self.make(Grid(w.double(), by, found))]
+    def values(self, w: Tensor, by: Quantizer, found: Quantized, order: str = "") -> list[Tensor]:
+        """The values, where ``found`` is what ``by`` makes of ``w`` in this order; of the dtype of those."""
+        return [v.to(found.values.dtype) for v in self.make(Grid(w.double(), by, found, order))]
 
 
 def mistakes(by: Quantizer, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:
@@ -197,7 +205,7 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
         return out
 
     yield QuantizerMistake(WRAP, wrapped)
-    yield QuantizerMistake("codes that are not clipped", lambda grid: [grid.of(grid.steps())])
+    yield QuantizerMistake(UNCLIPPED, lambda grid: [grid.of(grid.steps())])
     if by.symmetric:
         low, high = elements.lowest + 1.0, elements.highest - 1.0
         yield QuantizerMistake(

@@ -55,8 +55,11 @@ def in_own_format(w: Tensor, by: Quantizer, order: str, amax: Tensor | None = No
         amax: What the scales are made of, for each block; None: w's own.
     """
     found = quantize(w, by, amax=amax)
-    codes, values = _symmetric(w, by, order, found, amax) if by.symmetric else _asymmetric(w, by, order)
-    return Quantized(values, codes, found.scale, found.zero_point, None, found.clipped)
+    if by.symmetric or by.zero_point == "float":
+        codes, values = _symmetric(w, by, order, found, amax) if by.symmetric else _real(w, by, order)
+        return Quantized(values, codes, found.scale, found.zero_point, None, found.clipped)
+    codes, values, scale, zero = _asymmetric(w, by, order)
+    return Quantized(values, codes, scale.float(), zero.float(), None, found.clipped)
 
 
 def rounded_logarithms(w: Tensor, by: Quantizer) -> tuple[str, Tensor] | None:
@@ -77,9 +80,8 @@ def rounded_logarithms(w: Tensor, by: Quantizer) -> tuple[str, Tensor] | None:
 def _symmetric(w: Tensor, by: Quantizer, order: str, found: Quantized, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     shape = w.shape[0], w.shape[1]
     if order == "factor":
-        target = by.largest if by.target is None else by.target
         size = quantize(w, Quantizer("amax", "int8", by.block, target=1.0, scale_of=by.scale_of)).scale
-        factor = spread((target / (size if amax is None else amax).to(w.dtype)).to(w.dtype), shape, by)
+        factor = spread((by.mapped / (size if amax is None else amax).to(w.dtype)).to(w.dtype), shape, by)
         codes = coded((w * factor).double().nan_to_num(), by, 0)[0].to(w.dtype)
         return codes, (codes / factor).nan_to_num()
     scale = spread(found.scale, shape, by).to(w.dtype)
@@ -88,22 +90,22 @@ def _symmetric(w: Tensor, by: Quantizer, order: str, found: Quantized, amax: Ten
     return codes, codes * scale
 
 
-def _asymmetric(w: Tensor, by: Quantizer, order: str) -> tuple[Tensor, Tensor]:
+def _asymmetric(w: Tensor, by: Quantizer, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and values, and the blocks' scales and zero points."""
     elements, shape = by.parsed_elements, (w.shape[0], w.shape[1])
     assert isinstance(elements, Integers)
     lowest, highest = elements.lowest, elements.highest
-    if by.zero_point == "float":
-        return _real(w, by, order)
     low, high = extremes(w, by)
     own = (high - low) / float(highest - lowest)
     steps = (low / own).nan_to_num()
     zeros = (lowest - steps).clamp(lowest, highest).round() if order == "z late" else lowest - steps.round()
-    zero, scale = spread(zeros.clamp(lowest, highest), shape, by), spread(own, shape, by)
+    zeros = zeros.clamp(lowest, highest)
+    zero, scale = spread(zeros, shape, by), spread(own, shape, by)
     zero, scale = (x.float() if order == "codes apart" else x for x in (zero, scale))
     quotient = w * (1 / scale) if order in ("reciprocal", "codes apart") else w / scale
     codes = ((quotient + zero).round() if order == "z late" else quotient.round() + zero).nan_to_num()
     codes = codes.clamp(lowest, highest)
-    return codes, (codes - zero) * scale
+    return codes, (codes - zero) * scale, own, zeros
 
 
 def _real(w: Tensor, by: Quantizer, order: str) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,13 @@ class PossibleQuantizer:
         """Whether its scales are not made of the data's amax."""
         return self.amax_factor is not None or self.amax is not None
 
+    def made_of(self, w: Tensor) -> Tensor | None:
+        """What its scales are made of, for each block; None: w's own amax."""
+        if self.amax_factor is None:
+            return self.amax
+        own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
+        return own.scale * self.by.mapped * self.amax_factor
+
     def values(self, w: Tensor) -> Quantized:
         """What it makes of ``w``."""
         w = w.to(CASTS[self.cast]).to(w.dtype) if self.cast else w
@@ -85,24 +92,18 @@ class PossibleQuantizer:
     def either(self, w: Tensor) -> list[Tensor]:
         """The values that a mistake can make: each element has one of these."""
         assert self.mistake is not None
-        return self.mistake.values(w, self.by, self._values(w))
+        return self.mistake.values(w, self.by, self._values(w), self.own_format)
 
     def _values(self, w: Tensor) -> Quantized:
         rows = self.by.block_shape((w.shape[0], w.shape[1]))[0]
-        amax = None if self.amax is None else self.amax[: -(-len(w) // max(rows, 1))]
-        if self.own_format:
-            return in_own_format(w, self.by, self.own_format, amax)
-        if amax is not None:
-            return quantize(w, self.by, amax=amax)
-        if self.amax_factor is not None:
-            own = quantize(w, replace(self.by, scale="fp32", least_scale=0.0))
-            target = self.by.largest if self.by.target is None else self.by.target
-            return quantize(w, self.by, amax=own.scale * target * self.amax_factor)
-        found = quantize(w, self.by)
-        if not self.zero_shift:
+        amax = self.made_of(w) if self.amax is None else self.amax[: -(-len(w) // max(rows, 1))]
+        order = self.own_format
+        found = in_own_format(w, self.by, order, amax) if order else quantize(w, self.by, amax=amax)
+        if not self.zero_shift or found.zero_point is None:
             return found
-        scale = spread(found.scale, (w.shape[0], w.shape[1]), self.by)
-        return replace(found, values=found.values - self.zero_shift * scale)
+        zero, scale = (spread(x, (w.shape[0], w.shape[1]), self.by).double() for x in (found.zero_point, found.scale))
+        values = (found.codes.double() - zero - self.zero_shift) * scale
+        return replace(found, values=values.to(found.values.dtype))
 
 
 def equal_values(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
     """Where values are farther from the candidate's than a tie or a last bit takes them, bool: more than a number."""
     made = candidate.values(w)
     shape = w.shape[0], w.shape[1]
-    scale = spread(made.scale, shape, candidate.by).double() * candidate.gain
+    scale = spread(made.scale, shape, candidate.by).double().abs() * candidate.gain
     if made.tensor_scale is not None:
         scale = scale * made.tensor_scale.double()
     elements = candidate.by.parsed_elements

@@ -23,6 +23,7 @@ from attn_diag.testing.quantizing.engine import beside_engine
 from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyond_clipping, means_of
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, notes_of, straight_through, with_gradient
+from attn_diag.testing.quantizing.mistakes import UNCLIPPED
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, strays
 from attn_diag.work import Progress, part_of, silent
 
@@ -114,8 +115,9 @@ def quant(
         outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
-    scales, gradient = given if made is None else made.amax, None
-    if rows is not None and dy is not None and shown is not None:
+    scales, gradient = given if made is None else made.made_of(exact), None
+    # Where nothing is known of what made the values, nor is how far apart its numbers are and where it clips.
+    if rows is not None and dy is not None and shown is not None and (made is not None or function is None):
         by_rows = dy.detach().reshape(-1, dy.shape[-1]).to(w.device).double()
         own = _in_its_format(function, w.dtype) if function is not None else None if made is None else _values_of(made)
         gradient = straight_through(
@@ -264,10 +266,14 @@ def _verdict(
     drawn = made.by.parsed_elements.mode is Mode.STOCHASTIC
     if declared is not None and not made.words.startswith(DECLARED):
         own = next(m for m in matches if m.words.startswith(DECLARED))
+        # Of 8 bits hardly an element tells these two apart.
+        alike = [m.words for m in matches[1:] if (m.equal, m.words) == (matches[0].equal, UNCLIPPED)]
+        said = " or ".join([made.words, *(alike if made.by.scale_of == "extreme" else [])])
+        said += ", or up and down as somebody learned it (AdaRound)" if drawn else ""
         return (
             "fail",
             f"not {declared.name}, which gives {percent(own.equal, '.1f')} of the values, but "
-            f"{'' if made.words.startswith('with') else 'with '}{made.words}: {percent(matches[0].equal, '.2f')}",
+            f"{'' if said.startswith('with') else 'with '}{said}: {percent(matches[0].equal, '.2f')}",
             _declaring(made) or _declaring_scales(made),
         )
     if drawn:
@@ -339,7 +345,7 @@ def _per_block(w: Tensor, declared: Quantizer | None, amax: Tensor | float) -> T
     shape = quantize(w, declared).scale.shape
     try:
         given = torch.as_tensor(amax, dtype=torch.float64, device=w.device)
-        if not bool((given.isfinite() & (given >= 0)).all()):
+        if not bool((given.isfinite() & ((given >= 0) | (declared.scale_of == "extreme"))).all()):
             raise InputError("amax must be finite and 0 or more")
         given = given.detach().reshape(given.shape or (1, 1)).expand(shape)
         quantize(w, declared, amax=given)

@@ -3,6 +3,9 @@
 A block's largest value is one of the elements' numbers times its scale. Each of them is tried, and the scale kept with
 which rounding the weight gives most of the block's values: that of an amax of another step, a learned scale, a searched
 one. Where two do alike (E4M3's numbers are the same at half the scale) it is the one next to the data's own.
+
+A value in 16 bits tells it to half its last bit alone. But each value of the block does, and which code each element of
+the weight has: the scale lies in all these intervals.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
     top = per_block(values.abs(), by)
     best, hits, near = own.clone(), torch.full_like(own, -1.0), torch.full_like(own, torch.inf)
     slack = max(_SLACK, torch.finfo(observed.dtype).eps)
-    for number in _numbers(by):
-        scale = top / number
-        apart = (scale / own).log2().abs().nan_to_num(torch.inf, torch.inf, torch.inf)
+    ways = (1.0, -1.0) if by.scale_of == "extreme" else (1.0,)
+    for number in (way * n for n in _numbers(by) for way in ways):
+        scale = top / number * own.sign()
+        apart = (scale / own).abs().log2().abs().nan_to_num(torch.inf, torch.inf, torch.inf)
         usable = apart <= torch.log2(torch.tensor(_REACH))
         if not bool(usable.any()):
             continue
@@ -59,7 +63,34 @@ def read_scales(w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
         found = per_block(same, by, torch.sum)
         better = usable & ((found > hits) | ((found == hits) & (apart < near)))
         best, hits, near = (torch.where(better, a, b) for a, b in ((scale, best), (found, hits), (apart, near)))
-    return best
+    return best if observed.itemsize > 2 else _narrowed(best, exact, observed, by)
+
+
+def _narrowed(scale: Tensor, w: Tensor, observed: Tensor, by: Quantizer) -> Tensor:
+    """Scales that were read off one value of each block, as all its values in 16 bits allow: the middle of that."""
+    shape, half = (w.shape[0], w.shape[1]), torch.finfo(observed.dtype).eps / 2
+    values, elements, found = observed.double(), by.parsed_elements, scale.abs()
+    of_range = not by.symmetric
+    largest = 2.0**elements.bits if of_range and isinstance(elements, Integers) else by.largest + 1
+    # The larger a code, the closer its neighbour: they are read once the small ones have narrowed the scale.
+    for part in (8, 2, 1):
+        quotient = (values / spread(found * scale.sign(), shape, by)).nan_to_num()
+        codes = quotient.round() if of_range else coded(quotient, by, 0)[0]
+        told = (codes != 0) & (codes.abs() <= largest / part)
+        size = values.abs() / codes.abs()
+        low = per_block(torch.where(told, size * (1 - half), 0.0), by)
+        high = -per_block(torch.where(told, -size * (1 + half), -torch.inf), by)
+        found = torch.where((low > 0) & (low <= high), (low + high) / 2, found)
+    if isinstance(elements, Integers) and elements.mode is Mode.NEAREST_EVEN:
+        lowest, highest = (spread(per_block(codes, by, how), shape, by) for how in (torch.amin, torch.amax))
+        clipped = (codes == lowest) | (codes == highest)
+        if not of_range:
+            clipped = codes.abs() >= min(elements.highest, -elements.lowest)
+        size, codes = w.abs(), codes.abs()
+        least = torch.maximum(low, per_block(torch.where(clipped, 0.0, size / (codes + 0.5)), by))
+        most = torch.minimum(high, -per_block(torch.where(codes > 0, -size / (codes - 0.5), -torch.inf), by))
+        found = torch.where((least > 0) & (least <= most), (least + most) / 2, found)
+    return found * scale.sign()
 
 
 def _numbers(by: Quantizer) -> list[float]:
@@ -110,6 +141,8 @@ def read_ranges(w: Tensor, observed: Tensor, by: Quantizer) -> tuple[Tensor, Ten
         usable = (tried > own / _REACH_OF_RANGES) & (tried < own * _REACH_OF_RANGES)
         if not bool((usable & ~fits).any()):
             continue
+        if observed.itemsize <= 2:
+            tried = _narrowed(tried, exact, observed, by)
         each = spread(torch.where(usable, tried, 1.0), shape, by)
         codes = (values / each).round()
         on_grid = (codes * each - values).abs() <= slack * values.abs()
@@ -119,6 +152,7 @@ def read_ranges(w: Tensor, observed: Tensor, by: Quantizer) -> tuple[Tensor, Ten
             same = on_grid & torch.stack([one.clamp(low, high).eq(codes) for one in steps]).any(0)
             found = usable & (per_block(same.logical_not().double(), by) == 0)
             found &= per_block(codes, by) - per_block(codes, by, torch.amin) <= many
+            found &= per_block(((codes > low) & (codes < high)).double(), by) > 0  # what is all clipped fits any
             better = found & ~(fits & ((scale / own).log2().abs() <= (tried / own).log2().abs()))
             scale, off = torch.where(better, tried, scale), torch.where(better, float(shift), off)
             fits |= found
