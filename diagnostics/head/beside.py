@@ -119,6 +119,9 @@ def beside_well_rounded(
         # A few heavy rows may be nearer to it by chance.
         nearer = any(one < EXPLAINED * other for one, other in pairs)
         nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
+        if fed is not None:  # an error that a right backward makes of the captured O and LSE is no rounding of its own
+            pairs = list(zip(left(recipe, kept), left_of(fed, kept), strict=True))
+            nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
         if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe
@@ -188,13 +191,16 @@ def beside_well_rounded(
 
         # A rounded factor alone claims less than plain torch, which leaves the same of dV where its scores are in fp32.
         plain = tuple(way for way in published[0].unfused if way not in FROM_LSE)
-        ways = published[0].unfused
+        ways = plain if quantity == "o" else published[0].unfused
         way = min(ways, key=left)
         if way in FROM_LSE and not is_no_factor(way):
             ways, way = plain, min(plain, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
-        if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
+        # One rounding claims less than several, unless they leave far less.
+        alone = min(rounded, key=left, default="")
+        several = explains_it(way) and (not alone or explains_it(way, alone))
+        if alone and not several and (known := as_good(alone)) is not None:
             return known
         if explains_it(way):
             alike = beside(way)
