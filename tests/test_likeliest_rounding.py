@@ -34,7 +34,7 @@ def judged(tensors: list[Tensor], rounded: str = "") -> dict[str, QuantityVerdic
     dtype = tensors[0].dtype
     scores = (q @ k.T * ALPHA).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
     m, row_sum, out = torch.full((T, 1), -torch.inf), torch.zeros(T, 1), torch.zeros(T, D)
-    for s, values in zip(scores.split(TILE, 1), v.split(TILE), strict=True):
+    for s, values in zip(torch.split(scores, TILE, 1), torch.split(v, TILE), strict=True):
         largest = torch.maximum(m, s.amax(1, keepdim=True))
         p, rescale = (s - largest).exp(), (m - largest).exp()
         out = rescale * out + p.to(dtype).float() @ values
@@ -46,10 +46,10 @@ def judged(tensors: list[Tensor], rounded: str = "") -> dict[str, QuantityVerdic
     probs = shifted.exp()
     dscores = (probs * (dprobs - (do * o).sum(1, keepdim=True))).to(dtype).float()
     gradients = {"dq": dscores @ k * ALPHA, "dk": dscores.T @ q * ALPHA, "dv": probs.to(dtype).float().T @ do}
-    given: dict[str, Any] = {"o": o, "do": tensors[3], **{name: x.to(dtype) for name, x in gradients.items()}}
-    four = {name: x[None, None] for name, x in zip("qkv", tensors, strict=False)}
-    more = {name: x[None, None] for name, x in given.items()}
-    found = attn_diag.inspect(**four, **more, causal="top-left", device="cpu")
+    made = {"o": o, "do": tensors[3]} | {name: x.to(dtype) for name, x in gradients.items()}
+    given: dict[str, Any] = {name: x[None, None] for name, x in made.items()}
+    first, second, third = (x[None, None] for x in tensors[:3])
+    found = attn_diag.inspect(first, second, third, **given, causal="top-left", device="cpu")
     return {one.quantity: one for one in found.captures[0].observations[0].heads[0].quantities}
 
 
@@ -99,6 +99,6 @@ def test_an_l_that_is_on_the_grid_for_another_reason(of: str) -> None:
     head.apply_mask(scores, slice(0, T), slice(0, T))
     lse = scores.logsumexp(1)
     used = lse - 1e-4 if of == "a factor" else round_nearest_even(lse, BF16)
-    dv = round_nearest_even((scores - used[:, None]).exp().T @ head.do, fmt)
+    dv = round_nearest_even((scores - used[:, None]).exp().T @ do.double(), fmt)
     o = (scores - lse[:, None]).exp() @ head.v
     assert backwards_of_read_lse([head], fmt, [o], dv=dv) == [{}]
